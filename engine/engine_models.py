@@ -18,7 +18,7 @@ from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.strategy import TARGET, Head, Strategy
 
-_WORK_SPACE = 3 * 2**30
+_ACTIVATIONS = 3 * 2**30
 """The bytes that steps need besides weights and caches, as a guess before it is measured."""
 
 
@@ -30,18 +30,11 @@ def planned_uses(
     context_columns: abc.Sequence[str],
 ) -> tuple[dict[str, ModelUse], ResolvedConfig]:
     """Return the models of an engine by name, with how it runs each of them, and its settings with
-    all defaults filled in. The models may be without values.
+    all defaults filled in. The models may be without values. Raises ValueError if the model or
+    device does not allow the configuration, has no such column, or another model does not fit.
 
     Args:
-        target: the model whose tokens are wanted.
         others: as for `model_uses`.
-        strategy: the decoding paradigm.
-        config: the settings that the user has chosen.
-        context_columns: the names of the columns of context scope that rows may ask for.
-
-    Raises:
-        ValueError: the model or device does not allow the configuration, has no such column, or
-            another model does not fit.
     """
     longest = config.model_len(target.config.max_position_embeddings)
     max_model_len = strategy.model_len(longest, target.config)
@@ -58,19 +51,9 @@ def model_uses(
     columns: tuple[OutputColumn, ...],
     max_model_len: int,
 ) -> dict[str, ModelUse]:
-    """Return the strategy's models by name, with how it runs each of them.
-
-    Args:
-        target: the model whose tokens are wanted.
-        others: the models with checkpoints of their own, by name; their weights are packed in
-            place.
-        strategy: the decoding paradigm.
-        columns: the columns of context scope that the target records.
-        max_model_len: the most prompt and output tokens of a row together.
-
-    Raises:
-        ValueError: a model is missing, is not used by the strategy, or does not fit the target.
-    """
+    """Return the strategy's models by name, with how it runs each of them. `others` are those
+    with checkpoints of their own, by name, whose weights are packed in place. Raises ValueError if
+    a model is missing, is not used by the strategy, or does not fit the target."""
     uses: dict[str, ModelUse] = {}
     for name, role in strategy.models.items():
         model: TokenModel = target
@@ -96,11 +79,8 @@ def model_uses(
 
 
 def _check_beside(name: str, model: CausalLM, target: CausalLM, max_model_len: int) -> None:
-    """Check that a model can run beside the target.
-
-    Raises:
-        ValueError: it cannot; the message says why and what to do.
-    """
+    """Check that a model can run beside the target. Raises ValueError if it cannot; the message
+    says why and what to do."""
     if model.vocab_size != target.vocab_size:
         raise ValueError(
             f"the {name} model's vocabulary has {model.vocab_size} ids and the model's has "
@@ -120,11 +100,8 @@ def _check_beside(name: str, model: CausalLM, target: CausalLM, max_model_len: i
 
 
 def chosen_columns(model: CausalLM, names: abc.Sequence[str]) -> tuple[OutputColumn, ...]:
-    """Find the model's columns of context scope by their names.
-
-    Raises:
-        ValueError: the model has no column of one of these names.
-    """
+    """Find the model's columns of context scope by their names. Raises ValueError if the model has
+    no column of one of these names."""
     known = {column.name: column for column in model.declared_columns(model.config)}
     for name in names:
         if name not in known:
@@ -145,19 +122,13 @@ def chunk_multiple(model: CausalLM) -> int:
 
 
 def sizes_of(target: CausalLM, strategy: Strategy, config: EngineConfig) -> Sizes:
-    """Return what the defaults of the engine's settings depend on.
-
-    Args:
-        target: the model whose tokens are wanted.
-        strategy: the decoding paradigm.
-        config: the settings that the user has chosen.
-    """
+    """Return what the defaults of the engine's settings depend on."""
     device = target.device
     weights, width = target.weight_bytes, max(strategy.models[TARGET].widths)
     memory, room = 0, int(available_memory() * CPU_SHARE)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-        room = int(memory * config.gpu_memory_utilization) - weights - _WORK_SPACE
+        room = int(memory * config.gpu_memory_utilization) - weights - _ACTIVATIONS
     specs, parallel = target.cache_specs, target.parallel
     return Sizes(
         weights=weights,

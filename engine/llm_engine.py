@@ -6,79 +6,44 @@ import zlib
 from collections import abc, deque
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import HostCopy, HostOutput, RequestOutput, StepOutput
-from batchgen.engine.base.step_timing import StepTimer, timed
-from batchgen.engine.base.transfer import release_cached_memory, upload
+from batchgen.engine.base.outputs import HostCopy, HostOutput, RequestOutput
+from batchgen.engine.base.step_timing import StepTimer
+from batchgen.engine.base.transfer import release_cached_memory
 from batchgen.engine.caches.model_caches import CacheSizes
 from batchgen.engine.caches.state_slots import StateSlots
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.engine_models import chunk_multiple, planned_uses
+from batchgen.engine.engine_stats import EngineStats
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
-from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
+from batchgen.engine.execution.model_runner import ModelRunner
 from batchgen.engine.memory.memory_plan import MemoryPlan, ModelUse, plan_memory
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.replicas import Abort, Add, Leader, Step
 from batchgen.engine.requests import Requests
 from batchgen.engine.rows.compile_queue import CompileQueue
 from batchgen.engine.rows.context_reader import ContextReader
-from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import (
     DecodeBatch,
-    MixedBatch,
     PrefillBatch,
-    ScheduledBatch,
 )
 from batchgen.engine.rows.sequence import Sequence
-from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.block_manager import BlockManager
-from batchgen.engine.scheduling.prefill_inputs import block_tables, prefill_inputs, state_slots
 from batchgen.engine.scheduling.prefill_policy import BatchLimits
 from batchgen.engine.scheduling.scheduler import Scheduler
-from batchgen.engine.step_inputs import JoiningRows
+from batchgen.engine.step_launcher import StepLauncher
 from batchgen.engine.strategy import TARGET, Limits, Strategy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass
-class EngineStats:
-    """Counts since the engine started. A mixed step counts as a prefill and as a decode step.
-
-    Attributes:
-        prefill_steps: the number of steps that read prompts.
-        prefill_tokens: the number of tokens that prefills computed, including recomputed ones.
-        cached_tokens: the number of tokens that prefills did not compute, because the prefix cache
-            had them.
-        decode_steps: the number of steps with decoding rows.
-        decode_rows: the sum of the numbers of rows over all decode steps; divided by
-            `decode_steps` it is the mean batch size.
-        generated_tokens: the number of tokens generated for finished and running requests.
-        counts: maps the name of each of the strategy's counts to its sum over all rows.
-        strategy: what the strategy reports besides (`Strategy.stats`).
-        preemptions: how often a row lost its cache entries to other rows.
-        peak_kv_usage: the largest share of the blocks that rows owned, from 0 to 1.
-    """
-
-    prefill_steps: int = 0
-    prefill_tokens: int = 0
-    cached_tokens: int = 0
-    decode_steps: int = 0
-    decode_rows: int = 0
-    generated_tokens: int = 0
-    counts: dict[str, int] = field(default_factory=dict)
-    strategy: dict[str, Any] = field(default_factory=dict)
-    preemptions: int = 0
-    peak_kv_usage: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +65,6 @@ class LLMEngine:
         model: the target with its weights, on its device; the weights are packed in place.
         tokenizer: decodes the output to text; None leaves texts empty and refuses stop strings and
             constraints.
-        eos_token_ids: the token ids that end a row, unless it ignores EOS.
-        strategy: the decoding paradigm.
-        config: batch and memory sizes.
         timer: measures the steps; None measures nothing.
         others: the strategy's other models that have checkpoints of their own, by name, on the same
             device; their weights are packed in place.
@@ -112,15 +74,6 @@ class LLMEngine:
             takes room in the paged cache.
         leader: the other ranks, which do what this engine does; None if there are none, or if this
             engine does what another one does (`follow`).
-
-    Attributes:
-        config: the settings with all defaults filled in.
-        vocab_size: the number of token ids of the target.
-        tokenizer: the tokenizer; None if there is none.
-        strategy: the decoding paradigm.
-        scheduler: plans the batches.
-        stats: counts since the engine started.
-        memory: how the device's memory is used.
 
     Raises:
         ValueError: the model or device does not allow the configuration, the caches do not fit into
@@ -152,7 +105,6 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.strategy = strategy
         self.stats = EngineStats()
-        self._timer = timer
         release_cached_memory(model.device)
         limits = Limits(self.max_num_seqs, max_model_len, self.vocab_size, model.device)
         strategy.allocate(limits)
@@ -200,6 +152,7 @@ class LLMEngine:
             before_free=reader.read,
         )
         strategy.attach(self._runners)
+        self._launcher = StepLauncher(strategy, self._runner, timer)
         self._live: dict[str, Sequence] = {}
         special_ids = (*eos_token_ids, *model.config.never_generated)
         self._compiling = CompileQueue(compiler, tokenizer, self.vocab_size, special_ids)
@@ -248,11 +201,6 @@ class LLMEngine:
     ) -> None:
         """Queue a request.
 
-        Args:
-            request_id: the caller's name for it, which no unfinished request may have.
-            prompt_token_ids: the tokens of the prompt.
-            params: what the request asks for.
-
         Raises:
             RequestError: the request can never be served; its `type` says why.
             ValueError: the parameters cannot be honoured, or the id is in use.
@@ -269,11 +217,7 @@ class LLMEngine:
             self._leader.post(Add(request_id, list(prompt_token_ids), params))
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request.
-
-        Returns:
-            False if there is no unfinished request with this id.
-        """
+        """Drop a request. Returns False if there is no unfinished request with this id."""
         seq = self._live.pop(request_id, None)
         if seq is None:
             return False
@@ -337,13 +281,8 @@ class LLMEngine:
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Launch a batch and read one: with overlap the batch before it, else the same batch.
-
-        Returns:
-            The requests that have finished and were not returned yet.
-
-        Raises:
-            RuntimeError: another rank was lost. The engine can do nothing after that.
-        """
+        Returns the requests that have finished and were not returned yet. Raises RuntimeError if
+        another rank was lost. The engine can do nothing after that."""
         with nullcontext() if self._leader is None else self._leader.step():
             # The engine waits for the compiler only if all rows wait for their constraints.
             block = len(self._compiling) == len(self._live)
@@ -356,11 +295,8 @@ class LLMEngine:
 
     @torch.inference_mode()
     def follow(self, step: Step) -> None:
-        """Make the step that the engine of rank 0 makes.
-
-        Raises:
-            RuntimeError: this engine's tokens differ from those of rank 0.
-        """
+        """Make the step that the engine of rank 0 makes. Raises RuntimeError if this engine's
+        tokens differ from those of rank 0."""
         if step.digest != self._digest:
             raise RuntimeError("the tokens of this rank differ from those of rank 0")
         self._step([self._compiling.take_one(*compiled) for compiled in step.compiled])
@@ -378,8 +314,8 @@ class LLMEngine:
         self._leaving = []
         batch = self.scheduler.schedule()
         if batch is not None:
-            self._count(batch)
-            steps = self._launch(batch)
+            self.stats.count_batch(batch, self.scheduler)
+            steps = self._launcher.launch(batch, self._catch_up)
             self._launched.append([_Launched(part, HostCopy(step)) for part, step in steps])
         # With overlap the device works on the new batch while the host reads the one before it.
         behind = 1 if batch is not None and self.config.overlap else 0
@@ -416,162 +352,10 @@ class LLMEngine:
             for seq in self.scheduler.update(part.batch, step):
                 (self._leaving if seq.context_columns else self._finished).append(seq)
 
-    def _launch(self, batch: ScheduledBatch) -> list[tuple[PrefillBatch | DecodeBatch, StepOutput]]:
-        """Enqueue a step on the device.
-
-        Returns:
-            The parts of the batch that yield tokens, each with what it produces.
-        """
-        if isinstance(batch, DecodeBatch):
-            with timed(self._timer, "decode", batch.num_rows):
-                step, _ = self._decode(batch, None)
-                return [(batch, step)]
-        prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
-        inputs = self._prefill_inputs(prefill)
-        if isinstance(batch, PrefillBatch):
-            with timed(self._timer, "prefill", len(batch.seqs)):
-                output = None
-                if inputs is not None:  # Otherwise the prefix cache had all of it.
-                    output = self._runner.prefill(inputs, self.strategy.needs_hidden)
-                return self._join(batch, inputs, output)
-        decode = batch.decode
-        with timed(self._timer, "mixed", decode.num_rows + len(prefill.seqs)):
-            step, prefilled = self._decode(decode, inputs)
-            return [(decode, step), *self._join(prefill, inputs, prefilled)]
-
-    def _decode(
-        self, batch: DecodeBatch, prefill: PrefillInputs | None
-    ) -> tuple[StepOutput, ModelOutput | None]:
-        """Enqueue a decode step, with a prefill beside it if there is one.
-
-        Returns:
-            What the step produces for the decoding rows, and the forward's output for the prefill,
-            which is None without one.
-        """
-        self.strategy.step_inputs.reindex(batch)
-        if batch.guide is not None and self.strategy.proposes_from_guide:
-            self._catch_up()
-        self.strategy.propose(batch)
-        decoded, prefilled = self.strategy.forward(self._runner, prefill)
-        return self._advance(batch, decoded), prefilled
-
-    def _advance(self, batch: DecodeBatch, output: ModelOutput) -> StepOutput:
-        """Decide the decoding rows' tokens on the device, and prepare the next step's inputs."""
-        if batch.guide is not None:
-            self._catch_up()
-        step = self.strategy.decide(output, batch.guide)
-        state, states = self.strategy.step_inputs, self._runner.states
-        if states is not None:
-            assert state.state_slots is not None
-            states.advance(state.state_slots, step.num_tokens)
-        state.step_decode(step)
-        return step
-
     def _catch_up(self) -> None:
-        """Read all steps before the current one, because masks depend on the newest tokens.
-
-        The device meanwhile runs the current step's forward, or what was launched before.
-        """
+        """Read all steps that were launched."""
         while self._launched:
             self._read_oldest()
-
-    def _prefill_inputs(self, batch: PrefillBatch) -> PrefillInputs | None:
-        """Make the inputs of a prefill's forward, and put the rows' states in place.
-
-        Rows that start from a snapshot get a copy of its state in their own state slot.
-
-        Returns:
-            The inputs, without rows that have no tokens to compute; None if no row has any.
-        """
-        seqs, states = batch.seqs, self._runner.states
-        if states is not None:
-            started = [seq for seq in seqs if seq.restore_from is not None]
-            if started:
-                sources = np.array([seq.restore_from for seq in started], np.int64)
-                states.copy(sources, np.array([seq.state_slot for seq in started], np.int64))
-                for seq in started:
-                    seq.restore_from = None
-            slots = [seq.state_slot for seq in seqs]
-            states.begin(upload(slots, torch.int64, self._runner.device))
-        return prefill_inputs(batch, self._runner.device, states is not None)
-
-    def _join(
-        self, batch: PrefillBatch, prefill: PrefillInputs | None, output: ModelOutput | None
-    ) -> list[tuple[PrefillBatch | DecodeBatch, StepOutput]]:
-        """Tell the strategy of a prefill, and let the rows that it completes decode from the next
-        step on.
-
-        The first tokens of those whose prefill yields one are decided here.
-
-        Args:
-            batch: the prefill.
-            prefill: the inputs of its forward; None if there was nothing to compute.
-            output: the output of its forward; None likewise.
-
-        Returns:
-            The batch with its first tokens; empty if no row's prefill yields a token.
-        """
-        state, device = self.strategy.step_inputs, self._runner.device
-        if batch.completing and batch.keep is not None:
-            state.keep_rows(batch.keep)
-        seqs = [batch.seqs[i] for i in batch.completing]
-        rows = self._joining_rows(seqs) if seqs else None
-        newest = upload([seq.token_ids[-1] for seq in seqs], torch.int64, device)
-        yielding = np.flatnonzero([seq.prefill_yields for seq in seqs])
-        step = None
-        if len(yielding):
-            assert rows is not None and output is not None
-            if len(yielding) == len(seqs):
-                step = self.strategy.first_tokens(output, rows)
-                newest = step.token_ids[:, 0]
-            else:
-                step = self.strategy.first_tokens(output, rows.index_select(yielding))
-                newest[upload(yielding, torch.int64, device)] = step.token_ids[:, 0]
-        if prefill is not None:
-            assert output is not None
-            hidden = output.hidden if self.strategy.needs_hidden else None
-            self.strategy.prefilled(batch, prefill.inputs, hidden, newest)
-        if rows is not None:
-            state.merge_prefill(rows, newest)
-        return [] if step is None else [(batch, step)]
-
-    def _joining_rows(self, seqs: list[Sequence]) -> JoiningRows:
-        """Describe rows whose prefill is complete, from what the host knows of them."""
-        device = self._runner.device
-        return JoiningRows(
-            seqs,
-            upload(block_tables(seqs), torch.int64, device),
-            np.array([seq.num_prefill_tokens for seq in seqs], np.int64),
-            self._sampling_inputs(seqs),
-            None if self._runner.states is None else state_slots(seqs, device),
-            Guide.of(seqs),
-        )
-
-    def _sampling_inputs(self, seqs: list[Sequence]) -> SamplingInputs:
-        """Make the sampler's inputs for rows, from what the host knows of them."""
-        return SamplingInputs.build(
-            params=[seq.params for seq in seqs],
-            prompt_lens=[seq.num_prompt_tokens for seq in seqs],
-            histories=[seq.token_ids for seq in seqs],
-            stop_ids=[tuple(seq.stop.stop_ids) for seq in seqs],
-            capacities=[seq.max_tokens for seq in seqs],
-            device=self._runner.device,
-        )
-
-    def _count(self, batch: ScheduledBatch) -> None:
-        """Add a scheduled batch to the engine's counts."""
-        stats = self.stats
-        stats.preemptions = self.scheduler.num_preemptions
-        stats.cached_tokens = self.scheduler.num_cached_tokens
-        stats.peak_kv_usage = max(stats.peak_kv_usage, self._block_manager.usage)
-        if not isinstance(batch, PrefillBatch):
-            decode = batch.decode if isinstance(batch, MixedBatch) else batch
-            stats.decode_steps += 1
-            stats.decode_rows += decode.num_rows
-        if not isinstance(batch, DecodeBatch):
-            prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
-            stats.prefill_steps += 1
-            stats.prefill_tokens += sum(prefill.lengths)
 
 
 def _digest(step: HostOutput, before: int) -> int:

@@ -34,27 +34,19 @@ class Abort(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step begins.
+    """A step begins."""
 
-    Attributes:
-        compiled: the requests whose constraints rank 0 has compiled since the last step, each with
-            the error that it ends with, or None.
-        digest: of all tokens that rank 0 has read so far.
-    """
-
+    # The requests whose constraints rank 0 has compiled since the last step, each with the error
+    # that it ends with, or None.
     compiled: list[tuple[str, str | None]]
-    digest: int
+    digest: int  # of all tokens that rank 0 has read so far
 
 
 Command = Add | Abort | Step
 
 
 class Leader:
-    """What the engine of rank 0 knows of the other ranks.
-
-    Args:
-        processes: the processes of the other ranks.
-    """
+    """What the engine of rank 0 knows of the other ranks."""
 
     def __init__(self, processes: RankProcesses) -> None:
         self._processes = processes
@@ -67,11 +59,8 @@ class Leader:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Watch a step, which must end in time.
-
-        Raises:
-            RuntimeError: a rank was lost before or in the step, or a step was interrupted before.
-        """
+        """Watch a step, which must end in time. Raises RuntimeError if a rank was lost before or in
+        the step, or a step was interrupted before."""
         if self._interrupted:
             raise RuntimeError(
                 "an earlier step of the engine was interrupted, so its ranks no longer do the "
@@ -96,11 +85,7 @@ class Leader:
         return self._processes.is_lost
 
     def check(self) -> None:
-        """Raise an error if a rank was lost, because then results may be wrong.
-
-        Raises:
-            RuntimeError: a rank was lost.
-        """
+        """Raise RuntimeError if a rank was lost, because then results may be wrong."""
         self._processes.check()
 
     def close(self) -> None:
@@ -121,11 +106,8 @@ class Follower(Protocol):
 
 
 def follow(engine: Follower, connection: Connection[Any, Any]) -> None:
-    """Do what rank 0 does, until it closes the connection.
-
-    Raises:
-        RuntimeError: this rank's tokens differ from those of rank 0.
-    """
+    """Do what rank 0 does, until it closes the connection. Raises RuntimeError if this rank's
+    tokens differ from those of rank 0."""
     while True:
         try:
             commands: list[Command] = connection.recv()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import abc
+from dataclasses import replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +21,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+def derive_seed(job_seed: int, row_id: str, sample_index: int) -> int:
+    """The seed of one sample of one row, in [0, 2**64): different for each, equal everywhere.
+
+    It depends on the row's id and not on its position, so that a row keeps its tokens when others
+    are added or dropped.
+    """
+    digest = blake2b(digest_size=8, person=b"batchgen.seed")
+    digest.update((job_seed % 2**64).to_bytes(8, "little"))
+    digest.update(sample_index.to_bytes(8, "little"))
+    digest.update(row_id.encode("utf-8", "surrogatepass"))
+    return int.from_bytes(digest.digest(), "little")
+
+
+def sample_params(
+    params: SamplingParams, row_id: str, sample_index: int, **own: Any
+) -> SamplingParams:
+    """The parameters of one sample of a row: those of all rows with the sample's own seed, and with
+    what the row has of its `own`, such as a constraint."""
+    return replace(params, seed=derive_seed(params.seed, row_id, sample_index), **own)
+
+
 def check_params(
     params: SamplingParams,
     strategy: Strategy,
@@ -26,18 +49,8 @@ def check_params(
     tokenizer: PreTrainedTokenizerBase | None,
     context_columns: abc.Sequence[OutputColumn] = (),
 ) -> None:
-    """Check that the engine can honour sampling parameters. This needs no weights.
-
-    Args:
-        params: what a request asks for.
-        strategy: the decoding paradigm.
-        vocab_size: the number of token ids of the model.
-        tokenizer: the model's tokenizer; None if it has none.
-        context_columns: the columns of context scope that the model records.
-
-    Raises:
-        ValueError: the parameters cannot be honoured; the message names the option.
-    """
+    """Check that the engine can honour sampling parameters, without any weights. Raises ValueError
+    if the parameters cannot be honoured; the message names the option."""
     strategy.check(params)
     known = [column.name for column in (*strategy.columns, *context_columns)]
     if missing := [name for name in params.columns if name not in known]:
@@ -60,10 +73,8 @@ def check_params(
 def output_columns(
     params: SamplingParams, strategy: Strategy, context_columns: abc.Sequence[OutputColumn] = ()
 ) -> tuple[OutputColumn, ...]:
-    """Return the columns that a request with these parameters returns.
-
-    They come from the sampler, from the strategy, and from the model's layers (`context_columns`).
-    """
+    """Return the columns that a request with these parameters returns: from the sampler, from the
+    strategy, and from the model's layers (`context_columns`)."""
     declared = (*strategy.columns, *context_columns)
     own = (column for column in declared if column.name in params.columns)
     return (*requested_columns(params), *own)
@@ -75,12 +86,6 @@ class Requests:
     Args:
         tokenizer: decodes the output to text; None leaves texts empty and refuses stop strings and
             constraints.
-        eos_token_ids: the token ids that end a row, unless it ignores EOS.
-        strategy: the decoding paradigm.
-        vocab_size: the number of token ids of the model.
-        max_model_len: the most prompt and output tokens of a row together.
-        cache_capacity: the number of tokens that the whole paged cache holds.
-        context_columns: the columns of context scope that the model records.
     """
 
     def __init__(
@@ -152,12 +157,7 @@ class Requests:
         )
 
     def _check_prompt(self, prompt: list[int], params: SamplingParams) -> None:
-        """Check that a prompt can be served.
-
-        Raises:
-            RequestError: it has no tokens or unknown ones, or is too long for the model or the
-                paged cache.
-        """
+        """Raise a RequestError if a prompt can never be served."""
         if not prompt:
             raise RequestError("empty_prompt", "the prompt has no tokens")
         bad = [i for i in prompt if not 0 <= i < self._vocab_size]
@@ -182,7 +182,6 @@ class Requests:
             )
 
     def _stop_rule(self, prompt: list[int], params: SamplingParams) -> StopRule:
-        """Make the rule by which the row of this prompt ends."""
         stop_ids = {} if params.ignore_eos else dict(self._eos)
         stop_ids |= {token_id: self._token_text(token_id) for token_id in params.stop_token_ids}
         strings = []
@@ -221,11 +220,8 @@ class Requests:
 
 
 def _columns(seq: Sequence) -> dict[str, npt.NDArray[Any]]:
-    """Return the columns that a row asked for, by name.
-
-    Columns of context scope have one value less than the row has tokens, because no forward has
-    read the last token.
-    """
+    """Return the columns that a row asked for, by name. Those of context scope have one value less
+    than the row has tokens, because no forward has read the last token."""
     columns = {name: buffer.array() for name, buffer in seq.columns.items()}
     for column in seq.requested_columns:
         if column.scope == "context":

@@ -23,23 +23,18 @@ from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 
 @dataclass(frozen=True, slots=True)
 class JoiningRows:
-    """B rows whose prefill is complete and which decode from the next step on.
+    """B rows whose prefill is complete and which decode from the next step on."""
 
-    Attributes:
-        seqs: the rows as the host knows them, without the token that the prefill may yield.
-        block_tables: [B, N] int64, the rows' blocks of the paged cache; unused entries are 0.
-        context_lens: [B] on the host, the number of tokens of each row that the target has read.
-        sampling: the sampler's inputs for the rows, as they are before the prefill's token.
-        state_slots: [B] int64, the rows' state slots; None for models without recurrent layers.
-        guide: makes the masks of the constrained rows; None if there are none.
-    """
-
+    # The rows as the host knows them, without the token that the prefill may yield.
     seqs: abc.Sequence[Sequence]
-    block_tables: Tensor
+    block_tables: Tensor  # [B, N] int64, the rows' blocks of the paged cache; unused entries are 0
+    # [B] on the host, the number of tokens of each row that the target has read.
     context_lens: npt.NDArray[np.int64]
+    # The sampler's inputs for the rows, as they are before the prefill's token.
     sampling: SamplingInputs
+    # [B] int64, the rows' state slots; None for models without recurrent layers.
     state_slots: Tensor | None = None
-    guide: Guide | None = None
+    guide: Guide | None = None  # makes the masks of the constrained rows; None if there are none
 
     def index_select(self, rows: npt.NDArray[np.int64]) -> JoiningRows:
         """Return the rows with these indices [N], in this order."""

@@ -117,14 +117,12 @@ class Strategy(Pacing, ABC):
     def forward(
         self, runner: ModelRunner, prefill: PrefillInputs | None
     ) -> tuple[ModelOutput, ModelOutput | None]:
-        """Run the step's forward of the target.
+        """Run the step's forward of the target. Returns the forward's output for the decoding rows,
+        and for the prefill if there is one.
 
         Args:
             prefill: prompt tokens to read beside the decoding rows; None if there are none. They
                 come only with batches of width 1.
-
-        Returns:
-            The forward's output for the decoding rows, and for the prefill if there is one.
         """
         inputs = self.step_inputs.model_inputs
         if prefill is None:
@@ -136,7 +134,6 @@ class Strategy(Pacing, ABC):
         """Decide the rows' tokens and columns from the logits of a decode forward.
 
         Args:
-            output: the forward's output, in the order of the rows.
             guide: makes the masks of the constrained rows, whose matchers have read all tokens so
                 far; None if there are none.
         """
@@ -177,11 +174,8 @@ class Strategy(Pacing, ABC):
 
     def block_length(self, model: ModelConfig) -> int:
         """Return the number of positions in a block of the model's attention, which is causal over
-        blocks and full inside a block; 1 is ordinary causal attention.
-
-        Raises:
-            ValueError: the model is not made for the paradigm; the message says what to do.
-        """
+        blocks and full inside a block; 1 is ordinary causal attention. Raises ValueError if the
+        model is not made for the paradigm; the message says what to do."""
         if model.diffusion is not None:
             raise ValueError(
                 f"{model.architecture} is a diffusion model: its logits are of masked tokens, not "
@@ -191,19 +185,12 @@ class Strategy(Pacing, ABC):
 
     def model_len(self, longest: int, model: ModelConfig) -> int:
         """Return the most prompt and output tokens of a row together, at most the `longest` that
-        model and user allow.
-
-        Raises:
-            ValueError: no row could have any token.
-        """
+        model and user allow. Raises ValueError if no row could have any token."""
         return longest
 
     def check(self, params: SamplingParams) -> None:
-        """Check that the strategy can honour these parameters.
-
-        Raises:
-            ValueError: it cannot; the message names the option.
-        """
+        """Check that the strategy can honour these parameters. Raises ValueError if it cannot; the
+        message names the option."""
 
     def allocate(self, limits: Limits) -> None:
         """Allocate what it keeps on the device, before the caches take the rest."""
@@ -225,7 +212,6 @@ class Strategy(Pacing, ABC):
         Args:
             counts: maps the name of each of the strategy's counts to its sum over the job's rows.
             stats: the result of `stats` for this run; empty if the run computed nothing.
-            num_tokens: the number of tokens that the job generated.
         """
         return []
 

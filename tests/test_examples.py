@@ -41,3 +41,9 @@ def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(row["error"] is None and row["text"] and set(columns) <= set(row) for row in found)
     if name == "graded_samples":
         assert job.metrics["score"]
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    named = {*job.metrics, *job.metrics["attempts"][0], *job.metrics.get("score", ())}
+    assert [key for key in named if f"`{key}`" not in page and key[-1] not in "124"] == []
+    page = (ROOT / "docs" / "reference" / "output.md").read_text()
+    inputs = {"id", "kind", "question", "target", "topic", "passage"}
+    assert [column for column in {*found[0]} - inputs if f"`{column}`" not in page] == []

@@ -38,14 +38,11 @@ class RowConstraints:
     """Tells what the output of each row must look like."""
 
     def __init__(self, config: ConstraintConfig, features: Mapping[str, Any]) -> None:
-        """
-        Args:
-            config: the job's constraint.
-            features: the dataset's columns by name, with what the library datasets says that they
-                hold.
+        """Read the job's constraint; `features` says what the library datasets takes the columns to
+        hold.
 
         Raises:
-            ConfigError: the dataset does not have the column that the job names.
+            ConfigError: the data set does not have the column that the job names.
             ConstraintError: the job's constraint cannot be enforced.
         """
         self._column = constraint_column(config)
@@ -65,11 +62,10 @@ class RowConstraints:
         self._made = lru_cache(MAX_CACHED)(TimedConstraints(config).make)
 
     def of(self, row: Row) -> Constraint | None:
-        """The constraint of a row, or None if the row may write anything.
-
-        Raises:
-            RequestError: of type bad_constraint, if what the row's column holds is no constraint.
-        """
+        """The constraint of a row, or None if it may write anything; RequestError (bad_constraint)
+        for
+        a cell
+        that holds none."""
         if self._column is None:
             return self._job
         try:
@@ -81,12 +77,9 @@ class RowConstraints:
 
 def cell_text(kind: str, cell: Any, feature: Any) -> str | None:
     """What the constraint column holds for one row, as text; None if it holds nothing. A list of
-    choices, a schema and a tag become JSON text.
-
-    Args:
-        kind: the kind of the constraint.
-        cell: what the column holds.
-        feature: what the library datasets says that the column holds.
+    choices, a
+    schema and a tag become JSON text. `feature` is the column's type, as the library datasets says
+    it.
 
     Raises:
         ConstraintError: the cell is neither text nor what else may stand there for this kind.

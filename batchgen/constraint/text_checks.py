@@ -44,15 +44,11 @@ class Unchecked(Exception):
 
 
 def make_check(config: AnyConstraintConfig, value: Any) -> Check:
-    """The check of texts against a constraint.
+    """The check of texts against a constraint, or `Unchecked` if the checker cannot read it.
 
-    Args:
-        config: the job's constraint.
-        value: what the job or the row gives for it: a schema or a tag as parsed JSON, the choices,
-            the pattern, or the EBNF. None stands for any JSON object.
-
-    Raises:
-        Unchecked: the constraint is none that the checker can read.
+    `value` is what the job or the row gives for it: a schema or a tag as parsed JSON, the choices,
+    the
+    pattern, or the EBNF. None stands for any JSON object.
     """
     if isinstance(config, (JsonSchemaConstraintConfig, JsonConstraintConfig)):
         schema = {"type": "object"} if value is None else value
@@ -132,11 +128,7 @@ def _regex_check(pattern: str) -> Check:
 
 def _matcher_check(compile: Callable[[Any], Any]) -> Check:
     """A check by xgrammar itself, over a vocabulary of single bytes, so that no tokenizer plays a
-    part.
-
-    Args:
-        compile: makes the compiled grammar with a compiler that it gets.
-    """
+    part."""
     import xgrammar
 
     bytes_and_end = [*(bytes([byte]) for byte in range(256)), b"</s>"]

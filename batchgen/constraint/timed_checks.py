@@ -23,11 +23,7 @@ _SLOW_WORDS = ("$ref", "pattern", "\\")
 
 
 class TimedConstraints:
-    """Makes constraints of the texts that a column holds.
-
-    Args:
-        config: the job's constraint, whose values stand in a column.
-    """
+    """Makes constraints of the texts that a column holds."""
 
     def __init__(self, config: AnyConstraintConfig) -> None:
         self._config = config
@@ -35,11 +31,8 @@ class TimedConstraints:
         self._slow: set[str] = set()
 
     def make(self, text: str) -> Constraint:
-        """The constraint of a text.
-
-        Raises:
-            ConstraintError: it is none that can be enforced, or its check takes too long.
-        """
+        """The constraint of a text; ConstraintError if it is none that can be enforced, or takes
+        too long."""
         if _is_quick(self._config.kind, text):
             return _make(self._config, text)
         if text in self._slow:
@@ -86,11 +79,7 @@ def _is_quick(kind: str, text: str) -> bool:
 
 
 def choices_of(text: str) -> list[str]:
-    """The list of choices that a text from `cell_text` stands for.
-
-    Raises:
-        ConstraintError: the text is not JSON of a list of strings.
-    """
+    """The list of choices that a text from `cell_text` stands for."""
     try:
         choices = parse_json(text)
     except (ValueError, RecursionError) as error:

@@ -7,15 +7,12 @@ from typing import Any
 
 
 def column_path(name: str, features: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The keys that lead from a row to the value that a name with dots means.
+    """The keys that lead from a row to the value that a name with dots means: the name of the
+    column,
+    then
+    the keys inside its structs; None if there is no such column.
 
     A column that has dots in its own name goes before what lies inside another one.
-
-    Args:
-        features: what the columns of the data set hold, in the terms of datasets.
-
-    Returns:
-        The name of the column, then the keys inside its structs; None if there is no such column.
     """
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
@@ -26,10 +23,8 @@ def column_path(name: str, features: Mapping[str, Any]) -> tuple[str, ...] | Non
 
 
 def feature_at(feature: Any, keys: list[str] | tuple[str, ...]) -> Any:
-    """What lies below some keys of a feature, None if nothing can.
-
-    JSON of several types may hold anything, so everything below it is JSON too.
-    """
+    """What lies below some keys of a feature, None if nothing can; below JSON of several types it
+    is JSON."""
     if not keys:
         return feature
     from datasets.features import Json  # takes seconds, and mistakes are told before it is needed

@@ -36,12 +36,9 @@ DEMO = Path(__file__).parents[1] / "data" / "demo.jsonl"
 
 @dataclass(frozen=True)
 class LoadedDataset:
-    """All rows of one split.
-
-    Attributes:
-        fingerprint: differs if the content of any row differs.
-        files: the local files that it is read from; empty for the hub.
-    """
+    """All rows of one split. The fingerprint differs if the content of any row differs; `files` are
+    the
+    local files that it is read from, none for the hub."""
 
     data: Dataset | IterableDataset
     fingerprint: str
@@ -123,11 +120,7 @@ def _like_hub_name(path: str) -> bool:
 
 
 def _check_formats(files: Sequence[Path]) -> str:
-    """The format that all files have.
-
-    Raises:
-        ConfigError: they have several, or one of them has none that is known.
-    """
+    """The format that all files have."""
     by_format: dict[str | None, Path] = {}
     for file in files:
         by_format.setdefault(format_of(file), file)
@@ -217,13 +210,10 @@ def _declared(folder: Path) -> Literal["nothing", "only files", "more"]:
 
 
 def _check_all_used(files: Sequence[Path], used: Sequence[Path]) -> None:
-    """Refuse a folder of which datasets would leave out a file.
-
-    If the names of some files contain the name of a split, datasets drops all files without one.
-
-    Raises:
-        ConfigError: a file is not among those that datasets uses.
-    """
+    """Refuse a folder of which datasets would leave out a file: if the names of some files contain
+    the
+    name
+    of a split, it drops all files without one."""
     known = {file.resolve() for file in used}
     left_out = [file for file in files if file.resolve() not in known]
     if left_out:
@@ -292,10 +282,8 @@ def _pick_split(splits: Sequence[str], config: DatasetConfig) -> str:
 
 
 def _content(split: str, files: Sequence[Path], kind: str, config: DatasetConfig) -> str:
-    """The fingerprint of a split's files, wherever they lie and whatever they are called.
-
-    Their order counts, as it is the order of the rows, and so does how they are read.
-    """
+    """The fingerprint of a split's files in their order, with how they are read, wherever they
+    lie."""
     how = json.dumps([_READING_VERSION, kind, config.reading], sort_keys=True)
     try:
         return fingerprint_text(split, how, *content_digests(files))

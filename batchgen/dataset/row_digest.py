@@ -28,7 +28,7 @@ class Tables(Protocol):
 
 
 def rows_digest(source: Tables, stop: int) -> list[str] | None:
-    """Digests over the content of the rows from the first one on.
+    """Digests over the content of the rows from the first one on; None for a stream.
 
     Digest k, of 32 hex digits, is over the rows before `min(1000 * (k + 1), stop)`. Two lists for
     the same `stop` are equal if and only if all those rows are; else the first digest that differs
@@ -37,13 +37,6 @@ def rows_digest(source: Tables, stop: int) -> list[str] | None:
 
     Names, order and types of the columns count, and all values. Where the rows lie, in how many
     files and in which format plays no part, as long as it gives the same types.
-
-    Args:
-        source: the rows.
-        stop: how many rows count, at most `source.num_rows`.
-
-    Returns:
-        The digests, none if `stop` is 0; None for a stream, which has no known end.
     """
     if source.num_rows is None:
         return None
@@ -58,10 +51,8 @@ def rows_digest(source: Tables, stop: int) -> list[str] | None:
 
 
 def _add_array(digest: blake2b, array: pa.Array) -> None:
-    """Add the length of an array, where its nulls are, and its values.
-
-    What its buffers hold beside these is left out: values under nulls, before and after a slice.
-    """
+    """Add the length of an array, where its nulls are, and its values, without what lies under
+    nulls."""
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
     kind = array.type

@@ -55,12 +55,7 @@ class IdSet:
 
 
 def check_unique(ids: Callable[[], Iterable[str]], column: str) -> None:
-    """Check that all ids differ.
-
-    Args:
-        ids: a function that gives the ids of all rows in order. It is called once more if two ids
-            have the same hash.
-        column: the name of the column that holds them.
+    """Check that all ids differ; `ids` is called once more if two of them have the same hash.
 
     Raises:
         ConfigError: some ids repeat; the message names a few of them and their rows.
@@ -79,11 +74,7 @@ def check_unique(ids: Callable[[], Iterable[str]], column: str) -> None:
 
 
 def duplicate_error(column: str, repeated: dict[str, list[int]]) -> ConfigError:
-    """The error for ids that several rows have.
-
-    Args:
-        repeated: from an id to the rows that have it, in order.
-    """
+    """The error for ids that several rows have, from each id to its rows."""
     first = sorted(repeated.items(), key=lambda item: item[1])[:MAX_NAMED]
     named = "; ".join(
         f"{row_id!r} in rows {', '.join(map(str, found[:MAX_NAMED]))}"

@@ -60,17 +60,21 @@ class RowSource:
     """The rows of one split, at most `dataset.limit` of them, read in constant memory.
 
     Data is either map-style, which is memory-mapped and can be read from any row on, or a stream,
-    which is read from its start for every call of `rows`.
+    which is read from its start for every call of `rows`. While rows are read, a file that cannot
+    be read
+    further raises ConfigError, and a network or a disk that fails JobError.
 
     Attributes:
         columns: the names of all columns that `Row.fields` has.
         features: what the columns hold, in the terms of datasets.
-        schema: the Arrow schema of the columns that are copied to the output. It follows from the
-            features of the data set. If a stream has none, its first 1000 rows tell them, and a
-            later row that does not fit becomes an error row (bad_row). A column with JSON values
-            of several types holds JSON text, of whose numbers datasets keeps ten decimals.
+        schema: the Arrow schema of the columns that are copied to the output. If a stream has no
+            features, its first 1000 rows tell them, and a later row that does not fit becomes an
+            error
+            row (bad_row). A column with JSON values of several types holds JSON text, of whose
+            numbers
+            datasets keeps ten decimals.
         num_rows: how many rows there are, None for a stream.
-        fingerprint: equal for equal rows on every machine. Data of the hub is told by its commit.
+        fingerprint: equal for equal rows on every machine. Data of the hub is known by its commit.
     """
 
     def __init__(self, loaded: LoadedDataset, config: DatasetConfig) -> None:
@@ -100,16 +104,10 @@ class RowSource:
             check_unique(self._ids, config.id_column)
 
     def rows(self, start: int = 0) -> Iterator[Row]:
-        """The rows from index `start` on.
-
-        Of map-style data the rows before `start` are not read, of a stream they are. The ids of a
-        stream are checked as they come, those before `start` too.
-
-        Raises:
-            ConfigError: while iterating: a file cannot be read further, or an id of a stream is
-                missing or repeats an earlier one.
-            JobError: while iterating: the network or the disk failed.
-        """
+        """The rows from index `start` on. Rows before it are read only if the data is a stream,
+        whose
+        ids are
+        checked as they come: a missing or repeated one raises ConfigError."""
         seen = IdSet() if self.num_rows is None and self._id_path else None
         first = 0 if self.num_rows is None else start
         for index, fields in enumerate(self._fields(first), first):
@@ -120,11 +118,7 @@ class RowSource:
                 yield Row(index, row_id, fields)
 
     def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
-        """The rows with these indices, of map-style data only. The rows between are not read.
-
-        Raises:
-            ConfigError: while iterating: a file cannot be read further.
-        """
+        """The rows with these indices, of map-style data only; the rows between are not read."""
         assert isinstance(self._data, Dataset)
         data = self._data.select(indices).with_format("arrow")
         places = iter(indices)
@@ -137,11 +131,7 @@ class RowSource:
                     yield Row(index, self._id(index, fields), fields)
 
     def passthrough(self, row: Row) -> dict[str, Any]:
-        """The values of the columns that are copied to the output.
-
-        Raises:
-            RequestError: a value does not fit the schema. The error's type is bad_row.
-        """
+        """The values of the columns that are copied to the output, or RequestError (bad_row)."""
         values = {name: row.fields.get(name) for name in self.schema.names}
         json = {name: values[name] for name in self._json if name in values}
         if json:
@@ -157,13 +147,7 @@ class RowSource:
         return values
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """The rows before `stop` as Arrow tables of `size` rows, of map-style data only.
-
-        The last table may have fewer rows. They hold the columns of `columns`.
-
-        Raises:
-            ConfigError: while iterating: a file cannot be read further.
-        """
+        """The rows before `stop` as Arrow tables of at most `size` rows, of map-style data only."""
         assert isinstance(self._data, Dataset)
         data = self._data.select(range(stop)).with_format("arrow")
         with self._reading("its rows"):
@@ -226,11 +210,7 @@ class RowSource:
         return str(value)
 
     def _find_id(self, features: dict[str, Any]) -> tuple[str, ...]:
-        """Where in a row its id is; empty if rows are numbered.
-
-        Raises:
-            ConfigError: there is no such column, or it cannot hold ids.
-        """
+        """Where in a row its id is; empty if rows are numbered."""
         column = self._config.id_column
         if column is None:
             return ()
@@ -248,13 +228,8 @@ class RowSource:
         return path
 
     def _check_earlier(self, index: int, row_id: str) -> None:
-        """Look for an earlier row with this id.
-
-        Two ids with the same hash need not be equal, so the rows are read again to be sure.
-
-        Raises:
-            ConfigError: there is one.
-        """
+        """Look for an earlier row with this id, since two ids with the same hash need not be
+        equal."""
         column = self._config.id_column
         assert column is not None
         for earlier, fields in zip(range(index), self._fields(0), strict=False):

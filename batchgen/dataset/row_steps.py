@@ -19,11 +19,8 @@ from batchgen.util.shorten import some_names
 
 @dataclass(frozen=True, slots=True)
 class SteppedRow(Row):
-    """A row with the columns of the steps in `fields`.
-
-    Attributes:
-        given: the row as the data set has it.
-    """
+    """A row with the columns of the steps in `fields`; `given` is the row as the
+    data set has it."""
 
     given: Row = field(kw_only=True)
 
@@ -31,18 +28,16 @@ class SteppedRow(Row):
 class SteppedSource:
     """A `RowSource` whose rows went through steps, one after the other.
 
-    A column that a step writes takes the place of one of the data set with the same name. A row in
-    which a step fails has none of the steps' columns, and its `failure` says why; so it becomes an
-    error row (bad_choices).
-
-    The fingerprint is that of the data set: the steps are part of the job's configuration.
+    A column that a step writes replaces one of the data set with the same name. A row in which a
+    step
+    fails has none of the steps' columns and becomes an error row (bad_choices). The fingerprint is
+    that
+    of the data set: the steps are part of the job's configuration.
     """
 
     def __init__(self, source: RowSource, steps: Sequence[RowStep]) -> None:
-        """
-        Raises:
-            ConfigError: a step reads a column that neither the data set nor a step before has.
-        """
+        """Check that every column which a step reads is one of the data set or of a step before
+        it."""
         self._source, self._steps = source, tuple(steps)
         made = arrow_schema([column for step in steps for column in step.writes])
         self._made = {column.name: column for column in made}
@@ -64,11 +59,11 @@ class SteppedSource:
         self.fingerprint = source.fingerprint
 
     def rows(self, start: int = 0) -> Iterator[Row]:
-        """As of `RowSource`, with the columns of the steps."""
+        """See `RowSource`; the columns of the steps are added."""
         return self._stepped(self._source.rows(start))
 
     def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
-        """As of `RowSource`, with the columns of the steps."""
+        """See `RowSource`; the columns of the steps are added."""
         return self._stepped(self._source.rows_at(indices))
 
     def _stepped(self, rows: Iterator[Row]) -> Iterator[Row]:
@@ -82,7 +77,7 @@ class SteppedSource:
             yield SteppedRow(row.index, row.id, fields, failure, given=row)
 
     def passthrough(self, row: Row) -> dict[str, Any]:
-        """As of `RowSource`; the steps' columns are null in a row in which a step failed."""
+        """See `RowSource`; the steps' columns are null in a row in which a step failed."""
         assert isinstance(row, SteppedRow)
         values = self._source.passthrough(row.given)
         ok = row.failure is None

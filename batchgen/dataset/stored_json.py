@@ -13,12 +13,8 @@ _KEY = "feature"
 
 
 def stored_field(name: str, feature: Any, type: pa.DataType) -> pa.Field:
-    """The Arrow field of an output column; its metadata says what the data set's column held.
-
-    Args:
-        feature: of the data set's column, in the terms of datasets.
-        type: in which the output stores the values.
-    """
+    """The Arrow field of an output column; its metadata keeps the feature of the data set's
+    column."""
     described = json.dumps(Features({name: feature}).to_dict())
     return pa.field(name, type, metadata={_KEY: described})
 
@@ -37,11 +33,9 @@ def read_back(value: Any, feature: Any) -> Any:
 
 
 def without_filled_nulls(value: Any, feature: Any) -> Any:
-    """The value without the null entries that Arrow has added.
-
-    Where the structs of rows have different keys, Arrow gives each of them all keys. Values of JSON
-    are not changed by Arrow, so their nulls are the data's own and stay.
-    """
+    """The value without the null entries that Arrow adds where the structs of rows have different
+    keys.
+    Nulls inside JSON values are the data's own and stay."""
     if isinstance(value, dict) and isinstance(feature, dict):
         return {
             key: without_filled_nulls(item, feature[key])

@@ -34,19 +34,10 @@ class Rows(Protocol):
 
 
 def changed_row(storage: Storage, source: Rows, first: int, last: int) -> str | None:
-    """The first finished row of a job that its data set now has otherwise, for people.
+    """The first finished row, from `first` to `last`, that the data set now has otherwise, in
+    words.
 
-    Args:
-        storage: of the job's folder.
-        source: the rows of the data set as it is now.
-        first: the number of the first row that is looked at.
-        last: the number of the last one; both are in the data set and in the job.
-
-    Returns:
-        None if no such row is found: it is not finished, or differs in columns that are not copied.
-
-    Raises:
-        JobError: a shard is damaged.
+    None if there is no such row: it is not finished, or differs in columns that are not copied.
     """
     reader = JobFolderReader(storage.path, storage)
     schema = reader.schema

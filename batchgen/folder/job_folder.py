@@ -34,12 +34,11 @@ class JobFolder:
         report.html (once it is complete)
         logs/ (of workers that a launcher has started on other machines)
 
-    The lock is held alone until `share`, so that others join a job that is as it shall be. Those
-    who join find the same job, or are refused.
+    The lock is exclusive until `share`, so that others join a job that is ready. They find the same
+    job,
+    or are refused.
 
     Attributes:
-        path: of the folder in which files are written and read.
-        storage: what keeps them.
         exclusive: whether no other worker of the job runs. Then the job may change.
         least_worker: the number of a new worker is at least this.
         is_new: whether this is the job's first attempt.
@@ -63,15 +62,13 @@ class JobFolder:
         A job that has grown is the same one. A folder in which no row is finished is any job's.
 
         Args:
-            manifest: of this job, without digests of its rows.
-            digests: of the rows of this job's data set.
-            changed_row: names a row of it that has changed.
-            overwrite: whether to delete the output of a different job. The same job is resumed in
-                any case, so that running a command again always resumes.
-            wait: for so many seconds for another worker that is opening the folder.
+            manifest: that of this job, without digests of its rows, which `digests` computes.
+            changed_row: names a row of the data set that has changed.
+            overwrite: whether to delete the output of a different job. The same job is always
+                resumed.
+            wait: for how many seconds to wait for another worker that is opening the folder.
             exclusive: whether the folder is nobody else's, as far as can be known without the lock,
                 which does not reach other machines on every file system.
-            storage: what keeps the files; None for a folder that is where it is.
 
         Raises:
             ConfigError: the folder cannot be written, holds files that are no job's or another
@@ -117,11 +114,7 @@ class JobFolder:
             self.storage.close()
 
     def confirm(self) -> None:
-        """Make sure that nobody has taken the folder alone since.
-
-        Raises:
-            JobError: somebody has.
-        """
+        """Make sure that nobody has taken the folder exclusively since, or raise JobError."""
         self._lock.confirm()
 
     def share(self) -> None:
@@ -145,16 +138,10 @@ class JobFolder:
                     self.storage.delete(self.path / name)
 
     def record(self, *more: str, rows: int) -> None:
-        """Write into the manifest's history how the job has grown, if it has.
+        """Write into the manifest's history how the job has grown, if it has, after `rows` finished
+        rows.
 
-        This comes before the first row of the grown job is written.
-
-        Args:
-            more: further lines that say what has changed.
-            rows: how many output rows are finished.
-
-        Raises:
-            JobError: the manifest cannot be written.
+        This comes before the first row of the grown job is written. `more` are further lines.
         """
         if changed := [*self.manifest.grown(self._asked), *more]:
             asked, digests = self._asked, self.manifest.row_digests
@@ -164,20 +151,13 @@ class JobFolder:
             self.update(self.manifest.goes_on(asked, changed, rows))
 
     def update(self, manifest: Manifest) -> None:
-        """Write another manifest of the same job.
-
-        Raises:
-            JobError: it cannot be written.
-        """
+        """Write another manifest of the same job."""
         self.manifest = manifest
         self.storage.write(self.path / MANIFEST, manifest.text())
 
     def _join(self, manifest: Manifest, digests: RowDigests) -> None:
-        """Take part in the job of those who have the folder.
-
-        Raises:
-            ConfigError: it is another job, or the same with other rows.
-        """
+        """Take part in the job of those that have the folder, or raise ConfigError if it is
+        another job."""
         found = written_manifest(self.storage)
         if found is None:
             raise self._lock.in_use()
@@ -227,10 +207,8 @@ class JobFolder:
         return is_new
 
     def _least_worker(self) -> int:
-        """A number above those of all that have written here: a journal file has one writer.
-
-        Heartbeats alone do not say it: they are deleted before the first new one is written.
-        """
+        """A number above those of all that have written here, of which heartbeats alone do not
+        tell."""
         beats = _names(self.storage, WORKERS)
         found = [number for name in beats if (number := parse_worker(name)) is not None]
         if names := _names(self.storage, JOURNAL):
@@ -266,21 +244,13 @@ def has_rows(storage: Storage) -> bool:
 
 
 def written_manifest(storage: Storage) -> Manifest | None:
-    """The manifest in a folder; None if there is none.
-
-    Raises:
-        ConfigError: it is none of this version.
-    """
+    """The manifest in a folder; None if there is none."""
     content = storage.read(storage.path / MANIFEST)
     return None if content is None else Manifest.parse(content, f"{storage.shown}/{MANIFEST}")
 
 
 def refuse_folder(storage: Storage) -> None:
-    """Refuse a folder in which no job can be, whatever the job is. Nothing is changed.
-
-    Raises:
-        ConfigError: it has files of others, cannot be read or written, or has no room.
-    """
+    """Refuse a folder in which no job can be, whatever the job is. Nothing is changed."""
     is_new = True
     try:
         refuse_foreign_files(storage)
@@ -313,20 +283,10 @@ def refuse_other_job(
     *,
     overwrite: bool,
 ) -> list[str]:
-    """Refuse a folder with rows of another job.
-
-    Args:
-        found: the manifest of the job that the folder is of.
-        asked: that of this job.
-        digests: of the rows of this job's data set.
-        changed_row: names a row of it.
-        overwrite: whether the other job may be deleted.
+    """Refuse a folder with rows of another job, unless `overwrite` allows to delete it.
 
     Returns:
-        Lines that say in what the folder's job is another; none if it is the same.
-
-    Raises:
-        ConfigError: it is another, has rows, and may not be deleted.
+        Lines that say in what the folder's job differs; none if it is the same.
     """
     differences = found.differences(asked, digests, changed_row)
     if differences and not overwrite and has_rows(storage):
@@ -339,16 +299,10 @@ def refuse_other_job(
 
 
 def refuse_shrinking(storage: Storage, most_rows: int | None) -> None:
-    """Refuse a data set that ends before a row which is finished.
-
-    Args:
-        storage: of the folder of this job.
-        most_rows: how many rows the data set has at most; None if that is not known.
-
-    Raises:
-        ConfigError: it does.
-        JobError: a shard is damaged.
-    """
+    """Refuse a data set that ends before a row which is finished. `most_rows` is how many rows it
+    has
+    at
+    most; None if that is not known."""
     if most_rows is None:
         return
     if (end := JobFolderReader(storage.path, storage).end) > most_rows:
@@ -360,13 +314,8 @@ def refuse_shrinking(storage: Storage, most_rows: int | None) -> None:
 
 
 def refuse_foreign_files(storage: Storage) -> None:
-    """Refuse a folder that has files and no manifest: no job of ours has written them. Nor has it
-    written links.
-
-    Raises:
-        ConfigError: it is such a folder.
-        OSError: it is no folder, or cannot be read.
-    """
+    """Refuse a folder that has files and no manifest, or has links: no job of ours has written
+    these."""
     names = set(storage.names(storage.path))
     if storage.in_place:
         refuse_links(storage.path)

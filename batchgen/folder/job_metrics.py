@@ -39,15 +39,11 @@ class Attempt:
         status: how it ended. If it was killed, the file still says `running`, and the next attempt
             changes that to `killed`.
         rows: output rows that it has computed, with error rows.
-        error_rows: how many of them have an error instead of an answer.
         wall_s: seconds since the attempt began, with the loading of the weights.
         generate_s: seconds since the engine began.
-        peak_rss_mib: the most memory that the process had, in MiB.
         memory: how the engine divides the device's memory, in bytes; empty without an engine.
-        engine: what the engine itself has counted.
-        start_s: seconds until the engine began, of which most is the loading of the weights.
-        worker: its number among the workers of the job.
-        session: a text that is the same for workers who ran beside each other.
+        start_s: seconds until the engine began, mostly the loading of the weights.
+        session: a text that is the same for workers that ran beside each other.
         batch_dependence: why a token's bits depend on what else is in the batch, as was found out
             on this CPU; None if they do not, and on a GPU.
     """
@@ -84,12 +80,7 @@ OUTCOMES = {
 
 
 def constraint_outcome(finish_reason: str, satisfied: bool | None) -> str:
-    """The one of OUTCOMES that a row has.
-
-    Args:
-        finish_reason: what the row has in the column of that name.
-        satisfied: what the row has in the column `constraint_satisfied`.
-    """
+    """The one of OUTCOMES that a row has."""
     if finish_reason == "error":
         return "error"
     if satisfied is None:
@@ -126,18 +117,10 @@ class Totals:
 
 
 class Tally:
-    """Counts finished rows, from files and as they finish.
-
-    Attributes:
-        columns: the columns of the output that must be read to count a row.
-    """
+    """Counts finished rows, from tables with its `columns` and as they finish."""
 
     def __init__(self, counts: Sequence[str], constrained: bool = False) -> None:
-        """
-        Args:
-            counts: names of further columns to sum.
-            constrained: whether the rows say if they satisfied their constraint.
-        """
+        """Create counters, with sums of further columns `counts`."""
         self._rows = 0
         self._reasons: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
@@ -196,20 +179,19 @@ class Tally:
 class Metrics:
     """The content of metrics.json.
 
-    It is saved while the job runs, so that it tells of an attempt that was killed, too. Where there
-    are several workers, each tells the others its figures, and the first one writes the file.
+    It is saved while the job runs, so that it also tells of an attempt that was killed. Each of
+    several
+    workers tells the others its figures, and the first one writes the file.
 
     Attributes:
         attempt: the present one.
-        tally: of the rows that are finished, those of earlier attempts too.
+        tally: counts of the rows that are finished, those of earlier attempts too.
         others: what the other workers have told, when this one last looked.
-        in_flight: how many rows run in the engine, without those that wait for their turn.
+        in_flight: how many rows run in the engine, without waiting ones.
         was_complete: whether an earlier attempt completed the job.
-        score: what the job's marks come to, as of `batchgen.scoring.scores`; None without marks.
-        predicted: what this attempt was expected to take, as of `planning.forecast.Forecast`; the
-            file has beside it what it took. None if nothing was predicted.
-        timeline: how the job went on over time, earlier attempts included. Of the workers that run
-            beside each other it has only this one.
+        score: what the job's marks come to; None without marks.
+        predicted: what this attempt was expected to take (`Forecast.summary`).
+        timeline: how the job went on over time; of workers beside each other it has only this one.
     """
 
     def __init__(
@@ -220,10 +202,7 @@ class Metrics:
         team: Peers | None = None,
         storage: Storage | None = None,
     ) -> None:
-        """
-        Args:
-            storage: what keeps the file; None for a folder that is where it is.
-        """
+        """Read what earlier attempts have left."""
         self._path = path
         self._storage = FolderStorage(path.parent) if storage is None else storage
         self._team = team
@@ -269,11 +248,7 @@ class Metrics:
         self.attempt.start_s = round(self.age, 3)
 
     def save(self, status: Status) -> None:
-        """Write the file.
-
-        Raises:
-            JobError: it cannot be written.
-        """
+        """Write the file."""
         self._saved = now = time.monotonic()
         self.attempt.status = status
         self.attempt.wall_s = round(now - self._started, 3)
@@ -313,14 +288,9 @@ class Metrics:
         self._storage.write(self._path, self._text)
 
     def keep(self) -> None:
-        """Write the file again if it is not as this worker has saved it last.
-
-        That is for the end, when other workers cannot write any more: the first of them may have
-        written what it knew before the job was complete.
-
-        Raises:
-            JobError: it cannot be written.
-        """
+        """Write the file again, at the end, if it is not as this worker saved it last: the first
+        worker may
+        have overwritten it with what it knew before the job was complete."""
         if self._storage.read(self._path) != self._text.encode():
             write_atomic(self._path, self._text)
             self._storage.upload(self._path)

@@ -12,11 +12,7 @@ from batchgen.util.paths import folder_here, is_url, user_folder, user_path
 
 
 def open_job(given: str) -> JobFolderReader:
-    """The reader of a job's folder.
-
-    Raises:
-        ConfigError: the folder is not one of a job. The message names the jobs that lie in it.
-    """
+    """The reader of a job's folder, or a ConfigError that names the jobs below it."""
     if is_url(given):
         storage = open_storage(user_folder(given, "OUT"), WorkersConfig())
         return JobFolderReader(storage.path, storage)
@@ -33,9 +29,5 @@ def open_job(given: str) -> JobFolderReader:
 
 
 def open_folder(given: str, verb: str) -> JobFolderReader:
-    """The same for a verb that works on folders of this machine alone.
-
-    Raises:
-        ConfigError: as of `open_job`, or the job is in an object store.
-    """
+    """The reader of a job's folder for a verb that works on this machine alone."""
     return open_job(folder_here(given, f"batchgen {verb}"))

@@ -7,12 +7,7 @@ from typing import Any, Protocol
 
 
 class Peers(Protocol):
-    """One worker's way to the figures of the others.
-
-    Attributes:
-        number: of this worker.
-        session: a text that workers share who run beside each other.
-    """
+    """One worker's way to the figures of the others; workers beside each other share `session`."""
 
     @property
     def number(self) -> int: ...
@@ -34,11 +29,9 @@ class Peers(Protocol):
 
 
 def attempt_of(beat: Mapping[str, Any], is_complete: bool) -> dict[str, Any] | None:
-    """The attempt that another worker has told; None if it has told nothing yet.
-
-    Args:
-        is_complete: whether the job is; then those who live have done their part.
-    """
+    """The attempt that another worker has told; None if it has told nothing yet. If the job is
+    complete,
+    workers that live have done their part."""
     if "attempt" not in beat:
         return None
     attempt = dict(beat["attempt"])

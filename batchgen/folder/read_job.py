@@ -35,22 +35,20 @@ _OWNER = re.compile(r"pid ([0-9]{1,9}) on (.*), since ")
 
 
 class JobFolderReader:
-    """A job's folder, of which nothing is changed and which is not locked.
+    """A job's folder, which is neither changed nor locked.
 
-    Finished rows lie in shards, and those of shards that are not complete in journals. A row that
-    was computed again is in both: what was written last counts, as it will when the shard is
-    published. A job that runs may publish a shard at any moment, which this class notices.
+    Finished rows lie in shards, and those of incomplete shards in journals. Of a row that is in
+    both,
+    what was written last counts, as it will when the shard is published. A running job may publish
+    a
+    shard at any moment, which this class notices. Methods that read rows raise ConfigError for
+    unknown
+    columns and JobError for damaged files.
     """
 
     def __init__(self, path: Path, storage: Storage | None = None) -> None:
-        """
-        Args:
-            path: of the folder in which files are read.
-            storage: what keeps them; None for a folder that is where it is.
-
-        Raises:
-            ConfigError: the folder is not one of a job, or has links in the place of files.
-        """
+        """Open a folder, or raise ConfigError if it is not one of a job or has links in the place
+        of files."""
         self.path = path
         self.storage = FolderStorage(path) if storage is None else storage
         if self.storage.in_place and path.is_dir():
@@ -71,11 +69,7 @@ class JobFolderReader:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What manifest.json holds.
-
-        Raises:
-            FileNotFoundError: it was there, and is gone.
-        """
+        """What manifest.json holds."""
         path = self.path / "manifest.json"
         content = self.storage.read(path)
         if content is None:
@@ -95,9 +89,6 @@ class JobFolderReader:
 
         The file says `running` of a job that was killed. Here its status is `killed` if the job ran
         on this machine. The counts may be up to ten seconds old.
-
-        Raises:
-            JobError: the file is damaged.
         """
         content = self.storage.read(self.path / "metrics.json")
         if content is None:
@@ -115,11 +106,7 @@ class JobFolderReader:
 
     @property
     def schema(self) -> pa.Schema | None:
-        """The columns of the rows, None if no row is finished.
-
-        Raises:
-            JobError: a shard is damaged.
-        """
+        """The columns of the rows, None if no row is finished."""
         # The journals first: a shard that is published in between is then found among the shards.
         for files in self._journals().values():
             for path in files:
@@ -130,27 +117,14 @@ class JobFolderReader:
         return None
 
     def rows(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-        """The finished rows in the order of the data set, as far as they are finished.
-
-        Args:
-            columns: names of the columns to read, all if it is None.
-
-        Raises:
-            ConfigError: there is no such column.
-            JobError: a shard is damaged.
-        """
+        """The finished rows in the order of the data set, with some columns or all."""
         for batch in self.batches(columns):
             yield from batch.to_pylist()
 
     def batches(
         self, columns: Sequence[str] | None = None, size: int = BATCH
     ) -> Iterator[pa.RecordBatch]:
-        """The same as `rows`, as batches of about `size` rows, so that memory does not grow.
-
-        Raises:
-            ConfigError: there is no such column.
-            JobError: a shard is damaged.
-        """
+        """The finished rows in batches of about `size` rows, so that memory does not grow."""
         schema = self.fields(columns)
         if schema is None:
             return
@@ -158,11 +132,7 @@ class JobFolderReader:
             yield from self.shard(number).batches(schema.names, size=size)
 
     def fields(self, columns: Sequence[str] | None = None) -> pa.Schema | None:
-        """The schema of some columns, of all if `columns` is None; None if no row is finished.
-
-        Raises:
-            ConfigError: there is no such column.
-        """
+        """The schema of some columns, of all if `columns` is None; None if no row is finished."""
         schema = self.schema
         if schema is None or columns is None:
             return schema
@@ -223,8 +193,9 @@ class JobFolderReader:
     def shard(self, number: int) -> Shard:
         """The rows of a shard as they are now.
 
-        The journal files of a shard are deleted after it is published, never before. So if one of
-        them goes while they are opened, all is read again, and else nothing is missing.
+        The journal files of a shard are deleted after it is published. So if one of them goes while
+        they are
+        opened, all is read again; otherwise nothing is missing.
         """
         while True:
             written: list[pa.RecordBatch] | None = []
@@ -256,12 +227,9 @@ class JobFolderReader:
 
 
 class Shard:
-    """The rows of one shard as they were when it was opened.
-
-    Args:
-        published: the Parquet file, None if there is none.
-        written: what the journals hold, in the order in which it was written.
-    """
+    """The rows of one shard as they were when it was opened: its Parquet file, if there is one, and
+    what the
+    journals hold, in the order in which it was written."""
 
     def __init__(self, published: Source | None, written: list[pa.RecordBatch]) -> None:
         self._published = published
@@ -275,16 +243,9 @@ class Shard:
     def batches(
         self, names: Sequence[str], first_row: int = 0, size: int = BATCH
     ) -> Iterator[pa.RecordBatch]:
-        """The rows in order, each once.
-
-        Args:
-            names: of the columns.
-            first_row: the `row_index` to begin with. Row groups before it are not read.
-            size: about how many rows a batch has; more are faster where rows are small.
-
-        Raises:
-            JobError: the shard is damaged.
-        """
+        """The rows in order, each once, in batches of about `size` rows. Row groups before
+        `first_row`, a
+        `row_index`, are not read."""
         least = first_key(first_row)
         start, end = int(np.searchsorted(self._written.keys, least)), len(self._written.keys)
         wanted = [*dict.fromkeys([*names, *KEYS])]

@@ -21,11 +21,7 @@ class Timeline:
     """
 
     def __init__(self, points: Sequence[Sequence[float]] = (), rows: int = 0) -> None:
-        """
-        Args:
-            points: of the job so far.
-            rows: output rows that are done before this process begins.
-        """
+        """Continue `points`, after `rows` output rows of earlier processes."""
         self._points: list[Point] = [(p[0], int(p[1]), int(p[2])) for p in points]
         last = self._points[-1] if self._points else (0.0, 0, 0)
         self._seconds, self._tokens = last[0], last[2]
@@ -34,21 +30,12 @@ class Timeline:
         self._next = 0.0
 
     def due(self, seconds: float) -> bool:
-        """Whether a point is wanted.
-
-        Args:
-            seconds: since the engine of this process began.
-        """
+        """Whether a point is wanted, `seconds` after the engine of this process began."""
         return seconds >= self._next
 
     def add(self, seconds: float, rows: int, tokens: int) -> None:
-        """Add a point.
-
-        Args:
-            seconds: since the engine of this process began.
-            rows: output rows that this process has finished.
-            tokens: that this process has generated.
-        """
+        """Add a point: seconds of this process's engine, its finished output rows and generated
+        tokens."""
         self._points.append(
             (round(self._seconds + seconds, 3), self._rows + rows, self._tokens + tokens)
         )

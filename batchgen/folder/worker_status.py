@@ -28,11 +28,10 @@ class WorkerState:
     """What is known of one worker.
 
     Attributes:
-        beat: its last heartbeat.
-        silent: seconds since that was written, as the file system or the store says.
-        state: `running`; `silent` if it was not heard of for long; `gone` if its process is not
-            there any more; `unreadable` if its heartbeat is; else how it ended.
-        shards: that it has begun and nobody has completed.
+        silent: seconds since the last heartbeat was written, by the clock of file system or store.
+        state: `running`; `silent` if it was not heard of for long; `gone` if its process has ended
+            without a word; `unreadable` if its heartbeat is; else how it ended.
+        shards: those that it has begun and nobody has completed.
         backups: those of which it computes a copy.
     """
 
@@ -59,11 +58,8 @@ class WorkerState:
 
 @dataclass(frozen=True)
 class Status:
-    """The workers of a job, and how its shards are.
-
-    Attributes:
-        quarantined: shard → the workers that it has ended.
-    """
+    """The workers of a job, and its shards; `quarantined` maps a shard to the workers that it has
+    ended."""
 
     workers: list[WorkerState]
     done: int
@@ -72,11 +68,9 @@ class Status:
 
 
 def read_status(storage: Storage, stale_after: float) -> Status:
-    """The state of a job's workers. The folder of a complete job has none.
-
-    Args:
-        stale_after: after how many seconds without a heartbeat a worker is called silent.
-    """
+    """The state of a job's workers, none for a complete job; without a heartbeat for `stale_after`
+    seconds
+    a worker is called silent."""
     board = LeaseTable.of(_names(storage, LEASES))
     open_shards = {
         shard: epoch

@@ -37,12 +37,7 @@ _NICE = 10
 
 
 class GradingProcess:
-    """A process that grades shards as they are published.
-
-    Args:
-        job: the folder of the job.
-        config: of the job; it has steps.
-    """
+    """A process that grades shards as they are published."""
 
     def __init__(self, job: Path, config: JobConfig) -> None:
         self._job = job
@@ -94,18 +89,10 @@ class GradingProcess:
 def grading_beside(
     job: Path, config: JobConfig, *, needed: bool
 ) -> Iterator[GradingProcess | None]:
-    """Grade shards while the job goes on in the body; None if it is not needed, has no steps, or
-    only such as take columns.
-
-    It ends with the body, at once if the body raises.
-
-    Args:
-        job: the folder of the job.
-        config: of the job.
-
-    Raises:
-        ConfigError: a step is wrong.
-    """
+    """Grade shards while the job goes on in the body; None if that is not needed, or if no step
+    needs
+    a
+    process. It ends with the body, at once if the body raises."""
     if not needed or not config.post:
         yield None
         return

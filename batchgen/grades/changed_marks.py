@@ -26,11 +26,7 @@ _LENGTH = 40
 
 
 class ChangedMark(NamedTuple):
-    """A row whose mark has changed; a mark is None where there is none.
-
-    Attributes:
-        answer_before, answer: what was marked; None where there is none, or the grades do not say.
-    """
+    """A row whose mark, or the answer that was marked, has changed; None where there is none."""
 
     row_index: int
     sample_index: int
@@ -45,18 +41,14 @@ class ChangedMarks:
     """What the grades that a grading replaces change. Several threads may add to it.
 
     Grades are compared that are of the same bytes of a shard, so the texts are the same and the
-    steps make the difference.
-
-    Attributes:
-        compared: the number of rows that had grades.
+    steps make the difference. `compared` is the number of rows that had grades.
     """
 
     def __init__(self, write: Callable[[str], None] | None = None) -> None:
-        """
-        Args:
-            write: takes the rows whose marks change, of one part after the other, as JSON lines
-                with the fields of `ChangedMark`, before the new grades stand in place of the old.
-        """
+        """Collect changes; `write` takes them part by part, as JSON lines of `ChangedMark`, before
+        the
+        new
+        grades replace the old."""
         self.compared = 0
         self._write = write
         self._lock = threading.Lock()
@@ -83,11 +75,7 @@ class ChangedMarks:
         return grades
 
     def add(self, before: pa.Table, after: pa.Table) -> None:
-        """Compare the grades of one part, both with the columns of `replaced`.
-
-        Raises:
-            JobError: what changes cannot be written.
-        """
+        """Compare the grades of one part, both with the columns of `replaced`."""
         if not before.select(ROW_KEYS).equals(after.select(ROW_KEYS)):
             return
         old, new = before[MARK], after[MARK]
@@ -104,12 +92,8 @@ class ChangedMarks:
             self._first = heapq.nsmallest(_SHOWN, [*self._first, *rows])
 
     def lines(self, more: str = "") -> list[str]:
-        """What has changed, for people: how many marks, and the first rows. Empty if no row had
-        grades.
-
-        Args:
-            more: where the others are, if not all are shown.
-        """
+        """What has changed, for people: how many marks, and the first rows; `more` says where the
+        others are."""
         if not self.compared:
             return []
         count = self._kinds.total()

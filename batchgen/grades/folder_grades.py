@@ -30,16 +30,15 @@ Parquet files have no use."""
 class JobGrades:
     """The grades of one job.
 
-    A part says of which shard and by which steps it was made. Parts that are as they should be
-    stay; so grading goes on where it was killed, and what a job computed anew is graded anew. An
-    object remembers which shards it has read and which parts it has written.
+    A part says of which shard and by which steps it was made. Parts that are up to date stay; so
+    grading
+    goes on where it was killed, and what a job computed anew is graded anew. An object remembers
+    which
+    shards it has read and which parts it has written.
     """
 
     def __init__(self, job: Path, witness: Witness | None = None) -> None:
-        """
-        Args:
-            witness: looks at parts as they are made, if the steps take columns.
-        """
+        """Open the grades; `witness` looks at parts as they are made, if the steps take columns."""
         self.job, self.path = job, job / GRADES
         self._witness = witness
         self._digests: dict[Path, tuple[tuple[int, ...], str]] = {}
@@ -139,18 +138,15 @@ class JobGrades:
         stop: Callable[[], bool] = lambda: False,
         changes: ChangedMarks | None = None,
     ) -> int | None:
-        """Grade all rows that have no such grades yet.
+        """Grade all rows that have no such grades yet; returns their number, or None if it was
+        stopped.
 
         Args:
-            configs: the steps.
             text_column: the column of generated text.
             config: how many processes run steps that need them, and for how long at most.
             shards: the numbers of the shards to grade; None for all.
-            stop: whether to leave off, as of `GradingPass`.
+            stop: whether to stop, as for `GradingPass`.
             changes: gets what changes where grades are replaced.
-
-        Returns:
-            How many rows were graded; None if it was stopped.
 
         Raises:
             ConfigError: a step is wrong, or reads a column that the rows do not have.

@@ -35,13 +35,10 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Witness:
-    """What looks at rows and their grades as these are made, and so need not read them again.
-
-    Attributes:
-        columns: the columns of rows that it needs beside ROW_KEYS. A shard that lacks one is not
-            shown.
-        see: takes a part that is written, its rows and its grades.
-    """
+    """What looks at rows and their grades as these are made, and so need not read them again. A
+    shard
+    that
+    lacks one of the `columns` is not shown. `see` takes a written part, its rows and its grades."""
 
     columns: tuple[str, ...]
     see: Callable[[Part, pa.Table, pa.Table], None]
@@ -53,9 +50,7 @@ class GradingPass:
 
     Attributes:
         steps: by which steps the grades are made, for the metadata of the parts.
-        text_column: the column of generated text.
-        stop: whether to leave off. It is asked after every row, or where the steps take columns
-            after every batch.
+        stop: whether to stop; asked after every row, or after every batch of columns.
         witness: looks at what steps that take columns have made; None for nobody.
         changes: gets what changes where grades are replaced; None for nobody.
     """
@@ -68,12 +63,10 @@ class GradingPass:
     changes: ChangedMarks | None = None
 
     def grade(self, parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
-        """Write the parts one after the other, and give each with the number of its rows.
-
-        Raises:
-            Stopped: `stop` said so. Parts that were given stay.
-            JobError: a shard is damaged, or a part cannot be written.
-        """
+        """Write the parts one after the other, and give each with the number of its rows. `Stopped`
+        is
+        raised if
+        `stop` says so; parts that were given stay."""
         if not self.grader.chain.takes_columns:
             return self._grade_rows(parts)
         return self._grade_in_threads(parts)

@@ -20,13 +20,9 @@ _LAST_SPACE = ord(" ")
 
 
 class LoneBoxes(NamedTuple):
-    """What simple texts hold in their only box.
-
-    Attributes:
-        found: [N] bool, which texts are simple.
-        first: [N] int32, where the content begins, in characters; 0 for other texts.
-        last: [N] int32, where it ends; 0 for other texts.
-    """
+    """What simple texts hold in their only box: `found` [N] bool, and where the content begins and
+    ends in
+    characters, `first` and `last` [N] int32, 0 for other texts."""
 
     found: npt.NDArray[np.bool_]
     first: npt.NDArray[np.int32]
@@ -45,15 +41,11 @@ class LoneBoxes(NamedTuple):
 
 
 def lone_boxes(texts: pa.StringArray, without: str = "") -> LoneBoxes:
-    r"""Find the texts whose only backslash begins `\boxed{…}`, and what that holds.
+    r"""Find the ASCII texts [N] whose only backslash begins `\boxed{…}`, and what that holds.
 
-    Args:
-        texts: [N], none of them null.
-        without: characters of which a simple text has none.
-
-    Returns:
-        The boxes of texts that are ASCII. A text whose box is empty or long, holds a brace, begins
-        or ends with white space or has no end is not simple.
+    A text that has one of the characters `without`, or whose box is empty or long, holds a brace,
+    begins
+    or ends with white space or has no end, is not simple.
     """
     data, begins, ends = _bytes(texts)
     slashes = np.flatnonzero(data == _COMMAND[0])

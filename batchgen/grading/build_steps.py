@@ -19,11 +19,7 @@ from batchgen.util.shorten import some_names
 
 
 def row_steps(configs: Sequence[StepConfig]) -> tuple[RowStep, ...]:
-    """The steps of `rows`.
-
-    Raises:
-        ConfigError: a class is not there or is no such step, or it does not take its options.
-    """
+    """The steps of `rows`."""
     return tuple(_made("rows", number, step, RowStep) for number, step in enumerate(configs))
 
 
@@ -49,11 +45,7 @@ def described(
 
 
 def check_fields(steps: Sequence[PostStep], columns: Sequence[str]) -> None:
-    """Check that the rows of a job's output have the columns that its `post` steps read.
-
-    Raises:
-        ConfigError: they lack one.
-    """
+    """Check that the rows of a job's output have the columns that its `post` steps read."""
     for number, step in enumerate(steps):
         for name in step.field_names or ():
             if name not in columns:
@@ -92,14 +84,7 @@ def _plain(value: Any) -> Any:
 
 def check_scored(post: Sequence[PostStep], config: ScoreConfig, columns: Sequence[str]) -> None:
     """Check before a job runs that it can be scored when it ends. Marks whose column has a prefix
-    give no scores, which is said on stderr if there are no others.
-
-    Args:
-        columns: of the output.
-
-    Raises:
-        ConfigError: a column of the group `score` is not among them.
-    """
+    give no scores, which is said on stderr if there are no others."""
     made = [column.name for step in post for column in step.columns]
     if MARK not in made and (marks := [name for name in made if name.endswith(f"_{MARK}")]):
         print(

@@ -179,16 +179,7 @@ class Grade:
         return dict(zip(self._names, (marks, keys, against), strict=True))
 
     def _values(self, answer: Any, value: Any, choices: Sequence[str] | None) -> _Values:
-        """The values of the columns.
-
-        Args:
-            answer: of the row; None if it has none.
-            value: of the column with the target.
-            choices: the texts of the choices; None if the row has none.
-
-        Raises:
-            GradeFailure: the row cannot be graded.
-        """
+        """The values of the columns for a row's answer, its target and the texts of its choices."""
         target = self._target(value)
         if answer is None:
             return 0.0, None, target
@@ -196,11 +187,8 @@ class Grade:
         return float(right), key, target
 
     def _target(self, value: Any) -> str | None:
-        """The text of the target; None where the method needs none.
-
-        Raises:
-            GradeFailure: the row has none.
-        """
+        """The text of the target, or GradeFailure if the row has none; None where the method needs
+        none."""
         if value is None:
             if self.method == "function" or self.schema is not None:
                 return None
@@ -324,11 +312,7 @@ def _schema(given: str | Mapping[str, Any]) -> Any:
 
 
 def _resolve(path: Any) -> Callable[..., Any]:
-    """The function that a user names.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The function that a user names."""
     if not isinstance(path, str) or "." not in path:
         raise ConfigError(
             f"Grade: function._target_ must be the import path of a function, got {path!r}"

@@ -29,12 +29,7 @@ _Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class StepChain:
-    """Post steps in the order in which they run. Each sees what those before it have made.
-
-    Raises:
-        ConfigError: two steps write the same column, or one reads a column that none before it
-            writes.
-    """
+    """Post steps in the order in which they run. Each sees what those before it have made."""
 
     steps: tuple[PostStep, ...]
 
@@ -86,12 +81,11 @@ class StepChain:
     ) -> tuple[_Values, AnswerRow | None]:
         """Run the first steps, up to the first that needs a worker.
 
-        Args:
-            text: what the model wrote; None if the row has an error, which leaves all values null.
-
-        Returns:
-            The values of all columns, and the row for the steps that are left: without the text and
-            the fields that these do not read. None if nothing is left to do.
+        Returns the values of all columns, and the row for the steps that are left, without the text
+        and the
+        fields that these do not read; None if nothing is left to do. A row with an error has no
+        text, which
+        leaves all values null.
         """
         values: _Values = dict.fromkeys(self._names)
         if text is None:
@@ -116,12 +110,8 @@ class StepChain:
     def all_values(
         self, texts: pa.StringArray, fields: Mapping[str, Sequence[Any]]
     ) -> dict[str, Sequence[Any]]:
-        """The columns of all steps for N rows, with the same values as row by row.
-
-        Args:
-            texts: [N], what the model wrote; null if the row has an error.
-            fields: the rows' columns [N] by name.
-        """
+        """The columns of all steps for N rows, with the same values as row by row; a null text is
+        an error row."""
         values: dict[str, Sequence[Any]] = {name: [None] * len(texts) for name in self._names}
         left = [place for place, valid in enumerate(texts.is_valid().to_pylist()) if valid]
         for step in cast(tuple[ColumnStep, ...], self.steps) if left else ():
@@ -178,13 +168,9 @@ def run_steps(steps: Sequence[PostStep], row: AnswerRow) -> _Values:
 
 
 class Grader:
-    """Grades a stream of rows. A context manager, because it may own worker processes.
-
-    Args:
-        workers: how many processes, if a step needs any.
-        seconds: the longest time for the steps of one row in a worker.
-        memory_bytes: of one worker.
-    """
+    """Grades a stream of rows. A context manager, because it may own worker processes: `workers` of
+    them,
+    each with `memory_bytes` and `seconds` for a row."""
 
     def __init__(
         self,
@@ -222,11 +208,8 @@ class Grader:
         return [] if self._pool is None else self._pool.pids
 
     def grade(self, rows: Iterable[tuple[str | None, Mapping[str, Any]]]) -> Iterator[_Values]:
-        """The values of the chain's columns for each row, in order, while rows come.
-
-        Args:
-            rows: for each row what the model wrote (None if the row has an error) and its fields.
-        """
+        """The values of the chain's columns for each row (text, or None for an error, and fields),
+        in order."""
         started = (self.chain.start(text, fields) for text, fields in rows)
         if self._pool is None:
             for values, _ in started:

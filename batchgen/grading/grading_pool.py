@@ -52,11 +52,8 @@ class _Worker(Generic[A]):
     """A running process.
 
     Attributes:
-        tasks: what it was sent and has not answered, in order; it is at the first of them.
-        since: when it can have begun the first of them, by the monotonic clock; while it is not
-            ready, when it was started.
-        sent: when it got the items that it has.
-        ready: whether it has begun to read items.
+        tasks: what it was sent and has not answered; it is at the first of them.
+        since: when it can have begun the first of them; while it is not ready, when it was started.
         at_once: how many items it gets next.
     """
 

@@ -64,10 +64,8 @@ def _answer(connection: Connection[Any, Any], function: Callable[[Any], Any], it
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends, even if a call never returns.
-
-    Linux only; elsewhere a worker ends when it next reads from its parent.
-    """
+    """Let the kernel (Linux) kill this process when its parent ends, even if a
+    call never returns."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

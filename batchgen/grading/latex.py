@@ -100,10 +100,8 @@ def plain(answer: str) -> str:
 
 
 def number(text: str) -> Fraction | None:
-    r"""The number that a plain text says, exactly: `-3`, `1,000`, `2.50`, `3/4`, `\frac{3}{4}`.
-
-    Returns None for anything else, and for numbers of more digits than Python reads.
-    """
+    r"""The number that a plain text says, exactly (`-3`, `1,000`, `2.50`, `3/4`, `\frac{3}{4}`);
+    else None."""
     text = text.strip()
     if len(text) > _MOST_DIGITS:
         return None

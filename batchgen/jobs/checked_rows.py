@@ -19,13 +19,8 @@ from batchgen.util.errors import ConfigError
 
 
 class CheckedRows(NamedTuple):
-    """What a job makes of each row.
-
-    Attributes:
-        prompt: token ids, as of `fitted_prompt`.
-        constraints: what the answers are held to.
-        schema: the columns of the output files.
-    """
+    """What a job makes of each row: its prompt (see `fitted_prompt`), its constraint, its output
+    columns."""
 
     prompt: Callable[[Row], list[int]]
     constraints: RowConstraints
@@ -47,11 +42,7 @@ def check_rows(config: JobConfig, parts: JobParts) -> CheckedRows:
 
 
 def most_rows(config: JobConfig, num_rows: int | None) -> int | None:
-    """How many rows the job has at most; None if that is not known.
-
-    Args:
-        num_rows: of the data set; None for a stream.
-    """
+    """How many rows the job has at most; None if that is not known."""
     return config.dataset.limit if num_rows is None else num_rows
 
 
@@ -75,8 +66,8 @@ def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
 
 def fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[int]]:
     """A function from a row to its prompt, cut or refused so that the longest answer has room.
-
-    Otherwise an answer could end at the model's limit, and nobody would see why.
+    Otherwise an
+    answer could end at the model's limit, and nobody would see why.
 
     Raises:
         ConfigError: the longest answer leaves no room for any prompt.

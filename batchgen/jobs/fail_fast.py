@@ -19,15 +19,14 @@ class FailFast:
     """Holds back the first rows of a job while all of them fail with the same type of error.
 
     As soon as a row has an answer, or fails in another way, all rows that were held back may be
-    written, and this object has nothing more to do. What is held back is lost with the process: a
-    next attempt computes it again, so that a mistake which was mended in between leaves no trace.
+    written,
+    and this object has nothing more to do. Rows that are held back are lost with the process; the
+    next
+    attempt computes them again, so that a mistake which was mended in between leaves no trace.
     """
 
     def __init__(self, enabled: bool, others_have_rows: Callable[[], bool] = lambda: False) -> None:
-        """
-        Args:
-            others_have_rows: whether another worker has written rows; then the mistake is in these.
-        """
+        """Hold back rows if `enabled`, until another worker has written rows, too."""
         self._undecided = enabled
         self._others_have_rows = others_have_rows
         self._held: list[FinishedRow] = []
@@ -40,15 +39,10 @@ class FailFast:
         return self._undecided and len(self._indices) >= FIRST_ROWS
 
     def passed(self, finished: Sequence[FinishedRow], in_flight: int) -> list[FinishedRow]:
-        """The rows that may be written now.
-
-        Args:
-            finished: rows that have finished since the last call.
-            in_flight: how many rows have begun and are not finished.
-
-        Raises:
-            AllRowsFailed: the first rows have all failed in the same way.
-        """
+        """The rows that may be written now, given those that have finished since the last call and
+        how
+        many are
+        in flight. AllRowsFailed is raised when the first rows have all failed in the same way."""
         if not self._undecided:
             return list(finished)
         self._held += finished
@@ -64,14 +58,10 @@ class FailFast:
         return []
 
     def ended(self, rows_total: int | None) -> list[FinishedRow]:
-        """The rows that may be written now that no further row can begin and none is in flight.
-
-        Args:
-            rows_total: output rows of the whole job; None if that is not known yet.
-
-        Raises:
-            AllRowsFailed: every row of the job has failed in the same way.
-        """
+        """The rows that may be written when no further row can begin, or AllRowsFailed if every row
+        of
+        the job
+        has failed in the same way."""
         if self._held and len(self._held) == rows_total and not self._others_have_rows():
             rows = len(self._indices)
             who = (

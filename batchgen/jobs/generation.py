@@ -15,13 +15,13 @@ from batchgen.dataset.row_source import Row, RowSource
 from batchgen.dataset.row_steps import SteppedSource
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.requests import sample_params
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.folder.job_metrics import Metrics
 from batchgen.jobs.fail_fast import FailFast
 from batchgen.jobs.progress import Progress
 from batchgen.shards.output_schema import FinishedRow
 from batchgen.shards.output_writer import OutputWriter
-from batchgen.util.fingerprint import derive_seed
 from batchgen.util.signals import StopSignals
 from batchgen.workers.shard_queue import ShardQueue
 
@@ -92,13 +92,8 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """One sample of one row, from before it is queued until it is finished.
-
-    Attributes:
-        fields: the columns of the data set that are copied to the output.
-        prompt: token ids; empty if there is an error.
-        error: why the row cannot be run, None if it can.
-    """
+    """One sample of one row, from before it is queued until it is finished; with an error it has
+    no prompt."""
 
     row_id: str
     row_index: int
@@ -129,11 +124,8 @@ class Generation:
         writer: OutputWriter,
         metrics: Metrics,
     ) -> None:
-        """
-        Args:
-            prompt: a function that gives the token ids of a row, cut so that the answer has room,
-                and raises RequestError for a row without a prompt.
-        """
+        """Prepare to run rows. `prompt` gives the token ids of a row, or raises RequestError if it
+        has none."""
         self._source = source
         self._prompt = prompt
         self._constraints = constraints
@@ -150,11 +142,8 @@ class Generation:
         self._in_flight: dict[str, _Request] = {}
 
     def run(self, todo: ShardQueue, signals: StopSignals, progress: Progress) -> bool:
-        """Generate until all rows are written, by this worker or by others.
-
-        Returns:
-            False if a signal came first.
-        """
+        """Generate until all rows are written, by this worker or others; False if a signal came
+        first."""
         requests = self._requests(todo)
         started = time.monotonic()
         while not todo.is_over():
@@ -213,10 +202,8 @@ class Generation:
         self._metrics.save("running")
 
     def _refill(self, requests: Iterator[_Request | None]) -> list[FinishedRow]:
-        """Queue requests until the window is full, or nothing can be begun for now.
-
-        Returns the rows that failed before they reached the engine.
-        """
+        """Queue requests until the window is full; returns rows that failed before they reached
+        the engine."""
         failed: list[FinishedRow] = []
         while len(self._in_flight) + len(failed) < self._window:
             request = next(requests, None)
@@ -229,8 +216,8 @@ class Generation:
 
     def _submit(self, request: _Request) -> RequestError | None:
         request_id = f"{request.row_index}.{request.sample_index}"
-        seed = derive_seed(self._params.seed, request.row_id, request.sample_index)
-        params = dataclasses.replace(self._params, seed=seed, constraint=request.constraint)
+        key = request.row_id, request.sample_index
+        params = sample_params(self._params, *key, constraint=request.constraint)
         try:
             self._engine.add_request(request_id, request.prompt, params)
         except RequestError as error:
@@ -239,10 +226,8 @@ class Generation:
         return None
 
     def _requests(self, todo: ShardQueue) -> Iterator[_Request | None]:
-        """A request for each missing sample; samples of a row share its prompt and constraint.
-
-        It gives None as long as nothing can be begun.
-        """
+        """A request for each missing sample, with the row's prompt; None as long as nothing can be
+        begun."""
         for task in todo:
             if task is None:
                 yield None

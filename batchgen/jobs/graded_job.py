@@ -24,20 +24,12 @@ if TYPE_CHECKING:
 def scores_of(
     samples: Samples, config: JobConfig, signals: StopSignals, beside: GradingProcess | None = None
 ) -> dict[str, Any] | None:
-    """Grade the rows of a job as its configuration says, and score them. Which marks of earlier
-    grades that changes is said on stderr.
+    """Grade the rows of a job as its configuration says, and score them; None if no step gives
+    marks.
 
-    Args:
-        samples: of the job.
-        beside: what has graded shards while the job went on; it is waited for.
-
-    Returns:
-        The scores; None if no step gives marks.
-
-    Raises:
-        ConfigError: a step or a column is wrong.
-        JobError: a shard is damaged, or the grades cannot be written.
-        JobStopped: a signal came before all rows were graded. What is graded stays.
+    Marks of earlier grades that change are named on stderr. Grading that went on `beside` the job
+    is
+    waited for. If a signal comes first, JobStopped is raised, and what is graded stays.
     """
     if not config.post:
         return None
@@ -61,12 +53,7 @@ def scores_of(
 
 
 def score(samples: Samples) -> dict[str, Any] | None:
-    """The scores of a graded job; None if its grades have no marks.
-
-    Raises:
-        ConfigError: rows lack grades, or a column is not there.
-        JobError: a file is damaged.
-    """
+    """The scores of a graded job; None if its grades have no marks."""
     # numpy is needed from here on, and not by a job without marks.
     from batchgen.scoring.job_score import sample_score
 
@@ -74,15 +61,9 @@ def score(samples: Samples) -> dict[str, Any] | None:
 
 
 def save_scores(folder: Path, scores: Mapping[str, Any] | None, shown: str | None = None) -> None:
-    """Write scores into metrics.json, and what the columns of the grades are into README.md, if
-    that is still there.
-
-    Args:
-        shown: what people call the folder, if it is another name.
-
-    Raises:
-        JobError: a file cannot be written.
-    """
+    """Write scores into metrics.json, and the columns of the grades into README.md if that is still
+    there.
+    `shown` is what people call the folder."""
     from batchgen.scoring.job_score import save_score
 
     save_score(folder, scores)
@@ -92,11 +73,7 @@ def save_scores(folder: Path, scores: Mapping[str, Any] | None, shown: str | Non
 
 
 def graded_card(card: str, folder: Path, shown: str | None = None) -> str:
-    """The data set card with a section about the grades, if the job has some.
-
-    Args:
-        shown: what people call the folder, if it is another name.
-    """
+    """The data set card with a section about the grades, if the job has some."""
     schema = JobGrades(folder).schema()
     if schema is None:
         return card

@@ -23,13 +23,10 @@ from batchgen.util.signals import StopSignals
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended without an error.
-
-    Attributes:
-        error_rows: how many rows of a complete job have an error instead of an answer.
-        stopped_by: the number of the signal that stopped the job, None if it is complete.
-        message: what the user is told.
-    """
+    """How a job ended without an error: complete, with `error_rows` rows that have an error instead
+    of
+    an
+    answer, or stopped by a signal."""
 
     error_rows: int
     stopped_by: int | None
@@ -44,11 +41,8 @@ class JobResult:
 
 
 def completed_elsewhere(storage: Storage, parts: JobParts, rows: int) -> JobResult | None:
-    """How the job ended if another worker has completed it; None if none has yet.
-
-    Args:
-        rows: how many this worker has computed.
-    """
+    """How the job ended if another worker has completed it, while this one computed `rows` rows;
+    else None."""
     content = storage.read(storage.path / "metrics.json")
     if content is None:  # no worker has had the time to write it
         return None

@@ -31,21 +31,17 @@ class JobParts:
 
     Attributes:
         prompt: makes the token ids of a row.
-        bos_id: the id with which the tokenizer begins a text; a prompt that is cut keeps it. None
-            if there is no such id.
+        bos_id: the id with which the tokenizer begins a text; a prompt that is cut keeps it.
         max_model_len: how many tokens prompt and answer may have together.
         columns: the per-token columns that the engine returns for this job's parameters.
-        fingerprints: of what decides the answers besides the configuration and the data set, by
+        fingerprints: digests of what decides the answers besides configuration and data set, by
             name: the files of the models, the dtype, the constraint.
         build_engine: loads the weights. It is called last, and only if there are rows to compute.
-        strategy: declares what is counted for each row, which becomes columns, and has lines for
-            the job's summary. None if it has none of either.
+        strategy: declares counts per row, which become columns, and lines for the job's summary.
         decode: the text of token ids, to show prompts to people; None without a tokenizer.
-        decode_all: the same with special tokens, to show single tokens.
-        close: ends what was opened and works in the background.
-        predict: what an attempt will take, given its engine, how many answers it computes, and the
-            seconds that it has taken so far; None
-            makes no prediction. It takes a fraction of a second.
+        decode_all: the text with special tokens, to show single tokens.
+        close: ends what works in the background.
+        predict: what an attempt will take, from its engine, its answers and its seconds so far.
     """
 
     source: RowSource | SteppedSource
@@ -68,21 +64,14 @@ class JobParts:
 
 
 def job_parts(config: JobConfig) -> JobParts:
-    """Open and check all that a job runs on, except the weights: those load when rows need them.
-
-    Raises:
-        ConfigError: a user's mistake in any of them.
-    """
+    """Open and check all that a job runs on, except the weights: those load when rows need them."""
     opened = open_job(config)
     return parts_of(opened, config, opened.fingerprints(config))
 
 
 def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, str]) -> JobParts:
-    """What a job runs on that has been opened.
-
-    Args:
-        fingerprints: of the models, the dtype and the constraint, by name.
-    """
+    """What a job runs on that has been opened; `fingerprints` are those of models, dtype and
+    constraint."""
     tokenizer = opened.model.tokenizer
     compiler = opened.compiler
     return JobParts(

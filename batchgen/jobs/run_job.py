@@ -134,10 +134,8 @@ class _Attempt:
                 return complete(config, self._parts, folder, self._rows.schema, metrics)
 
     def _new_metrics(self) -> Metrics:
-        """The metrics of this attempt, which begin with what earlier attempts have done.
-
-        A worker that joins others counts its own rows only: the first has counted the earlier ones.
-        """
+        """The metrics of this attempt; only the first of several workers counts rows of earlier
+        attempts."""
         folder, writer = self._folder, self._writer
         tally = new_tally(self._config, self._parts)
         for table in writer.done_rows(tally.columns) if writer.resumed and folder.exclusive else ():
@@ -274,11 +272,8 @@ def _worker(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
 def _writer(
     config: JobConfig, parts: JobParts, folder: JobFolder, schema: OutputSchema, worker: Worker
 ) -> OutputWriter:
-    """The writer of this worker's rows.
-
-    Raises:
-        FolderGone: the others have completed the job since this worker began to join them.
-    """
+    """The writer of this worker's rows, or FolderGone if the others have completed the job
+    meanwhile."""
     source = parts.source
     try:
         return OutputWriter(
@@ -306,11 +301,7 @@ def _writer(
 
 
 def _refuse_quarantined(todo: ShardQueue, worker: Worker) -> None:
-    """End a job in which all is done but shards that have ended workers again and again.
-
-    Raises:
-        JobError: there are such shards.
-    """
+    """End a job in which all is done but shards that have ended workers again and again."""
     lines = []
     ended = worker.quarantined()
     for shard, rows in todo.quarantined_rows().items():

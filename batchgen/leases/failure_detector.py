@@ -16,8 +16,8 @@ class FailureDetector:
     """Judges workers by the content of their heartbeats, over the clock of this process alone.
 
     A worker is dead if it says that it ended, if this machine knows that its process is gone, or if
-    its heartbeat has not changed for long. No clock of another machine is looked at, so clocks may
-    differ as they like. A worker that was paused is alive again with its next heartbeat.
+    its heartbeat has not changed for `stale_after` seconds. A worker that was paused is alive again
+    with its next heartbeat. Clocks of other machines are never compared.
     """
 
     def __init__(
@@ -26,12 +26,8 @@ class FailureDetector:
         clock: Callable[[], float],
         is_gone: Callable[[Mapping[str, Any]], bool],
     ) -> None:
-        """
-        Args:
-            stale_after: after how many seconds without a change a worker is taken for dead.
-            clock: seconds, which never go back.
-            is_gone: whether the process that wrote a heartbeat is known not to run any more.
-        """
+        """Create a detector; `is_gone` says whether the process behind a heartbeat is known to
+        have ended."""
         self._stale_after = stale_after
         self._clock = clock
         self._is_gone = is_gone
@@ -60,9 +56,7 @@ class FailureDetector:
 
 
 def read_beat(content: bytes | None) -> dict[str, Any] | None:
-    """What a heartbeat says; None if nothing can be read of it: it is empty, cut off or zeroed, as
-    it is for a moment on a file system without links, and for ever after a crash or on a full disk.
-    """
+    """What a heartbeat says; None if it is empty, cut off or zeroed, as after a crash."""
     try:
         found = json.loads(content or b"")
     except (ValueError, RecursionError):
@@ -76,13 +70,9 @@ def any_lives(
 ) -> bool:
     """Whether a worker of a folder lives.
 
-    One on another machine does if its heartbeat changes within `stale_after` seconds, for which
-    this waits. Who has ended cleanly need not be waited for.
-
-    Args:
-        do: carries out operations in the folder.
-        look_seconds: between two looks, at most a second.
-        here: whether to count workers of this machine, too, of which the answer is known at once.
+    A worker on another machine lives if its heartbeat changes within `stale_after` seconds, for
+    which
+    this waits, unless the worker has ended cleanly. `here` also counts workers of this machine.
     """
     names = [worker_name(n) for name in do(Names(WORKERS)) if (n := parse_worker(name))]
     beats = {name: content for name in names if (content := do(Read(name))) is not None}

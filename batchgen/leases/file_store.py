@@ -36,26 +36,23 @@ class FolderGone(Exception):
 class FileStore:
     """Objects are files, which appear whole or not at all.
 
-    A file is made under a name that no other worker uses and then linked to its own name, which
-    fails if there is such a file (link(2)). That holds on NFS, too, where the answer may be lost:
-    then the number of links tells.
-
-    Files that are not whole yet lie in `workers/`. So what killed workers leave goes with that
-    folder; and once it is gone, because the job is complete, a worker that was paused cannot change
-    anything any more.
-
-    Attributes:
-        operations: how many operations were carried out, by their kinds.
+    A file is written under a temporary name in `workers/` and then linked to its own name, which
+    fails
+    if that exists (link(2)); on NFS, where the answer may be lost, the number of links tells. When
+    the
+    job is complete, `workers/` is deleted: from then on a worker that was paused can change
+    nothing.
     """
 
     def __init__(
         self, folder: Path, owner: str, confirm: Callable[[], None] = lambda: None
     ) -> None:
-        """
+        """Create a store.
+
         Args:
             owner: a text that no other worker has, for the names of temporary files.
-            confirm: makes sure that the folder is still the one of this job; asked before this
-                worker looks at the leases, publishes, or writes over a file.
+            confirm: makes sure that the folder is still that of this job; called before leases are
+                listed, and before files are published or overwritten.
         """
         self._folder = folder
         self._owner = owner
@@ -148,11 +145,7 @@ class FileStore:
 
 
 def _link(source: Path, path: Path, temporary: Path) -> bool:
-    """Give a file one more name, if that is free; returns whether it has it now.
-
-    Args:
-        temporary: a name for a copy, on a file system without links.
-    """
+    """Give a file one more name, if that is free; returns whether it has the name now."""
     try:
         os.link(source, path)
     except FileExistsError:
@@ -166,11 +159,11 @@ def _link(source: Path, path: Path, temporary: Path) -> bool:
 
 
 def _copy(source: Path, path: Path, temporary: Path) -> bool:
-    """The same on a file system without links.
+    """Copy instead of linking, on a file system without links.
 
-    A lease is written with one call, and who sees it before that knows that it is somebody's, and
-    not whose. A shard is copied and renamed; where two workers do so at once, the second one takes
-    the place of an equal file.
+    A lease is written with one call. A shard is copied and renamed; where two workers do so at
+    once,
+    the second file replaces an equal one.
     """
     if path.parent.name not in (LEASES, WORKERS):
         if path.exists():

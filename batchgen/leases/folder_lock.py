@@ -18,23 +18,20 @@ _LOOK_SECONDS = 0.05
 class FolderLock:
     """A lock on a file, which the system drops when the process ends in any way.
 
-    It is a lock of the open file (F_OFD_SETLK), not of the process, so it holds between threads,
-    too. To go from holding it alone to sharing it is one step: nobody comes in between.
-
-    Attributes:
-        exclusive: whether nobody else holds it.
+    The lock belongs to the open file (F_OFD_SETLK), so it also holds between threads. Going from an
+    exclusive to a shared lock is one step. `exclusive` says whether nobody else holds it.
     """
 
     def __init__(self, path: Path, *, join: bool = False, wait: float = 0.0) -> None:
-        """Take the lock alone.
+        """Take the lock exclusively, or share it with `join` if it is shared already.
 
         Args:
-            join: share it instead, if it is shared already.
-            wait: for so many seconds for one who holds it alone to share it. None but those who
-                open a job's folder or grade it hold it alone.
+            wait: for how many seconds to wait for an exclusive holder, which opens or grades the
+                job.
 
         Raises:
-            ConfigError: another job holds it (the message names its process and host), or the file
+            ConfigError: another job holds the lock (the message names its process and host), or the
+                file
                 system has no such locks.
             OSError: the file cannot be opened.
         """
@@ -65,13 +62,7 @@ class FolderLock:
         )
 
     def confirm(self) -> None:
-        """Make sure that what is locked is still the folder of this path.
-
-        The system keeps a lock while this process runs, but not others from deleting the folder.
-
-        Raises:
-            FolderLost: they have.
-        """
+        """Make sure that the locked folder was not deleted or replaced, or raise `FolderLost`."""
         try:
             is_same = patiently(self._path.stat).st_ino == os.fstat(self._fd).st_ino
         except OSError as error:

@@ -7,12 +7,8 @@ from batchgen.util.errors import JobError
 
 
 def fsync_path(path: Path) -> None:
-    """fsync a file or a folder by its path.
-
-    Raises:
-        FileNotFoundError: it is not there, because others may delete it.
-        JobError: what was written did not reach the disk, as the system says.
-    """
+    """fsync a file or a folder; a file that was deleted raises FileNotFoundError, a full disk
+    JobError."""
     try:
         fd = os.open(path, os.O_RDONLY)
         try:

@@ -19,13 +19,11 @@ LAUNCHER = "BATCHGEN_LAUNCHER"
 
 
 class Heartbeat:
-    """Rewrites `workers/0007.json` every some seconds, until the worker ends.
+    """Rewrites `workers/0007.json` every few seconds, in a thread, until the worker ends.
 
-    The thread runs while the engine computes or loads. If all threads of the process stand still,
-    because it was paused or its machine is gone, the file does not change any more.
-
-    Attributes:
-        facts: what the file says besides; the main thread exchanges it as a whole.
+    If the process is paused or its machine is gone, the file stops changing. `facts` is what the
+    file
+    says besides; the main thread replaces it as a whole.
     """
 
     def __init__(
@@ -88,11 +86,8 @@ def encoded(
     ended: str | None,
     facts: Mapping[str, Any],
 ) -> bytes:
-    """The content of a heartbeat.
-
-    Args:
-        ended: how the worker ended: `complete`, `stopped` or `failed`; None while it runs.
-    """
+    """The content of a heartbeat; `ended` is `complete`, `stopped`, `failed`, or None while it
+    runs."""
     beat = {"worker": number, **identity, "beats": beats, "ended": ended, **facts}
     return json.dumps(beat).encode()
 

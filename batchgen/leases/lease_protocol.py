@@ -1,19 +1,20 @@
 """The protocol by which workers share a job's shards. It needs nothing but create-if-absent.
 
-- A worker has a number, which it gets by creating `workers/0007.json`. It rewrites that file again
-  and again: its heartbeat. Nobody else writes it.
-- Who works on a shard is who made its lease of the highest epoch, `leases/00012.e003.json`. Leases
-  are never changed or deleted while workers run.
-- If the owner of a lease is dead, anyone may make the lease of the next epoch, and goes on with
-  what the journals hold of the shard. A worker that was only slow loses nothing but time by that:
-  what two workers compute of a row is equal.
-- A shard is published by create-if-absent, and then marked as `done`. Who comes second compares.
-- If no shard is left to begin, a worker computes a backup copy of one that another worker has
-  begun, from its last row backwards (lease `00012.b001.json`).
-- A shard that has ended three workers is put in quarantine. One that has ended a worker is taken
-  alone, so that the next end can be blamed on it.
+- A worker gets its number by creating `workers/0007.json`. It rewrites that file again and again:
+  its heartbeat. No other worker writes it.
+- The owner of a shard is the worker that made its lease of the highest epoch,
+  `leases/00012.e003.json`. Leases are never changed or deleted while workers run.
+- If the owner of a lease is dead, any worker may make the lease of the next epoch and continue
+  from the journals. A worker that was only slow loses nothing but time, because what two workers
+  compute of a row is equal.
+- A shard is published by create-if-absent and then marked as `done`. The second worker to publish
+  compares its shard with the published one.
+- If no shard is left to begin, a worker executes one that another worker has begun speculatively,
+  from its last row backwards (a backup, lease `00012.b001.json`).
+- The crash count of a shard is how many workers ended on it. A shard with a crash is taken alone,
+  so that the next crash is known to be its own; a shard with three crashes is put in quarantine.
 
-Everything here is a generator of operations (operations.py).
+Every function here is a generator of operations (store_operations.py).
 """
 
 from __future__ import annotations
@@ -55,17 +56,13 @@ MOST_ENDED = 3
 """How many workers a shard may end before nobody takes it any more."""
 _WIDEST = 256
 _MOST_ASKED = 16
-"""Of how many shards of other workers one look asks how their owners are."""
+"""At most this many owners' heartbeats are checked in one look."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """What a lease says.
-
-    Attributes:
-        worker: who made it.
-        ended: the workers before it whose end the shard is blamed for.
-    """
+    """What a lease says: the worker that made it, and the workers whose crash is counted for its
+    shard."""
 
     worker: int
     ended: tuple[int, ...] = ()
@@ -90,9 +87,7 @@ class LeaseTable:
 
     Attributes:
         epochs: shard → the highest epoch of its leases.
-        backups: shard → the same of its backup copies.
-        done: the shards that are published.
-        quarantined: those that nobody takes any more.
+        backups: shard → the highest epoch of its backups.
     """
 
     epochs: dict[int, int] = field(default_factory=dict)
@@ -118,10 +113,11 @@ class Task:
     """What a worker does next.
 
     Attributes:
-        kind: `shard`: the missing rows of a shard from the first one on. `backup`: those of a shard
-            that another worker has begun, from the last one backwards. `wait`: nothing for now.
-            `over`: nothing any more.
-        ended: the workers whose end the shard is blamed for.
+        kind: `shard`: the missing rows of a shard from the first on. `backup`: those of a shard
+            that
+            another worker has begun, from the last row backwards. `wait`: nothing yet. `over`:
+            nothing any more.
+        ended: the workers whose crash is counted for the shard.
     """
 
     kind: Literal["shard", "backup", "wait", "over"]
@@ -133,9 +129,8 @@ def join(least: int, content: Callable[[int], bytes], draw: Callable[[int], int]
     """Become a worker; returns its number, which is above that of all workers that are there.
 
     Args:
-        least: the number is at least this.
-        content: the first heartbeat of a worker with this number; no other worker has such a one.
-        draw: a random number below its argument, so that many who join at once do not collide.
+        content: the first heartbeat of a worker with this number; no other worker has an equal one.
+        draw: a random number below its argument, so that workers that join at once do not collide.
     """
     width = 1
     while True:
@@ -148,15 +143,12 @@ def join(least: int, content: Callable[[int], bytes], draw: Callable[[int], int]
 
 
 def publish(shard: int, payload: Payload, worker: int, *, replaces: bool) -> Steps[bool]:
-    """Publish a shard, unless another worker has.
+    """Publish a shard unless another worker has; returns whether the published one equals the
+    payload.
 
-    Args:
-        payload: the shard.
-        replaces: whether it takes the place of an older one with fewer rows. Workers then agree on
-            a claim first, because no object can be exchanged by create-if-absent.
-
-    Returns:
-        Whether what is published now is equal to the payload.
+    With `replaces`, the shard takes the place of an older one with fewer rows. Workers then agree
+    on a
+    claim first, because create-if-absent cannot exchange an object.
     """
     name = claim_name(shard) if replaces else published_name(shard)
     if not (yield from create(name, payload)):
@@ -172,9 +164,7 @@ class Member:
     """A worker among the others: what it knows of them, and what it does next.
 
     Attributes:
-        number: its own.
-        num_shards: how many shards the job has; None while that is not known.
-        board: as of the last look.
+        board: the leases at the last look.
         complete: shards that need nothing any more, as this worker knows by itself.
     """
 
@@ -214,11 +204,10 @@ class Member:
         return lease is None or lease.worker != self.number
 
     def next_task(self, idle: bool) -> Steps[Task]:
-        """Choose what to do next, and make the lease for it.
+        """Choose what to do next, and make its lease.
 
-        Args:
-            idle: whether this worker has no row in flight. Only then it takes a shard that has
-                ended a worker, or makes a backup copy.
+        Only an `idle` worker, which has no row in flight, takes a shard with a crash or makes a
+        backup.
         """
         yield from self.look()
         if (task := (yield from self._begin())) is not None:
@@ -277,10 +266,7 @@ class Member:
                 yield shard
 
     def _begin(self) -> Steps[Task | None]:
-        """Take the first shard that nobody has begun.
-
-        Who finds that another was faster chooses among the more of the free ones, the more often.
-        """
+        """Take the first free shard; after each lost race choose among more of the free ones."""
         self.is_over()  # moves the first one on
         width = 1
         while free := list(itertools.islice(self._free(), width)):
@@ -309,11 +295,8 @@ class Member:
         return Task("shard", shard, ended) if made else None
 
     def _is_to_blame(self, shard: int, worker: int) -> Steps[bool]:
-        """Whether a dead worker ended because of a shard, as far as one can tell.
-
-        It did if it says that it failed, or if it died without a word before it had finished one
-        row of the shard. A worker that was stopped says so.
-        """
+        """Whether a dead worker failed, or died silently, before it had finished one row of the
+        shard."""
         how = self._watch.how_ended((yield from ask(Read(worker_name(worker)))))
         if how is not None:
             return how == "failed"

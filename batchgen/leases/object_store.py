@@ -41,14 +41,12 @@ T = TypeVar("T")
 class ObjectStore:
     """Objects below a URL, in any store that fsspec reaches and that has create-if-absent.
 
-    On S3 that is a PUT with `If-None-Match: *`. A request that failed, or that was not answered in
-    time, may have happened all the same, also one that fsspec or botocore repeated by themselves.
-    So whoever is told that an object is there already compares its content with its own: those of
-    the protocol are of one worker alone, or equal for all of them.
-
-    Attributes:
-        url: what is in front of all names.
-        operations: how many operations were carried out, by their kinds.
+    On S3, create-if-absent is a PUT with `If-None-Match: *`. A request that failed or was not
+    answered
+    in time may have happened all the same, as may one that botocore repeated. So a caller that
+    learns
+    that an object exists compares its content with its own, which no other worker writes
+    differently.
     """
 
     def __init__(
@@ -59,12 +57,9 @@ class ObjectStore:
         patience: float = PATIENCE,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """
-        Args:
-            files: the store, as fsspec has it, without a cache of listings.
-            patience: for how many seconds a request is repeated that is not answered.
-            sleep: waits for so many seconds.
-        """
+        """Create a store over fsspec's, which must have no cache of listings; requests that are not
+        answered
+        are repeated for `patience` seconds."""
         self.url = url
         self.operations: dict[str, int] = {}
         self._files = files
@@ -104,11 +99,11 @@ class ObjectStore:
                 return names
 
     def fence(self, session: bytes) -> None:
-        """As of `batchgen.storage.job_storage.Store`."""
+        """See `batchgen.storage.job_storage.Store`."""
         self._session = session
 
     def check_session(self) -> None:
-        """Make sure that the session of this worker goes on, if it has one.
+        """Make sure that the session of this worker, if it has one, goes on.
 
         Raises:
             FolderGone: the job is complete.
@@ -127,11 +122,9 @@ class ObjectStore:
             )
 
     def create(self, name: str, payload: Payload, **options: Any) -> bool:
-        """Make an object if there is none; whether it is there now and has this content.
-
-        Args:
-            options: of `pipe_file` of the store.
-        """
+        """Make an object if there is none; returns whether it is there now with this content.
+        `options` are
+        those of fsspec's `pipe_file`."""
         content = _content(payload)
 
         def put() -> None:
@@ -165,11 +158,7 @@ class ObjectStore:
         return found
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        """Some bytes of an object.
-
-        Raises:
-            FileNotFoundError: it is not there.
-        """
+        """Some bytes of an object, or FileNotFoundError."""
         path = self._path(name)
         found: bytes = self._call(
             "read", name, lambda: self._files.cat_file(path, start=start, end=end)
@@ -218,11 +207,7 @@ class ObjectStore:
         return True
 
     def size(self, name: str) -> int:
-        """How many bytes an object has.
-
-        Raises:
-            FileNotFoundError: it is not there.
-        """
+        """How many bytes an object has, or FileNotFoundError."""
         about = self._call("read", name, lambda: self._files.info(self._path(name), refresh=True))
         found: int = about["size"]
         return found
@@ -245,16 +230,12 @@ class ObjectStore:
                 self._call("delete", name, partial(self._files.rm_file, path))
 
     def probe(self, name: str) -> None:
-        """Make sure that objects can be written here, and that none is made twice.
+        """Make sure that objects can be written here and that none is made twice, or raise
+        ConfigError.
 
-        On S3 a large shard is sent in parts, and what makes the object is the request that ends
-        them: there are stores that heed If-None-Match in a PUT and not in that one.
-
-        Args:
-            name: of an object that no other process makes.
-
-        Raises:
-            ConfigError: they cannot, with the reason.
+        On S3 a large shard is uploaded in parts, and the request that ends them makes the object:
+        there are
+        stores that heed If-None-Match in a PUT and not in that request.
         """
         try:
             first = self.create(name, b"1")
@@ -278,12 +259,8 @@ class ObjectStore:
         return f"{self._root}/{name}"
 
     def _call(self, what: str, name: str, request: Callable[[], T]) -> T:
-        """Make a request again and again until it is answered.
-
-        Raises:
-            FileNotFoundError, FileExistsError: that is the answer.
-            JobError: the store refuses, or did not answer for long.
-        """
+        """Repeat a request until it is answered, FileNotFoundError and FileExistsError being
+        answers."""
         until = time.monotonic() + self._patience
         pause = 0.1
         while True:
@@ -310,10 +287,8 @@ class ObjectStore:
 
 
 class ObjectFile(RawIOBase):
-    """An object as a file that can be read anywhere; each read is one request.
-
-    Its text is the URL, for messages.
-    """
+    """An object as a file that can be read anywhere; each read is one request. Its text is the
+    URL."""
 
     def __init__(self, store: ObjectStore, name: str) -> None:
         self._store = store
@@ -362,11 +337,8 @@ class ObjectFile(RawIOBase):
 
 
 def connect(url: str) -> ObjectStore:
-    """The store that a URL names, with what the environment and fsspec's configuration say of it.
-
-    Raises:
-        ConfigError: the package for it is not installed.
-    """
+    """The store that a URL names, with what the environment and fsspec's
+    configuration say of it."""
     import fsspec
 
     scheme = url.partition("://")[0]

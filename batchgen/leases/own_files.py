@@ -28,15 +28,14 @@ that a folder still says whose it is if its deletion was interrupted."""
 
 
 def refuse_links(folder: Path) -> None:
-    """Refuse a job's folder in which one of the job's own files or folders is a link, or a pipe.
+    """Refuse a job's folder in which one of the job's own files or folders is a link or a pipe.
 
-    Whoever has made the folder may let a link lead to any file of the user's, which would be shown,
-    put into the report, or written over. The folder itself may be reached by links, and what else
-    lies in it may be anything.
+    A stranger who made the folder could lead such a link to any file of the user's, which would
+    then be
+    shown, put into the report, or overwritten. The folder itself may be reached by links.
 
     Raises:
-        ConfigError: there is one.
-        OSError: the folder cannot be read.
+        ConfigError: there is a link or a pipe.
     """
     names = {LOCK, LOCKS, LOGS, *OWN}
     for entry in _odd([entry for entry in _entries(folder) if entry.name in names]):

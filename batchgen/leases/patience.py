@@ -14,12 +14,8 @@ T = TypeVar("T")
 
 
 def patiently(act: Callable[[], T]) -> T:
-    """The result of an act that does no harm when it is repeated, as it is a few times if the file
-    server fails.
-
-    Raises:
-        OSError: it failed every time, or in a way that will not pass.
-    """
+    """The result of a repeatable act, tried a few times if the file server fails; then its
+    OSError."""
     for pause in _PAUSES:
         try:
             return act()

@@ -15,12 +15,11 @@ _UNKNOWN = "running"
 
 @cache
 def machine() -> str:
-    """A text that two processes share if each can see whether the other runs: they have the same
-    kernel since its start, and the same numbering of processes.
-
-    A machine that was cloned while it ran has both of another one. Clones differ in their names or
-    in the addresses of their network cards.
-    """
+    """A text that two processes share if each can see whether the other runs: they have one kernel
+    since
+    its start, and one numbering of processes. A clone of a running machine differs in its name or
+    in
+    the addresses of its network cards."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         texts = [boot, os.readlink("/proc/self/ns/pid"), socket.gethostname(), *_cards()]
@@ -39,10 +38,11 @@ def _cards() -> list[str]:
 
 
 def started(pid: int) -> str | None:
-    """When a process of this machine was started, in the system's own unit; None if it is gone.
+    """When a process of this machine was started, in the system's own unit; None if it has ended.
 
-    A number of a process may be given again; then it has started at another time. Where the system
-    hides a process, of another user for example, that is `_UNKNOWN`.
+    A process number may be given again, then with another start. Where the system hides a process
+    of
+    another user, this is `_UNKNOWN`.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

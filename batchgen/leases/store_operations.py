@@ -1,10 +1,8 @@
 """What the protocol of the workers asks of a store, as values that a driver carries out.
 
 A function of the protocol is a generator: it yields operations and is sent their answers. So it
-holds for any store, and a test can stop, kill or delay a worker between any two operations.
-
-A store may leave an operation unanswered (`Unanswered`): a request to an object store that timed
-out may have happened or not. The generators below deal with that.
+holds for any store, and a test can stop, kill or delay a worker between any two operations. An
+object store may leave an operation `Unanswered`: a request that timed out may have happened or not.
 """
 
 from __future__ import annotations
@@ -76,10 +74,11 @@ def ask(operation: Operation) -> Steps[Any]:
 
 
 def create(name: str, payload: Payload) -> Steps[bool]:
-    """Make an object unless there is one; returns whether it is there and was made by this call.
+    """Make an object unless there is one; returns whether this call made it.
 
-    If an attempt was not answered, it may have been made all the same. Then its content tells: so
-    the content must be that of no other worker, or equal for all of them.
+    An attempt that was not answered may have made it all the same. Then the content tells, which
+    must
+    be that of no other worker, or equal for all of them.
     """
     unsure = False
     while True:
@@ -93,11 +92,7 @@ def create(name: str, payload: Payload) -> Steps[bool]:
 
 
 def carry_out(steps: Steps[T], do: Callable[[Operation], Any]) -> T:
-    """Run a function of the protocol to its end.
-
-    Args:
-        do: carries out one operation and returns its answer, or raises `Unanswered`.
-    """
+    """Run a function of the protocol; `do` carries out one operation or raises `Unanswered`."""
     try:
         operation = next(steps)
         while True:

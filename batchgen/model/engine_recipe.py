@@ -41,12 +41,8 @@ class EngineRecipe:
     """All that an engine is made of, which pickle can send to the processes of other ranks.
 
     Attributes:
-        model: the target.
         others: the strategy's other models that have checkpoints of their own, by name.
         strategy: the decoding paradigm. An engine changes it, so it belongs to that engine.
-        config: batch and memory sizes, and the number of ranks.
-        dtype: the dtype of weights and activations.
-        device: where the models run.
         context_columns: the names of the columns of context scope that rows may ask for.
         threads: the threads of torch on a CPU; None means as many as the process may run at once.
     """
@@ -61,11 +57,8 @@ class EngineRecipe:
     threads: int | None = None
 
     def check(self) -> None:
-        """Check that the weights can be divided between the ranks, before any of them load.
-
-        Raises:
-            ValueError: they cannot; the message names the model's numbers.
-        """
+        """Check before any weights load that they can be divided between the ranks, or raise
+        ValueError."""
         size = self.config.tensor_parallel
         if size == 1:
             return
@@ -98,28 +91,17 @@ class EngineRecipe:
         return Ranks(recipe, RankProcesses(size, recipe, kind))
 
     def load(self, parallel: TensorParallel = ALONE) -> CausalLM:
-        """Load the target's weights, or this rank's share of them.
-
-        Raises:
-            ValueError: a tensor is missing or wrong.
-        """
+        """Load the target's weights, or this rank's share; ValueError if a tensor is missing or
+        wrong."""
         heads = strategy_heads(self.strategy, self.model)
         return self.model.load(self.dtype, self.device, heads, parallel)
 
     def load_others(self, weights: CausalLM) -> dict[str, CausalLM]:
-        """Load the weights of the other models, beside those of the target.
-
-        Raises:
-            ValueError: a tensor is missing or wrong.
-        """
+        """Load the weights of the other models, beside those of the target."""
         return {name: other.load_beside(weights) for name, other in self.others.items()}
 
     def compiling_kernels(self) -> AbstractContextManager[None]:
-        """Enter this while the weights are loaded: the engine's kernels are compiled meanwhile.
-
-        Raises:
-            ValueError: the machine has no such device.
-        """
+        """Enter this while the weights are loaded: the engine's kernels are compiled meanwhile."""
         if self.config.tensor_parallel > 1:
             return nullcontext()
         return compiling_kernels(device_of(self.device), self._plan)
@@ -146,11 +128,8 @@ class EngineRecipe:
         compiler: GrammarCompiler | None = None,
         leader: Leader | None = None,
     ) -> LLMEngine:
-        """Make the engine of loaded models.
-
-        Raises:
-            ValueError: the configuration does not suit the models or the device's memory.
-        """
+        """Make the engine of loaded models; ValueError if the configuration suits neither them nor
+        the memory."""
         return self.model.engine(
             weights, self.strategy, self.config, others, compiler, self.context_columns, leader
         )
@@ -186,12 +165,8 @@ class Ranks:
         return nullcontext() if self._processes is None else self._processes.starting()
 
     def build(self) -> tuple[CausalLM, LLMEngine]:
-        """Load the weights of all models and make the engine of this process.
-
-        Raises:
-            ValueError: as `load` and `engine` of the recipe.
-            RuntimeError: another rank was lost meanwhile.
-        """
+        """Load the weights of all models and make this process's engine; RuntimeError if a rank
+        was lost."""
         with self.starting():
             with self.recipe.compiling_kernels():
                 weights = self.recipe.load(self.parallel)
@@ -211,11 +186,8 @@ def bare(
     """Make a model whose parameters have shapes and no values, as rank 0 would have it.
 
     Args:
-        native_fp8: the device computes in FP8.
+        native_fp8: whether the device computes in FP8.
         device: where the parameters are, or where they say that they are within `Undone`.
-
-    Raises:
-        ValueError: its weights cannot be divided between so many ranks.
     """
     kind = model_class(opened.config.architecture, opened.path)
     parallel = TensorParallel(0, tensor_parallel)

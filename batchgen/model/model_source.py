@@ -41,7 +41,6 @@ def resolve_model(path: str, revision: str | None = None, *, weights: bool = Tru
             model `owner/name/FILE.gguf`. A path that exists on this machine is not looked for on
             the hub.
         revision: the commit, branch or tag of a hub model; None is its main branch.
-        weights: download the weights too; a dummy model needs none.
 
     Raises:
         ConfigError: the model cannot be found or downloaded; the message says what to do.
@@ -65,11 +64,8 @@ def resolve_model(path: str, revision: str | None = None, *, weights: bool = Tru
 
 
 def model_files(path: Path) -> list[Path]:
-    """Return the files that define a model and its tokenizer, sorted by name.
-
-    Args:
-        path: the folder or file that `resolve_model` returned.
-    """
+    """The files that define a model and its tokenizer, in the folder or file of `resolve_model`,
+    by name."""
     if path.is_file():
         return [path]
     patterns = ("*.safetensors", *_WEIGHT_FILES, *_OTHER_FILES)
@@ -77,11 +73,7 @@ def model_files(path: Path) -> list[Path]:
 
 
 def _from_hub(repo: str, file: str | None, revision: str | None, weights: bool) -> Path:
-    """Download a hub model, or one .gguf file of it, as far as it is not on this machine yet.
-
-    Raises:
-        ConfigError: it cannot be downloaded; the message says what to do.
-    """
+    """Download what is missing here of a hub model, or of one .gguf file of it."""
     model = f"model {repo}" + (f" at revision {revision}" if revision else "")
     try:
         if file is not None:

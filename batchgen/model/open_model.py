@@ -38,8 +38,7 @@ class OpenedModel:
 
     Attributes:
         path: the model's folder or GGUF file.
-        config: the model's configuration.
-        tokenizer: the model's tokenizer; None if it comes without one.
+        tokenizer: None if the model comes without one.
         eos_token_ids: the token ids that end an answer of this model.
         load_format: how the weights are loaded, as for `load_model`.
         quantization: what is done to the weights while they load, as for `load_model`.
@@ -53,13 +52,11 @@ class OpenedModel:
     quantization: Quantization | None = None
 
     def dtype(self, name: DtypeName, device: DeviceName) -> torch.dtype:
-        """Return the dtype of weights and activations on a device.
+        """The dtype of weights and activations on a device, or ValueError if the machine lacks the
+        device.
 
         `auto` is the checkpoint's dtype on a GPU. On a CPU it is float32, because only in that are
         a row's tokens exactly independent of the batch.
-
-        Raises:
-            ValueError: the machine has no such device.
         """
         target = device_of(device)
         if name == "auto":
@@ -69,19 +66,12 @@ class OpenedModel:
         return dtype
 
     def form(self, *, native: bool) -> FP8Format | None:
-        """Return how the weights of the layers are in FP8; None if they are not.
-
-        Args:
-            native: on a device that computes in FP8.
-        """
+        """How the weights of the layers are in FP8 on a device that does or does not compute in
+        it; or None."""
         return chosen_form(self.config, self.quantization, native=native)
 
     def weights_text(self, device: DeviceName) -> str | None:
-        """Say in which format the weights are on a device, if that is not the model's dtype.
-
-        Raises:
-            ValueError: the machine has no such device.
-        """
+        """In which format the weights are on a device, if that is not the model's dtype."""
         form = self.form(native=has_fp8_units(device_of(device)))
         return None if form is None else "FP8" if form.native else "dequantised FP8"
 
@@ -92,16 +82,10 @@ class OpenedModel:
         heads: Collection[str] = (),
         parallel: TensorParallel = ALONE,
     ) -> CausalLM:
-        """Load the model with its weights.
+        """Load the model with its weights and some of its heads.
 
         On a CPU this also limits torch to as many threads as can run at once. If weights in FP8 are
         dequantised, because the device does not compute in it, stderr says so.
-
-        Args:
-            dtype: the dtype of weights and activations.
-            device: where the model runs.
-            heads: the names of the model's heads to load.
-            parallel: the ranks between which the weights are divided.
 
         Raises:
             ValueError: a tensor is missing or wrong, or the machine has no such device.
@@ -131,11 +115,8 @@ class OpenedModel:
 
     def load_beside(self, model: CausalLM) -> CausalLM:
         """Load the model with its weights, on the device and in the dtype of another model, and
-        divided between the same ranks.
-
-        Raises:
-            ValueError: a tensor is missing or wrong.
-        """
+        divided
+        between the same ranks."""
         return load_model(
             self.path,
             device=model.device,
@@ -157,9 +138,6 @@ class OpenedModel:
         """Make an engine for the loaded model.
 
         Args:
-            model: this model with its weights.
-            strategy: the decoding paradigm.
-            config: batch and memory sizes.
             others: the strategy's other models with their weights, by name.
             compiler: compiles constraints; None lets the engine make one when a row needs it.
             context_columns: the names of the columns of context scope that rows may ask for.
@@ -181,12 +159,7 @@ class OpenedModel:
         )
 
     def grammar_compiler(self) -> GrammarCompiler:
-        """Make a compiler of constraints for this model's tokenizer and vocabulary.
-
-        Raises:
-            ValueError: the model has no tokenizer, its tokenizer does not work with constraints, or
-                it has no token that ends a row.
-        """
+        """Make a compiler of constraints for this model's tokenizer and vocabulary."""
         if self.tokenizer is None:
             raise ValueError(
                 "a constraint is about text, and the model comes without a tokenizer: use a model "
@@ -210,12 +183,6 @@ def open_model(
 ) -> OpenedModel:
     """Find a model and read its configuration and tokenizer; a hub model is downloaded first.
 
-    Args:
-        model: the model's name or path, as for `resolve_model`.
-        revision: the commit, branch or tag of a hub model; None is its main branch.
-        load_format: how the weights will be loaded, as for `load_model`.
-        quantization: what will be done to them, as for `load_model`.
-
     Raises:
         ValueError: the model cannot be found or is not supported; the message says what to do.
     """
@@ -238,21 +205,16 @@ def open_model(
 
 
 def limit_threads() -> None:
-    """Limit torch to as many threads as the process may run at once.
-
-    In a container torch would start a thread for each core of the host. If OMP_NUM_THREADS is set,
-    the number of threads stays as it is.
-    """
+    """Limit torch to as many threads as the process may run at once, unless OMP_NUM_THREADS is set.
+    In
+    a
+    container torch would start a thread for each core of the host."""
     if "OMP_NUM_THREADS" not in os.environ and (cores := usable_cores()) < torch.get_num_threads():
         torch.set_num_threads(cores)
 
 
 def device_of(name: DeviceName) -> torch.device:
-    """Return the device of this name.
-
-    Raises:
-        ValueError: it is a GPU, and the machine has none.
-    """
+    """The device of this name, or ValueError if it is a GPU and the machine has none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     elif name == "cuda" and not torch.cuda.is_available():

@@ -13,11 +13,7 @@ from batchgen.util.errors import ConfigError
 
 
 def strategy_heads(strategy: Strategy, model: OpenedModel) -> list[str]:
-    """Return the names of the target's heads that the strategy runs.
-
-    Args:
-        strategy: the decoding paradigm.
-        model: the target. No tensor of it is read, but the names of its tensors are.
+    """The names of the target's heads that the strategy runs.
 
     Raises:
         ConfigError: the model has no such head, or its checkpoint comes without the weights.
@@ -49,19 +45,12 @@ def _has_weights(model: OpenedModel, head: str) -> bool:
 def open_others(
     strategy: Strategy, model: OpenedModel, max_model_len: int
 ) -> dict[str, OpenedModel]:
-    """Open the strategy's models that have checkpoints of their own, without their weights.
-
-    Args:
-        strategy: the decoding paradigm.
-        model: the target.
-        max_model_len: the most prompt and output tokens of a row together.
-
-    Returns:
-        The opened models, by name.
+    """Open the strategy's models that have checkpoints of their own, by name, without their
+    weights.
 
     Raises:
         ConfigError: the user named no checkpoint, or it cannot be opened or does not fit the
-            target.
+            target, whose rows have at most `max_model_len` tokens.
     """
     return {
         name: _open(name, role.source, model, max_model_len)
@@ -90,20 +79,7 @@ def _open(name: str, source: Checkpoint, model: OpenedModel, max_model_len: int)
 def _check(
     key: str, kind: str, path: str, other: OpenedModel, model: OpenedModel, max_model_len: int
 ) -> None:
-    """Check that a model fits the target.
-
-    Args:
-        key: the option that names the model's checkpoint, for error messages.
-        kind: what the model is for, with its article, for error messages.
-        path: the checkpoint, as the user named it.
-        other: the model.
-        model: the target.
-        max_model_len: the most prompt and output tokens of a row together.
-
-    Raises:
-        ConfigError: it predicts masked tokens, has another vocabulary or tokenizer, or has too few
-            positions.
-    """
+    """Refuse a model that predicts masked tokens, has another vocabulary or too few positions."""
     if other.config.diffusion is not None:
         raise ConfigError(
             f"{key}: {path} is a diffusion model, and {kind} predicts next tokens: choose another "

@@ -11,12 +11,12 @@ import numpy as np
 
 from batchgen.config.job_config import JobConfig
 from batchgen.engine.base.outputs import RequestError
+from batchgen.engine.requests import sample_params
 from batchgen.forecast.calibration import Calibration, RunCounts
 from batchgen.forecast.planned_work import job_device
 from batchgen.forecast.scan import ReadRow
 from batchgen.kernels.compile_ahead import have_compiled
 from batchgen.util.errors import ConfigError
-from batchgen.util.fingerprint import derive_seed
 
 if TYPE_CHECKING:
     from batchgen.engine.llm_engine import LLMEngine
@@ -103,9 +103,10 @@ class _Run:
         least = min(config.sampling.min_new_tokens, longest)
         for read in rows:
             for sample in range(samples):
-                params = dataclasses.replace(
+                params = sample_params(
                     config.params,
-                    seed=derive_seed(config.sampling.seed, read.row.id, sample),
+                    read.row.id,
+                    sample,
                     constraint=self._constraints.of(read.row),
                     max_new_tokens=longest,
                     min_new_tokens=least,

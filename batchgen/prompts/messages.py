@@ -25,14 +25,8 @@ def checked_messages(value: Any, column: str, roles: tuple[str, ...]) -> list[di
     Messages of ShareGPT, which have `from` and `value`, are turned into such. Entries that are null
     are left out: Arrow adds them where messages have different keys.
 
-    Args:
-        value: what the column holds.
-        column: its name, for error messages.
-        roles: from `known_roles`.
-
     Raises:
-        RequestError: the value is not a list of such messages, or one has an unknown role. Its type
-            is bad_messages.
+        RequestError: bad_messages: the value is no list of such messages, or a role is unknown.
     """
     if not isinstance(value, list) or not value:
         raise RequestError(

@@ -13,36 +13,25 @@ _ALWAYS_BYTES = 2**21
 
 
 class TextTokens:
-    """The token ids of prompts' texts.
+    """The token ids of prompts' texts, of at most `room` tokens if that is given.
 
-    A text with more bytes than the room could hold, if each of its tokens were the longest that the
-    tokenizer has, is refused before it is tokenised: that would take seconds and gigabytes.
-
-    Args:
-        tokenizer: the model's.
-        room: the most tokens of a prompt; None reads texts of any length.
+    A text with more bytes than the room could hold, if each token were the tokenizer's longest, is
+    refused before it is tokenised, which would take seconds and gigabytes.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, room: int | None) -> None:
         self._tokenizer, self._room = tokenizer, room
 
     def of(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids of a text, at least one.
-
-        Raises:
-            RequestError: the text is too long (prompt_too_long), or has no tokens (empty_prompt).
-        """
+        """The token ids of a text, at least one; RequestError (prompt_too_long, empty_prompt)
+        otherwise."""
         self.refuse_long(text)
         # Without `verbose=False` the tokenizer warns of long texts, which fit_prompt deals with.
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return not_empty(list(ids))
 
     def refuse_long(self, text: str) -> None:
-        """Refuse a text, or a part of one, that the room could not hold.
-
-        Raises:
-            RequestError: it is too long (prompt_too_long).
-        """
+        """Refuse a text, or a part of one, that the room could not hold."""
         if self._room is None or len(text) * 4 <= _ALWAYS_BYTES:
             return
         size = text_bytes(text)
@@ -67,11 +56,7 @@ def text_bytes(text: str) -> int:
 
 
 def not_empty(ids: list[int]) -> list[int]:
-    """The token ids of a prompt.
-
-    Raises:
-        RequestError: there are none; its type is empty_prompt.
-    """
+    """The token ids of a prompt, or RequestError (empty_prompt)."""
     if not ids:
         raise RequestError("empty_prompt", "the prompt has no tokens")
     return ids

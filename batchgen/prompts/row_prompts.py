@@ -42,11 +42,7 @@ class Prompt(Protocol):
         return False
 
     def text(self, row: Row) -> str | None:
-        """The prompt of a row before it becomes tokens; None where it is tokens already.
-
-        Raises:
-            RequestError: as `token_ids`.
-        """
+        """The prompt of a row before it becomes tokens; None where it is tokens already."""
         return None
 
     def size(self, row: Row) -> int:
@@ -54,9 +50,6 @@ class Prompt(Protocol):
 
         It costs much less than `token_ids`. Where prompts have a fixed frame, the rows with the
         larger size have the larger prompts; no text has more tokens than bytes.
-
-        Raises:
-            RequestError: as `token_ids`, but for what only the chat template finds out.
         """
         return len(self.token_ids(row))
 
@@ -81,14 +74,13 @@ def build_prompt(
     """The prompt that the configuration describes.
 
     Args:
-        tokenizer: the model's. None if it has none; then only token ids can be prompts.
-        vocab_size: of the model; the ids of a prompt are below it.
-        columns: the names of the data set's columns, and what they hold in the terms of datasets.
+        tokenizer: None if the model has none; then only token ids can be prompts.
+        columns: the data set's columns, and what they hold in the terms of datasets.
         room: the most tokens of a prompt, for which far longer texts are refused untokenised; None
             reads texts of any length.
 
     Raises:
-        ConfigError: a template does not compile or asks for a column that the data set has not,
+        ConfigError: a template does not compile or asks for a column that the data set lacks,
             or the model has no tokenizer or no chat template.
     """
     if isinstance(config, TokensPromptConfig):
@@ -110,14 +102,7 @@ def fit_prompt(
 
     Of a longer one `truncate_left` keeps the last tokens. A BOS token at its start stays, because
     models answer badly without it. In a chat prompt the system message and the marks of a turn may
-    be cut off.
-
-    Args:
-        too_long: what to do with a longer prompt.
-        bos_id: the id of the BOS token, None if there is none.
-
-    Raises:
-        RequestError: the prompt is longer, and `too_long` is `error`. Its type is prompt_too_long.
+    be cut off. With `error` a longer prompt raises RequestError (prompt_too_long).
     """
     assert max_len >= 1
     if len(ids) <= max_len:
@@ -135,11 +120,7 @@ def fit_prompt(
 
 
 def constant_prompt_warning(prompt: Prompt, row: Row) -> str:
-    """What users are told of a prompt that is the same for all rows, as it seldom is meant so.
-
-    Args:
-        row: the first one of the data set, whose prompt is shown.
-    """
+    """What users are told of a prompt that is the same for all rows, as it is seldom meant so."""
     try:
         text = prompt.text(row) or ""
     except RequestError as error:
@@ -198,11 +179,7 @@ class ChatPrompt:
         return self._rendered(self._messages(row))
 
     def _rendered(self, messages: list[dict[str, Any]]) -> str:
-        """The text of a conversation.
-
-        Raises:
-            RequestError: the chat template does not take it.
-        """
+        """The text of a conversation, or RequestError if the chat template does not take it."""
         try:
             with template_errors("the model's chat template"):
                 return self._render(messages)
@@ -239,11 +216,7 @@ class ChatPrompt:
         return text
 
     def _chat_template(self) -> str:
-        """The source of the chat template; of one with several parts, that of all of them.
-
-        Raises:
-            ConfigError: there is none, or it does not know an option of the configuration.
-        """
+        """The source of the chat template; of one with several parts, that of all of them."""
         template = self._kwargs.get("chat_template", self._tokenizer.chat_template)
         if template is None:
             raise ConfigError(
@@ -333,11 +306,7 @@ def _template(key: str, source: str | None, columns: Collection[str]) -> RowTemp
 
 
 def _path(key: str, name: str, columns: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where in a row the column lies that a key names.
-
-    Raises:
-        ConfigError: the data set has no such column.
-    """
+    """Where in a row the column lies that a key names."""
     path = column_path(name, columns)
     if path is None:
         raise ConfigError(

@@ -36,18 +36,15 @@ class RowTemplate:
     `row_index` the row's position in the data set, from 0.
 
     It runs in Jinja's sandbox, which keeps it from Python's internals, from changing the row, and
-    from ranges of more than 100,000, and within the bounds of one render (see `bounds`). Nothing is
-    escaped for HTML, `tojson` writes plain JSON, and newlines are kept. A template can ask whether
-    a column is null (`{% if note %}`, `{{ note or '' }}`), but printing null is an error: a file
-    leaves a missing value null, and no prompt shall say "None".
-
-    Args:
-        key: the key of the configuration, for error messages.
-        source: the template.
-        columns: the names of the data set's columns.
-
-    Raises:
-        ConfigError: `source` is no template, or it uses columns that the data set does not have.
+    from ranges of more than 100,000, and within the bounds of one render (template_bounds.py).
+    Nothing
+    is escaped for HTML, `tojson` writes plain JSON, and newlines are kept. A template can ask
+    whether a
+    column is null (`{% if note %}`, `{{ note or '' }}`), but printing null is an error: a file
+    leaves a
+    missing value null, and no prompt shall say "None". A template that does not compile, or that
+    uses
+    unknown columns, raises ConfigError, which names the `key` of the configuration.
     """
 
     def __init__(self, key: str, source: str, columns: Collection[str]) -> None:
@@ -83,16 +80,7 @@ class RowTemplate:
         return bool(self._names)
 
     def render(self, fields: Mapping[str, Any], row_index: int = 0) -> str:
-        """The text for one row.
-
-        Args:
-            fields: its columns.
-            row_index: its position in the data set.
-
-        Raises:
-            RequestError: the template cannot be filled. Its type is missing_field or
-                template_error.
-        """
+        """The text for one row, or RequestError (missing_field, template_error)."""
         if self._only is not None and type(value := fields.get(self._only)) is str:
             return value
         try:

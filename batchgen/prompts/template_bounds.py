@@ -36,14 +36,9 @@ class TemplateLimit(TemplateError):
 
 
 class _Budget(threading.local):
-    """What is left to the render of this thread.
-
-    Attributes:
-        rendering: whether there is one. What nothing renders has no bounds.
-        left: characters.
-        end: when to look at the CPU's clock, by the monotonic clock.
-        cpu: when the time is over, by the clock of the thread.
-    """
+    """What is left to the render of this thread: characters, and time by two clocks. Outside of a
+    render
+    nothing is bounded."""
 
     rendering = False
     left = MOST_CHARACTERS
@@ -75,11 +70,7 @@ class one_render:
 
 
 def tick() -> None:
-    """Count a step of a render.
-
-    Raises:
-        TemplateLimit: the time is over.
-    """
+    """Count a step of a render; TemplateLimit if the time is over."""
     if time.monotonic() > _budget.end and _budget.rendering:
         if (late := time.thread_time() - _budget.cpu) > 0:
             raise TemplateLimit(f"to render it takes longer than {MOST_SECONDS:g} s")
@@ -87,11 +78,7 @@ def tick() -> None:
 
 
 def spend(characters: int) -> None:
-    """Count characters that are about to be made.
-
-    Raises:
-        TemplateLimit: they are too many, with those before them.
-    """
+    """Count characters that are about to be made; TemplateLimit if they are too many."""
     if not _budget.rendering:  # Jinja computes constants whenever it looks at a tree
         if characters > MOST_CHARACTERS:
             raise _too_large()
@@ -106,11 +93,11 @@ def _too_large() -> TemplateLimit:
 
 
 def size(value: Any) -> int:
-    """About as many characters as a value has when it is printed, or a step for each of its items.
+    """About how many characters a value prints, or a step for each of its items.
 
-    Raises:
-        TemplateLimit: they are more than a render may make. Lists that hold one list many times can
-            be as large as that in little memory.
+    Raises TemplateLimit beyond the bounds: lists that hold one list many times can be as large as
+    that in
+    little memory.
     """
     if isinstance(value, str):
         return len(value)
@@ -201,13 +188,7 @@ GROWING = frozenset(
 
 
 def before_method(owner: Any, name: str, given: list[Any]) -> None:
-    """Count what the method of a value of Python's own will make.
-
-    Args:
-        owner: the value.
-        name: of the method.
-        given: its arguments.
-    """
+    """Count what the method of a value of Python's own will make."""
     sizes = sum(map(size, given))
     number = max((abs(item) for item in given if isinstance(item, int)), default=0)
     if not isinstance(owner, str | bytes):
@@ -260,13 +241,7 @@ _SLOW = frozenset("pprint striptags title urlize wordwrap xmlattr".split())
 
 
 def before_filter(name: str, value: Any, given: list[Any]) -> None:
-    """Count what a filter will make.
-
-    Args:
-        name: of the filter.
-        value: what it is put on.
-        given: its arguments.
-    """
+    """Count what a filter will make of a value."""
     number = max((abs(item) for item in given if isinstance(item, int)), default=0)
     match name:
         case "replace":

@@ -30,24 +30,13 @@ class BoundedTemplate(Template):
     """A template of which each render has its bounds."""
 
     def render(self, *args: Any, **kwargs: Any) -> str:
-        """The text.
-
-        Raises:
-            TemplateLimit: it would take more time or characters than a render may.
-        """
+        """The text, or TemplateLimit if it would take more time or characters than a render may."""
         with bounds.one_render():
             return super().render(*args, **kwargs)
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates take no more time and memory than `bounds` says, whatever they and
-    the values are.
-
-    Args:
-        filters: further filters.
-        variables: further globals.
-        options: those of Jinja's environment.
-    """
+    """A sandbox whose templates take no more time and memory than template_bounds.py says."""
 
     template_class = BoundedTemplate
     intercepted_binops = frozenset(("+", "*", "**", "%"))

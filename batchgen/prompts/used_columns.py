@@ -14,13 +14,9 @@ _COLUMN_KEYS = ("messages_column", "token_ids_column")
 
 
 def used_columns(prompt: Mapping[str, Any]) -> list[str]:
-    """The names of the columns in the order in which the prompt uses them; a nested field counts as
-    its column.
-
-    Args:
-        prompt: the group `prompt` of a job's config.yaml. A template that does not compile names no
-            column.
-    """
+    """The columns that the group `prompt` of a config.yaml uses, in order; a nested field counts as
+    its
+    column. A template that does not compile names none."""
     named = [name for key in _TEMPLATES for name in _variables(prompt.get(key))]
     named += [column.split(".")[0] for key in _COLUMN_KEYS if (column := prompt.get(key))]
     return list(dict.fromkeys(named))

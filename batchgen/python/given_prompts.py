@@ -30,14 +30,9 @@ _WRAPPED = ("prompt", "prompt_token_ids")
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """One prompt of a call.
-
-    Attributes:
-        given: the prompt as the user gave it.
-        kind: what it is.
-        value: the text, the ids as a list of int, or the list of messages; a sentence that says
-            what a prompt is for kind `none`.
-    """
+    """One prompt of a call. `value` is the text, the ids as a list of int, or the list of messages;
+    for kind
+    `none` it is a sentence that says what a prompt is."""
 
     given: Any
     kind: Literal["text", "ids", "messages", "none"]
@@ -83,23 +78,15 @@ def read_prompts(prompts: Any) -> tuple[list[ReadPrompt], bool]:
 
 @dataclass(frozen=True)
 class PromptIds:
-    """Makes token ids of prompts.
-
-    Attributes:
-        tokenizer: the model's; None if it has none.
-        template_kwargs: options of the chat template, such as `enable_thinking`.
-    """
+    """Makes token ids of prompts; `template_kwargs` are options of the chat template."""
 
     tokenizer: PreTrainedTokenizerBase | None
     template_kwargs: Mapping[str, Any]
 
     def check(self, prompts: Iterable[ReadPrompt]) -> None:
-        """Check that the model can take prompts of these kinds.
-
-        Raises:
-            ValueError: there are texts or conversations and the model has no tokenizer, or there
-                are conversations and it has no chat template, or that does not know the options.
-        """
+        """Check that the model can take prompts of these kinds, or raise ValueError: texts and
+        conversations
+        need a tokenizer, conversations also a chat template that knows the options."""
         kinds = {prompt.kind for prompt in prompts}
         if self.tokenizer is None and kinds & {"text", "messages"}:
             raise ValueError("the model comes without a tokenizer: give prompts as token ids")
@@ -107,11 +94,8 @@ class PromptIds:
             _ = self._chat
 
     def of(self, prompt: ReadPrompt) -> list[int]:
-        """The token ids of one prompt, of a kind that `check` has let pass.
-
-        Raises:
-            RequestError: it is no prompt, or its messages are not what the chat template takes.
-        """
+        """The token ids of one checked prompt, or RequestError if its messages do not suit the
+        chat template."""
         if prompt.kind == "none":
             raise RequestError("bad_prompt", prompt.value)
         if prompt.kind == "ids":

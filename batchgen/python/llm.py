@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from typing import Any, Self, overload
 
 import torch
@@ -20,6 +19,7 @@ from batchgen.engine.base.transfer import release_cached_memory
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.config_file import LoadFormat
 from batchgen.engine.loading.loader import Quantization
+from batchgen.engine.requests import sample_params
 from batchgen.engine.strategy import Strategy
 from batchgen.model.engine_recipe import EngineRecipe
 from batchgen.model.open_model import DeviceName, DtypeName, open_model
@@ -30,7 +30,6 @@ from batchgen.python.output import Output
 from batchgen.python.params import SamplingParams
 from batchgen.python.streams import Request, Streams
 from batchgen.strategies.ar.strategy import ARStrategy
-from batchgen.util.fingerprint import derive_seed
 
 
 class LLM:
@@ -329,8 +328,8 @@ class LLM:
             except RequestError as error:
                 found = error
             for sample in range(own.n):
-                seed = derive_seed(own.request.seed, str(index), sample)
-                requests.append(Request(index, sample, found, replace(own.request, seed=seed)))
+                seeded = sample_params(own.request, str(index), sample)
+                requests.append(Request(index, sample, found, seeded))
         with closing(self._streams.run(requests)) as stream:
             for request, finished in stream:
                 index, sample = request.prompt_index, request.sample_index

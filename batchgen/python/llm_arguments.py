@@ -41,11 +41,7 @@ class Arguments:
     template_kwargs: Mapping[str, Any] | None = None
 
     def params_of(self, number: int) -> list[SamplingParams]:
-        """The parameters of each of so many prompts.
-
-        Raises:
-            ValueError: they are not parameters, or not as many as prompts.
-        """
+        """The parameters of each of `number` prompts."""
         given = SamplingParams() if self.params is None else self.params
         params = [given] * number if isinstance(given, SamplingParams) else given
         if not isinstance(params, Sequence) or len(params) != number:
@@ -61,11 +57,7 @@ class Arguments:
 
 
 def arguments_of(function: str, given: Mapping[str, Any], others: Mapping[str, Any]) -> Arguments:
-    """The arguments of a call; `others` are what the function does not declare.
-
-    Raises:
-        ValueError: one of the others is unknown or refused.
-    """
+    """The arguments of a call; `others` are what the function does not declare."""
     elsewhere = {
         name: f"write params=SamplingParams({name}=…)" for name in PARAMETER_NAMES - given.keys()
     }
@@ -75,11 +67,7 @@ def arguments_of(function: str, given: Mapping[str, Any], others: Mapping[str, A
 
 
 def engine_config(config: EngineConfig | None, given: Mapping[str, Any]) -> EngineConfig:
-    """The engine's settings: those of `config`, with the single ones that were given.
-
-    Raises:
-        ValueError: a key is unknown, refused, of a wrong type or out of range.
-    """
+    """The engine's settings: those of `config`, with the single ones that were given."""
     values = _ENGINE_NAMES.ours(given)
     if values.pop("enforce_eager", False):
         values["cuda_graph"] = False

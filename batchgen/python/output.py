@@ -39,14 +39,7 @@ class Output(RequestOutput):
 
     @classmethod
     def of(cls, finished: RequestOutput, prompt: Any, prompt_index: int, sample_index: int) -> Self:
-        """Make the output of a finished request.
-
-        Args:
-            finished: what the engine returned; its own `request_id` is dropped.
-            prompt: the prompt as it was given.
-            prompt_index: the position of the prompt in the call.
-            sample_index: which output of the prompt it is.
-        """
+        """Make the output of a finished request, whose own `request_id` is dropped."""
         values = {field.name: getattr(finished, field.name) for field in fields(RequestOutput)}
         values["request_id"] = f"{prompt_index}-{sample_index}"
         return cls(**values, prompt=prompt, prompt_index=prompt_index, sample_index=sample_index)

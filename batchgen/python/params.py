@@ -102,7 +102,7 @@ class SamplingParams:
         object.__setattr__(self, "request", _request(values))
 
     def replace(self, **options: Unpack[SamplingOptions]) -> SamplingParams:
-        """The same parameters but for those that are given."""
+        """These parameters with some replaced."""
         return SamplingParams(**{**self._given(), **_NAMES.ours(options)})
 
     def __getattr__(self, name: str) -> Any:
@@ -137,11 +137,7 @@ def _plain(value: Any) -> Any:
 
 
 def _request(values: dict[str, Any]) -> RequestParams:
-    """The engine's parameters for what a user gave under our names.
-
-    Raises:
-        ValueError: a value is of a wrong type or out of range.
-    """
+    """The engine's parameters for what a user gave under our names."""
     for name, meant in _NULL_MEANS.items():
         if name in values and values[name] is None:
             values[name] = meant

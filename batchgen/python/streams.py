@@ -15,14 +15,7 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sample of one prompt.
-
-    Attributes:
-        prompt_index: the position of the prompt in the call.
-        sample_index: which sample it is.
-        prompt: its token ids, or why it has none.
-        params: how it is sampled, with the seed of this sample.
-    """
+    """One sample of one prompt: its token ids, or why it has none, and how it is sampled."""
 
     prompt_index: int
     sample_index: int
@@ -36,12 +29,11 @@ Finished = tuple[Request, RequestOutput]
 class Streams:
     """Runs the requests of several streams in one engine.
 
-    Whichever stream is asked for its next output lets the engine make a step, and keeps what others
-    have finished in it for them. Threads may have streams of their own; the engine works for one
-    thread at a time.
-
-    Attributes:
-        closed: whether `close` was called.
+    The stream that is asked for its next output lets the engine make a step, and keeps what others
+    have
+    finished in it for them. Threads may have streams of their own; the engine works for one thread
+    at a
+    time.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -53,23 +45,15 @@ class Streams:
 
     @property
     def engine(self) -> LLMEngine:
-        """The engine.
-
-        Raises:
-            ValueError: it was closed.
-        """
+        """The engine, or ValueError if it was closed."""
         if self.closed:
             raise ValueError("this LLM is closed: make a new one")
         return self._engine
 
     def run(self, requests: Sequence[Request]) -> Generator[Finished]:
         """Yield the requests as they finish; those that cannot be served come first, with an error.
-
-        When the iterator is abandoned, its unfinished requests are dropped.
-
-        Raises:
-            ValueError: the parameters of a request cannot be honoured.
-        """
+        When the
+        iterator is abandoned, its unfinished requests are dropped."""
         number = next(self._numbers)
         mine: deque[Finished] = deque()
         ids: list[str] = []

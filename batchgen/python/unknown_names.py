@@ -15,13 +15,11 @@ class Names:
     """The keywords that a function takes besides those that it declares.
 
     Attributes:
-        function: its name, for error messages.
-        own: our names.
         same: maps names of vLLM's to those of ours that mean the same.
         refused: maps names of vLLM's that mean something else, or something that batchgen has not,
             to what to do instead.
-        harmless: maps such names to values that ask for what batchgen does anyway. A name that is
-            not here is harmless if its value is None or False.
+        harmless: maps such names to values that ask for what batchgen does anyway; None and False
+            always do.
     """
 
     function: str
@@ -31,12 +29,10 @@ class Names:
     harmless: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def ours(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The given keywords under our names; those that are harmless are left out.
-
-        Raises:
-            ValueError: a keyword is unknown or refused, or two mean the same and have different
-                values.
-        """
+        """The given keywords under our names, without harmless ones; ValueError if one is unknown
+        or
+        refused,
+        or two mean the same and differ."""
         ours: dict[str, Any] = {}
         typed: dict[str, str] = {}
         for name, value in given.items():

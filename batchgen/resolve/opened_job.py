@@ -62,12 +62,11 @@ class OpenedJob:
     Attributes:
         model: the target.
         others: the strategy's other models that have checkpoints of their own, by name.
-        strategy: the decoding paradigm with its options.
         context_columns: the columns of context scope that the job asks for.
         compiler: compiles the rows' constraints; None if there are none.
         source: the rows.
         prompt: makes the token ids of a row.
-        dtype: of weights and activations.
+        dtype: that of weights and activations.
         max_model_len: how many tokens prompt and answer may have together.
     """
 
@@ -82,10 +81,9 @@ class OpenedJob:
     max_model_len: int
 
     def fingerprints(self, config: JobConfig) -> dict[str, str]:
-        """Fingerprints of what decides the answers besides configuration and data set.
-
-        Every file of the models is read, unless its digest is known from before.
-        """
+        """Digests of what decides the answers besides configuration and data set. Every file of the
+        models is
+        read, unless its digest is known from before."""
         found = {
             "model": fingerprint_files(model_files(self.model.path)),
             # `auto` may mean another dtype on another machine, and that gives other tokens.
@@ -103,12 +101,7 @@ class OpenedJob:
         return found
 
     def build_engine(self, config: JobConfig) -> LLMEngine:
-        """Load the weights of all models and make the engine.
-
-        Raises:
-            ConfigError: a tensor is missing or wrong, or the configuration does not suit the models
-                or the memory.
-        """
+        """Load the weights of all models and make the engine."""
         with _named("engine"):
             ranks = self.recipe(config).start()
         recipe = ranks.recipe
@@ -138,11 +131,8 @@ class OpenedJob:
 
 
 def open_job(config: JobConfig) -> OpenedJob:
-    """Open and check all that a job runs on, without reading a file of weights.
-
-    Raises:
-        ConfigError: a user's mistake in any of them.
-    """
+    """Open and check all that a job runs on, without reading a file of weights; ConfigError for a
+    mistake."""
     strategy = build_strategy(config.strategy)
     post = post_steps(config.post)
     if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:
@@ -204,11 +194,7 @@ def open_job(config: JobConfig) -> OpenedJob:
 
 
 def build_strategy(config: StrategyConfig) -> Strategy:
-    """The decoding strategy that the configuration names, with its options.
-
-    Raises:
-        ConfigError: the class cannot be imported, is not a Strategy, or does not take the options.
-    """
+    """The decoding strategy that the configuration names, with its options."""
     target = f"strategy._target_: {config.target}"
     cls = named_code(config.target, "strategy._target_")
     if not isinstance(cls, type):
@@ -238,11 +224,10 @@ def _has(strategy: Strategy, name: str) -> bool:
 
 
 def _strictest(config: JobConfig, params: SamplingParams) -> SamplingParams:
-    """The parameters to check before the job starts.
-
-    Strategies refuse more options for rows with a constraint. So if rows can have constraints of
-    their own, the check is made as for a row with one.
-    """
+    """The parameters to check before the job starts: with a constraint if rows can have one of
+    their
+    own,
+    since strategies refuse more options for such rows."""
     if params.constraint is None and not isinstance(config.constraint, NoConstraintConfig):
         return dataclasses.replace(params, constraint=Constraint.make("json", None))
     return params
@@ -251,11 +236,8 @@ def _strictest(config: JobConfig, params: SamplingParams) -> SamplingParams:
 def _compiler(
     config: ConstraintConfig, constraint: Constraint | None, model: OpenedModel
 ) -> GrammarCompiler | None:
-    """The compiler for the rows' constraints; it has compiled the one of the job, if there is one.
-
-    Raises:
-        ConfigError: the job's constraint cannot be enforced, or this model can have none.
-    """
+    """The compiler for the rows' constraints; it has compiled the one of the
+    job, if there is one."""
     if isinstance(config, NoConstraintConfig):
         return None
     with _named("constraint"):
@@ -266,14 +248,8 @@ def _compiler(
 
 
 def _check_parsed(config: JobConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Check that the column `parsed` can find the JSON of a row.
-
-    The JSON stands behind `constraint.start_after` in the row's text, and a text does not show the
-    special tokens that the marker may consist of.
-
-    Raises:
-        ConfigError: the marker would not be found.
-    """
+    """Check that `parsed` can find `start_after`, which texts do not show if it has special
+    tokens."""
     if PARSED not in config.output.columns or isinstance(config.constraint, NoConstraintConfig):
         return
     marker = config.constraint.start_after

@@ -19,13 +19,9 @@ def compared(
 ) -> tuple[Comparison, tuple[str, ...]]:
     """Compare two jobs, and say what makes them different exams, a sentence each.
 
-    Args:
-        overrides: `score.KEY=…` of both.
-        anyway: compare different exams, too.
-
     Raises:
-        ConfigError: a job lacks grades, they are different exams, or an argument is wrong.
-        JobError: a file is damaged.
+        ConfigError: a job lacks grades, an argument (`score.KEY=…`) is wrong, or they are different
+            exams and not to be compared `anyway`.
     """
     from batchgen.scoring.job_score import job_marks
     from batchgen.scoring.paired_comparison import compare

@@ -20,21 +20,10 @@ _KEYS = ("post", "score", "experiment")
 
 
 class GradedJob:
-    """A complete job, which may have grades.
-
-    Attributes:
-        given: its folder as the user named it.
-        path: its folder.
-    """
+    """A complete job, which may have grades; `given` is its folder as the user named it."""
 
     def __init__(self, given: str, verb: str) -> None:
-        """
-        Args:
-            verb: of the command, for messages.
-
-        Raises:
-            ConfigError: the folder is not one of a job, or the job is not complete.
-        """
+        """Open a job for a verb, or raise ConfigError if the folder is none of a complete job."""
         self.given = given
         self._reader = open_folder(given, verb)
         self.path = self._reader.path
@@ -45,11 +34,7 @@ class GradedJob:
             )
 
     def locked(self) -> FolderLock:
-        """A lock on the folder, in which grades or scores are to be written.
-
-        Raises:
-            ConfigError: a job runs there, or the folder cannot be written.
-        """
+        """A lock on the folder, for writing grades or scores; ConfigError if a job runs there."""
         from batchgen.leases.folder_lock import FolderLock
 
         try:
@@ -104,12 +89,11 @@ class Scoring:
 def scoring(
     job: GradedJob, overrides: Sequence[str], trusted: Sequence[str] | None = None
 ) -> Scoring:
-    """The `post` steps and the group `score` of a job, with what the user gives in their place.
+    """The `post` steps and the group `score` of a job, with what the user gives in their place:
+    arguments
+    `post=…`, `score.KEY=…`, and `+experiment=NAME`, which takes both from a ready job.
 
-    Args:
-        overrides: arguments `post=…`, `score.KEY=…`, and `+experiment=NAME`, which takes both from
-            a ready job.
-        trusted: what the user has given as `--trust`; None where no step runs.
+    `trusted` is what the user has given as `--trust`; None where no step runs.
 
     Raises:
         ConfigError: an argument is another one, a value is wrong, or a step needs the user's word.

@@ -30,18 +30,18 @@ class Inexact(Exception):
 
 
 def arrow_type(schema: Any) -> pa.DataType:
-    """The Arrow type of a schema's values.
+    """The Arrow type of a schema's values, or `Inexact` if no one type holds them.
 
     Objects become structs, arrays lists, integers int64 and numbers float64. A field is null where
     an optional property is absent or a value is null.
 
-    An object has no other properties than `properties`, also if the schema does not say so, because
-    a constrained row writes no others. An integer without bounds becomes int64, and `ParsedColumn`
-    makes null of a value that is too large.
-
-    Raises:
-        Inexact: the schema is recursive, or it allows values of several types, other properties, or
-            by its own bounds integers of more than 64 bits.
+    An object has no other properties than `properties`, whatever the schema says, because a
+    constrained
+    row writes no others. An integer without bounds becomes int64, and `ParsedColumn` makes null of
+    a
+    value that is too large. Recursive schemas, values of several types and integers that are
+    bounded
+    beyond 64 bits are `Inexact`.
     """
     return _Typing(schema).type(schema, "", ())
 
@@ -54,12 +54,8 @@ class _Typing:
         self._fields = 0
 
     def type(self, schema: Any, at: str, refs: tuple[str, ...]) -> pa.DataType:
-        """The type of a part of the schema.
-
-        Args:
-            at: the JSON pointer of the part, for error messages.
-            refs: the values of `$ref` that have led to it, to notice recursion.
-        """
+        """The type of the part of the schema at a JSON pointer; `refs` has led there, to notice
+        recursion."""
         if not isinstance(schema, Mapping):
             raise _inexact("may be of any type", at)
         self._fields += 1

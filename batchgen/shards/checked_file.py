@@ -39,10 +39,6 @@ class CheckedFile:
 
     All methods raise `DamagedFile` if it is not, with the row group where it is not, and `JobError`
     if it cannot be read.
-
-    Attributes:
-        schema: its columns, and the metadata that was written with them.
-        metadata: its footer.
     """
 
     schema: pa.Schema
@@ -145,22 +141,13 @@ class CheckedFile:
 
 
 def read_schema(source: Source) -> pa.Schema:
-    """The columns of a file, and the metadata that was written with them.
-
-    Raises:
-        DamagedFile: it is not as it was written.
-        JobError: it cannot be read.
-    """
+    """The columns of a file, and the metadata that was written with them."""
     with CheckedFile(source) as file:
         return file.schema
 
 
 def seal(path: Path) -> None:
-    """Add to a Parquet file that was just written what tells later whether it has changed.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Add the checksums to a Parquet file that was just written."""
     meta = pq.read_metadata(path)
     groups = [meta.row_group(group) for group in range(meta.num_row_groups)]
     chunks = [group.column(number) for group in groups for number in range(meta.num_columns)]
@@ -196,13 +183,8 @@ def unreadable(source: Source, error: OSError) -> JobError:
 
 
 class _Bytes(RawIOBase):
-    """The bytes of a file for pyarrow, which gets those that are held instead of reading them.
-
-    Attributes:
-        size: of the file.
-        at_end: its last bytes.
-        held: by their places, the bytes that were just checked.
-    """
+    """The bytes of a file for pyarrow; what was just checked comes from memory
+    (`held`, by place)."""
 
     def __init__(self, source: Source) -> None:
         self._source = source

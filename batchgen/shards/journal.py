@@ -1,16 +1,15 @@
 """The journal keeps the finished rows of incomplete shards safe from a kill at any moment.
 
-Each worker (run of the command) writes one file for each of its shards, such as
-`part-00003.0001.journal`. The number at the end is the worker's: a file has one writer, and those
-of later workers have higher numbers. A file is a sequence of frames: `uint32 length, uint32 crc32,
-payload`, little endian. The first payload is an Arrow IPC schema message, every other one is an
-Arrow IPC record batch. A batch is appended with one unbuffered write, so that it survives `kill -9`
-from then on. Every `storage.SYNC_SECONDS` the storage makes what is new safe, so that the loss of
-the machine costs at most the rows which finished since. Files in a folder are fsynced. Those for an
-object store, where nothing can be appended, are ended and sent, and the worker goes on in
-`part-00003.0001.2.journal`. An end that is incomplete or damaged does not match its length or
-checksum, and the reader leaves it out. A later worker never appends to such a file, because it has
-files of its own.
+Each worker writes one file for each of its shards, such as `part-00003.0001.journal`. The second
+number is the worker's: a file has one writer, and later workers have higher numbers. A file is a
+sequence of frames: `uint32 length, uint32 crc32, payload`, little endian. The first payload is an
+Arrow IPC schema message, every other one an Arrow IPC record batch. A batch is appended with one
+unbuffered write, so that it survives `kill -9` from then on. Every `SYNC_SECONDS` the storage makes
+what is new safe, so that the loss of the machine costs at most the rows that finished since: files
+in a folder are fsynced; those for an object store, where nothing can be appended, are ended and
+uploaded, and the worker goes on in `part-00003.0001.2.journal`. A reader leaves out an end that
+does
+not match its length or checksum; no later worker appends to such a file.
 """
 
 import os
@@ -36,11 +35,8 @@ class JournalGone(Exception):
 
 
 class Journal:
-    """The journal files of a job's folder, all with one schema.
-
-    Attributes:
-        attempt: the number of the worker whose files this object writes.
-    """
+    """The journal files of a job's folder, all with one schema; `attempt` numbers this worker's
+    own."""
 
     def __init__(
         self,
@@ -52,10 +48,7 @@ class Journal:
     ) -> None:
         """Start a new attempt in a folder that exists.
 
-        Args:
-            least_attempt: the attempt's number is at least this, and above those of all files.
-            attempt: its number, if that is known.
-            storage: what keeps the files; None for a folder that is where it is.
+        Its number is `attempt`, or else at least `least_attempt` and above those of all files.
         """
         self._storage = FolderStorage(folder.parent) if storage is None else storage
         self._folder = folder
@@ -90,7 +83,7 @@ class Journal:
         Raises:
             JobError: the file cannot be written. The rows before it are safe.
             FolderLost: the folder is not this job's any more.
-            JournalGone: it was deleted, because the shard is published.
+            JournalGone: the file was deleted, because the shard is published.
         """
         part = self._parts.get(shard, 1)
         more = f".{part}" if part > 1 else ""
@@ -126,21 +119,13 @@ class Journal:
                 yield attempt_of(path), batch
 
     def batches(self, path: Path) -> Iterator[pa.RecordBatch]:
-        """The whole batches of one file.
-
-        Raises:
-            FileNotFoundError: it was deleted.
-            JobError: it was written with another schema.
-        """
+        """The whole batches of one file, or FileNotFoundError if it was deleted."""
         self._storage.download(path)
         yield from read_file(path, self._schema)
 
     def sync(self, force: bool = False) -> None:
-        """Make what was appended safe from the loss of the machine.
-
-        Args:
-            force: do it also if fewer than SYNC_SECONDS have passed since the last time.
-        """
+        """Make what was appended safe from the loss of the machine, if SYNC_SECONDS have passed or
+        by `force`."""
         ended = self._storage.flush(self._unsynced, force)
         if ended is None:
             return
@@ -157,11 +142,7 @@ class Journal:
 
 
 def journal_files(folder: Path, names: Iterable[str]) -> dict[int, list[Path]]:
-    """From a shard to its journal files, those of earlier workers first.
-
-    Args:
-        names: of what is in the folder of the journal.
-    """
+    """From a shard to its journal files among these names, earlier workers first."""
     files: dict[int, list[Path]] = {}
     for name in names:
         if match := _NAME.fullmatch(name):
@@ -184,12 +165,9 @@ def _place(path: Path) -> tuple[int, int, int]:
 def read_file(path: Path, schema: pa.Schema | None = None) -> Iterator[pa.RecordBatch]:
     """The whole batches of one journal file, up to the first torn or damaged frame.
 
-    Args:
-        schema: that the file must have; with None it may have any.
-
     Raises:
         FileNotFoundError: it was deleted.
-        JobError: the file was written with another schema, or cannot be read.
+        JobError: its schema is not `schema`, which None leaves open, or it cannot be read.
     """
     try:
         if patiently(path.stat).st_size == 0:  # an empty file cannot be memory-mapped

@@ -19,19 +19,13 @@ class OpenShard:
 
     Attributes:
         done: [rows, samples] bool, whether the sample of the row is done.
-        num_done: how many are.
         by_others: [rows, samples] bool, which of them other workers have written since
             this object was made.
-        num_expected: how many make the shard complete: fewer than the others if it is the last one.
+        num_expected: how many make the shard complete; fewer for the last one.
     """
 
     def __init__(self, first_row: int, rows: int, samples: int) -> None:
-        """
-        Args:
-            first_row: the index of the shard's first input row.
-            rows: how many input rows it has at most.
-            samples: of each row.
-        """
+        """Create flags for up to `rows` input rows from the index `first_row` on."""
         self._first = first_row
         self.done = np.zeros((rows, samples), np.bool_)
         self.by_others = np.zeros((rows, samples), np.bool_)
@@ -48,11 +42,8 @@ class OpenShard:
         self.num_done = int(self.done.sum())
 
     def take(self, rows: pa.RecordBatch | pa.Table, *, errors_count: bool) -> None:
-        """Note rows that an earlier attempt has written, each over what was known of it.
-
-        Args:
-            errors_count: whether rows with an error are done.
-        """
+        """Note rows that an earlier attempt has written, each over what was known of it. Unless
+        `errors_count`, rows with an error are not done."""
         done = pc.not_equal(rows["finish_reason"], "error").to_numpy(zero_copy_only=False)
         self.done[self.places(rows)] = done | errors_count
         self.num_done = int(self.done.sum())

@@ -47,13 +47,10 @@ _SATISFIED = (
 
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
-    """One sample of one row that is finished.
-
-    Attributes:
-        fields: the columns of the data set that are copied to the output.
-        output: what the engine returned; None if the row never reached the engine.
-        error: why it did not; None if it did.
-    """
+    """One sample of one row that is finished, with the `fields` that are copied from the data set.
+    A
+    row
+    that never reached the engine has an `error` instead of an `output`."""
 
     row_id: str
     row_index: int
@@ -81,7 +78,6 @@ class OutputSchema:
         passthrough: names of the columns that are copied from the data set.
         columns: the per-token columns, in their order.
         counts: names of the strategy's counts, which are columns too.
-        parsed: makes the column `parsed`; None if the job does not have it.
         text_column: the name of the column of generated text.
     """
 
@@ -106,13 +102,8 @@ class OutputSchema:
         """The schema of a job.
 
         Args:
-            passthrough: the schema of the columns that are copied from the data set.
-            columns: the per-token columns.
-            counts: what the strategy counts for each row.
             prompt_token_ids: whether to write the prompts.
             constrained: whether a column says which rows satisfy their constraint.
-            parsed: makes the column `parsed`, if it is wanted.
-            text_column: the name of the column of generated text.
 
         Raises:
             ConfigError: a column of the data set has the name of a column that batchgen writes, or
@@ -152,10 +143,7 @@ class OutputSchema:
         )
 
     def encode(self, rows: Sequence[FinishedRow]) -> pa.RecordBatch:
-        """The rows as one Arrow batch.
-
-        Every finished row goes through here, so each column is made as one array, not row by row.
-        """
+        """The rows as one Arrow batch, each column made as one array."""
         outputs = [row.output for row in rows]
         values: dict[str, Any] = {
             "row_id": [row.row_id for row in rows],
@@ -194,15 +182,7 @@ class OutputSchema:
 
 
 def _check_clashes(given: Sequence[str], taken: Collection[str], text_column: str) -> None:
-    """Check that the columns of the data set and those that batchgen writes have different names.
-
-    Args:
-        given: the names of the data set's columns.
-        taken: those of the columns that batchgen writes, without that of the text.
-
-    Raises:
-        ConfigError: two columns would have the same name.
-    """
+    """Refuse columns of the data set that have the name of a column that batchgen writes."""
     if text_column in taken:
         raise ConfigError(
             f"output.text_column={text_column} is the name of another column that batchgen writes: "

@@ -29,24 +29,29 @@ class OutputWriter:
     """Writes the shards of a job, of which other workers may write some at the same time.
 
     Shard k holds all samples of the input rows from k·rows_per_shard up to (k+1)·rows_per_shard.
-    Rows go to the journal as they finish. When the last sample of a shard's last row is there, a
-    thread makes the shard from its journal files. It can do so while the engine runs, because the
-    journal files of a complete shard do not change any more. In memory there is one flag for each
-    sample of each row of the shards that are not complete.
+    Rows go
+    to the journal as they finish. When the last sample of a shard is there, a thread makes the
+    shard
+    from its journal files, which do not change any more. Memory holds one flag for each sample of
+    the
+    shards that are not complete.
 
     A job can grow. Then a published shard lacks rows or samples, or has errors that are computed
-    again; the new rows go to the journal too, and when the last one is there, a shard made of both
-    takes the place of the old one. A row that is there more than once counts as it was written
-    last, so a journal that a kill has left beside its shard does no harm.
+    again;
+    the new rows go to the journal too, and a shard made of both replaces the old one. A row that is
+    there
+    more than once counts as it was written last, so a journal that a kill left beside its shard
+    does no
+    harm.
 
-    Workers share the folder of the journal, where each has files of its own. `take` finds out what
-    all of them have written of a shard, `absorb` what they have written since, and `drop` forgets a
-    shard that another one has published. Which worker does which shard is not decided here.
+    Workers share the journal's folder, where each has files of its own. `take` reads what all of
+    them
+    have written of a shard, `absorb` what they have written since, and `drop` forgets a shard that
+    another worker has published. Which worker does which shard is not decided here.
 
     Attributes:
-        resumed: how many samples of rows earlier attempts have written and need no computing.
-        retried: how many error rows are to be computed again that were not in this round before;
-            None unless this attempt has begun a round.
+        resumed: how many samples of rows need no computing, because earlier attempts wrote them.
+        retried: how many error rows this attempt will compute again, if it began a retry round.
     """
 
     def __init__(
@@ -67,16 +72,14 @@ class OutputWriter:
         """Read from shards and journal files what is done.
 
         Args:
-            data: the folder of the shards, which exists.
-            journal: the folder of the journal, which exists.
-            samples: of each row.
-            num_rows: how many it has; None if that is not known.
+            data: the folder of the shards, which exists, as does `journal`.
+            num_rows: the rows of the data set; None if that is not known.
             retry_errors: whether error rows of earlier attempts are computed again.
             worker: the number of this worker; None for one more than all that were there.
-            older: what was there when the first of the workers came; None if this one is the first.
-                Then it is found out here, and what earlier ones have left is put in order.
+            older: what the session's first worker found; None for that worker, which puts in order
+                what
+                earlier attempts have left.
             publish: gives shards their names; None renames files.
-            storage: what keeps the files; None for a folder that is where it is.
 
         Raises:
             JobError: a published shard is damaged or is not of this job.
@@ -149,10 +152,8 @@ class OutputWriter:
 
     @property
     def num_leading_rows(self) -> int:
-        """How many rows at the start of the data set are done in published shards, without a gap.
-
-        A job that resumes need not look at them.
-        """
+        """How many rows at the start of the data set are published without a gap; a resume skips
+        them."""
         return self._published.num_leading_rows
 
     def missing(self, row_index: int) -> list[int]:
@@ -171,10 +172,10 @@ class OutputWriter:
         self._publisher.exact = exact
 
     def take(self, number: int) -> None:
-        """Find out what all workers have finished of a shard that shall be completed now.
-
-        If another one publishes it meanwhile, it is not open afterwards.
-        """
+        """Find out what all workers have finished of a shard that is to be completed now. If
+        another
+        worker
+        publishes it meanwhile, it is not open afterwards."""
         self._dropped.discard(number)
         self._journal.refresh()
         try:
@@ -185,11 +186,8 @@ class OutputWriter:
             self._publish_if_complete(number)
 
     def absorb(self, number: int) -> bool:
-        """Find out what other workers have finished of an open shard meanwhile.
-
-        Returns:
-            Whether there was something.
-        """
+        """Find out what others have finished of an open shard meanwhile; returns whether there was
+        something."""
         opened = self._open[number]
         self._journal.refresh()
         before, retried_before = opened.num_done, self._round.before(number) or 0
@@ -246,12 +244,10 @@ class OutputWriter:
                 yield table.filter(pa.array(opened.done[opened.places(table)])).select(columns)
 
     def write(self, rows: Sequence[FinishedRow]) -> None:
-        """Keep finished rows, which may be of any shards and in any order.
+        """Keep finished rows of any shards, in any order. When this returns, a kill cannot lose
+        them.
 
-        Each sample of each row must come once in a job. When this returns, a kill cannot lose them.
-
-        Raises:
-            JobError: a file cannot be written.
+        Each sample of each row must come once in a job.
         """
         by_shard: dict[int, list[FinishedRow]] = {}
         for row in rows:
@@ -277,9 +273,6 @@ class OutputWriter:
         """Publish the last shard, once all rows are written.
 
         The output of an empty data set is one empty shard, so that it loads and has its columns.
-
-        Args:
-            num_rows: of the data set.
 
         Raises:
             JobError: a file cannot be written, or the shards do not have as many rows.

@@ -23,14 +23,12 @@ class _Misfit(Exception):
 
 @dataclass(frozen=True)
 class ParsedColumn:
-    """How the JSON of a row becomes a value of the column.
+    """How the JSON of a row becomes a value of the column `parsed`.
 
     Attributes:
-        type: of the column.
         typed: whether the type follows from the job's schema; if not, the column holds JSON text.
-        meaning: what the reader of the output is told of the column.
-        start_after: the JSON of a row begins behind the first occurrence of this text; empty if it
-            begins at the start.
+        meaning: what readers of the output are told of the column.
+        start_after: the text behind whose first occurrence the JSON begins; empty for the start.
     """
 
     type: pa.DataType
@@ -40,12 +38,7 @@ class ParsedColumn:
 
     @staticmethod
     def build(constraint: Constraint | None, start_after: str) -> ParsedColumn:
-        """The column of a job whose constraint is JSON.
-
-        Args:
-            constraint: of the job; None if each row has its own.
-            start_after: as the attribute.
-        """
+        """The column of a job whose constraint is JSON; None means that each row has its own."""
         null = "null unless constraint_satisfied"
         try:
             if constraint is None:
@@ -62,8 +55,9 @@ class ParsedColumn:
     def array(self, outputs: Sequence[RequestOutput | None]) -> pa.Array:
         """The column's value for each row.
 
-        It is null where the row has no complete JSON, or has a value that does not fit its Arrow
-        type, such as an integer of more than 64 bits or half a surrogate pair.
+        It is null where the row has no complete JSON, or a value that does not fit its Arrow type,
+        such as an
+        integer of more than 64 bits or half a surrogate pair.
         """
         fit = _fit(self.type) if self.typed else None
         return pa.array([self._value(output, fit) for output in outputs], self.type)
@@ -82,10 +76,9 @@ class ParsedColumn:
 
 
 def _fit(type: pa.DataType) -> _Fit:
-    """A function that returns a value of JSON as the type holds it, and raises _Misfit if not.
-
-    Arrow itself would raise an error for the whole batch, round the value, or drop a part of it.
-    """
+    """A function that returns a JSON value as the type holds it, or raises _Misfit. Arrow itself
+    would
+    refuse the whole batch, round the value, or drop a part of it."""
     if pa.types.is_struct(type):
         fits = {field.name: _fit(field.type) for field in type}
         return lambda value: None if value is None else _struct(value, fits)

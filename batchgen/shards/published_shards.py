@@ -17,8 +17,8 @@ class PublishedShards:
     """The shards that are there, each with its rows.
 
     Attributes:
-        extents: the rows of each published shard, by its number; a shard that is opened again, to
-            get more rows, is not among them.
+        extents: the rows of each published shard, by its number, without shards that were opened
+            again.
         older: the extents that this worker found when it came.
         num_rows: the rows of the data set; None while that is not known.
     """
@@ -33,11 +33,8 @@ class PublishedShards:
         storage: Storage,
         older: ResumeState | None,
     ) -> None:
-        """Read the extents, unless `older` has them.
-
-        Raises:
-            JobError: a shard is damaged or is not of this job.
-        """
+        """Read the extents, unless `older` has them; JobError if a shard is damaged or is not of
+        this job."""
         self._data = data
         self._schema = schema
         self._rows_per_shard = rows_per_shard
@@ -102,14 +99,8 @@ class PublishedShards:
         return found
 
     def check_complete(self, opened: Collection[int]) -> None:
-        """Raise an error unless the shards are those of the whole data set.
-
-        Args:
-            opened: the shards that lack rows still.
-
-        Raises:
-            JobError: a shard has other rows, or lacks some.
-        """
+        """Raise JobError unless the shards are those of the whole data set and none is `opened`
+        still."""
         expected = self._expected()
         if not opened and self.extents == dict(enumerate(expected)):
             return

@@ -21,11 +21,9 @@ is there already, and it is only noted that nothing is left to do."""
 
 
 class Publisher:
-    """Publishes the shards that one worker has completed.
-
-    Attributes:
-        exact: whether a row that is computed twice must be the same to the bit.
-    """
+    """Publishes, in a thread, the shards that one worker has completed. If `exact`, a row that was
+    computed
+    twice must have equal bits."""
 
     def __init__(
         self,
@@ -37,11 +35,7 @@ class Publisher:
         publish: Publish | None,
         storage: Storage,
     ) -> None:
-        """
-        Args:
-            worker: its number, for the names of temporary files.
-            publish: gives shards their names; None renames files.
-        """
+        """Create a publisher; `publish` gives shards their names, and None renames files."""
         self.exact = True
         self._data = data
         self._temporary = journal
@@ -57,13 +51,11 @@ class Publisher:
         self._thread.shutdown()
 
     def submit(self, number: int, files: Sequence[Path], rows: int, *, replaces: bool) -> None:
-        """Publish a shard soon.
+        """Publish soon a shard with `rows` output rows in journal files.
 
-        Args:
-            files: the journal files with its rows.
-            rows: how many it has, every sample of a row counted.
-            replaces: whether the shard is there, with rows that stay unless they are in the files.
-                A shard that another worker has published meanwhile is whole, and is not merged.
+        If it `replaces` an older one, rows of that stay unless they are in the files. A shard that
+        another
+        worker has published meanwhile is whole, and is not merged.
         """
         self._publishing.append(self._thread.submit(self._publish, number, files, rows, replaces))
 
@@ -127,11 +119,8 @@ class Publisher:
         return True
 
     def _keep(self, temporary: Path, path: Path) -> None:
-        """Complain of a shard that another worker has published with other content.
-
-        Raises:
-            JobError: rows must not differ.
-        """
+        """Keep a shard that differs from the one that another worker published, and complain of
+        it."""
         if not self.exact:
             print(
                 f"{path.name} was computed twice, with small differences, as on a GPU they can be: "

@@ -11,12 +11,9 @@ from batchgen.shards.shard_files import Extent
 
 @dataclass(frozen=True)
 class ResumeState:
-    """What the first worker has found, so that the others need not read all shards and journals.
-
-    Attributes:
-        extents: of the shards that were published.
-        rows: how many output rows were finished.
-    """
+    """What the session's first worker found: the extents of published shards and the number of
+    finished
+    output rows. The other workers read it instead of all shards and journals."""
 
     extents: Mapping[int, Extent]
     rows: int

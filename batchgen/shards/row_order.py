@@ -24,10 +24,8 @@ def first_key(row_index: int) -> int:
 
 
 class RowsInOrder:
-    """The rows of many batches in order.
-
-    A row that is there more than once counts as it was written last, which is in the batch that
-    comes last.
+    """The rows of many batches in order; of a row that is there more than once, the last one
+    counts.
 
     Attributes:
         keys: [R] int64, of `row_keys`, ascending.
@@ -56,12 +54,8 @@ class RowsInOrder:
         return ordered
 
     def table(self, rows: npt.NDArray[np.int64], columns: Sequence[str] | None = None) -> pa.Table:
-        """Some of the rows, copied out of the batches, of which only those are touched.
-
-        Args:
-            rows: [K] places in the order, at least one.
-            columns: the names of the columns, all if it is None.
-        """
+        """The rows at [K ≥ 1] places in the order, copied out of the batches, of which only those
+        are touched."""
         touched, local = np.unique(self._batch_of[rows], return_inverse=True)
         batches = [self._batches[i] for i in touched]
         if columns is not None:

@@ -31,11 +31,8 @@ def shard_path(data: Path, shard: int) -> Path:
 
 
 def shard_files(data: Path, names: Iterable[str] | None = None) -> dict[int, Path]:
-    """The published shards of a data folder, in order.
-
-    Args:
-        names: of what is in the folder; None reads them from the file system.
-    """
+    """The published shards of a data folder, in order; `names` is what is in it,
+    if that is known."""
     found = sorted(os.listdir(data) if names is None else names)
     matches = ((_NAME.fullmatch(name), name) for name in found)
     return {int(match[1]): data / name for match, name in matches if match}
@@ -52,20 +49,13 @@ class Extent:
 def write_shard(
     batches: Sequence[pa.RecordBatch], schema: OutputSchema, path: Path, temporary: Path
 ) -> int:
-    """Write the rows of a complete shard, sorted by (row_index, sample_index), for `path`.
+    """Write the rows of a complete shard, sorted by (row_index, sample_index); returns their
+    number.
 
-    Returns how many there are.
-
-    The file is written under another name and fsynced, so that it can be renamed as a whole. It has
-    row groups of about ROW_GROUP_BYTES, and one of them at a time is in memory, because the batches
-    are memory-mapped. Its bytes depend on the rows alone, not on how these are spread over the
-    batches. Of a row that is there more than once the last one counts.
-
-    Args:
-        temporary: the other name, on the same file system.
-
-    Raises:
-        JobError: the file cannot be written.
+    The file is written and fsynced under the `temporary` name, so that it can be renamed as a
+    whole. It
+    has row groups of about ROW_GROUP_BYTES, one at a time in memory, because the batches are
+    memory-mapped. Its bytes depend on the rows alone, not on how these are spread over the batches.
     """
     try:
         with pq.ParquetWriter(
@@ -83,11 +73,7 @@ def write_shard(
 
 
 def publish_shard(temporary: Path, path: Path) -> None:
-    """Give a shard its name, under which there may be an older one with fewer rows.
-
-    Raises:
-        JobError: the file cannot be renamed.
-    """
+    """Give a shard its name, under which there may be an older one with fewer rows."""
     try:
         temporary.rename(path)
         fsync_path(path.parent)
@@ -96,14 +82,8 @@ def publish_shard(temporary: Path, path: Path) -> None:
 
 
 def mapped_shard(path: Source, schema: OutputSchema, copy: Path) -> list[pa.RecordBatch]:
-    """The rows of a published shard as memory-mapped batches, for which it is copied.
-
-    Args:
-        copy: the name of the copy, which is in the format of Arrow.
-
-    Raises:
-        JobError: the shard is damaged, or the copy cannot be written.
-    """
+    """The rows of a published shard as memory-mapped batches of an Arrow `copy` that is made for
+    them."""
     try:
         with (
             CheckedFile(path) as file,
@@ -135,11 +115,8 @@ def _row_groups(batches: Sequence[pa.RecordBatch], schema: OutputSchema) -> Iter
 def shard_extent(path: Source, schema: OutputSchema, first_row: int) -> Extent:
     """Which rows a published shard has, as its footer says.
 
-    Args:
-        first_row: the index of the first input row that belongs into the shard.
-
     Raises:
-        JobError: the file is damaged or has other columns than this job writes.
+        JobError: the file is damaged, has other columns, or does not begin at `first_row`.
     """
     with CheckedFile(path) as file:
         written, meta = file.schema, file.metadata
@@ -162,11 +139,7 @@ def _greatest(meta: pq.FileMetaData, column: int) -> int:
 
 
 def read_columns(path: Source, columns: Sequence[str]) -> pa.Table:
-    """Some columns of a published shard, in this order.
-
-    Raises:
-        JobError: the file is damaged.
-    """
+    """Some columns of a published shard, in this order; JobError if it is damaged."""
     with CheckedFile(path) as file:
         found = file.read(columns)
     try:

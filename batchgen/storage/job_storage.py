@@ -28,11 +28,8 @@ SYNC_SECONDS = 10.0
 
 
 class Store(Protocol):
-    """What the protocol of the workers runs on.
-
-    Attributes:
-        operations: how many operations were carried out, by their kinds.
-    """
+    """What the protocol of the workers runs on; `operations` counts what was
+    carried out, by kind."""
 
     operations: dict[str, int]
 
@@ -48,18 +45,15 @@ class Store(Protocol):
     def fence(self, session: bytes) -> None:
         """Write from now on only as long as the workers' session has this content.
 
-        Without a lock that the system drops with a process, one that stood still for long learns
-        by this that others have taken the folder since.
+        By this a worker that stood still learns that others have taken the folder since, where
+        there is no
+        lock that the system drops with a process.
         """
         ...
 
 
 class Lock(Protocol):
-    """A lock on a job's folder.
-
-    Attributes:
-        exclusive: whether nobody else holds it.
-    """
+    """A lock on a job's folder; `exclusive` says whether nobody else holds it."""
 
     exclusive: bool
 
@@ -71,7 +65,7 @@ class Lock(Protocol):
         """Make sure that the lock is still held as it was taken.
 
         Raises:
-            JobError: another process has taken it alone, for which this one stood still too long.
+            JobError: another process took it exclusively while this one stood still.
             FolderLost: the folder was deleted or replaced.
         """
         ...
@@ -86,8 +80,10 @@ class Lock(Protocol):
 class Storage(Protocol):
     """Keeps the files of a job's folder.
 
-    Files are named by their paths in a working folder of this machine. There new files are written,
-    and there others can be read once they were fetched.
+    Files are named by their paths in a working folder of this machine. New files are written there,
+    and
+    others can be read there once they were downloaded. Methods that write raise JobError if they
+    cannot.
 
     Attributes:
         path: the working folder.
@@ -105,11 +101,7 @@ class Storage(Protocol):
     def in_place(self) -> bool: ...
 
     def names(self, folder: Path) -> list[str]:
-        """The names of what is in a folder.
-
-        Raises:
-            FileNotFoundError: there is no such folder.
-        """
+        """The names of what is in a folder, or FileNotFoundError."""
         ...
 
     def exists(self, path: Path) -> bool:
@@ -125,28 +117,19 @@ class Storage(Protocol):
         ...
 
     def write(self, path: Path, text: str) -> None:
-        """Make a small file whole, over one that may be there.
-
-        A worker, which has a `store`, writes nothing if others have completed the job.
-
-        Raises:
-            JobError: it cannot be written.
-        """
+        """Make a small file whole, over one that may be there. A worker, which has a `store`,
+        writes
+        nothing
+        if others have completed the job."""
         ...
 
     def mark(self, path: Path) -> None:
-        """Make an empty file.
-
-        Raises:
-            JobError: it cannot be written.
-        """
+        """Make an empty file."""
         ...
 
     def delete(self, path: Path) -> None:
-        """Delete a file or a folder, which may be gone already.
-
-        To other workers a folder, or in an object store the leases, are gone at once.
-        """
+        """Delete a file or a folder, which may be gone already. To other workers it disappears at
+        once."""
         ...
 
     def make_folder(self, path: Path) -> None:
@@ -154,32 +137,19 @@ class Storage(Protocol):
         ...
 
     def download(self, path: Path) -> None:
-        """Have the content of a file, which nobody changes any more, in the working folder.
-
-        Raises:
-            FileNotFoundError: it was deleted.
-        """
+        """Have the content of a finished file in the working folder, or raise FileNotFoundError."""
         ...
 
     def upload(self, path: Path) -> None:
-        """Make a file of the working folder one of the job's.
-
-        Raises:
-            JobError: it cannot be written.
-        """
+        """Make a file of the working folder one of the job's."""
         ...
 
     def flush(self, files: Collection[Path], force: bool) -> Collection[Path] | None:
-        """Make journal files safe from the loss of this machine, if it is time to.
-
-        Args:
-            force: do it in any case, and return when it is done.
+        """Make journal files safe from the loss of this machine if it is time to, or at once with
+        `force`.
 
         Returns:
             The files to which nothing must be added any more; None if it was not time.
-
-        Raises:
-            JobError: they cannot be written.
         """
         ...
 
@@ -190,30 +160,21 @@ class Storage(Protocol):
     def local_copy(self, *, needed: bool = True) -> AbstractContextManager[None]:
         """Have all that is finished in the working folder, for what reads and adds files there.
 
-        At the end of the body what it has added or changed becomes the job's.
-
-        Args:
-            needed: else nothing is done.
-
-        Raises:
-            JobError: it cannot be read or written, or has no room.
+        At the end of the body, what it added or changed becomes the job's. Unless it is `needed`,
+        nothing
+        is done.
         """
         ...
 
     def store(self, owner: str, *, joins: bool) -> Store:
-        """What the workers agree through.
-
-        Args:
-            owner: a text that no other worker has.
-            joins: whether there are workers already. If not, their folders are made.
-        """
+        """What the workers agree through. `owner` is a text that no other worker has; if no worker
+        `joins`,
+        the folders of workers are made."""
         ...
 
     def lock(self, wait: float) -> Lock:
-        """Take the folder's lock alone, or share it if it is shared already.
-
-        Args:
-            wait: for so many seconds for one who holds it alone to share it.
+        """Take the folder's lock exclusively, or share it if it is shared, waiting up to `wait`
+        seconds.
 
         Raises:
             ConfigError: another job holds it, or there are no such locks.
@@ -222,11 +183,7 @@ class Storage(Protocol):
         ...
 
     def confirm(self) -> None:
-        """Make sure that the folder is still the one that was locked, before a file is begun there.
-
-        Raises:
-            FolderLost: it was deleted or replaced.
-        """
+        """Make sure that the folder is still the locked one, or raise FolderLost."""
         ...
 
     def close(self) -> None:

@@ -38,18 +38,20 @@ class Manifest:
 
     Attributes:
         identity: the part of the configuration that decides the content, by group and key.
-        fingerprints: of what the configuration only points to, such as the data set and the model.
+        fingerprints: digests of what the configuration only points to, such as data set and model.
         columns: from the name of each output column to its type.
         growing: what may change while the job goes on, by the name that users know: how many rows
             and samples there are, and where data set and model lie.
-        row_digests: of the rows that the job uses, which tell whether a data set with another
-            fingerprint begins with the same rows; None if it cannot be known.
-        versions: of the packages with which the job was started; for people, they are not compared.
-        batch_dependence: why on the machine that computed rows their bits could depend on other
-            rows, although the device is a CPU; None if they could not. For people, not compared.
+        row_digests: digests of the rows that the job uses, which tell whether a data set with
+            another
+            fingerprint begins with the same rows; None if they cannot be known.
+        versions: the packages with which the job was started; for people, not compared.
+        batch_dependence: why bits of rows computed on a CPU could depend on other rows; None if
+            they
+            could not. For people, not compared.
         history: what has changed since the job was started, the oldest first. Each entry has
-            `when`, `changed` (lines `key: old → new`), `rows` (output rows that were finished then)
-            and `versions`.
+            `when`, `changed` (lines `key: old → new`), `rows` (finished output rows) and
+            `versions`.
     """
 
     identity: Mapping[str, Any]
@@ -82,14 +84,8 @@ class Manifest:
 
     @classmethod
     def parse(cls, content: bytes, name: str) -> Self:
-        """The manifest that a file holds.
-
-        Args:
-            name: of the file, for messages.
-
-        Raises:
-            ConfigError: the file is no manifest, or one of another format version.
-        """
+        """The manifest that a file holds, or ConfigError if it is none or has another format
+        version."""
         try:
             values = json.loads(content)
             found = values["format_version"]
@@ -113,9 +109,9 @@ class Manifest:
     ) -> list[str]:
         """A line `key: old → new` for everything that would make the content another one.
 
-        Args:
-            digests: of the data set of the new manifest. They are asked for only if they matter.
-            changed_row: names a row of it.
+        `digests` are those of the new manifest's rows, asked for only if they matter; `changed_row`
+        names a
+        row that changed.
         """
         olds, news = self._compared(), new._compared()
         lines = [
@@ -146,12 +142,10 @@ class Manifest:
         return lines
 
     def goes_on(self, new: "Manifest", changed: Sequence[str], rows: int) -> "Manifest":
-        """This manifest with what a job has that goes on with it, and one more entry of history.
-
-        Args:
-            changed: lines that say what.
-            rows: how many output rows are finished.
-        """
+        """This manifest continued by another one, with an entry of history: what `changed`, after
+        how
+        many
+        finished `rows`."""
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         entry = {"when": when, "changed": list(changed), "rows": rows, "versions": new.versions}
         return replace(
@@ -224,13 +218,8 @@ def _version(package: str) -> str | None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file so that it is either whole or not there, whenever the program is killed.
-
-    Several processes may do so at once: the file is then that of one of them.
-
-    Raises:
-        JobError: the file cannot be written.
-    """
+    """Write a file so that it is either whole or not there, whenever the program is killed. Several
+    processes may do so at once; one of them wins."""
     temporary = temporary_name(path)
     try:
         with temporary.open("w", encoding="utf-8") as file:

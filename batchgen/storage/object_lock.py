@@ -20,31 +20,26 @@ _SHARED, _RELEASED = "shared", "released"
 
 
 class ObjectLock:
-    """A lock of which each holding alone is an object, `.locks/0003.json`, that is made once.
+    """A lock whose exclusive holders each make one object, `.locks/0003.json`.
 
-    Who holds it alone rewrites that object again and again, until it shares the lock or gives it
-    back. From then on the heartbeats of the workers tell whether somebody has it. When all of them
-    are dead, the next one makes the object of the next number.
+    An exclusive holder rewrites its object again and again, until it shares the lock or gives it
+    back.
+    From then on the heartbeats of the workers tell whether the lock is held. When all workers are
+    dead,
+    the next holder makes the object of the next number.
 
-    Two can come at the same moment: one who takes the lock because all workers are dead, and one
-    who joins because a worker seemed to live. The first one makes its object and then looks for
-    workers; the second one becomes a worker and then looks for the object (`confirm`). So one of
-    them sees the other, and it is always the second one that gives way.
-
-    Attributes:
-        exclusive: whether nobody else holds it.
+    Two processes can come at once: one takes the lock because all workers are dead, the other joins
+    because a worker seemed to live. The first makes its object and then looks for workers; the
+    second
+    becomes a worker and then looks for the object (`confirm`). So one of them sees the other, and
+    it is
+    always the second that gives way.
     """
 
     def __init__(self, store: ObjectStore, config: WorkersConfig, wait: float) -> None:
-        """Take the lock alone, or share it if workers live.
-
-        Args:
-            wait: for so many seconds for one who holds it alone to share it.
-
-        Raises:
-            ConfigError: another process holds it alone for longer.
-            JobError: the store cannot be written.
-        """
+        """Take the lock exclusively, or share it if workers live, waiting up to `wait` seconds;
+        ConfigError if
+        it stays taken."""
         self._store = store
         self._config = config
         self._watch = FailureDetector(config.stale_after, time.monotonic, is_gone)
@@ -72,11 +67,8 @@ class ObjectLock:
         )
 
     def confirm(self) -> None:
-        """Make sure that nobody has taken the lock alone since this process took or joined it.
-
-        Raises:
-            JobError: somebody has.
-        """
+        """Make sure that nobody took the lock exclusively since this process took or joined it, or
+        JobError."""
         if self._newest() != self._number:
             raise JobError(
                 f"{self._store.url}: another process has opened the job anew in this moment; run "

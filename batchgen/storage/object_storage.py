@@ -37,17 +37,15 @@ class ObjectStorage:
     """Files are objects; those of the working folder are copies, or on their way.
 
     Rows go to journal files in the working folder. Every SYNC_SECONDS those with new rows are ended
-    and sent, by a thread of its own, and the first rows of a shard are sent at once. So a worker
-    that dies costs the rows of its last SYNC_SECONDS. Shards are sent when they are published, and
-    are read where they are, in parts, unless all is fetched (`local_copy`).
+    and uploaded by a thread, and the first rows of a shard at once. So a worker that dies costs the
+    rows
+    of its last SYNC_SECONDS. Shards are uploaded when they are published, and read in parts where
+    they
+    are, unless all is fetched (`local_copy`).
     """
 
     def __init__(self, store: ObjectStore, config: WorkersConfig) -> None:
-        """
-        Args:
-            store: what holds the objects.
-            config: how workers notice each other.
-        """
+        """Create storage over a store; `config` says how workers notice each other."""
         self.shown = store.url
         self.in_place = False
         self._store = store
@@ -209,11 +207,8 @@ class ObjectStorage:
             self._store.delete([self._name(path) for path in files])
 
     def _fetch_all(self) -> None:
-        """Have all files of the job in the working folder.
-
-        Raises:
-            JobError: there is no room.
-        """
+        """Have all files of the job in the working folder, or raise JobError if
+        there is no room."""
         unneeded = (LOCKS, LEASES, WORKERS)
         sizes = {
             self.path / name: size

@@ -15,26 +15,15 @@ from batchgen.util.paths import is_url
 
 
 def job_metrics(where: str) -> dict[str, Any] | None:
-    """What metrics.json of a job holds; None if it is not there.
-
-    Args:
-        where: `output.dir`.
-    """
+    """What metrics.json of the job at `output.dir` holds; None if it is not there."""
     with closing(open_storage(where, WorkersConfig())) as storage:
         content = storage.read(storage.path / "metrics.json")
     return None if content is None else json.loads(content)
 
 
 def open_storage(where: str, config: WorkersConfig) -> Storage:
-    """What keeps the files of a job.
-
-    Args:
-        where: `output.dir`.
-        config: how its workers notice each other.
-
-    Raises:
-        ConfigError: what an object store needs is not installed.
-    """
+    """What keeps the files of the job at `output.dir`; ConfigError if a package for its store is
+    missing."""
     if is_url(where):
         return ObjectStorage(connect(where), config)
     return FolderStorage(Path(where))

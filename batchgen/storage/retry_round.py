@@ -16,21 +16,18 @@ _OPEN = "retry"
 class RetryRound:
     """A round of `output.retry_errors=true`, in which each error row is computed again once.
 
-    The round lasts until the job is complete, also if it is killed in between. It is kept in the
-    folder of the journal, as empty files. `part-00003.0006.retry` says that the error rows of shard
-    3 from before attempt 6 are to be computed again; those of attempt 6 and later have been. The
-    file goes just before the shard is published with its new rows. `retry` says that there was
-    such a file for every shard with errors: it is the last that is written at the beginning.
-
-    Attributes:
-        is_open: whether there is a round that goes on.
+    The round lasts until the job is complete, across kills. It is kept in the journal's folder as
+    empty
+    files. `part-00003.0006.retry` says that the error rows of shard 3 from before attempt 6 are to
+    be
+    computed again; it is deleted just before the shard is published with its new rows. `retry`,
+    written
+    last when a round begins, says that every shard with errors has such a file, and makes it
+    `is_open`.
     """
 
     def __init__(self, journal: Path, storage: Storage | None = None) -> None:
-        """
-        Args:
-            storage: what keeps the files; None for a folder that is where it is.
-        """
+        """Read the round of a journal; without `storage` its folder is where it is."""
         self._storage = FolderStorage(journal.parent) if storage is None else storage
         self._journal = journal
         names = self._storage.names(journal)
@@ -52,11 +49,7 @@ class RetryRound:
         return set(self._before)
 
     def begin(self, shards: Iterable[int], attempt: int) -> None:
-        """Begin a round in which the errors of these shards from before an attempt are tried.
-
-        Raises:
-            JobError: a file cannot be written.
-        """
+        """Begin a round that tries again the errors of these shards from before an attempt."""
         assert not self.is_open
         self.end()  # what a round has left that was killed while it began
         for shard in shards:

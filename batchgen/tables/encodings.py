@@ -26,14 +26,7 @@ def is_utf8(encoding: str | None) -> bool:
 
 
 def as_utf8(file: Path, encoding: str, folder: Path, number: int) -> Path:
-    """Rewrite a text file as UTF-8.
-
-    Args:
-        folder: where to write the new file.
-        number: of the file among those of the data set; it makes the new name.
-
-    Returns:
-        The new file, which is not compressed.
+    """Rewrite a text file as UTF-8, uncompressed, into a folder; `number` makes the new name.
 
     Raises:
         ConfigError: a byte does not belong to the encoding.
@@ -52,12 +45,7 @@ def as_utf8(file: Path, encoding: str, folder: Path, number: int) -> Path:
 
 
 def check_encoding(file: Path, encoding: str | None) -> None:
-    """Look for the first byte of a text file that does not belong to its encoding.
-
-    Raises:
-        ConfigError: there is one.
-        OSError: the file cannot be read.
-    """
+    """Look for the first byte of a text file that does not belong to its encoding."""
     for _ in _decoded(file, encoding or "utf-8"):
         pass
 

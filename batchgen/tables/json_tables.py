@@ -26,14 +26,9 @@ _CHUNK = 10 << 20
 
 def json_features(files: Sequence[Path], cache: Path) -> Features | None:
     """What the columns of files of JSON lines hold, as datasets infers it from their first rows,
-    but with text where datasets takes text for a date.
-
-    Args:
-        cache: a folder in which datasets may keep what it needs.
-
-    Returns:
-        The features; None if datasets cannot tell them from the first rows.
-    """
+    but
+    with
+    text where datasets takes text for a date; None if it cannot tell."""
     known = {field.name for field in dataclasses.fields(JsonConfig)}
     # Newer versions of datasets make other rows of what looks like the log of a coding agent.
     options = {"parse_agent_traces": False} if "parse_agent_traces" in known else {}
@@ -59,12 +54,10 @@ def _without_dates(feature: Any) -> Any:
 
 
 def json_tables(file: Path, features: Features) -> Iterator[pa.Table]:
-    """The rows of a file of JSON lines, with the columns and types of `features`.
-
-    Raises:
-        ValueError: while iterating: a row does not fit (pyarrow's errors are ValueErrors).
-        OSError: while iterating: the file cannot be read.
-    """
+    """The rows of a file of JSON lines with these features; a row that does not fit raises
+    ValueError,
+    as
+    pyarrow's errors are."""
     mixed = Features({name: kind for name, kind in features.items() if _has_json(kind)})
     plain = {name: _json_as_text(kind) for name, kind in features.items()}
     schema = Features(plain).arrow_schema
@@ -93,11 +86,7 @@ def _table(chunk: bytes, features: dict[str, Any], schema: pa.Schema) -> pa.Tabl
 
 
 def _fitted(value: Any, feature: Any) -> Any:
-    """The value with texts in place of what is no text, where the feature is a string.
-
-    Raises:
-        ValueError: a struct has a key that the first rows do not have.
-    """
+    """The value with texts in place of what is no text, where the feature is a string."""
     if value is None:
         return None
     if isinstance(feature, dict) and isinstance(value, dict):

@@ -22,11 +22,7 @@ _DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
 def check_reading(config: DatasetConfig, kind: str) -> None:
-    """Refuse keys that mean nothing for files of a format.
-
-    Raises:
-        ConfigError: one of them is set.
-    """
+    """Refuse keys that mean nothing for files of a format."""
     for key in config.reading:
         if kind not in (TEXT_FORMATS if key == "encoding" else _DELIMITERS):
             what = "text files" if key == "encoding" else ".csv and .tsv files"
@@ -36,15 +32,10 @@ def check_reading(config: DatasetConfig, kind: str) -> None:
 def file_builder(
     kind: str, files: Sequence[Path], config: DatasetConfig, split: str, cache: Path
 ) -> DatasetBuilder:
-    """What reads the rows of files of one format, in the order of the files.
-
-    Args:
-        cache: a folder for these files, read in this way.
-
-    Raises:
-        ConfigError: the text of a file is broken.
-        OSError: a file cannot be read or written.
-    """
+    """What reads the rows of files of one format, in the order of the files; `cache` is a folder
+    for
+    these
+    files, read in this way."""
     parts = list(files)
     if config.encoding is not None and not is_utf8(config.encoding):
         parts = [as_utf8(file, config.encoding, cache, i) for i, file in enumerate(parts)]

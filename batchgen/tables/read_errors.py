@@ -32,12 +32,7 @@ they cannot read. A StopIteration means that a file has no rows."""
 
 
 def unreadable(error: BaseException, files: Sequence[Path]) -> ConfigError:
-    """An error that says what is wrong with which file, and with JSON lines in which line.
-
-    Args:
-        error: what reading raised.
-        files: all files that may be to blame.
-    """
+    """An error that says what is wrong with which file, and with JSON lines in which line."""
     cause, cache = root_cause(error), str(datasets.config.HF_DATASETS_CACHE)
     if isinstance(cause, ConfigError):  # our own readers say what is wrong, and datasets wraps it
         return ConfigError(str(cause))

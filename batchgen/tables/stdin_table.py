@@ -15,17 +15,11 @@ _CHUNK = 1 << 20
 
 
 def spooled_stdin(folder: Path) -> Path:
-    """Write what comes in through standard input into a file, and return that.
+    """Write what comes in through standard input into a file of a folder, and return that.
 
     The file is named by its content. So a job goes on where it stopped when the same rows are piped
     into the same command again; without them it cannot, as nobody could tell whose rows those of an
     earlier command are.
-
-    Args:
-        folder: where the file is kept.
-
-    Raises:
-        ConfigError: nothing is piped into the command, or the file cannot be written.
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError(

@@ -11,14 +11,10 @@ import pyarrow as pa
 
 
 class TableBuilder(datasets.ArrowBasedBuilder):  # type: ignore[misc]
-    """A split of rows that come as Arrow tables.
-
-    Args:
-        read: a function that reads all rows anew.
-        split: the name of the split.
-        cache: the folder in which datasets keeps the rows, unless they are streamed. It belongs to
-            these very rows.
-    """
+    """A split of rows that come as Arrow tables from `read`. Unless they are streamed, datasets
+    keeps
+    them
+    in the folder `cache`, which belongs to these very rows."""
 
     def __init__(self, read: Callable[[], Iterator[pa.Table]], split: str, cache: str) -> None:
         self._read_tables, self._split = read, split

@@ -50,16 +50,9 @@ def reason(error: BaseException) -> str:
 
 
 def json_list_as_lines(file: Path, folder: Path, number: int) -> Path | None:
-    """Rewrite a file that is one JSON list as a file with one row per line.
+    """Rewrite a file that is one JSON list as a file with one row per line; None if it is no list.
 
     datasets could read such a list itself, but would keep only ten decimals of its numbers.
-
-    Args:
-        folder: where to write the new file.
-        number: of the file among those of the data set; it makes the new name.
-
-    Returns:
-        The new file; None if `file` is not a JSON list.
 
     Raises:
         ConfigError: the list cannot be read, is empty, or holds something that is no object.
@@ -87,11 +80,7 @@ def json_list_as_lines(file: Path, folder: Path, number: int) -> Path | None:
 
 
 def is_json_lines(file: Path) -> bool:
-    """Whether the first row of a file of JSON is an object on one line.
-
-    Raises:
-        ConfigError: that row has too many columns, or is nested too deeply.
-    """
+    """Whether the first row of a file of JSON is an object on one line."""
     with open_bytes(file) as lines:
         first = next((line for line in lines if line.removeprefix(BOM_UTF8).strip()), b"")
     try:
@@ -106,11 +95,7 @@ def is_json_lines(file: Path) -> bool:
 
 
 def check_width(columns: int, file: Path | str) -> None:
-    """Refuse a data set with more columns than can be read: much takes time quadratic in them.
-
-    Raises:
-        ConfigError: there are too many.
-    """
+    """Refuse a data set with more columns than can be read: much takes time quadratic in them."""
     if columns > MOST_COLUMNS:
         raise ConfigError(
             f"dataset.path: {file} has {columns:,} columns, and at most {MOST_COLUMNS:,} can be "

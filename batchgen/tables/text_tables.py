@@ -26,12 +26,8 @@ _END = "\ue000 the end of the file \ue000"
 
 
 def text_tables(file: Path) -> Iterator[pa.Table]:
-    """The lines of a text file as a column `line`, without their line ends and without blank lines.
-
-    Raises:
-        ConfigError: while iterating: the file is not UTF-8.
-        OSError: while iterating: it cannot be read.
-    """
+    """The lines of a text file as a column `line`, without their line ends and without blank
+    lines."""
     with _lines(file, newline=None) as lines:
         texts = (line.removesuffix("\n") for line in lines if line.strip())
         while rows := list(islice(texts, _ROWS)):
@@ -42,13 +38,11 @@ class CsvReader:
     """Reads CSV files, which all have the same header.
 
     A cell is the text between its delimiters, with the spaces that it has there; in quotes it may
-    hold delimiters and line breaks. An empty cell is empty text. Lines with nothing on them are
-    left out. A column without a name gets one from its place, such as `Unnamed: 0`.
-
-    Args:
-        delimiter: what stands between cells.
-        types: names of types of Arrow by column, for those that shall not be strings. An empty cell
-            of these is null.
+    hold
+    delimiters and line breaks. An empty cell is empty text, or null in a column that `types` gives
+    another Arrow type than string. Lines with nothing on them are left out. A column without a name
+    gets
+    one from its place, such as `Unnamed: 0`.
     """
 
     def __init__(self, delimiter: str, types: Mapping[str, str]) -> None:
@@ -59,10 +53,11 @@ class CsvReader:
         """The rows of a file; at least one table, which may have no rows.
 
         Raises:
-            ConfigError: while iterating: a row has more or fewer cells than the header, a quote is
-                never closed, a cell is not of its type, the header differs from that of the file
-                before, or the file is not UTF-8. The message names the line.
-            OSError: while iterating: the file cannot be read.
+            ConfigError: a row has more or fewer cells than the header, a quote is never closed, a
+                cell is not
+                of its type, the header differs from that of the file before, or the file is not
+                UTF-8. The
+                message names the line.
         """
         with _lines(file, newline="") as lines:
             reader = csv.reader(chain(lines, [_END]), delimiter=self._delimiter)

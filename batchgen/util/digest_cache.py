@@ -18,9 +18,9 @@ system's clock, and its times would not show it. Two seconds are the longest tic
 class DigestCache:
     """Remembers digests by a file's path, inode, size and times of change.
 
-    There is one small file for each digest, so that jobs which run at the same time do not disturb
-    each other. A damaged entry counts as none, and so does a cache folder that cannot be written or
-    read: then files are read again.
+    Each digest has a small file, so that jobs do not disturb each other. A damaged entry, or a
+    cache
+    folder that cannot be used, means that files are read again.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,7 @@ class DigestCache:
         self._folder = base / "batchgen" / "digests"
 
     def get(self, file: Path, stat: os.stat_result) -> str | None:
-        """The digest of the file as it is now, None if it is not known.
-
-        Args:
-            stat: of the file.
-        """
+        """The digest of the file as it is now, None if it is not known."""
         key = _key(file, stat)
         try:
             entry = (self._folder / key).read_text(encoding="ascii", errors="replace")
@@ -44,13 +40,8 @@ class DigestCache:
         return digest if check == _check(key, digest) else None
 
     def put(self, file: Path, stat: os.stat_result, digest: str) -> None:
-        """Remember the digest of a file.
-
-        Nothing is kept of a file that has changed since `stat`, or may have without a trace.
-
-        Args:
-            stat: of the file, from before it was read.
-        """
+        """Remember the digest of a file with the `stat` from before it was read, unless it may
+        have changed."""
         key = _key(file, stat)
         temporary = temporary_name(self._folder / key)
         with contextlib.suppress(OSError):

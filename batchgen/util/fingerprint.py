@@ -1,4 +1,4 @@
-"""What is equal over runs and machines: fingerprints of files, and the seed of a sample."""
+"""Fingerprints of files and texts, which are equal over runs and machines."""
 
 from __future__ import annotations
 
@@ -19,19 +19,6 @@ HUGE = 256 << 20
 CACHED = 64 << 20
 """Digests of files of at least so many bytes are kept in the user's cache folder."""
 _MAX_THREADS = 16  # more wait for the disk
-
-
-def derive_seed(job_seed: int, row_id: str, sample_index: int) -> int:
-    """The seed of one sample of one row, in [0, 2**64): different for each, equal everywhere.
-
-    It depends on the row's id and not on its position, so that a row keeps its tokens when others
-    are added or dropped (with `dataset.id_column`).
-    """
-    digest = blake2b(digest_size=8, person=b"batchgen.seed")
-    digest.update((job_seed % 2**64).to_bytes(8, "little"))
-    digest.update(sample_index.to_bytes(8, "little"))
-    digest.update(row_id.encode("utf-8", "surrogatepass"))
-    return int.from_bytes(digest.digest(), "little")
 
 
 def fingerprint_text(*parts: str) -> str:
@@ -67,13 +54,7 @@ def fingerprint_files(paths: Iterable[Path | str]) -> str:
 
 
 def content_digests(files: Sequence[Path]) -> list[str]:
-    """32 hex digits over the content of each file, whatever its name is and wherever it lies.
-
-    They are made as `fingerprint_files` makes its own.
-
-    Raises:
-        OSError: a file does not exist or cannot be read.
-    """
+    """32 hex digits over the content of each file, whatever its name is and wherever it lies."""
     return _file_digests(files)
 
 

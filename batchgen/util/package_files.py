@@ -14,15 +14,9 @@ the model's file is wanted, and not the packages that it needs to run that file.
 
 
 def find_in_package(path: str, what: str) -> Path:
-    """Find the file or folder that `package://PACKAGE/PATH` names, without importing the package.
-
-    Args:
-        path: the whole name, including `package://`.
-        what: what the path is for; error messages begin with it.
-
-    Raises:
-        ConfigError: the package is not installed, or it has no such path.
-    """
+    """The file or folder that `package://PACKAGE/PATH` names; the package is not imported. Messages
+    begin
+    with `what` the path is for."""
     package, _, name = path.removeprefix(PACKAGE_SCHEME).partition("/")
     if not package.isidentifier() or not name:
         raise ConfigError(f"{what} {path}: give {PACKAGE_SCHEME}PACKAGE/PATH")

@@ -8,7 +8,7 @@ from pathlib import Path
 from batchgen.util.errors import ConfigError
 
 SCHEMES = ("s3", "memory")
-"""Of the object stores in which jobs can be."""
+"""URL schemes of the object stores in which jobs can be."""
 
 
 def is_url(given: str | os.PathLike[str]) -> bool:
@@ -17,11 +17,8 @@ def is_url(given: str | os.PathLike[str]) -> bool:
 
 
 def user_folder(given: str | os.PathLike[str], key: str) -> str:
-    """The folder of a job that a user means: a path as of `short_user_path`, or a URL.
-
-    Raises:
-        ConfigError: as `user_path`, or the URL is of no store in which jobs can be.
-    """
+    """The folder of a job that a user means: a path as of `short_user_path`, or a URL of a known
+    store."""
     if not is_url(given):
         return str(short_user_path(given, key))
     scheme, _, rest = os.fspath(given).partition("://")
@@ -35,15 +32,8 @@ def user_folder(given: str | os.PathLike[str], key: str) -> str:
 
 
 def folder_here(given: str, what: str) -> str:
-    """A job's folder for something that works on folders of this machine alone.
-
-    Args:
-        given: the folder as the user gave it.
-        what: what works on it, for the message.
-
-    Raises:
-        ConfigError: it is in an object store.
-    """
+    """A job's folder for `what` works on folders of this machine alone; ConfigError for an object
+    store."""
     if is_url(given):
         raise ConfigError(
             f"{what} works on a folder of this machine, and {given} is in an object store: copy it "
@@ -53,15 +43,12 @@ def folder_here(given: str, what: str) -> str:
 
 
 def user_path(given: str | os.PathLike[str], key: str) -> Path:
-    """The absolute path that a user means.
+    """The absolute path that a user means for a key or argument.
 
     A leading `~` or `~name` is a home folder, as in a shell, and a relative path begins at the
-    working directory. Trailing slashes, `.` and `..` are taken out; links stay as they are written.
-    A glob stays a glob.
-
-    Args:
-        given: what the user gave.
-        key: the key or argument that it was given for, for error messages.
+    working
+    directory. Trailing slashes, `.` and `..` are taken out; links and globs stay as they are
+    written.
 
     Raises:
         ConfigError: the path is empty, names an unknown user, or holds a null character.
@@ -82,13 +69,10 @@ def user_path(given: str | os.PathLike[str], key: str) -> Path:
 
 
 def short_user_path(given: str | os.PathLike[str], key: str) -> Path:
-    """`user_path`, but what was given as a relative path stays relative to the working directory.
-
-    No job changes that directory. Configurations and messages then show the path as it was typed.
-
-    Raises:
-        ConfigError: as `user_path`.
-    """
+    """`user_path`, but a relative path stays relative, so that configurations and messages show it
+    as
+    it was
+    typed. No job changes the working directory."""
     path = user_path(given, key)
     short = os.path.normpath(given)
     # pyarrow reads a leading ~ (of ./~/x) as the home folder, and a colon as the mark of a URL.

@@ -48,15 +48,12 @@ def some_names(names: Iterable[str], meant: str = "") -> str:
 
 
 def wrapped(text: str, width: int, most: int | None = None) -> list[str]:
-    """A text in lines that a terminal of `width` columns does not break.
+    """A text in lines that a terminal of `width` ≥ 2 columns does not break; wide characters take
+    two.
 
-    Lines are broken between words, and words only where they are longer than a line.
-
-    Args:
-        text: its own newlines stay, and its tabs become spaces.
-        width: columns of the terminal, at least 2; wide characters (as in Chinese) take two.
-        most: how many lines there may be, the last of which then ends with `…`; None allows any
-            number.
+    Lines are broken between words, and words only where they are longer than a line. The text's
+    newlines
+    stay. The last of `most` lines ends with `…` if there is more.
     """
     lines: list[str] = []
     for line in visible(text).expandtabs(4).split("\n"):

@@ -22,10 +22,9 @@ class ShardQueue:
 
     It takes a shard when the one before has no more rows. It gives None where there is nothing to
     begin for now, because other workers do what is left, or because a shard has to wait until no
-    row is in flight; and it ends when all shards are finished.
-
-    Attributes:
-        in_flight: how many rows this worker has begun and not finished; the caller sets it.
+    row is in flight; and it ends when all shards are finished. The caller sets `in_flight`, the
+    number
+    of rows that are begun and not finished.
     """
 
     def __init__(
@@ -55,10 +54,8 @@ class ShardQueue:
         return self._writer.num_rows
 
     def is_empty(self) -> bool:
-        """Whether nothing is left to compute.
-
-        This reads a stream up to the first row that is not done.
-        """
+        """Whether nothing is left to compute. A stream is read up to the first row that is not
+        done."""
         if self._writer.num_rows is None:
             index = self._writer.num_leading_rows
             while (row := self._reader.peek(index)) is not None:
@@ -73,11 +70,9 @@ class ShardQueue:
         return self._next
 
     def is_over(self) -> bool:
-        """Whether all shards are finished, whatever is in flight still.
-
-        Now and then this looks at what the other workers have done. Who waits for a task looks
-        whenever it asks for one.
-        """
+        """Whether all shards are finished, whatever is in flight still. Now and then this looks at
+        what the
+        other workers have done, unless this worker waits, which looks at every request."""
         if not self._waits and self._worker.is_time_to_look():
             self.look()
         self._sweep()

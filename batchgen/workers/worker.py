@@ -36,13 +36,10 @@ How = Literal["complete", "stopped", "failed"]
 
 
 class Worker:
-    """A worker: its number, its heartbeat, its leases, and what it sees of the others.
-
-    Attributes:
-        number: which orders it among all workers that have written to the folder.
-        session: a text that it shares with the workers beside whom it runs.
-        store: where leases and heartbeats are.
-    """
+    """A worker: its number, its heartbeat, its leases, and what it sees of the others. `session` is
+    a
+    text
+    that it shares with the workers beside which it runs."""
 
     def __init__(
         self,
@@ -53,15 +50,11 @@ class Worker:
         *,
         joins: bool = False,
     ) -> None:
-        """Join the workers of a folder.
-
-        Args:
-            storage: what keeps the folder's files; None for a folder that is where it is.
-            least: the number is at least this.
-            joins: whether there are workers already. If not, this one makes their folders.
+        """Become a worker with a number of at least `least`; one that does not `join` makes the
+        folders.
 
         Raises:
-            FolderGone: those whom this worker was to join have completed the job.
+            FolderGone: the workers that this one was to join have completed the job.
             JobError: the folder cannot be written.
         """
         key = uuid.uuid4().hex
@@ -90,12 +83,7 @@ class Worker:
         self._heartbeat.end(how)
 
     def begin(self, complete: set[int], num_shards: int | None) -> None:
-        """Learn what there is to do.
-
-        Args:
-            complete: the shards of which nothing is left to compute.
-            num_shards: how many there are; None if that is not known.
-        """
+        """Learn which shards are complete, and how many there are, if that is known."""
         self._member.complete |= complete
         self._member.num_shards = num_shards
 
@@ -160,7 +148,7 @@ class Worker:
         return found
 
     def publish(self, shard: int, file: Path | None, replaces: bool) -> bool:
-        """As of `output.publisher.Publish`."""
+        """See `shards.publisher.Publish`."""
         try:
             if file is None:
                 self.store.do(Create(mark_name(shard, "done"), Lease(self.number).encoded()))
@@ -197,11 +185,7 @@ class Worker:
         self.store.do(Overwrite(_OLDER, older.encoded()))
 
     def older(self) -> ResumeState:
-        """What the first worker has told.
-
-        Raises:
-            FolderGone: the job was completed meanwhile.
-        """
+        """What the first worker has told, or FolderGone if the job was completed meanwhile."""
         content = self.store.do(Read(_OLDER))
         if content is None:
             raise FolderGone(_OLDER)
@@ -243,11 +227,7 @@ class Worker:
         self._member.complete |= set(range(shards)) if shards is not None else set()
 
     def _confirm_job(self) -> None:
-        """Make sure that the job is there, of which the leases are gone.
-
-        Raises:
-            FolderLost: it was deleted.
-        """
+        """Raise FolderLost if the job was deleted, after its leases were found gone."""
         if not self._storage.exists(self._storage.path / "manifest.json"):
             raise lost(self._storage.shown)
 
@@ -256,10 +236,7 @@ class Worker:
 
 
 def others_run(folder: Path, config: WorkersConfig) -> bool:
-    """Whether a worker on another machine runs on a folder, whose lock may not reach as far.
-
-    On this machine the lock tells.
-    """
+    """Whether a worker on another machine, which the lock may not reach, runs on a folder."""
     if not (folder / WORKERS).is_dir():
         return False
     store = FileStore(folder, "")

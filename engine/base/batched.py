@@ -32,10 +32,7 @@ def row(pad: int | float = 0, *, optional: bool = False) -> Any:
 
 def token(*, optional: bool = False) -> Any:
     """Declare a field with one entry per token: a Tensor [T, ...], one row after another.
-
-    Args:
-        optional: the field may be None, for all rows together, and is None by default.
-    """
+    An `optional` field may be None, for all rows together, and is None by default."""
     metadata = {"axis": "token"}
     return field(default=None, metadata=metadata) if optional else field(metadata=metadata)
 

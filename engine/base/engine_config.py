@@ -28,23 +28,14 @@ _MOST_GIB = 1_000_000
 
 
 class Sizes(NamedTuple):
-    """What defaults depend on besides the kind of device.
+    """What defaults depend on besides the kind of device."""
 
-    Attributes:
-        weights: the bytes of the model's weights.
-        weights_per_token: the bytes of those that one token goes through.
-        memory: the bytes of the GPU's memory; 0 on a CPU.
-        width: the most tokens of a row in a decode forward.
-        row_states: the bytes of the states and records of one row in flight.
-        cache_room: the bytes that the caches may take, which is a rough guess.
-    """
-
-    weights: int
-    weights_per_token: int
-    memory: int
-    width: int
-    row_states: int = 0
-    cache_room: int = 0
+    weights: int  # the bytes of the model's weights
+    weights_per_token: int  # the bytes of those that one token goes through
+    memory: int  # the bytes of the GPU's memory; 0 on a CPU
+    width: int  # the most tokens of a row in a decode forward
+    row_states: int = 0  # the bytes of the states and records of one row in flight
+    cache_room: int = 0  # the bytes that the caches may take, which is a rough guess
 
     @property
     def is_sparse(self) -> bool:
@@ -64,39 +55,27 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
-    """The settings of an engine for one model on one device, with every default filled in.
+    """The settings of an engine for one model on one device, with every default filled in."""
 
-    Attributes:
-        max_num_seqs: the most rows in flight.
-        max_batched_tokens: the most tokens in one prefill batch.
-        chunk_tokens: the most prompt tokens that are read beside decoding rows in one step as long
-            as few rows can start; 0 reads prompts only in steps of their own.
-        max_model_len: the most prompt and output tokens of a row together.
-        is_len_asked_for: the user gave `max_model_len`, so the caches must hold one such row.
-        block_size: the number of tokens in one block of the paged cache.
-        prefix_caching: compute a prefix that rows share only once.
-        kv_cache_gib: the size of the paged cache in GiB; None takes what memory is left.
-        state_checkpoints: the number of states that are kept for prefix reuse, in models with
-            recurrent layers; None chooses it from the free memory.
-        gpu_memory_utilization: the share of the GPU's memory that the engine may use, from 0 to 1.
-        cuda_graph: replay forwards as CUDA graphs.
-        overlap: launch a step before the results of the previous step are read.
-        most_pending: the most records that wait before a recurrent layer's decode step writes its
-            state back, see `StateCache`.
-    """
-
-    max_num_seqs: int
-    max_batched_tokens: int
+    max_num_seqs: int  # the most rows in flight
+    max_batched_tokens: int  # the most tokens in one prefill batch
+    # The most prompt tokens that are read beside decoding rows in one step as long as few rows can
+    # start; 0 reads prompts only in steps of their own.
     chunk_tokens: int
-    max_model_len: int
-    is_len_asked_for: bool
-    block_size: int
-    prefix_caching: bool
-    kv_cache_gib: float | None
+    max_model_len: int  # the most prompt and output tokens of a row together
+    is_len_asked_for: bool  # the user gave `max_model_len`, so the caches must hold one such row
+    block_size: int  # the number of tokens in one block of the paged cache
+    prefix_caching: bool  # compute a prefix that rows share only once
+    kv_cache_gib: float | None  # the size of the paged cache in GiB; None takes what memory is left
+    # The number of states that are kept for prefix reuse, in models with recurrent layers; None
+    # chooses it from the free memory.
     state_checkpoints: int | None
+    # The share of the GPU's memory that the engine may use, from 0 to 1.
     gpu_memory_utilization: float
-    cuda_graph: bool
-    overlap: bool
+    cuda_graph: bool  # replay forwards as CUDA graphs
+    overlap: bool  # launch a step before the results of the previous step are read
+    # The most records that wait before a recurrent layer's decode step writes its state back, see
+    # `StateCache`.
     most_pending: int
 
     @property
@@ -107,48 +86,38 @@ class ResolvedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The settings of an engine that a user can choose.
+    """The settings of an engine that a user can choose. Raises ValueError if a value is out of
+    range; the message names it and says what is allowed."""
 
-    Attributes:
-        max_num_seqs: the most rows in flight; None means 256, or 512 for one token per row and step
-            and a model with many experts whose weights leave half of the GPU's memory free, but no
-            more than have the states of recurrent layers in five eighths of the caches' memory.
-        max_batched_tokens: the most tokens in one prefill batch; None means 2048 on a CPU, and 8192
-            on a GPU; for a model with many experts, as above, 32768, or 16384 if it has recurrent
-            layers.
-        chunk_tokens: the most prompt tokens that are read beside decoding rows in one step as long
-            as few rows can start; 0 reads prompts only in steps of their own. None means 256 on a
-            GPU for models of at least 3 GB of weights, else 0.
-        max_model_len: the most prompt and output tokens of a row together; None means as many as
-            the model was made for.
-        block_size: the number of tokens in one block of the paged cache.
-        prefix_caching: compute a prefix that rows share only once.
-        kv_cache_gib: the size of the paged cache in GiB; None takes what memory is left.
-        state_checkpoints: the number of states that are kept for prefix reuse, in models with
-            recurrent layers; None takes up to a tenth of the caches' memory. Other models keep no
-            states.
-        gpu_memory_utilization: the share of the GPU's memory that the engine may use, from 0 to 1.
-        cuda_graph: replay forwards as CUDA graphs; None means on a GPU only.
-        overlap: launch a step before the results of the previous step are read; None means on a GPU
-            only, because a CPU computes the step while it is launched.
-        tensor_parallel: the number of GPUs between which each layer's weights are divided, or of
-            processes on a CPU. Whoever makes the engine starts them.
-
-    Raises:
-        ValueError: a value is out of range; the message names it and says what is allowed.
-    """
-
+    # The most rows in flight; None means 256, or 512 for one token per row and step and a model
+    # with many experts whose weights leave half of the GPU's memory free, but no more than have the
+    # states of recurrent layers in five eighths of the caches' memory.
     max_num_seqs: int | None = None
+    # The most tokens in one prefill batch; None means 2048 on a CPU, and 8192 on a GPU; for a model
+    # with many experts, as above, 32768, or 16384 if it has recurrent layers.
     max_batched_tokens: int | None = None
+    # The most prompt tokens that are read beside decoding rows in one step as long as few rows can
+    # start; 0 reads prompts only in steps of their own. None means 256 on a GPU for models of at
+    # least 3 GB of weights, else 0.
     chunk_tokens: int | None = None
+    # The most prompt and output tokens of a row together; None means as many as the model was made
+    # for.
     max_model_len: int | None = None
-    block_size: int = 16
-    prefix_caching: bool = True
+    block_size: int = 16  # the number of tokens in one block of the paged cache
+    prefix_caching: bool = True  # compute a prefix that rows share only once
+    # The size of the paged cache in GiB; None takes what memory is left.
     kv_cache_gib: float | None = None
+    # The number of states that are kept for prefix reuse, in models with recurrent layers; None
+    # takes up to a tenth of the caches' memory. Other models keep no states.
     state_checkpoints: int | None = None
+    # The share of the GPU's memory that the engine may use, from 0 to 1.
     gpu_memory_utilization: float = 0.9
-    cuda_graph: bool | None = None
+    cuda_graph: bool | None = None  # replay forwards as CUDA graphs; None means on a GPU only
+    # Launch a step before the results of the previous step are read; None means on a GPU only,
+    # because a CPU computes the step while it is launched.
     overlap: bool | None = None
+    # The number of GPUs between which each layer's weights are divided, or of processes on a CPU.
+    # Whoever makes the engine starts them.
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
@@ -196,16 +165,14 @@ class EngineConfig:
                 raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
 
     def resolve(self, device: torch.device, sizes: Sizes, max_model_len: int) -> ResolvedConfig:
-        """Fill in the defaults that depend on the device and on the size of the model.
+        """Fill in the defaults that depend on the device and on the size of the model. Raises
+        ValueError if the user asked for CUDA graphs on a device that has none.
 
         Args:
             device: the model's device.
             sizes: of the model, of the device and of the forwards.
             max_model_len: the most prompt and output tokens of a row together: the result of
                 `model_len`, or less if the strategy needs that.
-
-        Raises:
-            ValueError: the user asked for CUDA graphs on a device that has none.
         """
         cuda = device.type == "cuda"
         if self.cuda_graph and not cuda:
@@ -235,14 +202,8 @@ class EngineConfig:
         )
 
     def model_len(self, longest: int) -> int:
-        """Return the most prompt and output tokens of a row together.
-
-        Args:
-            longest: the number of tokens that the model was made for.
-
-        Raises:
-            ValueError: `max_model_len` is larger than that.
-        """
+        """Return the most prompt and output tokens of a row together. Raises ValueError if
+        `max_model_len` is larger than that."""
         if self.max_model_len is not None and self.max_model_len > longest:
             raise ValueError(
                 f"max_model_len is {self.max_model_len}, but the model has positions for "

@@ -80,10 +80,6 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
 
     Groups that cannot be seen from within a container are left out.
 
-    Args:
-        root: the folder below which files are read.
-        controller: the kind of limit, `memory` or `cpu`.
-
     Yields:
         The version of control groups, 1 or 2, and the folder of the group.
     """

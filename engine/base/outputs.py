@@ -21,24 +21,18 @@ Scope = Literal["output", "context"]
 
 @dataclass(frozen=True, slots=True)
 class OutputColumn:
-    """A column with one value per token, declared beside the code that computes it.
+    """A column with one value per token, declared beside the code that computes it."""
 
-    Attributes:
-        name: the column's name in `RequestOutput.columns` and in the Parquet files.
-        dtype: the dtype of its elements.
-        tail_shape: the shape of one token's value; `()` is a scalar.
-        scope: `output` columns have one value for each generated token, and a strategy puts them
-            into `StepOutput.columns`. `context` columns have one value for each token that the
-            model has read (the prompt and all generated tokens but the last), and a layer of the
-            model writes them with `ForwardContext.record`.
-        metadata: further facts, as pairs of a name and a text, that readers of the output files
-            need to understand the values, such as which layers they are of.
-    """
-
-    name: str
-    dtype: np.dtype[Any]
-    tail_shape: tuple[int, ...] = ()
+    name: str  # the column's name in `RequestOutput.columns` and in the Parquet files
+    dtype: np.dtype[Any]  # the dtype of its elements
+    tail_shape: tuple[int, ...] = ()  # the shape of one token's value; `()` is a scalar
+    # `output` columns have one value for each generated token, and a strategy puts them into
+    # `StepOutput.columns`. `context` columns have one value for each token that the model has read
+    # (the prompt and all generated tokens but the last), and a layer of the model writes them with
+    # `ForwardContext.record`.
     scope: Scope = "output"
+    # Further facts, as pairs of a name and a text, that readers of the output files need to
+    # understand the values, such as which layers they are of.
     metadata: tuple[tuple[str, str], ...] = ()
 
 
@@ -48,46 +42,35 @@ class RowCount:
 
     A strategy lists its counts in `Strategy.counts` and puts what each step adds to them into
     `StepOutput.counts`. The sums arrive in `RequestOutput.counts` and in the output files.
-
-    Attributes:
-        name: the count's name in `RequestOutput.counts`, and the column's in the Parquet files.
-        meaning: one phrase that explains it to readers of the output files.
     """
 
-    name: str
-    meaning: str
+    name: str  # the count's name in `RequestOutput.counts`, and the column's in the Parquet files
+    meaning: str  # one phrase that explains it to readers of the output files
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step produced for its B rows, with at most W tokens per row.
+    """What one step produced for its B rows, with at most W tokens per row."""
 
-    Attributes:
-        num_tokens: [B] int32, how many of the W tokens the step produced for each row.
-        token_ids: [B, W] int64; entries past `num_tokens` are undefined.
-        failed: [B] bool, the rows whose logits hold NaN or infinity. They end after `num_tokens`
-            tokens.
-        columns: maps the name of each column of output scope to [B, W, *tail], a value for each
-            token; entries past `num_tokens` are undefined.
-        counts: maps the name of a `RowCount` to what this step adds to it. A tensor [B] of integers
-            is added as it is. A tensor [B, W] gives a number for each token, and only those of
-            tokens that the row keeps are added, because a stop may cut some off.
-        observed: maps names to values [B, ...] that only `Strategy.observe` reads, on the host.
-        unread_tokens: how many of a row's newest tokens may have no entry in the cache of some
-            model after this step. It is 1 if only the newest token has none; the next forward reads
-            that token.
-        conflicts: [B] bool, the rows whose constraint allows no token that the other sampling
-            options leave. They end after `num_tokens` tokens, and none of them is in `failed`. None
-            if no row of the step has a constraint.
-    """
-
-    num_tokens: Tensor
-    token_ids: Tensor
+    num_tokens: Tensor  # [B] int32, how many of the W tokens the step produced for each row
+    token_ids: Tensor  # [B, W] int64; entries past `num_tokens` are undefined
+    # [B] bool, the rows whose logits hold NaN or infinity. They end after `num_tokens` tokens.
     failed: Tensor
+    # Maps the name of each column of output scope to [B, W, *tail], a value for each token; entries
+    # past `num_tokens` are undefined.
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    # Maps the name of a `RowCount` to what this step adds to it. A tensor [B] of integers is added
+    # as it is. A tensor [B, W] gives a number for each token, and only those of tokens that the row
+    # keeps are added, because a stop may cut some off.
     counts: Mapping[str, Tensor] = field(default_factory=dict)
+    # Maps names to values [B, ...] that only `Strategy.observe` reads, on the host.
     observed: Mapping[str, Tensor] = field(default_factory=dict)
+    # How many of a row's newest tokens may have no entry in the cache of some model after this
+    # step. It is 1 if only the newest token has none; the next forward reads that token.
     unread_tokens: int = 1
+    # [B] bool, the rows whose constraint allows no token that the other sampling options leave.
+    # They end after `num_tokens` tokens, and none of them is in `failed`. None if no row of the
+    # step has a constraint.
     conflicts: Tensor | None = None
 
     @property
@@ -219,36 +202,28 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A finished request.
+    """A finished request."""
 
-    Attributes:
-        request_id: the id that was given to `add_request`.
-        prompt_token_ids: the tokens of the prompt.
-        token_ids: all generated tokens, including the EOS or stop id that ended the row.
-        text: the generated tokens decoded without special tokens, and cut before a stop string.
-        finish_reason: `stop` (EOS, a stop id or a stop string), `length` (the most tokens were
-            reached), `constraint_conflict` (the constraint allows no token that the other
-            parameters leave) or `error`.
-        stop: the stop string, or the text of the stop id, that ended the row; else None.
-        error: the error if finish_reason is `error`; tokens generated before it are kept.
-        columns: maps the name of each requested column to its values [N, *tail]. N is the number of
-            generated tokens; for a column of context scope it is the number of all tokens, prompt
-            included, less one.
-        counts: maps the name of each of the strategy's counts to its value for this row.
-        num_cached_tokens: the number of prompt tokens that came from the prefix cache.
-        num_preemptions: how often the row lost its cache entries to others and was recomputed.
-        constraint_satisfied: whether the text is complete by its constraint; None if there is none.
-    """
-
-    request_id: str
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
+    request_id: str  # the id that was given to `add_request`
+    prompt_token_ids: list[int]  # the tokens of the prompt
+    token_ids: list[int]  # all generated tokens, including the EOS or stop id that ended the row
+    text: str  # the generated tokens decoded without special tokens, and cut before a stop string
+    # `stop` (EOS, a stop id or a stop string), `length` (the most tokens were reached),
+    # `constraint_conflict` (the constraint allows no token that the other parameters leave) or
+    # `error`.
     finish_reason: FinishReason
+    # The stop string, or the text of the stop id, that ended the row; else None.
     stop: str | None = None
+    # The error if finish_reason is `error`; tokens generated before it are kept.
     error: RequestError | None = None
+    # Maps the name of each requested column to its values [N, *tail]. N is the number of generated
+    # tokens; for a column of context scope it is the number of all tokens, prompt included, less
+    # one.
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    # Maps the name of each of the strategy's counts to its value for this row.
     counts: Mapping[str, int] = field(default_factory=dict)
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # the number of prompt tokens that came from the prefix cache
+    # How often the row lost its cache entries to others and was recomputed.
     num_preemptions: int = 0
+    # Whether the text is complete by its constraint; None if there is none.
     constraint_satisfied: bool | None = None

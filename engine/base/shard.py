@@ -10,25 +10,17 @@ from torch import Tensor
 
 
 class Shard(NamedTuple):
-    """Ranges of one axis of a tensor.
+    """Ranges of one axis of a tensor."""
 
-    Attributes:
-        axis: the axis that is divided.
-        size: its length in the whole tensor.
-        ranges: the first index and the one past the last of each range, in ascending order.
-    """
-
-    axis: int
-    size: int
+    axis: int  # the axis that is divided
+    size: int  # its length in the whole tensor
+    # The first index and the one past the last of each range, in ascending order.
     ranges: tuple[tuple[int, int], ...]
 
     def take(self, whole: Tensor) -> Tensor:
         """Return the shard of a whole tensor: a view if it is one range, else a copy. So of a
-        memory-mapped tensor only the pages of the shard are read.
-
-        Raises:
-            ValueError: the axis has another length.
-        """
+        memory-mapped tensor only the pages of the shard are read. Raises ValueError if the axis has
+        another length."""
         if self.axis >= whole.ndim or whole.shape[self.axis] != self.size:
             raise ValueError(
                 f"has shape {list(whole.shape)}, the configuration says {self.size} on axis "

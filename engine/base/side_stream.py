@@ -21,12 +21,7 @@ _side: ContextVar[torch.cuda.Stream | None] = ContextVar("_side", default=None)
 
 @contextmanager
 def with_side_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Let `beside` use this stream within the context, in which one CUDA graph is captured.
-
-    Args:
-        stream: another one than that of the capture, and always the same for graphs that share
-            their memory.
-    """
+    """Let `beside` use this stream within the context, in which one CUDA graph is captured."""
     token = _side.set(stream)
     try:
         yield
@@ -44,11 +39,10 @@ def beside(
     work is done when its result is asked for. The kernels and their results are the same.
 
     Args:
-        x: [T, ...], the tokens. The caller keeps all that the work reads, and writes nothing to
-            it, until the result is asked for.
+        x: [T, ...], the tokens. The caller keeps all that the work reads, and writes nothing to it,
+            until the result is asked for.
         first: launches the kernels that others wait for, few of them. The device gets them before
             those of the work, which may leave no multiprocessor for what comes after them.
-        work: launches kernels, and writes to new tensors only.
 
     Returns:
         The result of `first`, and a function that returns the result of the work, to be called

@@ -20,21 +20,15 @@ the device has long passed a mark when the mark is read and used again."""
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The time that one step took, in seconds.
+    """The time that one step took, in seconds."""
 
-    Attributes:
-        kind: what the step did.
-        rows: the number of rows in the step.
-        seconds: the device time from the step's first launch to the end of its last. If the host
-            launches more slowly than the device works, this includes the device's waits within the
-            step.
-        idle_before: the device time between the end of the previous step and the start of this one;
-            0 for the first step.
-    """
-
-    kind: StepKind
-    rows: int
+    kind: StepKind  # what the step did
+    rows: int  # the number of rows in the step
+    # The device time from the step's first launch to the end of its last. If the host launches more
+    # slowly than the device works, this includes the device's waits within the step.
     seconds: float
+    # The device time between the end of the previous step and the start of this one; 0 for the
+    # first step.
     idle_before: float
 
 

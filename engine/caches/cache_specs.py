@@ -19,17 +19,12 @@ from batchgen.kernels.attention.kv_cache import KVCache
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """Keys and values of every token, in the blocks of the paged cache (grouped-query attention).
+    """Keys and values of every token, in the blocks of the paged cache (grouped-query
+    attention)."""
 
-    Attributes:
-        num_heads: the number of query heads that read them. Attention chooses its tiles by it.
-        num_kv_heads: the number of key heads, which is also that of value heads.
-        head_dim: the number of values in one head.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_heads: int  # the number of query heads that read them. Attention chooses its tiles by it.
+    num_kv_heads: int  # the number of key heads, which is also that of value heads
+    head_dim: int  # the number of values in one head
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes that one token takes in a cache of this dtype."""
@@ -50,16 +45,11 @@ class LatentSpec:
     (multi-head latent attention).
 
     To the queries of all heads they are the key of one head, of whose values the latent is a part.
-
-    Attributes:
-        num_heads: the number of query heads that read them. Attention chooses its tiles by it.
-        latent_size: the number of values in a latent.
-        rotated_size: the number of values in the shared key, which are rotated by position.
     """
 
-    num_heads: int
-    latent_size: int
-    rotated_size: int
+    num_heads: int  # the number of query heads that read them. Attention chooses its tiles by it.
+    latent_size: int  # the number of values in a latent
+    rotated_size: int  # the number of values in the shared key, which are rotated by position
 
     @property
     def num_kv_heads(self) -> int:
@@ -91,14 +81,10 @@ class PlaneSpec:
     """One array of values for every token, in the blocks of the paged cache.
 
     It holds the value of a column of context scope, for example.
-
-    Attributes:
-        shape: the shape of one token's values.
-        dtype: the dtype of the values; None means the dtype of the model.
     """
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None = None
+    shape: tuple[int, ...]  # the shape of one token's values
+    dtype: torch.dtype | None = None  # the dtype of the values; None means the dtype of the model
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes that one token takes; the model's dtype counts if the spec has none."""
@@ -127,20 +113,17 @@ class StateTensor(NamedTuple):
 class StateSpec:
     """State of a fixed size for every row, which a recurrent layer carries from token to token.
 
-    A decode step of W tokens must be able to take back the tokens that are not accepted. So it
-    does not change the state, but keeps *records* of what its tokens do to it. Later steps *fold*
-    the records of the accepted tokens into the state before they use it. `RowMetadata` says how.
-
-    Attributes:
-        state: maps a name to a part of the state that is kept for each row.
-        records: maps a name to what is kept for each token of a decode step, until it is folded.
-        chunk_multiple: a prefill is cut only where the number of tokens before the cut is a
-            multiple of this. So a layer that computes chunks of this many tokens cuts a row at the
-            same places however the row is scheduled.
+    A decode step of W tokens must be able to take back the tokens that are not accepted. So it does
+    not change the state, but keeps *records* of what its tokens do to it. Later steps *fold* the
+    records of the accepted tokens into the state before they use it. `RowMetadata` says how.
     """
 
-    state: Mapping[str, StateTensor]
+    state: Mapping[str, StateTensor]  # maps a name to a part of the state that is kept for each row
+    # Maps a name to what is kept for each token of a decode step, until it is folded.
     records: Mapping[str, StateTensor] = field(default_factory=dict)
+    # A prefill is cut only where the number of tokens before the cut is a multiple of this. So a
+    # layer that computes chunks of this many tokens cuts a row at the same places however the row
+    # is scheduled.
     chunk_multiple: int = 1
 
     @property
@@ -155,11 +138,7 @@ class StateSpec:
 
     def views(self, pool: Tensor, start: int) -> dict[str, Tensor]:
         """Return this layer's parts of the states in a pool of S slots, as views [S, *shape].
-
-        Args:
-            pool: [S, bytes] uint8, the states of all layers.
-            start: the byte at which this layer's part of each state begins.
-        """
+        `pool` is [S, bytes] uint8, the states of all layers."""
         found = {}
         for name, tensor in self.state.items():
             part = pool[:, start : start + tensor.nbytes].view(tensor.dtype)

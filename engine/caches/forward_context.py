@@ -22,14 +22,10 @@ C = TypeVar("C", KVCache, Tensor, StateCache)
 
 @dataclass(frozen=True, slots=True)
 class OutputTokens:
-    """The R tokens of a forward whose hidden states are wanted.
+    """The R tokens of a forward whose hidden states are wanted."""
 
-    Attributes:
-        index: [R] int64, the indices of these tokens among the T tokens of the forward.
-        attention: the attention metadata of these tokens' queries only, one for each part.
-    """
-
-    index: Tensor
+    index: Tensor  # [R] int64, the indices of these tokens among the T tokens of the forward
+    # The attention metadata of these tokens' queries only, one for each part.
     attention: Sequence[AttentionMetadata]
 
 
@@ -37,11 +33,11 @@ class OutputTokens:
 class RowMetadata:
     """The B rows of one part of the tokens, for layers that keep a state per row.
 
-    In a *decode step* (`width` is given) every row has W tokens, of which only the first is
-    certain to stay. For each row the layer reads the state of the row's slot, folds the
-    `pending[slot]` records from the place `first[slot]` of the ring into it, and runs the W tokens
-    from there. Their records go to the places behind the pending ones. The folded state, without
-    these W tokens, is written back if more than `most_pending` records were pending.
+    In a *decode step* (`width` is given) every row has W tokens, of which only the first is certain
+    to stay. For each row the layer reads the state of the row's slot, folds the `pending[slot]`
+    records from the place `first[slot]` of the ring into it, and runs the W tokens from there.
+    Their records go to the places behind the pending ones. The folded state, without these W
+    tokens, is written back if more than `most_pending` records were pending.
 
     In a *prefill* all tokens stay. A row whose first token has position 0 starts from a state of
     zeros, as its slot may hold anything, even NaN. Any other row starts from the state in its slot.
@@ -49,64 +45,50 @@ class RowMetadata:
     the numbers of tokens in `snapshots` to the slots named there.
 
     Slot 0 belongs to no row; what is written there is never read.
-
-    Attributes:
-        slots: [B] int64, the rows' state slots.
-        positions: [T] int64, the absolute position of each token of the part in its row.
-        starts: [B + 1] int32 on the device, the index at which each row's tokens begin among those
-            of the part; the last entry is where the last row ends.
-        width: W, the number of tokens of each row in a decode step; None for a prefill.
-        snapshots: [B, S, 2] int64, what each row leaves: after how many of its
-            tokens in this part, and in which state slot. Unused entries have 0 tokens. None if the
-            part leaves none.
-        query_lens: the number of tokens of each of the B rows, on the host; None in the captured
-            graph of a prefill, which reads `starts` at its replay.
-        replayed: how many of each row's last tokens were generated and read in decode steps before
-            the row was preempted; None if no row has any. If a layer's prefill rounds otherwise
-            than its decode step, it must read these tokens as a decode step does, one by one.
     """
 
-    slots: Tensor
-    positions: Tensor
+    slots: Tensor  # [B] int64, the rows' state slots
+    positions: Tensor  # [T] int64, the absolute position of each token of the part in its row
+    # [B + 1] int32 on the device, the index at which each row's tokens begin among those of the
+    # part; the last entry is where the last row ends.
     starts: Tensor
-    width: int | None
+    width: int | None  # W, the number of tokens of each row in a decode step; None for a prefill
+    # [B, S, 2] int64, what each row leaves: after how many of its tokens in this part, and in which
+    # state slot. Unused entries have 0 tokens. None if the part leaves none.
     snapshots: Tensor | None
+    # The number of tokens of each of the B rows, on the host; None in the captured graph of a
+    # prefill, which reads `starts` at its replay.
     query_lens: tuple[int, ...] | None
+    # How many of each row's last tokens were generated and read in decode steps before the row was
+    # preempted; None if no row has any. If a layer's prefill rounds otherwise than its decode step,
+    # it must read these tokens as a decode step does, one by one.
     replayed: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What the layers of one forward of T tokens read and write besides their activations.
+    """What the layers of one forward of T tokens read and write besides their activations."""
 
-    Attributes:
-        caches: what each layer keeps, by the layer's index; None for a layer that keeps nothing.
-        kv_slots: [T] int64, the KV slot of each token: block · block_size + offset in the block.
-        attention: which cached tokens each query reads, one entry for each part of the tokens.
-        rows: the rows of each part, for layers that keep a state per row; empty if the model has no
-            such layers.
-        columns: maps the name of each column of context scope that is recorded to its plane in the
-            paged cache, [num_blocks, block_size, *tail].
-        hidden: [T, hidden_size], the hidden states of another model that a head reads besides the
-            tokens; None for other models.
-        outputs: the tokens whose hidden states are wanted; None means all tokens.
-    """
-
+    # What each layer keeps, by the layer's index; None for a layer that keeps nothing.
     caches: Sequence[LayerCache | None]
+    # [T] int64, the KV slot of each token: block · block_size + offset in the block.
     kv_slots: Tensor
+    # Which cached tokens each query reads, one entry for each part of the tokens.
     attention: Sequence[AttentionMetadata]
+    # The rows of each part, for layers that keep a state per row; empty if the model has no such
+    # layers.
     rows: Sequence[RowMetadata] = ()
+    # Maps the name of each column of context scope that is recorded to its plane in the paged
+    # cache, [num_blocks, block_size, *tail].
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    # [T, hidden_size], the hidden states of another model that a head reads besides the tokens;
+    # None for other models.
     hidden: Tensor | None = None
+    # The tokens whose hidden states are wanted; None means all tokens.
     outputs: OutputTokens | None = None
 
     def cache(self, layer: int, kind: type[C]) -> C:
-        """Return what the layer with this index keeps; it must be of the given type.
-
-        Args:
-            layer: the layer's index.
-            kind: the type that the layer's spec allocates.
-        """
+        """Return what the layer with this index keeps; it must be of the given type."""
         found = self.caches[layer]
         assert isinstance(found, kind), f"layer {layer} keeps a {type(found).__name__}"
         return found
@@ -118,7 +100,6 @@ class ForwardContext:
         those of the tokens that take their place, and rows that share a prefix share its values.
 
         Args:
-            column: the column to write.
             values: [T, *tail], or [T, *tail[1:]] if a layer is given.
             layer: the index on the first axis of the tail to write to; None writes the whole tail.
         """

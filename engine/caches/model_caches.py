@@ -17,40 +17,26 @@ from batchgen.engine.caches.row_states import RowStates, ring_length
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """The sizes of the caches, which are the same for every model of an engine.
+    """The sizes of the caches, which are the same for every model of an engine."""
 
-    Attributes:
-        num_blocks: the number of blocks in the paged cache, including the scratch block.
-        block_size: the number of tokens in one block.
-        num_rows: the most rows that can be in flight.
-        num_snapshots: the most snapshots of states that are kept for the prefix cache.
-        most_pending: as of `StateCache`.
-    """
-
-    num_blocks: int
-    block_size: int
-    num_rows: int
-    num_snapshots: int = 0
-    most_pending: int = 0
+    num_blocks: int  # the number of blocks in the paged cache, including the scratch block
+    block_size: int  # the number of tokens in one block
+    num_rows: int  # the most rows that can be in flight
+    num_snapshots: int = 0  # the most snapshots of states that are kept for the prefix cache
+    most_pending: int = 0  # as of `StateCache`
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCaches:
-    """Everything that one model keeps between forwards.
+    """Everything that one model keeps between forwards."""
 
-    Attributes:
-        block_size: the number of tokens in one block of the paged cache.
-        layers: the cache of each layer, in the order of the layers; None for a layer that keeps
-            nothing.
-        columns: maps the name of a column of context scope to its plane in the paged cache,
-            [num_blocks, block_size, *tail].
-        states: the states of the rows; None for a model without recurrent layers.
-    """
-
-    block_size: int
+    block_size: int  # the number of tokens in one block of the paged cache
+    # The cache of each layer, in the order of the layers; None for a layer that keeps nothing.
     layers: Sequence[LayerCache | None]
+    # Maps the name of a column of context scope to its plane in the paged cache, [num_blocks,
+    # block_size, *tail].
     columns: Mapping[str, Tensor]
-    states: RowStates | None
+    states: RowStates | None  # the states of the rows; None for a model without recurrent layers
 
     @classmethod
     def allocate(
@@ -63,16 +49,7 @@ class ModelCaches:
         dtype: torch.dtype,
         device: torch.device,
     ) -> ModelCaches:
-        """Allocate the caches of a model, filled with zeros.
-
-        Args:
-            specs: what each layer keeps, in the order of the layers.
-            columns: the columns of context scope that rows may ask for.
-            sizes: the numbers of blocks, rows and snapshots.
-            width: the most tokens of one row in a decode step.
-            dtype: the model's dtype, for values whose spec names none.
-            device: the model's device.
-        """
+        """Allocate the caches of a model, filled with zeros. `device` is the model's device."""
         paged = sizes.num_blocks, sizes.block_size, dtype, device
         recurrent = [spec for spec in specs if isinstance(spec, StateSpec)]
         states = None
@@ -106,11 +83,7 @@ def column_plane(column: OutputColumn) -> PlaneSpec:
 def paged_token_bytes(
     specs: Sequence[CacheSpec | None], columns: Sequence[OutputColumn], dtype: torch.dtype
 ) -> int:
-    """Return the bytes that one token takes in the paged cache, over all layers and columns.
-
-    Args:
-        dtype: the model's dtype, for values whose spec names none.
-    """
+    """Return the bytes that one token takes in the paged cache, over all layers and columns."""
     paged = [spec for spec in specs if spec is not None and not isinstance(spec, StateSpec)]
     return sum(spec.token_bytes(dtype) for spec in [*paged, *map(column_plane, columns)])
 
@@ -124,7 +97,6 @@ def row_bytes(specs: Sequence[CacheSpec | None], width: int, most_pending: int) 
     """Return the bytes of one row's state and records over all layers; 0 without recurrent layers.
 
     Args:
-        width: the most tokens of one row in a decode step.
         most_pending: as of `StateCache`.
     """
     records = sum(spec.record_bytes for spec in specs if isinstance(spec, StateSpec))

@@ -14,24 +14,21 @@ from batchgen.engine.caches.cache_specs import StateSpec, zeros
 
 
 class StateCache(NamedTuple):
-    """What one recurrent layer keeps, by state slot. Slot 0 is scratch, for rows that pad a batch.
+    """What one recurrent layer keeps, by state slot. Slot 0 is scratch, for rows that pad a
+    batch."""
 
-    Attributes:
-        state: maps the name of each part of the state to [S, *shape], its value in all S slots.
-        records: maps the name of each record to [R, N, *shape], a ring of N records for each slot:
-            what the tokens of decode steps do to the state. Only the first R slots, which rows can
-            have, keep records.
-        pending: [R] int32, the number of records of each slot that belong to accepted tokens and
-            that the slot's state lacks.
-        first: [R] int32, the place of the oldest of them in the ring.
-        most_pending: a decode step that finds more pending records than this writes the state back
-            with those records folded in.
-    """
-
+    # Maps the name of each part of the state to [S, *shape], its value in all S slots.
     state: Mapping[str, Tensor]
+    # Maps the name of each record to [R, N, *shape], a ring of N records for each slot: what the
+    # tokens of decode steps do to the state. Only the first R slots, which rows can have, keep
+    # records.
     records: Mapping[str, Tensor]
+    # [R] int32, the number of records of each slot that belong to accepted tokens and that the
+    # slot's state lacks.
     pending: Tensor
-    first: Tensor
+    first: Tensor  # [R] int32, the place of the oldest of them in the ring
+    # A decode step that finds more pending records than this writes the state back with those
+    # records folded in.
     most_pending: int
 
 
@@ -51,10 +48,7 @@ class RowStates:
     after it has launched the next step.
 
     Args:
-        specs: what the recurrent layers keep, in the order of the layers.
-        num_rows: the number of slots for rows, without the scratch slot.
         num_snapshots: the number of slots behind those, which hold snapshots for the prefix cache.
-        width: the most tokens of one row in a decode step.
         most_pending: as of `StateCache`.
         device: the model's device.
 

@@ -8,13 +8,13 @@ from collections import OrderedDict
 class StateSlots:
     """Hands out the state slots of a model with recurrent layers.
 
-    A row has one slot from its admission until it leaves. A *snapshot* is the state after a
-    prefix, in a slot of its own; a row that begins with that prefix starts from a copy of it. The
-    forward that reads the prefix leaves the snapshot, and only later forwards may read it, so
-    between `reserve` and `publish` the snapshot is *pending*.
+    A row has one slot from its admission until it leaves. A *snapshot* is the state after a prefix,
+    in a slot of its own; a row that begins with that prefix starts from a copy of it. The forward
+    that reads the prefix leaves the snapshot, and only later forwards may read it, so between
+    `reserve` and `publish` the snapshot is *pending*.
 
-    Slot 0 is scratch and belongs to nobody. Rows have the slots 1 to `num_rows`, and snapshots
-    the `num_snapshots` slots after those.
+    Slot 0 is scratch and belongs to nobody. Rows have the slots 1 to `num_rows`, and snapshots the
+    `num_snapshots` slots after those.
     """
 
     def __init__(self, num_rows: int, num_snapshots: int) -> None:
@@ -58,10 +58,8 @@ class StateSlots:
     def reserve(self, digest: bytes) -> int | None:
         """Reserve a slot for a new snapshot, which is pending until `publish`.
 
-        If no slot is free, the least recently used snapshot is dropped.
-
-        Returns:
-            The slot; None if this digest has a snapshot already, or all others are pending.
+        If no slot is free, the least recently used snapshot is dropped. Returns the slot; None if
+        this digest has a snapshot already, or all others are pending.
         """
         if digest in self._snapshots:
             return None

@@ -26,18 +26,13 @@ _Kind = Literal["decode", "short", "mixed", "prefill"]
 
 
 class _Key(NamedTuple):
-    """Identifies one captured graph.
+    """Identifies one captured graph."""
 
-    Attributes:
-        kind: what the graph computes: a `decode` step, a decode step of `short` contexts, a `mixed`
-            step, or a `prefill`.
-        size: the number of tokens of a prefill, or of decoding rows for the other kinds.
-        width: the number of tokens of each decoding row.
-    """
-
+    # What the graph computes: a `decode` step, a decode step of `short` contexts, a `mixed` step,
+    # or a `prefill`.
     kind: _Kind
-    size: int
-    width: int = 1
+    size: int  # the number of tokens of a prefill, or of decoding rows for the other kinds
+    width: int = 1  # the number of tokens of each decoding row
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +55,6 @@ class ForwardGraphs:
     stream; only their results are separate. Within a graph layers may do work `beside` other work.
 
     Args:
-        forward: the forward to capture.
-        shapes: the sizes of batches that may be captured.
-        block_size: the number of tokens in one block of the paged cache.
         tiles: the numbers of tokens in a tile of prefill attention that occur in the model.
         scratch: a row on the scratch block that has every optional input which the model reads.
     """
@@ -193,11 +185,8 @@ class ForwardGraphs:
         return self._choices["decode", width].fitting(num_rows)
 
     def decode(self, inputs: ModelInputs) -> Tensor:
-        """Run a decode step of B rows of W tokens each.
-
-        Returns:
-            The hidden states [B · W, hidden_size], which are valid until the next replay.
-        """
+        """Run a decode step of B rows of W tokens each. Returns the hidden states [B · W,
+        hidden_size], which are valid until the next replay."""
         shapes, tokens = self._shapes, len(inputs.input_ids)
         rows, width = inputs.num_rows, tokens // inputs.num_rows
         short = inputs.context_lens.max() <= shapes.short_blocks * self._block_size
@@ -239,26 +228,16 @@ class ForwardGraphs:
         return self._shapes.all_tokens and self.takes_prefill(inputs)
 
     def prefill_all(self, inputs: ModelInputs) -> Tensor:
-        """Run a prefill and return the hidden states of all its tokens.
-
-        Returns:
-            [T, hidden_size], valid until the next replay.
-        """
+        """Run a prefill and return the hidden states of all its tokens, [T, hidden_size], which
+        are valid until the next replay."""
         size = self._choices["prefill", 1].choose(len(inputs.input_ids))
         self._prefill.fill(inputs, size)
         return self._replay(_Key("prefill", size))[: len(inputs.input_ids)]
 
     def prefill(self, inputs: ModelInputs, last: Tensor, outputs: ModelInputs) -> Tensor:
-        """Run a prefill and return the hidden states of R of its tokens.
-
-        Args:
-            inputs: the tokens of the prefill.
-            last: [R] int64, the indices of the wanted tokens among them.
-            outputs: the wanted tokens, as rows of one token each.
-
-        Returns:
-            [R, hidden_size], valid until the next replay.
-        """
+        """Run a prefill and return the hidden states [R, hidden_size] of the tokens with the
+        indices `last` [R] int64, valid until the next replay. `outputs` are these tokens, as rows
+        of one token each."""
         assert not self._shapes.all_tokens, "the graph computes all of them"
         size = self._choices["prefill", 1].choose(len(inputs.input_ids))
         self._prefill.fill(inputs, size)

@@ -22,9 +22,6 @@ class RaggedInputs:
     takes the tokens that pad the batch to the captured size.
 
     Args:
-        tokens: the most tokens of a batch.
-        rows: the most rows of a batch.
-        max_blocks: the number of entries in a row's block table.
         tiles: the numbers of tokens in a tile of prefill attention that occur in the model.
         scratch: a row on the scratch block that has every optional input which the model reads.
     """

@@ -23,23 +23,19 @@ class Part:
     """Consecutive tokens of a forward that attention and recurrent layers compute together.
 
     A part holds either the decoding rows or the rows of a prefill.
-
-    Attributes:
-        inputs: the T tokens and their B rows.
-        rows: [T] int32, the row of each token; None if all rows have the same number of tokens.
-        tiles: maps the number of tokens in a tile to the tiles of prefill attention. A captured
-            graph needs them, as it does not know the rows' lengths; None means that they are cut
-            from `inputs.query_lens`.
-        width: the number of tokens of each row in a decode step; None for a prefill.
-        starts: [B + 1] int32, the index at which each row's tokens begin, for models with recurrent
-            layers. A captured graph of a prefill needs it; None means that it is made from the
-            rows' lengths.
     """
 
-    inputs: ModelInputs
+    inputs: ModelInputs  # the T tokens and their B rows
+    # [T] int32, the row of each token; None if all rows have the same number of tokens.
     rows: Tensor | None = None
+    # Maps the number of tokens in a tile to the tiles of prefill attention. A captured graph needs
+    # them, as it does not know the rows' lengths; None means that they are cut from
+    # `inputs.query_lens`.
     tiles: Mapping[int, Tensor] | None = None
+    # The number of tokens of each row in a decode step; None for a prefill.
     width: int | None = None
+    # [B + 1] int32, the index at which each row's tokens begin, for models with recurrent layers. A
+    # captured graph of a prefill needs it; None means that it is made from the rows' lengths.
     starts: Tensor | None = None
 
 
@@ -59,18 +55,13 @@ def run_forward(
     parts: Sequence[Part],
     outputs: OutputTokens | None = None,
 ) -> Tensor:
-    """Run a model's forward over the tokens of all parts.
+    """Run a model's forward over the tokens of all parts. Returns the hidden states, [T,
+    hidden_size], or [R, hidden_size] if `outputs` is given.
 
     Args:
-        model: the model to run.
-        caches: what the model's layers keep; the forward reads and writes it.
         block_length: the number of positions in a block of attention, which is causal over blocks
             and full inside a block; 1 is ordinary causal attention.
-        parts: the T tokens, part after part.
         outputs: the R tokens whose hidden states are wanted; None wants those of all tokens.
-
-    Returns:
-        The hidden states, [T, hidden_size], or [R, hidden_size] if `outputs` is given.
     """
     kv_slots = [
         slot_mapping(p.inputs.positions, p.rows, p.inputs.block_tables, caches.block_size)

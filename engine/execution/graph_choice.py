@@ -22,12 +22,8 @@ class GraphChoice:
     come, the padding costs about as much as the captures, and no more.
 
     The choice depends on the sizes of the steps so far and on nothing else: ranks that make the
-    same steps choose the same.
-
-    Args:
-        sizes: the sizes that may be captured, ascending. The largest one is always captured first,
-            because the memory that it takes holds all others.
-        beside: the number of tokens that each step computes besides its size.
+    same steps choose the same. `sizes` may be captured, ascending. The largest
+    one is always captured first, because the memory that it takes holds all others.
 
     Attributes:
         sizes: as given.

@@ -20,27 +20,20 @@ _FLOPS = 7e14
 
 @dataclass(frozen=True, slots=True)
 class GraphShapes:
-    """The sizes of batches for which graphs are captured; a batch is padded to the next size.
+    """The sizes of batches for which graphs are captured; a batch is padded to the next size."""
 
-    Attributes:
-        max_rows: the most decoding rows of a batch, and the most rows of a prefill.
-        max_blocks: the most blocks of the paged cache that a row can have.
-        chunk_tokens: the most prefill tokens in a mixed batch; 0 if there are no mixed batches.
-        prefill_tokens: the most tokens of a captured prefill, and of a captured decode step of
-            several tokens per row; larger batches run without a graph.
-        short_blocks: decode batches whose rows have at most this many blocks have separate graphs,
-            in which attention does not split a row's context; 0 if there are no such graphs.
-        widths: every number of tokens per row that a decode forward can have.
-        all_tokens: prefills compute the last layer for all tokens, and not only for those whose
-            hidden states are wanted.
-    """
-
-    max_rows: int
-    max_blocks: int
-    chunk_tokens: int
+    max_rows: int  # the most decoding rows of a batch, and the most rows of a prefill
+    max_blocks: int  # the most blocks of the paged cache that a row can have
+    chunk_tokens: int  # the most prefill tokens in a mixed batch; 0 if there are no mixed batches
+    # The most tokens of a captured prefill, and of a captured decode step of several tokens per
+    # row; larger batches run without a graph.
     prefill_tokens: int
+    # Decode batches whose rows have at most this many blocks have separate graphs, in which
+    # attention does not split a row's context; 0 if there are no such graphs.
     short_blocks: int = 0
-    widths: tuple[int, ...] = (1,)
+    widths: tuple[int, ...] = (1,)  # every number of tokens per row that a decode forward can have
+    # Prefills compute the last layer for all tokens, and not only for those whose hidden states are
+    # wanted.
     all_tokens: bool = False
 
     @property

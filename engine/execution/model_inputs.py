@@ -17,36 +17,29 @@ SNAPSHOTS = 2
 
 @dataclass(frozen=True)
 class ModelInputs(Batched):
-    """The T tokens of B rows in one forward, one row after another.
+    """The T tokens of B rows in one forward, one row after another."""
 
-    Attributes:
-        input_ids: [T] int64, the tokens.
-        positions: [T] int64, the absolute position of each token in its row.
-        block_tables: [B, N] int64, the blocks of each row in the paged cache, in order. Unused
-            entries are 0, the scratch block that no row owns.
-        query_lens: [B] int64 on the host, the number of tokens of each row in this forward.
-        context_lens: [B] int64 on the host, the number of tokens of each row in the paged cache
-            after this forward. It may be larger than that, because attention masks by position.
-        state_slots: [B] int64, the state slot of each row; 0 is scratch. None for a model without
-            recurrent layers.
-        snapshots: [B, SNAPSHOTS, 2] int64, what a prefill leaves: after how many of
-            the row's tokens in this forward, and in which state slot. Unused entries are 0. None if
-            there are none, as in every decode step.
-        replayed: [B] int64 on the host, how many of each row's last tokens were generated and read
-            before the row was preempted; None if no row has any, and for a model without recurrent
-            layers.
-        hidden: [T, hidden_size], the hidden states of another model that a head reads; None for
-            other models.
-    """
-
-    input_ids: Tensor = token()
-    positions: Tensor = token()
+    input_ids: Tensor = token()  # [T] int64, the tokens
+    positions: Tensor = token()  # [T] int64, the absolute position of each token in its row
+    # [B, N] int64, the blocks of each row in the paged cache, in order. Unused entries are 0, the
+    # scratch block that no row owns.
     block_tables: Tensor = row()
+    # [B] int64 on the host, the number of tokens of each row in this forward.
     query_lens: npt.NDArray[np.int64] = row()
+    # [B] int64 on the host, the number of tokens of each row in the paged cache after this forward.
+    # It may be larger than that, because attention masks by position.
     context_lens: npt.NDArray[np.int64] = row()
+    # [B] int64, the state slot of each row; 0 is scratch. None for a model without recurrent
+    # layers.
     state_slots: Tensor | None = row(optional=True)
+    # [B, SNAPSHOTS, 2] int64, what a prefill leaves: after how many of the row's tokens in this
+    # forward, and in which state slot. Unused entries are 0. None if there are none, as in every
+    # decode step.
     snapshots: Tensor | None = row(optional=True)
+    # [B] int64 on the host, how many of each row's last tokens were generated and read before the
+    # row was preempted; None if no row has any, and for a model without recurrent layers.
     replayed: npt.NDArray[np.int64] | None = row(optional=True)
+    # [T, hidden_size], the hidden states of another model that a head reads; None for other models.
     hidden: Tensor | None = token(optional=True)
 
     @classmethod
@@ -67,7 +60,6 @@ class ModelInputs(Batched):
 
         Args:
             query_lens: [B], the number of tokens of each row.
-            num_blocks: the number of entries in each block table.
             device: the device of the tensors.
             states: whether the rows have state slots.
             snapshots: whether the rows have room for snapshots.

@@ -26,29 +26,20 @@ from batchgen.kernels.layers.linear import ROW_MULTIPLE
 
 
 class ModelOutput(NamedTuple):
-    """What a forward computed.
+    """What a forward computed."""
 
-    Attributes:
-        logits: [R, vocab_size] in the model's dtype, for R of the forward's T tokens.
-        positions: [R] int64, the absolute positions of those R tokens in their rows.
-        hidden: [T, hidden_size], the hidden states of all tokens of the forward, valid until the
-            next forward; None if only those of the R tokens were computed.
-    """
-
-    logits: Tensor
-    positions: Tensor
+    logits: Tensor  # [R, vocab_size] in the model's dtype, for R of the forward's T tokens
+    positions: Tensor  # [R] int64, the absolute positions of those R tokens in their rows
+    # [T, hidden_size], the hidden states of all tokens of the forward, valid until the next
+    # forward; None if only those of the R tokens were computed.
     hidden: Tensor | None = None
 
 
 class PrefillInputs(NamedTuple):
-    """The tokens that a prefill reads.
+    """The tokens that a prefill reads."""
 
-    Attributes:
-        inputs: the tokens of B rows; each row has a chunk of its known tokens.
-        rows: [R] on the host, the indices of the rows whose last token yields logits.
-    """
-
-    inputs: ModelInputs
+    inputs: ModelInputs  # the tokens of B rows; each row has a chunk of its known tokens
+    # [R] on the host, the indices of the rows whose last token yields logits.
     rows: npt.NDArray[np.int64]
 
 
@@ -57,7 +48,6 @@ class ModelRunner:
 
     Args:
         model: the model, on its device and in its dtype.
-        caches: what the model's layers keep.
         block_length: the number of positions in a block of attention, which is causal over blocks
             and full inside a block; 1 is ordinary causal attention. Above 1, a row's tokens in one
             forward must end where a block or the row ends, because a block's tokens do not see
@@ -80,12 +70,8 @@ class ModelRunner:
         return self.caches.states
 
     def scratch_inputs(self, query_lens: npt.NDArray[np.int64], num_blocks: int = 1) -> ModelInputs:
-        """Make rows on scratch that have every input which the model reads.
-
-        Args:
-            query_lens: [B], the number of tokens of each row.
-            num_blocks: the number of entries in each block table.
-        """
+        """Make rows on scratch that have every input which the model reads. `query_lens` is [B],
+        the number of tokens of each row."""
         hidden = None
         if self.model.reads_hidden:
             hidden = torch.zeros(
@@ -97,8 +83,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, shapes: GraphShapes) -> None:
-        """Let batches of these shapes replay CUDA graphs from now on. The largest are captured
-        now, the others while steps run."""
+        """Let batches of these shapes replay CUDA graphs from now on. The largest are captured now,
+        the others while steps run."""
         self._graphs = self._make_graphs(shapes)
         self._graphs.capture()
 
@@ -130,12 +116,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prefill(self, prefill: PrefillInputs, all_hidden: bool = False) -> ModelOutput:
-        """Run a prefill, which fills the caches, and return the logits that end R of its B rows.
-
-        Args:
-            prefill: the tokens of the B rows, and the R rows that yield logits.
-            all_hidden: return the hidden states of all T tokens too.
-        """
+        """Run a prefill, which fills the caches, and return the logits that end R of its B rows."""
         inputs, rows = prefill
         last = self._last_tokens(inputs, rows)
         positions = inputs.positions[last]
@@ -150,13 +131,7 @@ class ModelRunner:
         rows.
 
         The last layer computes only the last tokens of these R rows, unless a column of context
-        scope is written.
-
-        Args:
-            prefill: the tokens of the B rows, and the R rows whose hidden states are wanted.
-
-        Returns:
-            [R, hidden_size], valid until the next forward.
+        scope is written. Returns [R, hidden_size], valid until the next forward.
         """
         inputs, rows = prefill
         last = self._last_tokens(inputs, rows)
@@ -214,10 +189,6 @@ class ModelRunner:
 
         A captured graph pads both to its size. While the size that fits them has no graph of its
         own, both are padded to the same larger size.
-
-        Args:
-            num_rows: the number of rows that must run.
-            width: the number of tokens of each row.
         """
         graphs = self._graphs
         if graphs is None or not graphs.takes_decode(num_rows, width):
@@ -226,11 +197,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
-        """Run a decode step of B rows of W tokens each, without computing logits.
-
-        Returns:
-            The hidden states [B · W, hidden_size], which are valid until the next forward.
-        """
+        """Run a decode step of B rows of W tokens each, without computing logits. Returns the
+        hidden states [B · W, hidden_size], which are valid until the next forward."""
         tokens = len(inputs.input_ids)
         width = tokens // inputs.num_rows
         if self._graphs is not None and self._graphs.takes_decode(inputs.num_rows, width):
@@ -254,15 +222,8 @@ class ModelRunner:
     ) -> tuple[ModelOutput, ModelOutput]:
         """Run a decode step of one token per row and a prefill in one forward.
 
-        The forward reads the weights only once for both.
-
-        Args:
-            decode: the newest tokens of the decoding rows.
-            prefill: the tokens of the rows that are read, and the R rows that yield logits.
-            all_hidden: return the hidden states of all tokens of the prefill too.
-
-        Returns:
-            The output of the decoding rows, and that of the prefill.
+        The forward reads the weights only once for both. Returns the output of the decoding rows,
+        and that of the prefill.
         """
         inputs, rows = prefill
         last = self._last_tokens(inputs, rows)
@@ -294,11 +255,8 @@ class ModelRunner:
         rows: npt.NDArray[np.int64],
     ) -> tuple[Tensor, Tensor]:
         """Run a decode step and a prefill, of which the last layer computes only the last tokens
-        [R] int64 of R rows.
-
-        Returns:
-            The hidden states of the decoding rows, [B, hidden_size], and of these R tokens.
-        """
+        [R] int64 of R rows. Returns the hidden states of the decoding rows, [B, hidden_size], and
+        of these R tokens."""
         count, wanted = len(decode.input_ids), len(rows)
         missing = -(count + wanted) % self._token_multiple
         attention = AttentionMetadata(
@@ -337,10 +295,6 @@ def _last_queries(rows: ModelInputs, missing: int) -> AttentionMetadata:
     that fill up their number.
 
     The last query of a row sees the whole row, so its attention is causal for any block length.
-
-    Args:
-        rows: the R last tokens, as rows of one token each.
-        missing: how many queries to add, each of which sees one token of the scratch block.
     """
     return AttentionMetadata(
         F.pad(rows.positions, (0, missing)),

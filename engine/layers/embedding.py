@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from batchgen.engine.base.shard import Shard
 from batchgen.engine.layers.linear import Linear, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import (
-    ALONE,
     EMBEDDING_LANE,
     Stream,
     TensorParallel,
@@ -28,15 +27,13 @@ class Embedding(nn.Module):
         vocab_size: int,
         hidden_size: int,
         *,
-        parallel: TensorParallel = ALONE,
-        device: torch.device,
-        dtype: torch.dtype,
+        where: Placement,
     ) -> None:
         super().__init__()
-        self._vocab_size, self._parallel = vocab_size, parallel
-        rows = rows_of_rank(vocab_size, parallel)
-        self.weight = empty_parameter(rows, hidden_size, device=device, dtype=dtype)
-        _clear_padding(self.weight, vocab_size, parallel)
+        self._vocab_size, self._parallel = vocab_size, where.parallel
+        rows = rows_of_rank(vocab_size, where.parallel)
+        self.weight = empty_parameter(rows, hidden_size, device=where.device, dtype=where.dtype)
+        _clear_padding(self.weight, vocab_size, where.parallel)
 
     def forward(self, input_ids: Tensor) -> Stream:
         """Look up the vectors [T, hidden_size] of token ids [T] int64."""
@@ -62,16 +59,12 @@ class LogitsLayer(Linear):
         hidden_size: int,
         vocab_size: int,
         *,
-        parallel: TensorParallel = ALONE,
-        device: torch.device,
-        dtype: torch.dtype,
+        where: Placement,
     ) -> None:
-        rows = rows_of_rank(vocab_size, parallel)
-        super().__init__(
-            hidden_size, rows, bias=False, quantisable=False, device=device, dtype=dtype
-        )
-        self._vocab_size, self._parallel = vocab_size, parallel
-        _clear_padding(self.weight, vocab_size, parallel)
+        rows = rows_of_rank(vocab_size, where.parallel)
+        super().__init__(hidden_size, rows, bias=False, quantisable=False, where=where)
+        self._vocab_size, self._parallel = vocab_size, where.parallel
+        _clear_padding(self.weight, vocab_size, where.parallel)
 
     def forward(self, x: Tensor | FP8Rows) -> Tensor:
         """Compute logits [R, vocab_size] from hidden states [R, hidden_size]."""

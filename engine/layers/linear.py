@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.weight_slot import WeightSlot
-from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream, TensorParallel
+from batchgen.engine.parallel.placement import Placement
+from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream
 from batchgen.kernels.fp8.fp8_linear import fp8_linear, fp8_linear_parts
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, scales_shape
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
@@ -76,13 +79,13 @@ class Linear(nn.Module):
         *,
         bias: bool,
         quantisable: bool = True,
-        device: torch.device,
-        dtype: torch.dtype,
+        where: Placement,
     ) -> None:
         super().__init__()
-        self.out_features, self._quantisable, self._dtype = out_features, quantisable, dtype
-        self.weight = empty_parameter(out_features, in_features, device=device, dtype=dtype)
-        self.bias = empty_parameter(out_features, device=device, dtype=dtype) if bias else None
+        self.out_features, self._quantisable, self._dtype = out_features, quantisable, where.dtype
+        make = partial(empty_parameter, device=where.device, dtype=where.dtype)
+        self.weight = make(out_features, in_features)
+        self.bias = make(out_features) if bias else None
         self.scales: nn.Parameter | None = None
         self.form: FP8Format | None = None
         self._most_rows: int | None = MOST_ROWS
@@ -159,17 +162,10 @@ class Float32Linear(Linear):
     in float32.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, *, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            bias=False,
-            quantisable=False,
-            device=device,
-            dtype=dtype if device.type == "cuda" else torch.float32,
-        )
+    def __init__(self, in_features: int, out_features: int, *, where: Placement) -> None:
+        if where.device.type != "cuda":
+            where = replace(where, dtype=torch.float32)
+        super().__init__(in_features, out_features, bias=False, quantisable=False, where=where)
 
     def forward(self, x: Tensor | FP8Rows) -> Tensor:
         """Compute [T, out_features] in float32 from [T, in_features]."""
@@ -194,12 +190,11 @@ class RowParallelLinear(Linear):
         *,
         bias: bool,
         lane: int,
-        parallel: TensorParallel,
-        device: torch.device,
-        dtype: torch.dtype,
+        where: Placement,
     ) -> None:
-        self._shard, self._lane, self._parallel = parallel.shard(1, in_features), lane, parallel
-        super().__init__(self._shard.length, out_features, bias=bias, device=device, dtype=dtype)
+        self._lane, self._parallel = lane, where.parallel
+        self._shard = where.parallel.shard(1, in_features)
+        super().__init__(self._shard.length, out_features, bias=bias, where=where)
 
     def forward(self, x: Tensor | FP8Rows) -> Tensor:
         """Compute this rank's part [T, out_features] of the sum from its features of x."""

@@ -11,6 +11,7 @@ from batchgen.engine.base.shard import Shard
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import Linear, empty_fp8, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.placement import Placement
 from batchgen.kernels.fp8.fp8_linear import fp8_linear
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
@@ -36,13 +37,12 @@ class MergedLinear(Linear):
         parts: Mapping[str, int],
         *,
         bias: bool,
-        device: torch.device,
-        dtype: torch.dtype,
+        where: Placement,
         arrange: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         shards: Mapping[str, Shard] | None = None,
         unquantised: Collection[str] = (),
     ) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias, device=device, dtype=dtype)
+        super().__init__(in_features, sum(parts.values()), bias=bias, where=where)
         self.parts = dict(parts)
         self._arrange = dict(arrange or {})
         self._shards = dict(shards or {})

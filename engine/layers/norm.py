@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream
 from batchgen.kernels.fp8.quantise import (
     BothRows,
@@ -36,8 +37,7 @@ class RMSNorm(nn.Module):
         size: int,
         eps: float,
         *,
-        device: torch.device,
-        dtype: torch.dtype,
+        where: Placement,
         zero_centred: bool = False,
         order: Tensor | None = None,
     ) -> None:
@@ -47,7 +47,7 @@ class RMSNorm(nn.Module):
         self._form: FP8Format | None = None
         self._keeps = False
         self.weight = empty_parameter(
-            size, device=device, dtype=torch.float32 if zero_centred else dtype
+            size, device=where.device, dtype=torch.float32 if zero_centred else where.dtype
         )
 
     def forward(self, x: Tensor) -> Tensor | FP8Rows | BothRows:

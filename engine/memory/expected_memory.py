@@ -30,17 +30,15 @@ def expected_memory(
 ) -> MemoryPlan:
     """Return what `plan_memory` will probably decide once the weights are loaded.
 
-    The division is the same. What differs is the room: on a GPU the work space is measured by
-    running a forward, and here it is estimated; on a CPU the weights are not in memory yet, so they
-    are taken off what is free.
+    The division is the same. What differs is the room: on a GPU the activations are measured by
+    running a forward, and here they are estimated; on a CPU the weights are not in memory yet, so
+    they are taken off what is free. Raises ValueError as `plan_memory` does, and if the weights
+    alone do not fit.
 
     Args:
         uses: the models that will run; their parameters may be on the device `meta`.
         config: the engine's settings for that device.
         gpu_bytes: the memory of the GPU; None for this machine's CPU.
-
-    Raises:
-        ValueError: as `plan_memory`, or the weights alone do not fit.
     """
     weights = weight_bytes(uses)
     if gpu_bytes is None:
@@ -53,18 +51,18 @@ def expected_memory(
                 f"{available_memory() / 2**30:.2f} GiB free"
             )
         return divide_memory(uses, config, Room(int(free * CPU_SHARE) // ranks))
-    work_space = sum(_work_space(use, config) for use in uses)
+    activations = sum(_activation_bytes(use, config) for use in uses)
     usable = int(gpu_bytes * config.gpu_memory_utilization) - _CONTEXT_BYTES
-    if weights + work_space > usable:
+    if weights + activations > usable:
         raise ValueError(
             f"the weights need {weights / 2**30:.2f} GiB and a step about "
-            f"{work_space / 2**30:.2f}, and engine.gpu_memory_utilization leaves "
+            f"{activations / 2**30:.2f}, and engine.gpu_memory_utilization leaves "
             f"{max(usable, 0) / 2**30:.2f} GiB of the GPU: choose a larger GPU or a smaller model"
         )
-    return divide_memory(uses, config, Room(usable - weights - work_space, work_space, gpu_bytes))
+    return divide_memory(uses, config, Room(usable - weights - activations, activations, gpu_bytes))
 
 
-def _work_space(use: ModelUse, config: ResolvedConfig) -> int:
+def _activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     """Estimate the bytes that a step needs besides weights and caches."""
     model, rows = use.model, config.max_num_seqs * max(use.widths)
     activations = config.max_batched_tokens * _ACTIVATIONS * model.hidden_size

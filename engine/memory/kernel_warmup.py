@@ -42,7 +42,6 @@ def compiling_kernels(device: torch.device, plan: Plan) -> Iterator[None]:
     in threads.
 
     Args:
-        device: where the engine will be.
         plan: makes the models that will run, with parameters that have no values, and the engine's
             settings. It is called in another thread, so it must import nothing of a library whose
             modules import each other on demand, such as transformers.
@@ -71,23 +70,19 @@ def _compile(index: int, plan: Plan) -> None:
         except ValueError:  # the user's mistake, of which the engine itself will tell
             return
         with compiling_ahead(min(usable_cores(), _MOST_THREADS), start_thread):
-            rehearse(uses, config)
+            warm_up(uses, config)
     except Exception as error:
         message = f"kernels are compiled one after another, as they are needed: {error}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 @torch.inference_mode()
-def rehearse(uses: Sequence[ModelUse], config: ResolvedConfig) -> None:
+def warm_up(uses: Sequence[ModelUse], config: ResolvedConfig) -> None:
     """Go through the forwards that the engine runs before its first step, without a device.
 
     All launches of kernels are made, so the caller must keep them from running. Of layers that are
-    built alike only one takes part, since the others launch the same kernels.
-
-    Args:
-        uses: the models that run. Their parameters have been made within `Undone` for their device,
-            or are on it.
-        config: the engine's settings.
+    built alike only one takes part, since the others launch the same kernels. The
+    models' parameters have been made within `Undone` for their device, or are on it.
     """
     with Undone(uses[0].model.device):
         for use in uses:
@@ -128,9 +123,6 @@ class Undone(TorchFunctionMode):
 
     Tensors that are made on the device are on `meta` and say that they are on the device. Those
     that were there before take part as if they were so, too.
-
-    Args:
-        device: the GPU, which need not be there.
     """
 
     def __init__(self, device: torch.device) -> None:

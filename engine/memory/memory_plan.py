@@ -1,4 +1,4 @@
-"""The memory plan: how the device's memory is divided between weights, caches and work space."""
+"""The memory plan: how the device's memory is divided between weights, caches and activations."""
 
 from __future__ import annotations
 
@@ -40,31 +40,20 @@ LIBRARY_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How the engine uses its memory. Sizes are in bytes.
+    """How the engine uses its memory, in bytes. The names are those of metrics.json."""
 
-    Attributes:
-        weights: the parameters of all models.
-        work_space: the activations of the largest prefill and of the largest sampling step, and the
-            CUDA graphs. It is 0 on a CPU, where this memory is not reserved.
-        kv_cache: the paged cache of all models, including the planes of columns of context scope.
-        row_states: the states of the rows in flight and their records, for models with recurrent
-            layers.
-        checkpoints: the states that are kept for prefix reuse.
-        num_blocks: the number of blocks in the paged cache, including the scratch block.
-        kv_tokens: the number of tokens that fit into the paged cache.
-        num_checkpoints: the number of states that are kept for prefix reuse.
-        total: the whole memory of the GPU; None for a CPU.
-    """
-
-    weights: int
+    weights: int  # the parameters of all models
+    # The activations of the largest prefill and of the largest sampling step, and the CUDA graphs.
+    # It is 0 on a CPU, where this memory is not reserved.
     work_space: int
-    kv_cache: int
-    num_blocks: int
-    kv_tokens: int
-    total: int | None
+    kv_cache: int  # the paged cache of all models, including the planes of columns of context scope
+    num_blocks: int  # the number of blocks in the paged cache, including the scratch block
+    kv_tokens: int  # the number of tokens that fit into the paged cache
+    total: int | None  # the whole memory of the GPU; None for a CPU
+    # The states of the rows in flight and their records, for models with recurrent layers.
     row_states: int = 0
-    checkpoints: int = 0
-    num_checkpoints: int = 0
+    checkpoints: int = 0  # the states that are kept for prefix reuse
+    num_checkpoints: int = 0  # the number of states that are kept for prefix reuse
 
     def __str__(self) -> str:
         parts = [f"weights {_gib(self.weights)}"]
@@ -79,21 +68,14 @@ class MemoryPlan:
 
 
 class ModelUse(NamedTuple):
-    """A model and how a strategy runs it.
+    """A model and how a strategy runs it."""
 
-    Attributes:
-        model: the model, on its device.
-        widths: every number of tokens per row that a decode forward of this model can have.
-        forward_rows: the most rows that a decode forward has for each row of the batch.
-        columns: the columns of context scope that the model records.
-        all_hidden: the hidden states of all tokens of a prefill are wanted.
-    """
-
-    model: TokenModel
+    model: TokenModel  # the model, on its device
+    # Every number of tokens per row that a decode forward of this model can have.
     widths: tuple[int, ...]
-    forward_rows: int = 1
-    columns: tuple[OutputColumn, ...] = ()
-    all_hidden: bool = False
+    forward_rows: int = 1  # the most rows that a decode forward has for each row of the batch
+    columns: tuple[OutputColumn, ...] = ()  # the columns of context scope that the model records
+    all_hidden: bool = False  # the hidden states of all tokens of a prefill are wanted
 
     def caches(self, sizes: CacheSizes) -> ModelCaches:
         """Allocate the caches of the model's layers on its device."""
@@ -131,15 +113,13 @@ class ModelUse(NamedTuple):
 
 def plan_memory(uses: Sequence[ModelUse], config: ResolvedConfig) -> MemoryPlan:
     """Decide how many blocks and snapshots the caches have: as many as the user asked for, else
-    what the free memory holds, but no more than all rows in flight can fill at full length.
-
-    Args:
-        uses: the models that run. They share one device and one numbering of blocks.
+    what the free memory holds, but no more than all rows in flight can fill at full length. The
+    models share one device and one numbering of blocks.
 
     Raises:
         ValueError: there is no room for the states of all rows in flight, for the snapshots or the
-            cache that the user asked for, for one block, or for one row of `max_model_len`
-            tokens if the user gave that length.
+            cache that the user asked for, for one block, or for one row of `max_model_len` tokens
+            if the user gave that length.
     """
     device, parallel = uses[0].model.device, uses[0].model.parallel
     if device.type == "cpu":
@@ -147,23 +127,17 @@ def plan_memory(uses: Sequence[ModelUse], config: ResolvedConfig) -> MemoryPlan:
         room = int(available_memory() * CPU_SHARE) // parallel.size
         return divide_memory(uses, config, Room(parallel.least(room)))
     total = torch.cuda.get_device_properties(device).total_memory
-    work_space = sum(_work_space(use, config) for use in uses)
-    room = _free_cuda_bytes(device, config) - work_space
-    return divide_memory(uses, config, Room(parallel.least(room), work_space, total))
+    activations = sum(_activation_bytes(use, config) for use in uses)
+    room = _free_cuda_bytes(device, config) - activations
+    return divide_memory(uses, config, Room(parallel.least(room), activations, total))
 
 
 class Room(NamedTuple):
-    """The memory for everything that rows keep, in bytes.
+    """The memory for everything that rows keep, in bytes."""
 
-    Attributes:
-        caches: what the caches may take.
-        work_space: as of `MemoryPlan`.
-        total: as of `MemoryPlan`.
-    """
-
-    caches: int
-    work_space: int = 0
-    total: int | None = None
+    caches: int  # what the caches may take
+    activations: int = 0  # `MemoryPlan.work_space`
+    total: int | None = None  # of the GPU; None for a CPU
 
 
 def divide_memory(uses: Sequence[ModelUse], config: ResolvedConfig, given: Room) -> MemoryPlan:
@@ -195,7 +169,7 @@ def divide_memory(uses: Sequence[ModelUse], config: ResolvedConfig, given: Room)
     num_blocks = _num_blocks(per_block, room, config, advice)
     return MemoryPlan(
         weights=weight_bytes(uses),
-        work_space=given.work_space,
+        work_space=given.activations,
         kv_cache=num_blocks * per_block,
         num_blocks=num_blocks,
         kv_tokens=(num_blocks - 1) * config.block_size,
@@ -227,10 +201,7 @@ def _row_state_bytes(use: ModelUse, config: ResolvedConfig) -> int:
 
 def _num_snapshots(state: int, room: int, config: ResolvedConfig) -> int:
     """Return how many snapshots of `state` bytes are kept for prefix reuse, given `room` bytes.
-
-    Raises:
-        ValueError: the number that the user asked for does not fit.
-    """
+    Raises ValueError if the number that the user asked for does not fit."""
     if not state or not config.prefix_caching:
         return 0
     if config.state_checkpoints is None:
@@ -245,11 +216,8 @@ def _num_snapshots(state: int, room: int, config: ResolvedConfig) -> int:
 
 
 def _num_blocks(per_block: int, room: int, config: ResolvedConfig, advice: str) -> int:
-    """Return how many blocks of `per_block` bytes `room` bytes hold, with the scratch block.
-
-    Raises:
-        ValueError: there are too few; the message ends with the advice.
-    """
+    """Return how many blocks of `per_block` bytes `room` bytes hold, with the scratch block. Raises
+    ValueError if there are too few; the message ends with the advice."""
     most = config.max_num_seqs * config.row_blocks + 1
     if not per_block:  # Without attention, blocks are only counted and need no memory.
         return most
@@ -275,11 +243,10 @@ def _free_cuda_bytes(device: torch.device, config: ResolvedConfig) -> int:
     return free - int(total * (1 - config.gpu_memory_utilization))
 
 
-def _work_space(use: ModelUse, config: ResolvedConfig) -> int:
+def _activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     """Return the bytes that a step needs besides weights and caches: for the larger of prefill and
     decode, measured on the scratch block, for the pool of all CUDA graphs, though most are captured
-    later or never, and for sampling.
-    """
+    later or never, and for sampling."""
     model, width = use.model, max(use.widths)
     runner = scratch_runner(use, config)
     prefill = _peak(model.device, lambda: largest_prefill(runner, use, config))

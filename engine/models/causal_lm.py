@@ -108,24 +108,12 @@ class CausalLM(TokenModel):
         self.skipped_parts: tuple[str, ...] = ()
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
         self.model = Decoder(
-            Embedding(
-                config.vocab_size,
-                config.hidden_size,
-                parallel=parallel,
-                device=device,
-                dtype=dtype,
-            ),
+            Embedding(config.vocab_size, config.hidden_size, where=self.where),
             (self._layer(index) for index in range(config.num_layers)),
             self.make_norm(),
             self.make_rotary(),
         )
-        self.lm_head = LogitsLayer(
-            config.hidden_size,
-            config.vocab_size,
-            parallel=parallel,
-            device=device,
-            dtype=dtype,
-        )
+        self.lm_head = LogitsLayer(config.hidden_size, config.vocab_size, where=self.where)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.count_parameters()

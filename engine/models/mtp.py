@@ -50,7 +50,7 @@ class MTPHead(TokenModel):
         size = target.hidden_size
         self.pre_fc_norm_embedding = target.make_norm()
         self.pre_fc_norm_hidden = target.make_norm()
-        self.fc = Linear(2 * size, size, bias=False, device=self.device, dtype=self.dtype)
+        self.fc = Linear(2 * size, size, bias=False, where=self.where)
         self.layers = nn.ModuleList([layer])
         self.norm = target.make_norm()
         self.count_parameters()

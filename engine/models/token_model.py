@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from batchgen.engine.caches.cache_specs import AttentionSpec, CacheSpec, StateSpec
 from batchgen.engine.caches.forward_context import ForwardContext
 from batchgen.engine.models.packing import pack_layers
+from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 
 
@@ -45,6 +46,11 @@ class TokenModel(nn.Module, ABC):
         self.num_parameters = sum(
             parameter.numel() for name, parameter in found.items() if not name.endswith("scales")
         )
+
+    @property
+    def where(self) -> Placement:
+        """Where the parameters of layers are made."""
+        return Placement(self.device, self.dtype, self.parallel)
 
     @property
     def parameters_per_token(self) -> int:

@@ -29,7 +29,6 @@ class OneShot:
 
     Args:
         memory: uint8, the inboxes of this rank, which are empty and which all ranks share.
-        peers: the addresses of this memory on all ranks.
     """
 
     def __init__(self, memory: Tensor, peers: PeerMemory) -> None:

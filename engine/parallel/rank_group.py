@@ -38,11 +38,7 @@ def serve_store() -> TCPStore:
 
 
 def check_free() -> None:
-    """Check that this process may join a group.
-
-    Raises:
-        ValueError: it is in one.
-    """
+    """Check that this process may join a group. Raises ValueError if it is in one."""
     if dist.is_initialized():
         raise ValueError(
             "this process is one of several ranks already (torch.distributed): close the other LLM "
@@ -59,13 +55,10 @@ class DistributedGroup:
     """The ranks of one model, as `Collectives` describes them. All ranks must make one.
 
     On a CPU, sums are computed in the order of the ranks, so that a row has the same bits wherever
-    it stands in the batch. On GPUs, NCCL sums and gathers; what is small is summed
-    and gathered by kernels that write the other GPUs' memory (`OneShot`).
+    it stands in the batch. On GPUs, NCCL sums and gathers; what is small is summed and gathered by
+    kernels that write the other GPUs' memory (`OneShot`).
 
     Args:
-        rank: the index of this rank.
-        size: the number of ranks.
-        store: where the ranks find each other.
         device: `cuda`, for which rank i takes the i-th visible GPU, or `cpu`.
     """
 
@@ -159,11 +152,7 @@ def leave() -> None:
 
 def end_process(code: int) -> None:
     """End this process at once if it was a rank on a GPU. Then neither NCCL nor a kernel that waits
-    for a rank that is gone can hold up its end. Otherwise this does nothing.
-
-    Args:
-        code: the exit code.
-    """
+    for a rank that is gone can hold up its end. Otherwise this does nothing."""
     if DistributedGroup.had_gpu:
         sys.stdout.flush()
         sys.stderr.flush()

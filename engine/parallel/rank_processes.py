@@ -62,7 +62,6 @@ class RankProcesses:
 
     Args:
         size: the number of ranks, with rank 0, which is this process.
-        recipe: the engine of all ranks.
         device: `cuda` or `cpu`.
 
     Attributes:
@@ -119,11 +118,7 @@ class RankProcesses:
         connection.send(os.getpid())
 
     def send(self, message: object) -> None:
-        """Send an object to all other ranks.
-
-        Raises:
-            OSError: a rank was lost.
-        """
+        """Send an object to all other ranks. Raises OSError if a rank was lost."""
         self._send(pickle.dumps(message))
 
     def _send(self, data: bytes) -> None:
@@ -136,21 +131,14 @@ class RankProcesses:
         return self._reason is not None
 
     def check(self) -> None:
-        """Raise an error if a rank was lost.
-
-        Raises:
-            RuntimeError: a rank was lost; the message says how.
-        """
+        """Raise RuntimeError if a rank was lost; the message says how."""
         if self._reason is not None:
             raise RuntimeError(self._reason)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch that a step ends in time.
-
-        Raises:
-            RuntimeError: a rank was lost before or in the step.
-        """
+        """Watch that a step ends in time. Raises RuntimeError if a rank was lost before or in the
+        step."""
         self.check()
         self._since = time.monotonic()
         with self._explained():
@@ -158,11 +146,8 @@ class RankProcesses:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """End all ranks if rank 0 cannot make its engine.
-
-        Raises:
-            RuntimeError: a rank was lost.
-        """
+        """End all ranks if rank 0 cannot make its engine. Raises RuntimeError if a rank was
+        lost."""
         self._since = float("inf")  # However long it takes, it may.
         try:
             with self._explained():
@@ -267,11 +252,8 @@ class RankProcesses:
 
 
 def _pickled(setup: object) -> bytes:
-    """Make the bytes from which another process makes the same objects.
-
-    Raises:
-        ValueError: that is not possible.
-    """
+    """Make the bytes from which another process makes the same objects. Raises ValueError if that
+    is not possible."""
     try:
         message = pickle.dumps(setup)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -40,29 +40,17 @@ class PendingSum(NamedTuple):
 
     The norm that reads the stream has it added (`RMSNorm.of_stream`), so that few tokens need one
     launch for both.
-
-    Attributes:
-        residual: [T, H], contiguous, the same on all ranks; None stands for zeros.
-        partial: [T, H], contiguous, this rank's part of the sum.
-        lane: as for `TensorParallel.add_sum`.
-        collectives: how the ranks compute together.
     """
 
-    residual: Tensor | None
-    partial: Tensor
-    lane: int
-    collectives: Collectives
+    residual: Tensor | None  # [T, H], contiguous, the same on all ranks; None stands for zeros
+    partial: Tensor  # [T, H], contiguous, this rank's part of the sum
+    lane: int  # as for `TensorParallel.add_sum`
+    collectives: Collectives  # how the ranks compute together
 
     def normed(self, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Add the sum and normalise the result, once.
-
-        Args:
-            weight: [H], of the norm (`rms_norm`).
-            eps: of the norm.
-
-        Returns:
-            The normed stream [T, H] and the stream [T, H] itself, with the same bits on all ranks.
-        """
+        """Add the sum and normalise the result, once. `weight` is [H], of the norm (`rms_norm`).
+        Returns the normed stream [T, H] and the stream [T, H] itself, with the same bits on all
+        ranks."""
         return self.collectives.add_sum_norm(self.residual, self.partial, self.lane, weight, eps)
 
 
@@ -103,8 +91,6 @@ class TensorParallel:
     """The ranks between which the weights of a model are divided, as one of them sees it.
 
     Args:
-        rank: the index of this rank.
-        size: the number of ranks.
         collectives: how the ranks compute together. None with one rank, or where the sizes of a
             rank are wanted and nothing is computed.
     """
@@ -117,15 +103,8 @@ class TensorParallel:
         self._collectives = collectives
 
     def share(self, what: str, number: int) -> int:
-        """Return how many of so many heads, experts or columns each rank has.
-
-        Args:
-            what: their name in the model's configuration, for the error message.
-            number: how many there are in all.
-
-        Raises:
-            ValueError: the ranks cannot have equally many.
-        """
+        """Return how many of a `number` of heads, experts or columns each rank has; `what` is their
+        name in the model's configuration. Raises ValueError if it does not divide."""
         if number % self.size:
             raise ValueError(
                 f"tensor_parallel={self.size} does not divide the model's {what} {number}: choose "
@@ -136,10 +115,8 @@ class TensorParallel:
     def kv_heads(self, number: int) -> tuple[int, int]:
         """Return the first key head of this rank and the one past its last.
 
-        Where there are fewer heads than ranks, several ranks have the same head.
-
-        Raises:
-            ValueError: neither number divides the other.
+        Where there are fewer heads than ranks, several ranks have the same head. Raises ValueError
+        if neither number divides the other.
         """
         if number >= self.size:
             own = self.share("num_key_value_heads", number)
@@ -188,8 +165,8 @@ class TensorParallel:
         return value if self._collectives is None else self._collectives.least(value)
 
     def agree(self, value: T) -> T:
-        """Return what rank 0 gives. Whatever depends on clocks or memory goes through this, so
-        that all ranks do the same."""
+        """Return what rank 0 gives. Whatever depends on clocks or memory goes through this, so that
+        all ranks do the same."""
         if self._collectives is None:
             return value
         agreed: T = self._collectives.agree(value)

@@ -23,7 +23,6 @@ class CompileQueue:
         compiler: compiles for this tokenizer and vocabulary. If it is None, the queue makes one
             when the first row comes, and then owns it.
         tokenizer: the tokenizer of the model. It may be None only if no row has a constraint.
-        vocab_size: the width V of the logits.
         special_ids: as for `GrammarCompiler`.
     """
 
@@ -46,11 +45,8 @@ class CompileQueue:
 
     def add(self, seq: Sequence) -> None:
         """Start to compile the constraint of a row, which must have one, and let the row wait.
-
-        Raises:
-            ConstraintError: constraints do not work with the tokenizer or the installed xgrammar.
-                The row does not wait then.
-        """
+        Raises ConstraintError if constraints do not work with the tokenizer or the installed
+        xgrammar. The row does not wait then."""
         assert seq.params.constraint is not None
         if self._compiler is None:
             assert self._tokenizer is not None, "constraints need a tokenizer"
@@ -79,14 +75,10 @@ class CompileQueue:
 
     def take_one(self, request_id: str, error: str | None) -> Sequence:
         """Remove a row whose constraint another rank has compiled, wait until it is compiled here,
-        and give it its matcher.
+        and give it its matcher. Raises RuntimeError if the constraint cannot be compiled here.
 
         Args:
-            request_id: the row's request.
             error: why the row cannot be followed, as the other rank says; None if it can.
-
-        Raises:
-            RuntimeError: the constraint cannot be compiled here.
         """
         seq, future = self._waiting.pop(request_id)
         if error is not None:
@@ -99,8 +91,7 @@ class CompileQueue:
 
     def close(self) -> None:
         """Forget all rows, and close the compiler if the queue made it. One that was given to the
-        queue is left to its owner. Does not wait for anything, and may be called again.
-        """
+        queue is left to its owner. Does not wait for anything, and may be called again."""
         self._waiting.clear()
         if self._owns_compiler and self._compiler is not None:
             self._compiler.close()

@@ -21,7 +21,6 @@ class ContextReader:
     Args:
         planes: maps the name of each column that rows may ask for to its plane in the paged cache,
             [num_blocks, block_size, *tail].
-        block_size: the number of tokens in one block.
     """
 
     def __init__(self, planes: Mapping[str, Tensor], block_size: int) -> None:

@@ -18,19 +18,15 @@ from batchgen.kernels.sampling.token_mask import TokenMask
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """The rows of a batch that have a constraint, and so a matcher that tells which tokens may
-    come next.
+    """The rows of a batch that have a constraint, and so a matcher that tells which tokens may come
+    next.
 
     A matcher stands behind the newest token that the host has read. The masks of a step can be
     filled only when the step before it was read; the device runs the forward meanwhile.
-
-    Attributes:
-        num_rows: B, the number of rows of the batch.
-        seqs: the constrained rows, by their index in the batch.
     """
 
-    num_rows: int
-    seqs: dict[int, Sequence]
+    num_rows: int  # B, the number of rows of the batch
+    seqs: dict[int, Sequence]  # the constrained rows, by their index in the batch
 
     @classmethod
     def of(cls, seqs: Collection[Sequence]) -> Guide | None:
@@ -47,11 +43,8 @@ class Guide:
                 yield row, seq.matcher
 
     def mask(self, logits: Tensor) -> TokenMask:
-        """The mask of what each row may take next.
-
-        Args:
-            logits: [B, V], the logits that the mask is for. Their values are not read.
-        """
+        """The mask of what each row may take next. `logits` is [B, V], the logits that the mask is
+        for. Their values are not read."""
         masks = MaskBuilder(logits)
         rows = dict(self.matchers)
         masks.allow(list(rows), list(rows.values()))
@@ -88,11 +81,8 @@ class Guide:
 
     def forced(self, most: int) -> npt.NDArray[np.int64] | None:
         """The tokens that must come next because the constraint leaves no choice, at most `most`
-        for each row. Matchers are left as they stood after the last commit.
-
-        Returns:
-            [B, most], in each row its forced tokens and then -1; None if no row has any.
-        """
+        for each row. Matchers are left as they stood after the last commit. Returns [B, most], in
+        each row its forced tokens and then -1; None if no row has any."""
         tokens = np.full((self.num_rows, most), -1, np.int64)
         for row, matcher in self.matchers:
             forced = matcher.forced(most)
@@ -103,11 +93,8 @@ class Guide:
 
 class MaskBuilder:
     """Collects what rows of logits may take into one mask. It writes to pinned memory, which a GPU
-    copies from while the host goes on. Rows that are never named may take anything.
-
-    Args:
-        logits: [R, V], the logits that the mask is for. Only their shape and device are used.
-    """
+    copies from while the host goes on. Rows that are never named may take anything. `logits` is [R,
+    V], the logits that the mask is for. Only their shape and device are used."""
 
     def __init__(self, logits: Tensor) -> None:
         rows, vocab_size = logits.shape
@@ -122,11 +109,7 @@ class MaskBuilder:
         fill_all(matchers, self._more(rows), range(len(rows)))
 
     def allow_only(self, token_ids: Mapping[int, int]) -> None:
-        """Let rows of the logits take a single token each.
-
-        Args:
-            token_ids: the token of each row, by the index of the row.
-        """
+        """Let rows of the logits take a single token each."""
         bits = self._more(list(token_ids)).zero_().numpy().view(np.uint32)
         ids = np.array(list(token_ids.values()), np.uint32)
         bits[np.arange(len(ids)), ids // 32] = np.uint32(1) << ids % 32

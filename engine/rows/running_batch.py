@@ -34,10 +34,6 @@ class RunningBatch:
     they joined, until their last step is launched. Those that leave before that stay there until a
     batch says which ones to keep.
 
-    Args:
-        capacity: C, the most rows that run at once.
-        counts: the names of the strategy's row counts (`RowCount`).
-
     Attributes:
         num_committed: how many generated tokens were committed since the start, of all rows.
         totals: the sum of each count over all rows since the start, by its name.
@@ -139,11 +135,8 @@ class RunningBatch:
 
     def join(self, seqs: Rows[Sequence]) -> npt.NDArray[np.int64] | None:
         """Let rows whose prefill is complete stand behind those in `order`, and drop those that
-        have left, as the `StepInputs` must.
-
-        Returns:
-            The ascending indices in `order` of the rows that stayed; None if all did.
-        """
+        have left, as the `StepInputs` must. Returns the ascending indices in `order` of the rows
+        that stayed; None if all did."""
         present = self.present()
         keep = None if present.all() else np.flatnonzero(present)
         stay = self.order if keep is None else self.order[keep]
@@ -168,8 +161,8 @@ class RunningBatch:
         return Guide(len(slots), {row: self[slots[row]] for row in rows}) if rows else None
 
     def remove(self, seq: Sequence) -> None:
-        """Free the slot of a row, and move its last committed tokens, its counts and the number
-        of tokens that the models have read to its Sequence."""
+        """Free the slot of a row, and move its last committed tokens, its counts and the number of
+        tokens that the models have read to its Sequence."""
         slot = seq.batch_slot
         assert slot is not None and self._seqs[slot] is seq
         self._logs.flush(slot, seq)
@@ -192,18 +185,16 @@ class RunningBatch:
     def commit(
         self, slots: BatchSlots, epochs: npt.NDArray[np.int64], step: HostOutput
     ) -> list[Sequence]:
-        """Commit the tokens of a step, and end the rows that it brought to a stop, to their
-        length, to a conflict with their constraint or to broken logits.
+        """Commit the tokens of a step, and end the rows that it brought to a stop, to their length,
+        to a conflict with their constraint or to broken logits.
 
         Tokens behind a row's first stop are dropped with their columns and counts, and so is all
-        that the step yielded for rows that left since it was launched.
+        that the step yielded for rows that left since it was launched. Returns the rows that ended.
+        They keep their slots until `remove`.
 
         Args:
             slots: [B], the batch slots of the step's rows.
             epochs: [B], the epochs of those slots when the step was launched.
-
-        Returns:
-            The rows that ended. They keep their slots until `remove`.
         """
         index = np.flatnonzero(self.epochs[slots] == epochs)
         slots = slots[index]

@@ -24,54 +24,40 @@ class Snapshot(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:
     """B rows that each read a chunk of their known tokens, either for the first time or again after
-    a preemption.
-
-    Attributes:
-        starts: for each row, the position of the first token of its chunk.
-        lengths: for each row, the number of tokens of its chunk.
-        completing: the indices in `seqs` of the rows whose prefill ends with this chunk. They join
-            the decoding rows in this order.
-        batch_slots: int64, of those completing rows whose prefill yields a token.
-        epochs: int64, the epochs of these slots.
-        keep: int64, which of the rows that the strategy's `StepInputs` hold stay, as ascending
-            indices among them. None if all stay, or if no row completes.
-        snapshots: what this prefill leaves for the prefix cache, with recurrent layers.
-    """
+    a preemption."""
 
     seqs: list[Sequence]
-    starts: list[int]
-    lengths: list[int]
+    starts: list[int]  # for each row, the position of the first token of its chunk
+    lengths: list[int]  # for each row, the number of tokens of its chunk
+    # The indices in `seqs` of the rows whose prefill ends with this chunk. They join the decoding
+    # rows in this order.
     completing: list[int]
-    batch_slots: BatchSlots
-    epochs: npt.NDArray[np.int64]
+    batch_slots: BatchSlots  # int64, of those completing rows whose prefill yields a token
+    epochs: npt.NDArray[np.int64]  # int64, the epochs of these slots
+    # int64, which of the rows that the strategy's `StepInputs` hold stay, as ascending indices
+    # among them. None if all stay, or if no row completes.
     keep: npt.NDArray[np.int64] | None
+    # What this prefill leaves for the prefix cache, with recurrent layers.
     snapshots: list[Snapshot] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """The B rows that decode in this step, in the order in which they joined.
+    """The B rows that decode in this step, in the order in which they joined."""
 
-    Attributes:
-        batch_slots: [B], their slots in the `RunningBatch`.
-        epochs: [B], the epochs of these slots.
-        keep: [B], where each of them stands among the rows that the strategy's `StepInputs` hold,
-            ascending; the others are dropped. None if all stay.
-        new_blocks: (row, index in its block table, block number) for each block of the paged cache
-            that was reserved for this step.
-        width: W, the number of tokens of each row in the forward.
-        context_lens: [B], the number of tokens of each row in the paged cache after the forward, or
-            a bound above that.
-        guide: the guide of the constrained rows; None if there are none.
-    """
-
-    batch_slots: BatchSlots
-    epochs: npt.NDArray[np.int64]
+    batch_slots: BatchSlots  # [B], their slots in the `RunningBatch`
+    epochs: npt.NDArray[np.int64]  # [B], the epochs of these slots
+    # [B], where each of them stands among the rows that the strategy's `StepInputs` hold,
+    # ascending; the others are dropped. None if all stay.
     keep: npt.NDArray[np.int64] | None
+    # (row, index in its block table, block number) for each block of the paged cache that was
+    # reserved for this step.
     new_blocks: list[tuple[int, int, int]]
-    width: int
+    width: int  # W, the number of tokens of each row in the forward
+    # [B], the number of tokens of each row in the paged cache after the forward, or a bound above
+    # that.
     context_lens: npt.NDArray[np.int64]
-    guide: Guide | None = None
+    guide: Guide | None = None  # the guide of the constrained rows; None if there are none
 
     @property
     def num_rows(self) -> int:

@@ -26,12 +26,9 @@ class ColumnBuffer:
         self._length = 0
 
     def extend(self, rows: npt.NDArray[Any]) -> None:
-        """Append the values of n tokens.
-
-        Args:
-            rows: [n, *tail]. The tail may be larger than the column's, because a batch's tensors
-                are as wide as the widest row asks for; the excess is cut off.
-        """
+        """Append the values of n tokens. `rows` is [n, *tail]. The tail may be larger than the
+        column's, because a batch's tensors are as wide as the widest row asks for; the excess is
+        cut off."""
         end = self._length + len(rows)
         if end > len(self._data):
             grown = np.empty(

@@ -62,24 +62,19 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 @dataclass
 class StopRule:
-    """What ends one row, and the text of the row so far if it has stop strings.
+    """What ends one row, and the text of the row so far if it has stop strings."""
 
-    Attributes:
-        stop_ids: the token ids that end the row; the value says what stopped it, for the output.
-        strings: the stop strings. If there are any, `decoder` must not be None.
-        min_new_tokens: the row stops only when it has this many generated tokens, the last one
-            included.
-        max_new_tokens: the most tokens that the row can generate. The length of the model is
-            already taken into account.
-        decoder: makes the text that is searched for stop strings; None if there are none.
-        text_before_stop: the text before the stop string that ended the row; None until one has.
-    """
-
+    # The token ids that end the row; the value says what stopped it, for the output.
     stop_ids: Mapping[int, str]
-    strings: tuple[str, ...]
+    strings: tuple[str, ...]  # the stop strings. If there are any, `decoder` must not be None.
+    # The row stops only when it has this many generated tokens, the last one included.
     min_new_tokens: int
+    # The most tokens that the row can generate. The length of the model is already taken into
+    # account.
     max_new_tokens: int
+    # Makes the text that is searched for stop strings; None if there are none.
     decoder: IncrementalDecoder | None = None
+    # The text before the stop string that ended the row; None until one has.
     text_before_stop: str | None = None
 
     @property
@@ -91,15 +86,10 @@ class StopRule:
     def find_string(self, token_ids: Iterable[int], num_generated: int) -> tuple[int, str] | None:
         """Find the first stop string that is completed by one of the row's new tokens.
 
-        Args:
-            token_ids: the new tokens. The decoder takes them, up to the one that completes a stop
-                string.
-            num_generated: how many tokens the row generated before them.
-
         Returns:
-            how many of the new tokens are kept, the completing one included, and the string. If
-            one token completes several strings, it is the one that starts first. None if no string
-            is found.
+            how many of the new tokens are kept, the completing one included, and the string. If one
+            token completes several strings, it is the one that starts first. None if no string is
+            found.
         """
         assert self.decoder is not None
         for count, token_id in enumerate(token_ids, start=1):

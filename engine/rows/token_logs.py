@@ -37,7 +37,6 @@ class TokenLogs:
         """Append the first `counts` [R] tokens of R rows of a step, with their columns.
 
         Args:
-            seqs: the row at each of the C slots, which gets the log if that would overflow.
             slots: [R], the slots of the rows.
             index: [R], the rows' indices in the step.
         """

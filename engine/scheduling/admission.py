@@ -76,8 +76,8 @@ class Admission:
         self.lengths = LengthPredictor()
 
     def will_fit(self, seq: Sequence, running: RunningBatch, chunk_tokens: int) -> bool:
-        """Whether the cache will hold the running rows and this one until they end, judged by
-        their predicted lengths; `chunk_tokens` as in `BatchLimits`."""
+        """Whether the cache will hold the running rows and this one until they end, judged by their
+        predicted lengths; `chunk_tokens` as in `BatchLimits`."""
         if not len(running):
             return True
         slots = np.flatnonzero(running.occupied)

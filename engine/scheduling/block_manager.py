@@ -15,21 +15,17 @@ from batchgen.engine.rows.sequence import Sequence
 
 
 class Prefix(NamedTuple):
-    """The part of a row's tokens that the prefix cache already holds.
+    """The part of a row's tokens that the prefix cache already holds."""
 
-    Attributes:
-        blocks: the published blocks of the longest prefix that the row can start from.
-        snapshot: the state slot of the snapshot after that prefix; None for models without
-            recurrent layers, and if no prefix was found.
-        is_pending: the batch that is being planned leaves a snapshot after a longer prefix, so the
-            row should wait for the next batch.
-        branch_tokens: the number of tokens in all published blocks of the row's beginning, if no
-            snapshot stands after the last of them; otherwise 0. The row should leave one there.
-    """
-
-    blocks: list[int]
+    blocks: list[int]  # the published blocks of the longest prefix that the row can start from
+    # The state slot of the snapshot after that prefix; None for models without recurrent layers,
+    # and if no prefix was found.
     snapshot: int | None = None
+    # The batch that is being planned leaves a snapshot after a longer prefix, so the row should
+    # wait for the next batch.
     is_pending: bool = False
+    # The number of tokens in all published blocks of the row's beginning, if no snapshot stands
+    # after the last of them; otherwise 0. The row should leave one there.
     branch_tokens: int = 0
 
 
@@ -46,11 +42,8 @@ class BlockManager:
     prompt departs from an earlier one.
 
     Args:
-        num_blocks: the number of blocks in the paged cache, including the scratch block.
-        block_size: the number of tokens in one block.
         prefix_caching: whether blocks are published and shared.
         states: the state slots; None for models without recurrent layers.
-        state_multiple: a snapshot is only of a number of tokens that is a multiple of this.
         tokens_ahead: what some model keeps of a token depends on this many tokens behind it. A
             block is then shared only by rows that have these tokens in common as well.
     """
@@ -118,11 +111,7 @@ class BlockManager:
         return Prefix(blocks) if self.states is None else self._with_state(blocks, digests)
 
     def _with_state(self, blocks: list[int], digests: list[bytes]) -> Prefix:
-        """Cut a prefix of published blocks back to the last one after which a snapshot stands.
-
-        Args:
-            digests: the hashes of the row's full blocks, at least as many as `blocks`.
-        """
+        """Cut a prefix of published blocks back to the last one after which a snapshot stands."""
         assert self.states is not None
         step = self._snapshot_blocks
         longest = len(blocks) // step * step
@@ -139,12 +128,10 @@ class BlockManager:
     def admit(self, seq: Sequence, headroom: int) -> bool:
         """Give a row that owns no blocks those that its known tokens need, sharing cached prefixes.
 
-        On success it also has a state slot, if the model has states, and
-        `seq.num_computed_tokens` counts the tokens that were found in the cache.
-
-        Returns:
-            False, with nothing changed, if fewer than `headroom` blocks would stay free, or if the
-            row can start from a longer prefix one batch later.
+        On success it also has a state slot, if the model has states, and `seq.num_computed_tokens`
+        counts the tokens that were found in the cache. Returns False, with nothing changed, if
+        fewer than `headroom` blocks would stay free, or if the row can start from a longer prefix
+        one batch later.
         """
         assert not seq.block_table and not seq.num_computed_tokens
         prefix = self.find_prefix(seq)
@@ -167,12 +154,8 @@ class BlockManager:
 
     def snapshots(self, seq: Sequence, start: int, end: int) -> list[tuple[int, int]]:
         """Reserve the snapshots that a prefill of the row's tokens from `start` to `end` leaves.
-        Nobody finds them until `publish_snapshots`.
-
-        Returns:
-            A pair for each snapshot: the number of the row's tokens that its state has read, and
-            its state slot.
-        """
+        Nobody finds them until `publish_snapshots`. Returns a pair for each snapshot: the number of
+        the row's tokens that its state has read, and its state slot."""
         if self.states is None or not self.prefix_caching:
             return []
         step = self._snapshot_blocks * self.block_size
@@ -188,11 +171,8 @@ class BlockManager:
         return found
 
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
-        """Extend the row's block table until it holds `num_tokens` tokens.
-
-        Returns:
-            False, with nothing changed, if too few blocks are free.
-        """
+        """Extend the row's block table until it holds `num_tokens` tokens. Returns False, with
+        nothing changed, if too few blocks are free."""
         new = self.blocks_for(num_tokens) - len(seq.block_table)
         if new > self.num_free:
             return False
@@ -281,11 +261,7 @@ class BlockManager:
         return hashes[:num_blocks]
 
     def check_integrity(self, seqs: Iterable[Sequence]) -> None:
-        """Assert that owner counts, free blocks and published hashes agree.
-
-        Args:
-            seqs: every row that owns blocks.
-        """
+        """Assert that owner counts, free blocks and published hashes agree."""
         seqs = list(seqs)
         owned = Counter(block for seq in seqs for block in seq.block_table)
         assert 0 not in owned, "a row owns the scratch block"

@@ -42,16 +42,12 @@ class Pacing:
         """How many KV slots each of B rows needs for its next forward, earlier tokens included.
 
         By default the forward reads the newest token, which is not in the cache yet, and width - 1
-        tokens after it.
+        tokens after it. Returns [B], at most `most_cache_tokens(max_tokens)`.
 
         Args:
             num_tokens: [B], the number of committed tokens of each row.
             pending: [B], the most tokens that the launched steps which are not read yet can yield.
-            width: how many tokens each row reads in the next forward.
             max_tokens: [B], the most prompt and output tokens that each row can have.
-
-        Returns:
-            [B], at most `most_cache_tokens(max_tokens)`.
         """
         tokens: Ints = np.minimum(num_tokens - 1 + pending + width, max_tokens)
         return tokens

@@ -19,15 +19,12 @@ from batchgen.engine.rows.sequence import Sequence
 def prefill_inputs(batch: PrefillBatch, device: torch.device, states: bool) -> PrefillInputs | None:
     """Make the inputs of a scheduled prefill's forward.
 
-    Rows without tokens to compute, which the prefix cache has whole, are left out.
+    Rows without tokens to compute, which the prefix cache has whole, are left out. Returns the
+    tokens, and which rows yield one; None if no row has tokens to compute.
 
     Args:
-        batch: the prefill as the scheduler planned it.
         device: the model's device.
         states: whether the model has recurrent layers.
-
-    Returns:
-        The tokens, and which rows yield one; None if no row has tokens to compute.
     """
     chosen = np.flatnonzero(batch.lengths)
     if not len(chosen):

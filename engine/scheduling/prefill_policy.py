@@ -25,23 +25,17 @@ their prompts have."""
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """The sizes that bound batches.
+    """The sizes that bound batches."""
 
-    Attributes:
-        max_num_seqs: the most rows that are prefilled or decode at once.
-        max_batched_tokens: the most tokens of a prefill batch, with those of decoding rows that
-            take part in it.
-        chunk_tokens: the most tokens of a chunk that is read beside decoding rows because few rows
-            can start. With 0, prompts are only prefilled alone.
-        chunk_rows: the most rows of such a chunk.
-        alone_tokens: the most tokens of a prefill, other than such a chunk, in which decoding rows
-            do not take part, because a CUDA graph holds it alone.
-    """
-
-    max_num_seqs: int
+    max_num_seqs: int  # the most rows that are prefilled or decode at once
+    # The most tokens of a prefill batch, with those of decoding rows that take part in it.
     max_batched_tokens: int
+    # The most tokens of a chunk that is read beside decoding rows because few rows can start. With
+    # 0, prompts are only prefilled alone.
     chunk_tokens: int
-    chunk_rows: int
+    chunk_rows: int  # the most rows of such a chunk
+    # The most tokens of a prefill, other than such a chunk, in which decoding rows do not take
+    # part, because a CUDA graph holds it alone.
     alone_tokens: int
 
 
@@ -82,11 +76,7 @@ def choose_prefill(
 
     If few rows can start, their prompts are read in small chunks beside the decoding rows. If many
     can, they are read in batches as large as allowed, in which decoding rows take part if no CUDA
-    graph holds them.
-
-    Args:
-        staying: [B] bool, which rows of `running.order` have to decode on.
-        width: the number of tokens that each of them reads in the next decode step.
+    graph holds them. `staying` is [B] bool, which rows of `running.order` have to decode on.
     """
     decoding = int(staying.sum())
     # Prompts are read only beside rows of one token. A step with drafts has enough tokens of its
@@ -168,15 +158,12 @@ def longest_first(waiting: abc.Iterable[Sequence]) -> list[Sequence]:
 def check_chunk_sizes(
     max_batched_tokens: int | None, chunk_tokens: int | None, multiple: int
 ) -> None:
-    """Refuse sizes of prefills with which a row that is cut could never go on.
+    """Refuse sizes of prefills with which a row that is cut could never go on. Raises ValueError if
+    a size is less than the multiple.
 
     Args:
         max_batched_tokens, chunk_tokens: the most tokens of a prefill alone, and beside decoding
             rows. None and 0 are fine: nobody asked for a size, or nothing is read beside rows.
-        multiple: rows are cut only at multiples of this many tokens.
-
-    Raises:
-        ValueError: a size is less than the multiple.
     """
     sizes = {"max_batched_tokens": max_batched_tokens, "chunk_tokens": chunk_tokens}
     for name, tokens in sizes.items():

@@ -46,15 +46,12 @@ class Scheduler:
     its next tokens step by step. If the cache cannot hold all rows after all, the row that joined
     last gives its blocks back and waits to be computed again. The row that joined first is never
     preempted while others run, and each row alone fits the cache (`Requests` refuses those that do
-    not), so something always advances.
+    not), so something always advances. Raises ValueError if max_batched_tokens, or chunk_tokens if
+    it is not 0, is less than the smallest chunk.
 
     Args:
-        block_manager: hands out the blocks of the paged cache and the state slots.
-        limits: the sizes that bound batches.
-        pacing: how many tokens rows read and yield in a step.
         chunk_multiple: every chunk of a prefill but a row's last has a multiple of this many
             tokens, and of `pacing.prefill_multiple`.
-        counts: the names of the strategy's row counts.
         before_free: called with each row that ends or is preempted, while it still owns its blocks.
 
     Attributes:
@@ -62,10 +59,6 @@ class Scheduler:
         running: the rows that own blocks of the cache.
         num_preemptions: how often a row was preempted.
         num_cached_tokens: how many tokens admitted rows found in the prefix cache.
-
-    Raises:
-        ValueError: max_batched_tokens, or chunk_tokens if it is not 0, is less than the smallest
-            chunk.
     """
 
     def __init__(
@@ -125,10 +118,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """Plan the next batch, which the caller must launch before it calls anything else here.
-
-        Returns:
-            The batch, or None if there is nothing to run until the launched steps are read.
-        """
+        Returns the batch, or None if there is nothing to run until the launched steps are read."""
         self.block_manager.publish_snapshots()
         candidates, staying = self._candidates(), self._staying()
         if is_last_wave(candidates, self.running):
@@ -218,11 +208,8 @@ class Scheduler:
         return seq
 
     def _decode_batch(self, width: int) -> DecodeBatch | None:
-        """Plan a decode batch of `width` tokens a row and reserve the blocks that it needs.
-
-        Returns:
-            The batch, or None if no row can decode before the launched steps are read.
-        """
+        """Plan a decode batch of `width` tokens a row and reserve the blocks that it needs. Returns
+        the batch, or None if no row can decode before the launched steps are read."""
         running = self.running
         keep = np.flatnonzero(self._staying())
         slots = running.order[keep]
@@ -250,11 +237,8 @@ class Scheduler:
         self, slots: BatchSlots, needed: npt.NDArray[np.int64]
     ) -> tuple[int, list[tuple[int, int, int]]]:
         """Reserve blocks so that the rows at these slots [R] have room for `needed` [R] tokens. If
-        the cache is full, rows are preempted, the one that joined last first.
-
-        Returns:
-            How many of the rows remain, the first ones, and `DecodeBatch.new_blocks` for them.
-        """
+        the cache is full, rows are preempted, the one that joined last first. Returns how many of
+        the rows remain, the first ones, and `DecodeBatch.new_blocks` for them."""
         manager, reserved = self.block_manager, self.running.reserved
         new_blocks: list[tuple[int, int, int]] = []
         count = len(slots)
@@ -312,15 +296,11 @@ class Scheduler:
         self.block_manager.free(seq)
 
     def update(self, batch: PrefillBatch | DecodeBatch, step: HostOutput) -> list[Sequence]:
-        """Commit what a step produced, and free what the rows own that it ends.
+        """Commit what a step produced, and free what the rows own that it ends. Returns the rows
+        that ended.
 
         Args:
-            batch: the oldest batch that was launched and whose results were not taken in yet, or
-                the prefill or decode part of a mixed one.
             step: what it produced, with a row for each of `batch.batch_slots`.
-
-        Returns:
-            The rows that ended.
         """
         finished = self.running.commit(batch.batch_slots, batch.epochs, step)
         for seq in finished:

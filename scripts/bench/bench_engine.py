@@ -22,39 +22,20 @@ mode writes its figures with `--json PATH`.
 from __future__ import annotations
 
 import argparse
-import cProfile
-import json
-import pstats
-import random
-import sys
 import threading
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import decoding
-import tensor_parallel
 import torch
 import triton
-from engine_runs import Bench, Run
 from measuring import DEVICE, Mode, Rates, commas, measure_rates, process_age, run_mode
-from routing import ROUTINGS, run_rows
-from workloads import MODELS, WORKLOADS, dummy_model
+from modes import constraint, cpu, dllm, host, speculation, tensor_parallel
+from modes.engine_runs import Bench, Run
+from modes.routing import ROUTINGS
+from workloads import MODELS, WORKLOADS
 
 from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import StepOutput
-from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
-from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.rows.guide import Guide
-from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.engine.step_inputs import JoiningRows
-from batchgen.strategies.ar.strategy import ARStrategy
-
-sys.path.append(str(Path(__file__).parents[1] / "check"))
-from real_rows import MODEL, chat_ids, read_texts
 
 PEERS: dict[tuple[str, str], dict[str, float]] = {
     ("qwen3-0.6b", "mixed"): {"vLLM 0.23.0": 7.6, "lmdeploy 0.18.0": 10.2},
@@ -271,179 +252,15 @@ def run_start_up(options: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-class FreeStrategy(ARStrategy):
-    """Gives every row the same token, without looking at logits."""
-
-    def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
-        return self.decide(output, None)
-
-    def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
-        rows = len(output.positions)
-        return StepOutput(
-            torch.ones(rows, dtype=torch.int32),
-            torch.full((rows, 1), 7),
-            torch.zeros(rows, dtype=torch.bool),
-            {"logprobs": torch.zeros(rows, 1)},
-        )
-
-
-class FreeRunner(ModelRunner):
-    """Runs no forward and returns empty logits."""
-
-    def decode(self, inputs: ModelInputs) -> ModelOutput:
-        return ModelOutput(torch.empty(0), inputs.positions)
-
-    def prefill(self, prefill: PrefillInputs, all_hidden: bool = False) -> ModelOutput:
-        last = self._last_tokens(prefill.inputs, prefill.rows)
-        return ModelOutput(torch.empty(0), prefill.inputs.positions[last])
-
-    def mixed(
-        self, decode: ModelInputs, prefill: PrefillInputs, all_hidden: bool = False
-    ) -> tuple[ModelOutput, ModelOutput]:
-        return self.decode(decode), self.prefill(prefill)
-
-
-def add_host_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=int, default=800)
-    parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--chunk-tokens", type=int, default=0)
-    parser.add_argument("--profile", action="store_true", help="print where the time goes")
-
-
-def run_host(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time what the host does in a step, on a CPU: forwards and draws are skipped.
-
-    Scheduling, block tables, the batch's rows, stops and columns are those of the engine. Rows have
-    60 to 140 prompt tokens and generate 60 to 256 tokens with log-probabilities.
-    """
-    torch.set_num_threads(1)
-    config = EngineConfig(
-        max_num_seqs=options.max_num_seqs,
-        max_batched_tokens=8192,
-        chunk_tokens=options.chunk_tokens,
-        kv_cache_gib=1,
-        overlap=True,
-    )
-    model = dummy_model("tiny", torch.device("cpu"))
-    with mock.patch("batchgen.engine.llm_engine.ModelRunner", FreeRunner):
-        engine = LLMEngine(model, None, (), FreeStrategy(), config)
-    draws, rows, steps = random.Random(0), [], list[int]()
-    for seed in range(options.rows):
-        prompt = [draws.randrange(engine.vocab_size) for _ in range(draws.randint(60, 140))]
-        length = draws.randint(60, 256)
-        params = SamplingParams(
-            temperature=0.7, top_p=0.9, max_new_tokens=length, seed=seed, logprobs=True
-        )
-        rows.append((prompt, params))
-    profile = cProfile.Profile()
-    if options.profile:
-        profile.enable()
-    seconds, _ = run_rows(engine, rows, steps.append)
-    if options.profile:
-        profile.disable()
-        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
-    stats, each = engine.stats, seconds / len(steps) * 1e3
-    mean_rows = stats.decode_rows / stats.decode_steps
-    print(
-        f"{len(steps)} steps, {each:.2f} ms each; {stats.prefill_steps} with a "
-        f"prefill, mean decode batch {mean_rows:.0f}"
-    )
-    return [{"steps": len(steps), "ms_per_step": each, "mean_decode_batch": mean_rows}]
-
-
-def transformers_answers(
-    model: Any, prompts: list[list[int]], new_tokens: int, batch_size: int, eos: int
-) -> list[list[int]]:
-    """Generate with left padding, as the documentation of transformers shows; tokens behind a row's
-    end do not count."""
-    answers: list[list[int]] = []
-    for first in range(0, len(prompts), batch_size):
-        batch = prompts[first : first + batch_size]
-        width = max(map(len, batch))
-        output = model.generate(
-            torch.tensor([[eos] * (width - len(p)) + p for p in batch]),
-            attention_mask=torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch]),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            pad_token_id=eos,
-            eos_token_id=eos,
-        )
-        for row in output[:, width:].tolist():
-            answers.append(row[: row.index(eos) + 1] if eos in row else row)
-    return answers
-
-
-def add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("rows", type=Path, help="JSONL")
-    parser.add_argument("--field", default="question")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--batch-size", type=int, default=16, help="of transformers")
-    parser.add_argument("--rounds", type=int, default=2)
-
-
-def run_cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compare the tokens per second of batchgen and of transformers' generate on a CPU.
-
-    Both answer chat prompts greedily in float32 on 2 threads. They run in turn, round by round, so
-    that a slow phase of the machine affects both.
-    """
-    from transformers import AutoModelForCausalLM
-
-    from batchgen import LLM
-    from batchgen import SamplingParams as Params
-    from batchgen.model.model_source import resolve_model
-
-    torch.set_num_threads(2)
-    llm = LLM(MODEL, device="cpu")
-    assert llm.tokenizer is not None
-    eos = int(llm.tokenizer.eos_token_id)
-    path = resolve_model(MODEL, None)
-    reference = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    )
-    texts = read_texts(options.rows, options.field, options.prompts)
-    prompts = [chat_ids(llm.tokenizer, text) for text in texts]
-    transformers_answers(reference, prompts[:2], 2, 2, eos)
-    params = Params(temperature=0, max_new_tokens=options.new_tokens)
-    rates: dict[str, list[float]] = {"batchgen": [], "transformers": []}
-    equal = 0
-    for _ in range(options.rounds):
-        llm = LLM(MODEL, device="cpu")  # a new one, whose prefix cache is empty
-        llm.generate([[eos]], Params(temperature=0, max_new_tokens=2))
-        start = time.perf_counter()
-        ours = [outputs[0].token_ids for outputs in llm.generate(prompts, params)]
-        middle = time.perf_counter()
-        theirs = transformers_answers(
-            reference, prompts, options.new_tokens, options.batch_size, eos
-        )
-        end = time.perf_counter()
-        rates["batchgen"].append(sum(map(len, ours)) / (middle - start))
-        rates["transformers"].append(sum(map(len, theirs)) / (end - middle))
-        equal = sum(a == b for a, b in zip(ours, theirs, strict=True))
-    best = {name: max(values) for name, values in rates.items()}
-    figures = {
-        "useful_tokens_per_s": {name: [round(v, 1) for v in vs] for name, vs in rates.items()},
-        "ratio_of_best": round(best["batchgen"] / best["transformers"], 2),
-        "equal_answers": f"{equal} of {len(prompts)}",
-        "prompt_tokens": sum(map(len, prompts)),
-        "threads": torch.get_num_threads(),
-    }
-    print(json.dumps(figures, indent=1))
-    return [figures]
-
-
 MODES = {
     "throughput": Mode(add_throughput_arguments, run_throughput),
     "start-up": Mode(add_model_arguments, run_start_up),
-    "speculation": Mode(decoding.add_speculation_arguments, decoding.run_speculation),
-    "dllm": Mode(decoding.add_dllm_arguments, decoding.run_dllm),
-    "constraint": Mode(decoding.add_constraint_arguments, decoding.run_constraint),
+    "speculation": Mode(speculation.add_speculation_arguments, speculation.run_speculation),
+    "dllm": Mode(dllm.add_dllm_arguments, dllm.run_dllm),
+    "constraint": Mode(constraint.add_constraint_arguments, constraint.run_constraint),
     "tensor-parallel": Mode(tensor_parallel.add_arguments, tensor_parallel.run),
-    "host": Mode(add_host_arguments, run_host),
-    "cpu": Mode(add_cpu_arguments, run_cpu),
+    "host": Mode(host.add_host_arguments, host.run_host),
+    "cpu": Mode(cpu.add_cpu_arguments, cpu.run_cpu),
 }
 
 

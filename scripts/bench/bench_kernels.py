@@ -7,12 +7,12 @@
     python scripts/bench/bench_kernels.py fp8 [--tokens 16,256] [--expert-tokens 256,8192]
     python scripts/bench/bench_kernels.py layers,sampling
     python scripts/bench/bench_kernels.py cpu-experts [--experts 128 --hidden 2048 --inner 768]
-    python scripts/bench/bench_kernels.py experts,fp8 --tune [--compile]
+    python scripts/bench/bench_kernels.py experts,fp8 --tune
 
-Each time is that of a launch in a CUDA graph. `--tune` tries the tiles of a list instead and prints
-the fastest, as the tables beside the kernels have them; `--compile` only compiles what that will
-need, in as many processes as there are CPUs. On a CPU the kernels run under TRITON_INTERPRET=1 and
-`--tiny`, to try the benchmark itself.
+Each time is that of a launch in a CUDA graph. `--tune` tries the tiles of a list instead, compiled
+beforehand in as many threads as there are CPUs, and prints the fastest as the tables beside the
+kernels have them. On a CPU the kernels run under TRITON_INTERPRET=1 and `--tiny`, to try the
+benchmark itself.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import attention_cases
-import expert_cases
-import layer_cases
 import torch
+from cases import attention, delta, experts, latent, layers, linear
 from measuring import (
     DEVICE,
     Case,
@@ -42,6 +39,8 @@ from measuring import (
     synchronize,
 )
 from triton.runtime.errors import OutOfResources
+
+from batchgen.kernels.compile_ahead import can_compile_ahead, compiling_ahead
 
 _WRONG = 0.02
 """How far the norm of a result may be from another one's, in units of that. Two roundings to
@@ -61,24 +60,20 @@ class Section(NamedTuple):
 
 _EXPERT_TOKENS = "1,4,32,64,128,256,512,1024,4096,8192,16384"
 SECTIONS = {
-    "decode": Section(attention_cases.decode_cases, (attention_cases.tune_decode,)),
-    "prefill": Section(attention_cases.prefill_cases, (attention_cases.tune_prefill,)),
-    "latent": Section(attention_cases.latent_cases, shape="v2-lite"),
-    "delta": Section(
-        layer_cases.delta_cases, (layer_cases.tune_delta,), "35b-a3b", rows="4,32,64,256"
-    ),
-    "experts": Section(
-        expert_cases.expert_cases, (expert_cases.tune_experts,), "30b-a3b", _EXPERT_TOKENS
-    ),
+    "decode": Section(attention.decode_cases, (attention.tune_decode,)),
+    "prefill": Section(attention.prefill_cases, (attention.tune_prefill,)),
+    "latent": Section(latent.latent_cases, shape="v2-lite"),
+    "delta": Section(delta.delta_cases, (delta.tune_delta,), "35b-a3b", rows="4,32,64,256"),
+    "experts": Section(experts.expert_cases, (experts.tune_experts,), "30b-a3b", _EXPERT_TOKENS),
     "fp8": Section(
-        expert_cases.fp8_cases,
-        (expert_cases.tune_fp8_linear, expert_cases.tune_fp8_experts),
+        linear.fp8_cases,
+        (linear.tune_fp8_linear, experts.tune_fp8_experts),
         "30b-a3b",
         "1,16,64,256,2048,16384",
     ),
-    "layers": Section(layer_cases.layer_cases, tokens="1,64,256,2048,8192"),
-    "sampling": Section(layer_cases.sampling_cases, rows="1,32,256,512"),
-    "cpu-experts": Section(layer_cases.cpu_expert_cases, tokens="1,4,16,64,512"),
+    "layers": Section(layers.layer_cases, tokens="1,64,256,2048,8192"),
+    "sampling": Section(layers.sampling_cases, rows="1,32,256,512"),
+    "cpu-experts": Section(layers.cpu_expert_cases, tokens="1,4,16,64,512"),
 }
 
 
@@ -134,6 +129,11 @@ def tune(group: Group, most: int | None = None) -> list[tuple[float, Any]]:
     At most `most` ways, and candidates of each, are tried.
     """
     totals: list[tuple[float, Any]] = []
+    if can_compile_ahead() and DEVICE.type == "cuda":
+        with compiling_ahead(os.cpu_count() or 1, partial(torch.cuda.set_device, 0)):
+            for choice in chain.from_iterable(group.ways.values()):
+                for tiles in choice.candidates:
+                    choice.launch(tiles, 0)
     for way, choices in [*group.ways.items()][:most]:
         best = []
         for choice in choices:
@@ -151,38 +151,6 @@ def tune(group: Group, most: int | None = None) -> list[tuple[float, Any]]:
     return totals
 
 
-def _compile(section: str, number: int, options: argparse.Namespace, share: int, of: int) -> int:
-    """Compile every `of`-th candidate of a tuner; returns how many."""
-    choices = {
-        (way, choice.name, tiles): choice
-        for group in SECTIONS[section].tuners[number](options)
-        for way, each in group.ways.items()
-        for choice in each
-        for tiles in choice.candidates
-    }
-    mine = list(choices.items())[share::of]
-    for (_, _, tiles), choice in mine:
-        try:
-            choice.launch(tiles, 0)
-            synchronize()
-        except (RuntimeError, OutOfResources) as error:
-            print(f"{tiles} does not compile: {str(error).splitlines()[0]}", flush=True)
-    return len(mine)
-
-
-def compile_ahead(section: str, options: argparse.Namespace) -> None:
-    """Compile what tuners will try, in parallel, which leaves it in Triton's cache on disk."""
-    workers = min(14, os.cpu_count() or 1)
-    chosen = argparse.Namespace(**vars(options) | {"compile": True})
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        jobs = [
-            pool.submit(_compile, section, number, chosen, share, workers)
-            for number in range(len(SECTIONS[section].tuners))
-            for share in range(workers)
-        ]
-        print(f"{sum(job.result() for job in jobs)} kernels compiled", flush=True)
-
-
 def run_section(name: str, options: argparse.Namespace, rates: Rates | None) -> list[Any]:
     """Time the cases of a section, or its candidates, with the options that were not given."""
     section = SECTIONS[name]
@@ -198,15 +166,12 @@ def run_section(name: str, options: argparse.Namespace, rates: Rates | None) -> 
         }
         | given
     )
-    if options.compile or options.tune:
-        if DEVICE.type == "cuda":
-            compile_ahead(name, options)
-        if options.compile:
-            return []
-        groups = [group for tuner in section.tuners for group in tuner(options)]
+    if options.tune:
+        most = 2 if options.tiny else None
         return [
-            {"name": group.name, "best": str(tune(group, 2 if options.tiny else None)[:1])}
-            for group in groups
+            {"name": group.name, "best": str(tune(group, most)[:1])}
+            for tuner in section.tuners
+            for group in tuner(options)
         ]
     return [timed(case, rates) for case in section.cases(options)]
 
@@ -220,12 +185,11 @@ def main(arguments: list[str] | None = None) -> list[Any]:
     parser.add_argument("--rows", type=commas(int), help="delta, sampling: comma separated")
     parser.add_argument("--width", type=commas(int), help="tokens of a decoding row")
     parser.add_argument("--block-length", type=int, default=1, help="positions that see each other")
-    parser.add_argument("--vocab", type=int, default=layer_cases.VOCAB)
+    parser.add_argument("--vocab", type=int, default=layers.VOCAB)
     for name, value in (("experts", 64), ("hidden", 1024), ("inner", 384), ("chosen", 8)):
         parser.add_argument(f"--{name}", type=int, default=value, help="cpu-experts")
     parser.add_argument("--rounds", type=int, default=7, help="cpu-experts")
     parser.add_argument("--tune", action="store_true", help="try tiles, print the fastest")
-    parser.add_argument("--compile", action="store_true", help="compile what --tune will try")
     parser.add_argument("--tiny", action="store_true", help="sizes to try this on a CPU")
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args(arguments)

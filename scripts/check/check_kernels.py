@@ -48,7 +48,7 @@ from workloads import MODELS, bare_model, model_config
 
 from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.engine_models import planned_uses
-from batchgen.engine.memory.kernel_warmup import Undone, rehearse
+from batchgen.engine.memory.kernel_warmup import Undone, warm_up
 from batchgen.engine.memory.memory_plan import (
     ModelUse,
     largest_decode,
@@ -170,7 +170,7 @@ def compile_start_up(name: str, threads: int, compiled: Compiled) -> list[str]:
     compiled.seconds.clear()
     start, cpu = time.perf_counter(), time.process_time()
     with compiling_ahead(threads, lambda: None):
-        rehearse([use], config)
+        warm_up([use], config)
         gone_through = time.perf_counter() - start
     took, cpu = time.perf_counter() - start, time.process_time() - cpu
     for kernel, each in sorted(compiled.seconds.items(), key=lambda item: -sum(item[1])):

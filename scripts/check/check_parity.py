@@ -48,7 +48,7 @@ from batchgen.constraint.text_checks import Check, make_check
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.caches.model_caches import paged_token_bytes
-from batchgen.engine.llm_engine import EngineStats
+from batchgen.engine.engine_stats import EngineStats
 from batchgen.engine.loading.loader import Quantization, load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.sampling.sampling_params import SamplingParams
@@ -152,8 +152,12 @@ class Way:
         if not self.k:
             return ARStrategy()
         kind = AnyWidth if self.any_width else ARSpecStrategy
-        proposer = "draft" if self.draft else "ngram"
-        return kind(proposer=proposer, num_spec_tokens=self.k, adaptive=False, ngram_pool=self.pool)
+        return kind(
+            proposer="draft" if self.draft else "ngram",
+            num_spec_tokens=self.k,
+            adaptive=False,
+            ngram_pool=self.pool,
+        )
 
 
 class AnyWidth(ARSpecStrategy):

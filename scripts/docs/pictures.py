@@ -27,7 +27,7 @@ IMAGES = ROOT / "docs" / "images"
 JOB = [
     "+experiment=nano_hybrid",
     "sampling=sample",
-    "sampling.temperature=1.8",
+    "sampling.temperature=2.3",
     "sampling.n=2",
     "dataset.limit=120",
 ]
@@ -42,7 +42,8 @@ def watch(command: list[str]) -> list[str]:
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     process = subprocess.Popen(command, cwd=ROOT, stdout=follower, stderr=follower)
     os.close(follower)
-    read, screen = b"", []
+    read = b""
+    screen: list[str] = []
     while True:
         try:
             chunk = os.read(leader, 4096)
@@ -114,9 +115,11 @@ def main() -> None:
     out = work / "job"
     options = [*JOB, "progress.show=3", f"output.dir={out}", "output.overwrite=true"]
     screen = watch([sys.executable, "-m", "batchgen", *options])
-    screen = [line.replace(str(ROOT) + "/", "") for line in screen]
-    command = " ".join(["batchgen", *JOB])
-    (IMAGES / "terminal.svg").write_text(terminal_svg(command, screen[-SHOWN:]), encoding="utf-8")
+    screen = screen[-SHOWN:]
+    while not screen[0].startswith("row "):  # the picture begins with a whole answer
+        del screen[0]
+    picture = terminal_svg(" ".join(["batchgen", *JOB]), screen)
+    (IMAGES / "terminal.svg").write_text(picture, encoding="utf-8")
     screenshot(out / "report.html", IMAGES / "report.png")
 
 

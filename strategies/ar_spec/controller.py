@@ -51,11 +51,7 @@ class Acceptance:
 
     def observe(self, accepted: npt.NDArray[np.int32], k: int) -> None:
         """Learn from a step that could have k drafts in each row, whether or not all were made.
-
-        Args:
-            accepted: [B], how many drafts of each row held. Negative numbers count as 0.
-            k: the most drafts that a row could have in the step.
-        """
+        `accepted` is [B], how many drafts of each row held. Negative numbers count as 0."""
         missing = [0.0] * (k - len(self._offered))
         self._offered += missing
         self._held += missing
@@ -88,12 +84,7 @@ class Acceptance:
 
 class StepCosts:
     """How many seconds a decode forward takes, by its number of tokens: measured for some numbers,
-    and interpolated linearly between them.
-
-    Args:
-        tokens: the numbers of tokens that were measured, ascending.
-        seconds: the time of each.
-    """
+    and interpolated linearly between them. `tokens`, ascending, were measured."""
 
     def __init__(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
         self._tokens = np.array(tokens, np.float64)
@@ -109,14 +100,7 @@ class StepCosts:
         run: Callable[[ModelRunner, ModelInputs], object] = ModelRunner.decode,
     ) -> StepCosts:
         """Time decode forwards of a model. Their rows own only the scratch block, so the contexts
-        are empty.
-
-        Args:
-            runner: the runner of the model.
-            max_rows: the most rows that decode at once.
-            widths: the numbers of tokens of a row that a forward can have.
-            run: what is timed: a forward with its logits, or a part of that.
-        """
+        are empty."""
         # On a CPU the time grows linearly from few rows on, and forwards are slow, so only two
         # sizes are timed.
         cpu = runner.device.type == "cpu"
@@ -150,13 +134,8 @@ estimate, 0 for a proposer without a model."""
 
 
 class DraftBudget:
-    """Chooses the number of drafts that yields the most tokens per second.
-
-    Args:
-        lengths: the numbers of drafts to choose from, ascending from 0.
-        costs: what a forward of the target takes.
-        draft_costs: what the proposer takes for a step.
-    """
+    """Chooses the number of drafts that yields the most tokens per second. `lengths`
+    ascend from 0."""
 
     def __init__(self, lengths: Sequence[int], costs: StepCosts, draft_costs: DraftCosts) -> None:
         self._lengths = lengths
@@ -191,14 +170,7 @@ class DraftBudget:
 def _gains(
     lengths: Sequence[int], speeds: Sequence[float], survival: Sequence[float]
 ) -> list[float]:
-    """Expected tokens per second for each number of drafts, relative to those without drafts.
-
-    Args:
-        lengths: the numbers of drafts.
-        speeds: for each of them, its steps per second relative to those without drafts.
-        survival: the probability that the first draft of a row holds, that the second does, and so
-            on.
-    """
+    """Expected tokens per second for each number of drafts, relative to those without drafts."""
     expected = list(itertools.accumulate(survival, initial=1.0))
     return [expected[k] * speed for k, speed in zip(lengths, speeds, strict=True)]
 

@@ -15,11 +15,11 @@ from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.rows.scheduled_batch import PrefillBatch
 from batchgen.strategies.ar_spec.controller import DraftCosts, StepCosts
-from batchgen.strategies.ar_spec.proposers import draft_one_by_one
+from batchgen.strategies.ar_spec.proposers import Proposer, draft_one_by_one
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 
 
-class MTPProposer:
+class MTPProposer(Proposer):
     """Drafts with the target's head for multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3
     2024).
 
@@ -32,13 +32,12 @@ class MTPProposer:
     not. The hidden state that this leaves behind each row's newest token, `SpecRows.hidden`, is
     what the next step's first draft is drawn from. For later drafts the head reads its own drafts,
     with its own hidden states in place of the target's. What it keeps of them is written anew when
-    the target has verified them, so nothing that it keeps is ever of a token that was not
-    accepted, but behind the row's newest token.
+    the target has verified them, so nothing that it keeps is ever of a token that was not accepted,
+    but behind the row's newest token.
 
     Drafts are drawn as `DraftProposer` says.
 
     Args:
-        runner: the runner of the head.
         own_law: as for `DraftProposer`.
     """
 
@@ -91,12 +90,6 @@ class MTPProposer:
 
         return draft_one_by_one(state, k, self._runner, state.rows.hidden, read, self._own_law)
 
-    def skipped(self, state: SpecStepInputs) -> None:
-        """Does nothing, because the head reads the tokens of every step."""
-
-    def overruled(self, state: SpecStepInputs, k: int) -> None:
-        """Does nothing, because the head reads the verified tokens, whoever drafted them."""
-
     def verified(self, state: SpecStepInputs, output: ModelOutput, step: StepOutput) -> None:
         assert output.hidden is not None
         rows = state.model_inputs
@@ -108,7 +101,6 @@ def _of_head(inputs: ModelInputs, token_ids: Tensor, hidden: Tensor) -> ModelInp
     """The same rows and positions as inputs of the head, which keeps no states.
 
     Args:
-        inputs: the T tokens that the target reads.
         token_ids: [T] int64, the tokens that follow them.
         hidden: [T, hidden_size], the hidden states that the following tokens were drawn from.
     """

@@ -4,7 +4,6 @@ all in `SpecStepInputs`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,16 +23,16 @@ CATCH_UP_WIDTH = 8
 without it."""
 
 
-class Proposer(Protocol):
-    """Drafts the tokens that may follow the newest token of each row."""
+class Proposer:
+    """Drafts the tokens that may follow the newest token of each row.
+
+    By default it takes note of nothing: rows put their prompts into the token store when they join,
+    and every step adds its tokens, with drafts or without.
+    """
 
     def costs(self, max_rows: int, lengths: Sequence[int]) -> DraftCosts:
-        """Measure what the proposer's own model takes.
-
-        Args:
-            max_rows: the most rows that decode at once.
-            lengths: the numbers of drafts that a row can have in a step.
-        """
+        """Measure what the proposer's own model takes; by default it has none."""
+        return lambda num_rows, k: 0.0
 
     def prefilled(
         self,
@@ -46,9 +45,6 @@ class Proposer(Protocol):
         """Take note of prompt tokens that the target has read.
 
         Args:
-            state: the state of the decoding rows, which these rows have not joined yet.
-            batch: the rows whose prompts these are.
-            inputs: the T tokens, a chunk of each row.
             hidden: [T, hidden_size], the target's hidden states of the tokens; None unless the
                 strategy `needs_hidden`.
             newest: [J] int64, the token behind the chunk, for the rows that join next.
@@ -56,6 +52,7 @@ class Proposer(Protocol):
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
         """Draft at most k tokens for each row, where k is at least 1."""
+        raise NotImplementedError
 
     def skipped(self, state: SpecStepInputs) -> None:
         """Take note of a step that is run without drafts."""
@@ -65,50 +62,18 @@ class Proposer(Protocol):
 
     def verified(self, state: SpecStepInputs, output: ModelOutput, step: StepOutput) -> None:
         """Take note of the tokens that a step decided, with drafts or without, before the rows move
-        on by them.
-
-        Args:
-            state: the state of the rows.
-            output: what the target's forward gave, hidden states of all its tokens included.
-            step: the step of B rows of W tokens.
-        """
+        on by them."""
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Drafts the tokens that followed the row's last tokens at an earlier occurrence, in the row or
-    in others (prompt lookup, Saxena 2023).
-
-    It needs to take note of nothing: rows put their prompts into the token store when they join,
-    and every step adds its tokens, with drafts or without.
-    """
-
-    def costs(self, max_rows: int, lengths: Sequence[int]) -> DraftCosts:
-        return lambda num_rows, k: 0.0
-
-    def prefilled(
-        self,
-        state: SpecStepInputs,
-        batch: PrefillBatch,
-        inputs: ModelInputs,
-        hidden: Tensor | None,
-        newest: Tensor,
-    ) -> None:
-        """Does nothing."""
+    in others (prompt lookup, Saxena 2023)."""
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
         return Drafts(*state.store.propose(state.rows.entries_there, k))
 
-    def skipped(self, state: SpecStepInputs) -> None:
-        """Does nothing."""
 
-    def overruled(self, state: SpecStepInputs, k: int) -> None:
-        """Does nothing."""
-
-    def verified(self, state: SpecStepInputs, output: ModelOutput, step: StepOutput) -> None:
-        """Does nothing."""
-
-
-class DraftProposer:
+class DraftProposer(Proposer):
     """Drafts with a smaller model of the same vocabulary. Its KV cache has blocks of the same
     numbers, so the rows' block tables serve both models.
 
@@ -118,7 +83,6 @@ class DraftProposer:
     often equal.
 
     Args:
-        runner: the runner of the draft model.
         own_law: draw with random numbers that nothing else uses, and return the distribution of
             each draft, as verification by rejection needs.
     """
@@ -150,9 +114,6 @@ class DraftProposer:
         """The model's cache has its own drafts in the KV slots of the other tokens."""
         state.draft_lag = 1 + k
 
-    def verified(self, state: SpecStepInputs, output: ModelOutput, step: StepOutput) -> None:
-        """Does nothing, because the model reads the tokens before it drafts again."""
-
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
         while state.draft_lag > 2:
             self._read(state, state.draft_lag, CATCH_UP_WIDTH)
@@ -170,10 +131,7 @@ class DraftProposer:
     def _read(self, state: SpecStepInputs, back: int, width: int) -> Tensor:
         """Let the draft model read `width` known tokens of each row, of which the first is the
         `back`-th newest. If these are more than there are, the newest is read several times.
-
-        Returns:
-            [B · width, hidden_size], the draft model's hidden states of the tokens.
-        """
+        Returns [B · width, hidden_size], the draft model's hidden states of the tokens."""
         newest = state.newest.positions.unsqueeze(1)
         offsets = torch.arange(1 - back, 1 - back + width, device=newest.device).clamp(max=0)
         positions = (newest + offsets).clamp(min=0)
@@ -194,9 +152,7 @@ def draft_one_by_one(
     """Draft k tokens for each row, each from a hidden state of the model that drafts.
 
     Args:
-        state: the state of the B rows.
         k: the number of drafts, at least 1.
-        runner: the runner of the model that drafts.
         hidden: [B, hidden_size], its hidden states from which the first drafts are drawn.
         read: `read(token_ids, positions, before, hidden)` lets the model read a draft of each row,
             at these positions, which was drawn from `hidden`, the hidden states of the positions
@@ -227,8 +183,8 @@ def draft_one_by_one(
 def _with_tokens(
     rows: ModelInputs, input_ids: Tensor, positions: Tensor, width: int
 ) -> ModelInputs:
-    """The same rows as model inputs of `width` tokens each: input_ids and positions are
-    [B · width] int64."""
+    """The same rows as model inputs of `width` tokens each: input_ids and positions are [B · width]
+    int64."""
     return ModelInputs(
         input_ids,
         positions,

@@ -29,38 +29,28 @@ _POOL_ROWS = 4
 
 @dataclass(frozen=True)
 class SpecRows(Batched):
-    """What speculative decoding keeps of B rows besides what every strategy does.
+    """What speculative decoding keeps of B rows besides what every strategy does."""
 
-    Attributes:
-        entries: [B] int64 on the host, the index of each row in the token store.
-        entries_there: [B] int64, the same on the device.
-        limits: [B] int64, the last position that each row can have. It keeps a step within the
-            row's blocks if the row has ended without the host knowing it at the launch.
-        steps: [B] int32, how many forwards have yielded tokens of the row.
-        hidden: [B, hidden_size], the hidden state of the target's head from which the next draft
-            is drawn; [B, 0] if no head drafts.
-    """
-
+    # [B] int64 on the host, the index of each row in the token store.
     entries: npt.NDArray[np.int64] = row()
-    entries_there: Tensor = row()
+    entries_there: Tensor = row()  # [B] int64, the same on the device
+    # [B] int64, the last position that each row can have. It keeps a step within the row's blocks
+    # if the row has ended without the host knowing it at the launch.
     limits: Tensor = row()
-    steps: Tensor = row()
+    steps: Tensor = row()  # [B] int32, how many forwards have yielded tokens of the row
+    # [B, hidden_size], the hidden state of the target's head from which the next draft is drawn;
+    # [B, 0] if no head drafts.
     hidden: Tensor = row()
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The tokens that a proposer expects next for each of B rows.
+    """The tokens that a proposer expects next for each of B rows."""
 
-    Attributes:
-        token_ids: [B, k] int64, the drafts of each row and then any ids of the vocabulary.
-        counts: [B] int32, how many drafts each row has, 0 to k.
-        probs: [B, k, V] float32, the distribution that each draft was drawn from; None if drafts
-            were not drawn from one.
-    """
-
-    token_ids: Tensor
-    counts: Tensor
+    token_ids: Tensor  # [B, k] int64, the drafts of each row and then any ids of the vocabulary
+    counts: Tensor  # [B] int32, how many drafts each row has, 0 to k
+    # [B, k, V] float32, the distribution that each draft was drawn from; None if drafts were not
+    # drawn from one.
     probs: Tensor | None = None
 
 
@@ -98,9 +88,6 @@ class SpecStepInputs(StepInputs):
         their room.
 
         Args:
-            limits: how many rows there can be, and how long they get.
-            min_n: the least tokens of an n-gram.
-            max_n: the most tokens of an n-gram.
             pool: whether a row also finds what occurred in other rows.
             indexed: whether n-grams are looked up at all. If not, the index is made as small as
                 possible and only the tokens are used.
@@ -184,12 +171,8 @@ class SpecStepInputs(StepInputs):
         self._repeated.clear()
 
     def _store_prompts(self, rows: JoiningRows, entries: Tensor) -> None:
-        """Put the tokens that the prefill has read into the token store.
-
-        Args:
-            rows: the B rows that join.
-            entries: [B] int64, their indices in the token store.
-        """
+        """Put the tokens that the prefill has read into the token store. `entries` is [B] int64,
+        their indices in the token store."""
         lens = rows.context_lens
         token_ids = np.zeros((len(lens), int(lens.max())), np.int64)
         for ids, seq, length in zip(token_ids, rows.seqs, lens.tolist(), strict=True):
@@ -215,8 +198,6 @@ class SpecStepInputs(StepInputs):
         sampler's history, so that penalties at a position count the drafts before it.
 
         Args:
-            drafts: the drafts of the B rows. Those behind which a row has no room for another token
-                are left out.
             send: whether to copy them to the host as well, for `drafts_on_host`.
         """
         rows, k = self.newest, drafts.token_ids.shape[1]

@@ -51,7 +51,8 @@ CUDA graphs of its own."""
 
 
 class ARSpecStrategy(Strategy):
-    """Decodes as `ar` does, but with several tokens per forward where drafts hold.
+    """Decodes as `ar` does, but with several tokens per forward where drafts hold. Raises
+    ValueError if an option is out of range or does not go with another.
 
     Args:
         proposer: `ngram` drafts what followed the row's last tokens at an earlier occurrence;
@@ -68,9 +69,6 @@ class ARSpecStrategy(Strategy):
         ngram_pool: whether to look at the tokens of other rows, too.
         draft_model: the hub name or path of the draft model, which the engine's builder loads.
         acceptance_floor: if a smaller share of a job's drafts held, the job's summary says so.
-
-    Raises:
-        ValueError: an option is out of range or does not go with another.
     """
 
     name = "ar_spec"
@@ -276,10 +274,8 @@ def _described(
     """Add the strategy's counts to a step, and its columns if any row asks for one.
 
     Args:
-        step: the step of B rows.
         drafts: the drafts that it verified; None if it had none.
         steps: [B] int32, how many forwards have yielded tokens of each row before.
-        sampling: what the rows ask for.
     """
     step = step.with_counts(num_forwards=one_forward(step))
     if drafts is None and not sampling.any_columns:

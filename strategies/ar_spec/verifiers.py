@@ -43,15 +43,11 @@ def keep_held(step: StepOutput, drafts: Drafts) -> StepOutput:
     in their places: the drafts that held, and one token more.
 
     A row keeps no token from its first broken logits on. There it fails or conflicts with its
-    constraint, as it would without drafts.
+    constraint, as it would without drafts. Returns a step of B rows with W = k + 1.
 
     Args:
         step: a step of B · (k + 1) rows with one token each: for each row of the batch the token
             that was sampled after none of its drafts, after the first, and so on.
-        drafts: the drafts of the B rows.
-
-    Returns:
-        a step of B rows with W = k + 1.
     """
     num_tokens, failed = accept_drafts(
         step.token_ids, step.num_tokens, drafts.token_ids, drafts.counts
@@ -103,14 +99,7 @@ def _up_to_conflicts(
 ) -> StepOutput:
     """Give the rows that failed the drafts that they accepted before, and tell failures from
     conflicts. A row conflicts if the model gave numbers, but its mask and options left no token.
-
-    Args:
-        step: the step of B rows, whose failed rows have no tokens yet and include conflicts.
-        output: what the model gave.
-        processed: [B · (k + 1), V], the logits after all options and the mask.
-        mask: which of these rows of logits are constrained.
-        drafts: the drafts of the B rows.
-    """
+    `processed` is [B · (k + 1), V], the logits after all options and the mask."""
     k = drafts.token_ids.shape[1]
     most, failed = processed.amax(-1), step.failed
     # A failed row accepted all drafts before the first logits that leave nothing to draw.

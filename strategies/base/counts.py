@@ -16,15 +16,7 @@ NUM_FORWARDS = RowCount(
 
 def tokens_per_forward(counts: Mapping[str, int], num_tokens: int) -> list[tuple[str, str]]:
     """A line for the table at the end of a job that says how many tokens a forward yielded for a
-    row.
-
-    Args:
-        counts: the sum of each count over all rows of the job, by its name.
-        num_tokens: the number of generated tokens of the job.
-
-    Returns:
-        one pair (name, value), or none if no forward was run.
-    """
+    row. Returns one pair (name, value), or none if no forward was run."""
     forwards = counts[NUM_FORWARDS.name]
     if not forwards:
         return []

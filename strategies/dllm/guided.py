@@ -33,40 +33,27 @@ from batchgen.kernels.sampling.token_mask import TokenMask
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a step takes of the constrained rows among B rows with a block of L positions each.
+    """What a step takes of the constrained rows among B rows with a block of L positions each."""
 
-    Attributes:
-        rows: [B] bool, the rows that have a constraint and have not ended. The other rows follow
-            the ordinary unmasking rule.
-        places: [B, L] bool, the positions of these rows that the step unmasks.
-        conflicts: [B] bool, the rows in which no token was left at the position that had to draw
-            one under the mask.
-    """
-
+    # [B] bool, the rows that have a constraint and have not ended. The other rows follow the
+    # ordinary unmasking rule.
     rows: npt.NDArray[np.bool_]
-    places: npt.NDArray[np.bool_]
+    places: npt.NDArray[np.bool_]  # [B, L] bool, the positions of these rows that the step unmasks
+    # [B] bool, the rows in which no token was left at the position that had to draw one under the
+    # mask.
     conflicts: npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True)
 class _Run:
-    """The tokens that a step takes of one row, from its first masked position on.
+    """The tokens that a step takes of one row, from its first masked position on."""
 
-    Attributes:
-        row: the row's index in the batch.
-        matcher: the row's matcher, which stands behind the row's last taken token.
-        start: the index in the block of the first masked position.
-        room: how many positions there are from there to the end of the block.
-        token_ids: the tokens taken so far.
-        forced: the indices in `token_ids` of the tokens that the constraint forced.
-    """
-
-    row: int
-    matcher: Matcher
-    start: int
-    room: int
-    token_ids: list[int]
-    forced: list[int]
+    row: int  # the row's index in the batch
+    matcher: Matcher  # the row's matcher, which stands behind the row's last taken token
+    start: int  # the index in the block of the first masked position
+    room: int  # how many positions there are from there to the end of the block
+    token_ids: list[int]  # the tokens taken so far
+    forced: list[int]  # the indices in `token_ids` of the tokens that the constraint forced
 
     def force(self) -> None:
         """Take the tokens that the constraint forces next, as far as the block reaches."""
@@ -109,19 +96,16 @@ def denoise(
     """Decide what a denoise step takes of the constrained rows. Waits for the tokens that the
     device draws, unless everything is forced.
 
-    The matchers take the tokens only tentatively, because a block is committed as a whole.
+    The matchers take the tokens only tentatively, because a block is committed as a whole. Returns
+    the drawn tokens of all B · L positions, with the forced ones in their places, and what is
+    taken.
 
     Args:
-        guide: the guide of the batch.
         masked: [B, L] bool, the positions of each row's block that are still masked.
         logits: [B · L, V], the logits of all positions.
         draw: draws a token for each position under a mask, or freely if that is None.
         permit: says, given the draw, which positions [B, L] the unmasking rule lets be taken after
             the first one.
-
-    Returns:
-        the drawn tokens of all B · L positions, with the forced ones in their places, and what is
-        taken.
     """
     rows, length = masked.shape
     taken = Taken(np.zeros(rows, np.bool_), np.zeros_like(masked), np.zeros(rows, np.bool_))
@@ -150,14 +134,8 @@ def denoise(
 
 def _take_drawn(drawn: Drawn, permitted: Tensor, runs: list[_Run], taken: Taken) -> None:
     """Wait for the drawn tokens and let each row take of them, unless its logits are broken or its
-    constraint conflicts.
-
-    Args:
-        drawn: the draw for all B · L positions.
-        permitted: [B, L] bool, the positions that the unmasking rule lets be taken.
-        runs: the rows whose block is not filled by forced tokens alone. They are extended.
-        taken: gets the conflicts.
-    """
+    constraint conflicts. `permitted` is [B, L] bool, the positions that the unmasking rule lets be
+    taken."""
     assert drawn.conflict is not None
     shape = taken.places.shape
     flags = (permitted.flatten(), drawn.failed, drawn.conflict)

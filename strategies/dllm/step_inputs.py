@@ -30,43 +30,26 @@ STEP_MAP = OutputColumn("step_map", np.dtype(np.int32))
 @dataclass(frozen=True)
 class BlockRows(Batched):
     """The block of L positions that each of B rows works on. Which positions are masked is kept
-    apart from the tokens, because a prompt may contain the mask token itself.
+    apart from the tokens, because a prompt may contain the mask token itself."""
 
-    Attributes:
-        starts: [B] int64, the position of the block's first token, a multiple of L.
-        last_starts: [B] int64, the same for the last block that the row can have.
-        token_ids: [B, L] int64, the tokens; undefined where masked.
-        masked: [B, L] bool, the positions whose tokens are not known yet.
-        given: [B] int64, how many tokens of the prompt the block begins with.
-        denoised: [B] int64, how many denoise steps the block has had.
-        steps: [B] int32, how many steps of the row so far unmasked a position.
-    """
-
-    starts: Tensor = row()
-    last_starts: Tensor = row()
-    token_ids: Tensor = row()
-    masked: Tensor = row()
-    given: Tensor = row()
-    denoised: Tensor = row()
-    steps: Tensor = row()
+    starts: Tensor = row()  # [B] int64, the position of the block's first token, a multiple of L
+    last_starts: Tensor = row()  # [B] int64, the same for the last block that the row can have
+    token_ids: Tensor = row()  # [B, L] int64, the tokens; undefined where masked
+    masked: Tensor = row()  # [B, L] bool, the positions whose tokens are not known yet
+    given: Tensor = row()  # [B] int64, how many tokens of the prompt the block begins with
+    denoised: Tensor = row()  # [B] int64, how many denoise steps the block has had
+    steps: Tensor = row()  # [B] int32, how many steps of the row so far unmasked a position
 
 
 @dataclass(frozen=True)
 class KnownBlocks:
-    """The blocks of B rows, of which some are complete.
+    """The blocks of B rows, of which some are complete."""
 
-    Attributes:
-        rows: [B] bool, the rows whose block is to be yielded now.
-        token_ids: [B, L] int64, the tokens of the blocks.
-        given: [B] int64, how many tokens of the prompt a block begins with.
-        denoised: [B] int64, how many denoise steps a block has had.
-        columns: name of an output column → [B, L, *tail], the values of the unmasked positions.
-    """
-
-    rows: Tensor
-    token_ids: Tensor
-    given: Tensor
-    denoised: Tensor
+    rows: Tensor  # [B] bool, the rows whose block is to be yielded now
+    token_ids: Tensor  # [B, L] int64, the tokens of the blocks
+    given: Tensor  # [B] int64, how many tokens of the prompt a block begins with
+    denoised: Tensor  # [B] int64, how many denoise steps a block has had
+    # Name of an output column → [B, L, *tail], the values of the unmasked positions.
     columns: Mapping[str, Tensor]
 
 
@@ -76,10 +59,6 @@ class DLLMStepInputs(StepInputs):
     While a position of the block is masked, the forward is a denoise step. When none is, it is a
     commit forward, which writes the final KV of the block, and then the next block begins. `fuse`
     joins a commit forward with the first denoise step of the row's next block.
-
-    Args:
-        block_length: L, the number of positions of a block.
-        mask_token_id: the id that the model reads at masked positions.
 
     Attributes:
         mask_token_id: as given.
@@ -162,11 +141,6 @@ class DLLMStepInputs(StepInputs):
 
         Such a block becomes one more row of the forward, with the same block table. The next block
         sees its final keys and values, because a layer writes all of them before it reads any.
-
-        Args:
-            room: how many blocks can commit that way, the first ones in the order of the rows.
-                Other complete blocks need a commit forward of their own. Room that is not needed
-                is filled with rows on the scratch block.
         """
         self._commits = None
         blocks, newest, length = self.blocks, self.newest, self._length
@@ -252,15 +226,12 @@ class DLLMStepInputs(StepInputs):
         self, transfer: Tensor, token_ids: Tensor, columns: dict[str, Tensor]
     ) -> KnownBlocks:
         """Unmask positions of the blocks, as a denoise step decided. `step_decode` goes on from the
-        result.
+        result. Returns the blocks after this step, with the rows whose block it completed.
 
         Args:
             transfer: [B, L] bool, the masked positions to unmask.
             token_ids: [B, L] int64, the drawn tokens.
             columns: name of an output column → [B, L, *tail], the values of the drawn tokens.
-
-        Returns:
-            the blocks after this step, with the rows whose block it completed.
         """
         blocks = self.blocks
         for name, values in columns.items():

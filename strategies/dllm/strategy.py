@@ -24,10 +24,11 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.admission import Ints
 from batchgen.engine.strategy import TARGET, ModelRole, Strategy
 from batchgen.kernels.sampling.token_mask import TokenMask
-from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH, Rule, schedule, unmask
+from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH, Rule
 from batchgen.strategies.base.counts import NUM_FORWARDS, one_forward, tokens_per_forward
 from batchgen.strategies.dllm.guided import denoise
 from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs
+from batchgen.strategies.dllm.unmasking import Unmasking
 
 NUM_COMMIT_FORWARDS = RowCount(
     "num_commit_forwards", "of those forwards, how many only made KV final"
@@ -48,7 +49,8 @@ _STEPS_PER_BLOCK = "steps_per_block"
 
 class DLLMStrategy(Strategy):
     """Starts with blocks of masked positions and denoises them. Each denoise step draws a token at
-    every masked position and keeps some of them.
+    every masked position and keeps some of them. Raises ValueError if an option is out of range or
+    does not go with another.
 
     Args:
         block_length: L, the number of positions of a block. None takes what the model's
@@ -59,13 +61,10 @@ class DLLMStrategy(Strategy):
             in denoising_steps steps. `sequential`: as many, but the first ones.
         confidence_threshold: for `low_confidence_dynamic`. The confidence of a token is its
             probability under the distribution that it was drawn from.
-        denoising_steps: for the other two rules, the number of denoise steps of a block. None
-            takes one for each position.
+        denoising_steps: for the other two rules, the number of denoise steps of a block. None takes
+            one for each position.
         fused_commit: whether the commit forward of a block may be joined with the first denoise
             step of the next block, which saves forwards. The tokens are the same.
-
-    Raises:
-        ValueError: an option is out of range or does not go with another.
     """
 
     name = "dllm"
@@ -106,15 +105,14 @@ class DLLMStrategy(Strategy):
         for name, ok, allowed, given in checks:
             if not ok:
                 raise ValueError(f"{name} must be {allowed}, got {given!r}")
-        self._rule = Rule(unmasking)
-        if self._rule is Rule.LOW_CONFIDENCE_DYNAMIC and denoising_steps is not None:
+        rule = Rule(unmasking)
+        if rule is Rule.LOW_CONFIDENCE_DYNAMIC and denoising_steps is not None:
             raise ValueError(
                 "denoising_steps is set, but unmasking low_confidence_dynamic takes as many steps "
                 "as confidence_threshold asks for: leave it null"
             )
         self._asked_length = block_length
-        self._threshold = confidence_threshold
-        self._asked_steps = denoising_steps
+        self._unmasking = Unmasking(rule, confidence_threshold, denoising_steps)
         self._fused = fused_commit
         self._completing = _FIRST_COMPLETING
         self._steps_per_block: Counter[int] = Counter()
@@ -122,7 +120,6 @@ class DLLMStrategy(Strategy):
         # Columns of context scope are read when a row ends, so its last block must be final then.
         self._yields_final = False
         self._length = 0
-        self._schedule: Tensor | None = None
         self._step_inputs: DLLMStepInputs | None = None
 
     @property
@@ -278,7 +275,7 @@ class DLLMStrategy(Strategy):
         conflicts: Tensor | None = None
         if guide is None:
             drawn = self._draw(output)
-            transfer = self._transfer(drawn.confidence)
+            transfer = self._unmasking.chosen(state.blocks, drawn.confidence)
         else:
             drawn, transfer, conflicts = self._decide_guided(output, guide)
         broken = (drawn.failed.view(-1, length) & blocks.masked).any(1)
@@ -321,61 +318,28 @@ class DLLMStrategy(Strategy):
             state.repeated,
             output.positions,
             state.blocks.denoised.repeat_interleave(self._length),
-            confidence=self._rule is not Rule.SEQUENTIAL,
+            confidence=self._unmasking.needs_confidence,
             mask=mask,
         )
 
     def _decide_guided(self, output: ModelOutput, guide: Guide) -> tuple[Drawn, Tensor, Tensor]:
-        """Decide a denoise step of a batch with constrained rows.
-
-        Returns:
-            the drawn tokens; [B, L] bool, the positions that are unmasked; and [B] bool, the rows
-            that conflict with their constraints.
-        """
+        """Decide a denoise step of a batch with constrained rows. Returns the drawn tokens; [B, L]
+        bool, the positions that are unmasked; and [B] bool, the rows that conflict with their
+        constraints."""
         state, device = self.step_inputs, output.logits.device
         drawn, taken = denoise(
             guide,
             state.masked_on_host,
             output.logits,
             lambda mask: self._draw(output, mask),
-            self._permitted,
+            lambda drawn: self._unmasking.permitted(state.blocks, drawn.confidence),
         )
         transfer = torch.where(
             upload(taken.rows, torch.bool, device).unsqueeze(1),
             upload(taken.places, torch.bool, device),
-            self._transfer(drawn.confidence),
+            self._unmasking.chosen(state.blocks, drawn.confidence),
         )
         return drawn, transfer, upload(taken.conflicts, torch.bool, device)
-
-    def _permitted(self, drawn: Drawn) -> Tensor:
-        """[B, L] bool, the positions of constrained rows that a step may unmask, if it unmasks all
-        before them as well."""
-        masked = self.step_inputs.blocks.masked
-        if self._rule is Rule.LOW_CONFIDENCE_DYNAMIC:
-            assert drawn.confidence is not None
-            return drawn.confidence.view(masked.shape) > self._threshold
-        return unmask(Rule.SEQUENTIAL, masked, None, counts=self._counts())
-
-    def _transfer(self, confidence: Tensor | None) -> Tensor:
-        """[B, L] bool, the positions that a step unmasks by the unmasking rule, given the
-        confidence [B · L] of the drawn tokens (None for `sequential`)."""
-        blocks = self.step_inputs.blocks
-        if confidence is not None:
-            confidence = confidence.view(-1, self._length)
-        if self._rule is Rule.LOW_CONFIDENCE_DYNAMIC:
-            return unmask(self._rule, blocks.masked, confidence, threshold=self._threshold)
-        return unmask(self._rule, blocks.masked, confidence, counts=self._counts())
-
-    def _counts(self) -> Tensor:
-        """[B] int64, how many positions this step unmasks in each row's block, by the schedule that
-        denoising_steps asks for."""
-        denoised = self.step_inputs.blocks.denoised
-        if self._schedule is None:
-            counts = schedule(self._length, self._asked_steps or self._length)
-            self._schedule = upload(counts, torch.int64, denoised.device)
-        # A commit forward comes after the last step of the schedule. Nothing is masked in it, so
-        # any count will do.
-        return self._schedule[denoised.clamp(max=len(self._schedule) - 1)]
 
 
 def _shares(numbers: Mapping[int, int]) -> str:
@@ -385,7 +349,7 @@ def _shares(numbers: Mapping[int, int]) -> str:
 
 
 def _ordered(values: Tensor, order: Tensor) -> Tensor:
-    """Reorder values [B, L, *tail] along the second axis: entry i of row b is the value at
-    order[b, i], where order is [B, L] int64."""
+    """Reorder values [B, L, *tail] along the second axis: entry i of row b is the value at order[b,
+    i], where order is [B, L] int64."""
     index = order.view(*order.shape, *[1] * (values.dim() - 2)).expand_as(values)
     return values.gather(1, index)

@@ -35,6 +35,7 @@ from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import DefaultRope, RotaryTable
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.model_config import FamilyConfig, ModelConfig
+from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import Stream
 from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.linear_attention.state_rows import StepRows
@@ -86,8 +87,8 @@ class GatedRecurrence(nn.Module):
         super().__init__()
         self.layer = layer
         parts = {"decay_proj": size, "value_proj": size, "gate_proj": size}
-        self.in_proj = MergedLinear(size, parts, bias=True, device=device, dtype=dtype)
-        self.out_proj = Linear(size, size, bias=False, device=device, dtype=dtype)
+        self.in_proj = MergedLinear(size, parts, bias=True, where=Placement(device, dtype))
+        self.out_proj = Linear(size, size, bias=False, where=Placement(device, dtype))
         one = StateTensor((size,))
         self.cache_spec: CacheSpec | None = StateSpec(
             state={"sum": one, "before": one},
@@ -272,22 +273,21 @@ class ToyHybridForCausalLM(CausalLM):
                 qkv_bias=False,
                 output_bias=False,
                 norm_eps=None,
-                device=device,
-                dtype=dtype,
+                where=self.where,
             )
         else:
             mixer = GatedRecurrence(index, size, toy.chunk_multiple, device, dtype)
         (column,) = self.declared_columns(self.config)
         return DecoderLayer(
             mixer,
-            RecordingMLP(index, column, size, device=device, dtype=dtype),
-            RMSNorm(size, EPS, device=device, dtype=dtype),
-            RMSNorm(size, EPS, device=device, dtype=dtype),
+            RecordingMLP(index, column, size, where=self.where),
+            RMSNorm(size, EPS, where=self.where),
+            RMSNorm(size, EPS, where=self.where),
             mixer_name="self_attn" if toy.layer_types[index] == "a" else "recurrence",
         )
 
     def make_norm(self) -> RMSNorm:
-        return RMSNorm(self.config.hidden_size, EPS, device=self.device, dtype=self.dtype)
+        return RMSNorm(self.config.hidden_size, EPS, where=self.where)
 
     def make_rotary(self) -> RotaryTable:
         toy = self.config.family_as(ToyConfig)

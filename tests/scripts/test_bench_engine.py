@@ -4,12 +4,13 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-import engine_runs
 import pytest
 import torch
-from engine_runs import Bench, by_batch, full_batch
-from measuring import DEVICE, KernelTime, KernelWindow
-from routing import Chance, expert_layers, run_rows
+from kernel_profile import KernelTime, KernelWindow
+from measuring import DEVICE
+from modes import engine_runs
+from modes.engine_runs import Bench, by_batch, full_batch
+from modes.routing import Chance, expert_layers, run_rows
 from workloads import BenchRequest, requests
 
 from batchgen.engine.base.engine_config import EngineConfig

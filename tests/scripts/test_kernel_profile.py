@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import measuring
+import kernel_profile
 import pytest
 import torch
-from measuring import KernelTime, KernelWindow, short_name
+from kernel_profile import KernelTime, KernelWindow, short_name
 
 
 def event(name: str, start: float, length: float, category: str = "kernel") -> dict[str, Any]:
@@ -70,10 +70,10 @@ def test_the_trace_of_torch_is_one_that_it_reads(
 ) -> None:
     on_gpu = torch.cuda.is_available()
     if not on_gpu:  # operators of the host stand in for kernels
-        monkeypatch.setattr(measuring, "_ON_DEVICE", {"cpu_op"})
+        monkeypatch.setattr(kernel_profile, "_ON_DEVICE", {"cpu_op"})
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     x = torch.ones(64, 64, device="cuda" if on_gpu else "cpu")
-    window = measuring.profile_window(lambda: [x @ x for _ in range(3)], tmp_path / name)
+    window = kernel_profile.profile_window(lambda: [x @ x for _ in range(3)], tmp_path / name)
     assert 0 < window.busy <= window.length
     assert 3 in {kernel.launches for kernel in window.kernels}
     content = (tmp_path / name).read_bytes()

@@ -1,7 +1,8 @@
 """The tiles that bench_kernels tries for experts, and the lines it prints for the table."""
 
 import pytest
-from expert_cases import fp8_candidates, linear_candidates, product_candidates
+from cases.experts import fp8_candidates, product_candidates
+from cases.linear import linear_candidates
 
 from batchgen.kernels.moe import moe_tiles as table
 from batchgen.kernels.moe.moe_tiles import TABLE

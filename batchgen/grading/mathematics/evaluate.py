@@ -38,22 +38,14 @@ def coordinate(point: int, name: str) -> Fraction:
 
 
 def values_of(node: Node) -> tuple[Value, ...]:
-    """The values of an expression at all points.
-
-    Raises:
-        NotRead: it is no expression.
-        Undefined: it has no value at one of them.
-    """
+    """The values of an expression at all points; NotRead if it is none, Undefined where it has no
+    value."""
     return tuple(value_at(node, partial(coordinate, point)) for point in range(POINTS))
 
 
 def value_at(node: Node, variable: Callable[[str], Value]) -> Value:
-    """The value of an expression where variables have the values that a function gives.
-
-    Raises:
-        NotRead: it is no expression.
-        Undefined: it has no value there.
-    """
+    """The value of an expression where `variable` gives those of variables; NotRead or Undefined
+    otherwise."""
     if isinstance(node, Number):
         return node.value
     if isinstance(node, Symbol):
@@ -92,12 +84,7 @@ def value_at(node: Node, variable: Callable[[str], Value]) -> Value:
 
 
 def constant(node: Node) -> Value:
-    """The value of an expression without variables.
-
-    Raises:
-        NotRead: it has variables, or is no expression.
-        Undefined: it has no value.
-    """
+    """The value of an expression without variables; NotRead or Undefined otherwise."""
     if variables_of(node):
         raise NotRead
     return numbers.snapped(value_at(node, lambda _: Fraction(0)))

@@ -37,11 +37,7 @@ from batchgen.grading.mathematics.relation_forms import (
 
 
 def forms_of(node: Node) -> Forms:
-    """The normal forms of an answer.
-
-    Raises:
-        NotRead: it has none.
-    """
+    """The normal forms of an answer, or NotRead."""
     try:
         return _FORMS[type(node)](node)
     except (Undefined, ZeroDivisionError):

@@ -153,11 +153,7 @@ def snapped(value: Value) -> Value:
 
 
 def real(value: Value) -> Value:
-    """The value, if it is a real number.
-
-    Raises:
-        Undefined: it is not.
-    """
+    """The value, if it is a real number; else Undefined."""
     value = snapped(value)
     if isinstance(value, CONTEXT.mpc):
         raise Undefined
@@ -249,11 +245,7 @@ _WHOLES = {"gcd": math.gcd, "lcm": math.lcm}
 
 
 def call(name: str, values: tuple[Value, ...]) -> Value:
-    """The value of a function.
-
-    Raises:
-        Undefined: it has none there, or the function is not known.
-    """
+    """The value of a function, or Undefined if it has none there or is not known."""
     try:
         return _call(name, values)
     except (ArithmeticError, NoConvergence, TypeError, ValueError):

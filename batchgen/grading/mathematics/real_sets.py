@@ -107,11 +107,7 @@ def _edge_text(value: Any) -> str:
 
 
 def bound(node: Node) -> Any:
-    """The value of an interval's bound: real, or an infinity.
-
-    Raises:
-        NotRead: it has none.
-    """
+    """The value of an interval's bound, real or infinite, or NotRead."""
     if node == Symbol("oo"):
         return INFINITY
     if node == Call("negate", (Symbol("oo"),)):
@@ -123,14 +119,10 @@ def bound(node: Node) -> Any:
 
 
 def set_of(node: Node, only_sets: bool = True) -> Pieces:
-    """The set of real numbers that an answer says.
-
-    Args:
-        only_sets: refuse relations, which say what is in a set but are none.
-
-    Raises:
-        NotRead: it says none.
-    """
+    """The set of real numbers that an answer says, or NotRead. With `only_sets` relations are
+    refused,
+    which
+    say what is in a set but are none."""
     if isinstance(node, Group):
         if node.opening == "{set":
             return union(interval(at, at, True, True) for at in map(bound, node.items))
@@ -154,11 +146,7 @@ def set_of(node: Node, only_sets: bool = True) -> Pieces:
 
 
 def set_of_relations(node: Node) -> Pieces:
-    """The values of the one variable of relations for which they hold.
-
-    Raises:
-        NotRead: they are no relations of one variable that are understood here.
-    """
+    """The values of the one variable of relations for which they hold, or NotRead."""
     if isinstance(node, Relation):
         return _set_of_chain(node)
     if isinstance(node, Listing):

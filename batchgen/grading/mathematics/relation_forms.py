@@ -29,14 +29,7 @@ FormsOf = Callable[[Node], Forms]
 
 
 def relation_forms(node: Relation, forms_of: FormsOf) -> Forms:
-    """The normal forms of a relation.
-
-    Args:
-        forms_of: gives the forms of its sides.
-
-    Raises:
-        NotRead: a side has none.
-    """
+    """The normal forms of a relation, from the forms of its sides, or NotRead."""
     made = _equation if set(node.names) <= {"=", "~"} else _inequality
     return made(node, forms_of)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import CPUProducts, empty_fp8, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
-from batchgen.engine.parallel.tensor_parallel import ALONE, PendingParts, Stream, TensorParallel
+from batchgen.engine.parallel.placement import Placement
+from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream
 from batchgen.kernels.fp8.fp8_experts import fp8_grouped_mlp, fp8_grouped_parts
 from batchgen.kernels.fp8.fp8_tiles import copy_engine_reads
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
@@ -46,20 +46,20 @@ class Experts(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
-        parallel: TensorParallel = ALONE,
-        device: torch.device,
-        dtype: torch.dtype,
+        where: Placement,
     ) -> None:
         super().__init__()
-        self._inner = intermediate_size
+        self._inner, parallel = intermediate_size, where.parallel
         self._num_experts, self._parallel = num_experts, parallel
         own = parallel.share("num_experts", num_experts)
         self._first = parallel.rank * own
         shapes = (own, 2 * intermediate_size, hidden_size), (own, hidden_size, intermediate_size)
-        in_panels = keeps_panels(device, dtype, hidden_size, intermediate_size)
-        wide, narrow = (panels_shape(*shape, dtype) if in_panels else shape for shape in shapes)
-        self.gate_up_proj = empty_parameter(*wide, device=device, dtype=dtype)
-        self.down_proj = empty_parameter(*narrow, device=device, dtype=dtype)
+        in_panels = keeps_panels(where.device, where.dtype, hidden_size, intermediate_size)
+        wide, narrow = (
+            panels_shape(*shape, where.dtype) if in_panels else shape for shape in shapes
+        )
+        self.gate_up_proj = empty_parameter(*wide, device=where.device, dtype=where.dtype)
+        self.down_proj = empty_parameter(*narrow, device=where.device, dtype=where.dtype)
         self.gate_up_scales: nn.Parameter | None = None
         self.down_scales: nn.Parameter | None = None
         self.form: FP8Format | None = None

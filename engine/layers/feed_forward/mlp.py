@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from batchgen.engine.caches.forward_context import ForwardContext
 from batchgen.engine.layers.linear import Linear, RowParallelLinear
 from batchgen.engine.layers.merged_linear import MergedLinear
+from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import (
-    ALONE,
     FEED_FORWARD_LANE,
     Stream,
-    TensorParallel,
 )
 from batchgen.kernels.fp8.quantise import FP8Rows, silu_and_mul_quantised
 from batchgen.kernels.layers.activation import silu_and_mul
@@ -32,11 +30,10 @@ class GatedMLP(nn.Module):
         *,
         bias: bool,
         size_name: str = "intermediate_size",
-        parallel: TensorParallel = ALONE,
-        device: torch.device,
-        dtype: torch.dtype,
+        where: Placement,
     ) -> None:
         super().__init__()
+        parallel = where.parallel
         own = parallel.share(size_name, intermediate_size)
         parts = {"gate_proj": own, "up_proj": own}
         shards = dict.fromkeys(parts, parallel.shard(0, intermediate_size))
@@ -45,17 +42,14 @@ class GatedMLP(nn.Module):
             parts,
             bias=bias,
             shards=shards if parallel.size > 1 else None,
-            device=device,
-            dtype=dtype,
+            where=where,
         )
         self.down_proj = RowParallelLinear(
             intermediate_size,
             hidden_size,
             bias=bias,
             lane=FEED_FORWARD_LANE,
-            parallel=parallel,
-            device=device,
-            dtype=dtype,
+            where=where,
         )
 
     @property

@@ -15,11 +15,10 @@ from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.feed_forward.mlp import GatedMLP
 from batchgen.engine.layers.linear import Float32Linear, Linear, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import (
-    ALONE,
     FEED_FORWARD_LANE,
     Stream,
-    TensorParallel,
 )
 from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, plain_rows
 from batchgen.kernels.layers.shared_part import SharedPart, add_up
@@ -76,33 +75,27 @@ class SparseMoE(nn.Module):
         shared_size: int | None,
         router: Router = SOFTMAX_ROUTER,
         column: tuple[OutputColumn, int],
-        parallel: TensorParallel = ALONE,
-        device: torch.device,
-        dtype: torch.dtype,
+        where: Placement,
     ) -> None:
         super().__init__()
-        self._parallel = parallel
+        self._parallel = where.parallel
         self.experts_per_token, self.renormalise = experts_per_token, renormalise
         self.column, self.index = column
         self.form = router.form
         self.checkpoint_names = {"correction": "gate"}
         self.gate: Linear
         if router.float32:
-            self.gate = Float32Linear(hidden_size, num_experts, device=device, dtype=dtype)
+            self.gate = Float32Linear(hidden_size, num_experts, where=where)
         else:
-            self.gate = Linear(
-                hidden_size, num_experts, bias=False, quantisable=False, device=device, dtype=dtype
-            )
+            self.gate = Linear(hidden_size, num_experts, bias=False, quantisable=False, where=where)
         self.correction: ScoreCorrection | None = None
         if router.corrected:
-            self.correction = ScoreCorrection(num_experts, device=device)
+            self.correction = ScoreCorrection(num_experts, device=where.device)
         self.experts = Experts(
             num_experts,
             hidden_size,
             intermediate_size,
-            parallel=parallel,
-            device=device,
-            dtype=dtype,
+            where=where,
         )
         self.shared_expert: GatedMLP | None = None
         self.shared_expert_gate: Linear | None = None
@@ -112,13 +105,11 @@ class SparseMoE(nn.Module):
                 shared_size,
                 bias=False,
                 size_name="shared expert's size",
-                parallel=parallel,
-                device=device,
-                dtype=dtype,
+                where=where,
             )
             if router.gates_shared:
                 self.shared_expert_gate = Linear(
-                    hidden_size, 1, bias=False, quantisable=False, device=device, dtype=dtype
+                    hidden_size, 1, bias=False, quantisable=False, where=where
                 )
             else:
                 self.checkpoint_names["shared_expert"] = "shared_experts"

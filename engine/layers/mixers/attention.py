@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,8 @@ from batchgen.engine.layers.linear import Linear, RowParallelLinear
 from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import rotary_order
-from batchgen.engine.parallel.tensor_parallel import ALONE, MIXER_LANE, Stream, TensorParallel
+from batchgen.engine.parallel.placement import Placement
+from batchgen.engine.parallel.tensor_parallel import MIXER_LANE, Stream
 from batchgen.kernels.attention.attention import paged_attention
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.qkv import prepare_qkv
@@ -47,12 +47,10 @@ class Attention(nn.Module):
         rotary_dim: int | None = None,
         output_gate: bool = False,
         zero_centred: bool = False,
-        parallel: TensorParallel = ALONE,
-        device: torch.device,
-        dtype: torch.dtype,
+        where: Placement,
     ) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, parallel = layer, where.parallel
         whole, own_heads = shape, parallel.share("num_attention_heads", shape.num_heads)
         kv_heads = parallel.kv_heads(whole.num_kv_heads)
         shape = replace(
@@ -84,24 +82,22 @@ class Attention(nn.Module):
             arrange["q_proj"] = partial(_ordered, order=order)
         if order is not None:
             arrange["k_proj"] = partial(_ordered, order=order)
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.qkv_proj = MergedLinear(
-            hidden_size, parts, bias=qkv_bias, arrange=arrange, shards=shards, **where
+            hidden_size, parts, bias=qkv_bias, arrange=arrange, shards=shards, where=where
         )
         self.o_proj = RowParallelLinear(
             whole.num_heads * head_dim,
             hidden_size,
             bias=output_bias,
             lane=MIXER_LANE,
-            parallel=parallel,
-            **where,
+            where=where,
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         self.norm_eps = 0.0 if norm_eps is None else norm_eps
         if norm_eps is not None:
             norm = partial(RMSNorm, head_dim, norm_eps, zero_centred=zero_centred, order=order)
-            self.q_norm, self.k_norm = norm(**where), norm(**where)
+            self.q_norm, self.k_norm = norm(where=where), norm(where=where)
 
     @property
     def input_projection(self) -> Linear:

@@ -21,7 +21,8 @@ from batchgen.engine.layers.linear import RowParallelLinear, empty_parameter
 from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.mixers.delta_shape import DeltaShape, input_projections, state_spec
 from batchgen.engine.layers.weight_slot import WeightSlot
-from batchgen.engine.parallel.tensor_parallel import ALONE, MIXER_LANE, Stream, TensorParallel
+from batchgen.engine.parallel.placement import Placement
+from batchgen.engine.parallel.tensor_parallel import MIXER_LANE, Stream
 from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
 from batchgen.kernels.linear_attention.delta_replay import delta_replay
@@ -57,12 +58,10 @@ class GatedDeltaNet(nn.Module):
         *,
         norm_eps: float,
         interleaved: bool,
-        parallel: TensorParallel = ALONE,
-        device: torch.device,
-        dtype: torch.dtype,
+        where: Placement,
     ) -> None:
         super().__init__()
-        whole = shape
+        whole, parallel = shape, where.parallel
         shape = replace(
             whole,
             num_key_heads=parallel.share("linear_num_key_heads", whole.num_key_heads),
@@ -88,25 +87,22 @@ class GatedDeltaNet(nn.Module):
             arrange=arrange,
             shards=shards,
             unquantised=gates,
-            device=device,
-            dtype=dtype,
+            where=where,
         )
         self.out_proj = RowParallelLinear(
             whole.values,
             hidden_size,
             bias=False,
             lane=MIXER_LANE,
-            parallel=parallel,
-            device=device,
-            dtype=dtype,
+            where=where,
         )
-        wide = partial(empty_parameter, device=device, dtype=torch.float32)
+        wide = partial(empty_parameter, device=where.device, dtype=torch.float32)
         self.conv_weight = empty_parameter(
-            shape.channels, shape.conv_width, device=device, dtype=dtype
+            shape.channels, shape.conv_width, device=where.device, dtype=where.dtype
         )
         self.A_log, self.dt_bias = wide(heads), wide(heads)
         self.norm_weight = wide(shape.value_dim)
-        self.cache_spec: CacheSpec | None = state_spec(shape, dtype)
+        self.cache_spec: CacheSpec | None = state_spec(shape, where.dtype)
 
     def forward(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from batchgen.engine.layers.feed_forward.experts import packed_products
 from batchgen.engine.layers.linear import CPUProducts, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
-from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
+from batchgen.engine.parallel.placement import Placement
 from batchgen.kernels.moe.experts_cpu import ExpertProducts
 
 
@@ -30,16 +30,14 @@ class KVExpansion(nn.Module):
         key_size: int,
         value_size: int,
         *,
-        parallel: TensorParallel = ALONE,
-        device: torch.device,
-        dtype: torch.dtype,
+        where: Placement,
     ) -> None:
         super().__init__()
         self._key_size, self.value_size = key_size, value_size
         rows = num_heads * (key_size + value_size)
-        self._shard = parallel.shard(0, rows) if parallel.size > 1 else None
-        shape = (num_heads // parallel.size, key_size + value_size, latent_size)
-        self.weight = empty_parameter(*shape, device=device, dtype=dtype)
+        self._shard = where.parallel.shard(0, rows) if where.parallel.size > 1 else None
+        shape = (num_heads // where.parallel.size, key_size + value_size, latent_size)
+        self.weight = empty_parameter(*shape, device=where.device, dtype=where.dtype)
         self._packed: tuple[ExpertProducts, ExpertProducts] | None = None
 
     def absorb(self, q: Tensor) -> Tensor:

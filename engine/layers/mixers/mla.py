@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,8 @@ from batchgen.engine.layers.linear import Linear, RowParallelLinear
 from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
 from batchgen.engine.layers.norm import RMSNorm
-from batchgen.engine.parallel.tensor_parallel import ALONE, MIXER_LANE, Stream, TensorParallel
+from batchgen.engine.parallel.placement import Placement
+from batchgen.engine.parallel.tensor_parallel import MIXER_LANE, Stream
 from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.mla.latent_prepare import prepare_latent
 from batchgen.kernels.mla.mla_attention import latent_attention
@@ -63,16 +63,13 @@ class LatentAttention(nn.Module):
         norm_eps: float,
         scale: float,
         interleaved: bool,
-        parallel: TensorParallel = ALONE,
-        device: torch.device,
-        dtype: torch.dtype,
+        where: Placement,
     ) -> None:
         super().__init__()
-        whole = shape.num_heads
+        whole, parallel = shape.num_heads, where.parallel
         shape = replace(shape, num_heads=parallel.share("num_attention_heads", whole))
         self.layer, self.shape, self.scale = layer, shape, scale
         self.cache_spec: CacheSpec | None = shape.spec
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
         queries = shape.num_heads * shape.query_size
         query = "q_proj" if shape.query_rank is None else "q_a_proj"
         latent = "kv_a_proj_with_mqa"
@@ -91,30 +88,29 @@ class LatentAttention(nn.Module):
             name = "q_proj" if shape.query_rank is None else "q_b_proj"
             shards[name] = parallel.shard(0, whole * shape.query_size)
         self.down_proj = MergedLinear(
-            hidden_size, parts, bias=bias, arrange=arrange, shards=shards, **where
+            hidden_size, parts, bias=bias, arrange=arrange, shards=shards, where=where
         )
         self.q_a_layernorm: RMSNorm | None = None
         if shape.query_rank is not None:
-            self.q_a_layernorm = RMSNorm(shape.query_rank, norm_eps, **where)
+            self.q_a_layernorm = RMSNorm(shape.query_rank, norm_eps, where=where)
             self.query_up_proj = MergedLinear(
                 shape.query_rank,
                 {"q_b_proj": queries},
                 bias=False,
                 arrange=arrange,
                 shards=shards,
-                **where,
+                where=where,
             )
-        self.kv_a_layernorm = RMSNorm(shape.latent_size, norm_eps, **where)
+        self.kv_a_layernorm = RMSNorm(shape.latent_size, norm_eps, where=where)
         self.kv_b_proj = KVExpansion(
-            whole, shape.latent_size, shape.key_size, shape.value_size, parallel=parallel, **where
+            whole, shape.latent_size, shape.key_size, shape.value_size, where=where
         )
         self.o_proj = RowParallelLinear(
             whole * shape.value_size,
             hidden_size,
             bias=bias,
             lane=MIXER_LANE,
-            parallel=parallel,
-            **where,
+            where=where,
         )
 
     @property

@@ -92,9 +92,7 @@ class HybridForCausalLM(MoEForCausalLM):
             rotary_dim=family.rotary_dim,
             output_gate=family.output_gate,
             zero_centred=True,
-            parallel=self.parallel,
-            device=self.device,
-            dtype=self.dtype,
+            where=self.where,
         )
 
     def _make_delta_net(self, index: int) -> GatedDeltaNet:
@@ -104,9 +102,7 @@ class HybridForCausalLM(MoEForCausalLM):
             self.family.delta,
             norm_eps=self.family.rms_norm_eps,
             interleaved=self.interleaved,
-            parallel=self.parallel,
-            device=self.device,
-            dtype=self.dtype,
+            where=self.where,
         )
 
     def make_norm(self) -> RMSNorm:
@@ -114,8 +110,7 @@ class HybridForCausalLM(MoEForCausalLM):
         return RMSNorm(
             self.config.hidden_size,
             self.family.rms_norm_eps,
-            device=self.device,
-            dtype=self.dtype,
+            where=self.where,
             zero_centred=True,
         )
 

@@ -86,9 +86,7 @@ class LatentForCausalLM(MoEForCausalLM):
             norm_eps=_LATENT_NORM_EPS,
             scale=family.score_scale,
             interleaved=family.interleaved,
-            parallel=self.parallel,
-            device=self.device,
-            dtype=self.dtype,
+            where=self.where,
         )
 
     @classmethod

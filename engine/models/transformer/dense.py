@@ -96,9 +96,7 @@ class DenseForCausalLM(CausalLM):
             qkv_bias=family.qkv_bias,
             output_bias=family.output_bias,
             norm_eps=family.rms_norm_eps if family.qk_norm else None,
-            parallel=self.parallel,
-            device=self.device,
-            dtype=self.dtype,
+            where=self.where,
         )
 
     def make_mlp(self, index: int) -> FeedForward:
@@ -107,9 +105,7 @@ class DenseForCausalLM(CausalLM):
             self.config.hidden_size,
             self.family.intermediate_size,
             bias=self.family.mlp_bias,
-            parallel=self.parallel,
-            device=self.device,
-            dtype=self.dtype,
+            where=self.where,
         )
 
     def make_norm(self) -> RMSNorm:
@@ -117,8 +113,7 @@ class DenseForCausalLM(CausalLM):
         return RMSNorm(
             self.config.hidden_size,
             self.family.rms_norm_eps,
-            device=self.device,
-            dtype=self.dtype,
+            where=self.where,
         )
 
     def make_rotary(self) -> RotaryTable:

@@ -116,9 +116,7 @@ class MoEForCausalLM(DenseForCausalLM):
             shared_size=family.shared_size,
             router=family.router,
             column=(family.routed_experts, family.moe_layers.index(index)),
-            parallel=self.parallel,
-            device=self.device,
-            dtype=self.dtype,
+            where=self.where,
         )
 
     def make_head(self, name: str) -> TokenModel:

@@ -13,9 +13,9 @@ from real_job import ROWS, contents, overrides, run
 
 from batchgen import LLM, SamplingParams
 from batchgen.cli.job_outcome import report
+from batchgen.engine.requests import derive_seed
 from batchgen.python.given_prompts import PromptIds, ReadPrompt
 from batchgen.util.errors import ConfigError
-from batchgen.util.fingerprint import derive_seed
 
 
 def test_rows_are_those_of_the_python_interface(model: Path, rows: Path, tmp_path: Path) -> None:

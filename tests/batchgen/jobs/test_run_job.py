@@ -18,6 +18,7 @@ from fake_job import BAD_PROMPT, BAD_REQUEST, MEMORY, FakeEngine, FakeJob, FakeS
 from job_comparison import compare_outputs
 
 from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.requests import derive_seed
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.jobs.job_end import JobResult
 from batchgen.jobs.job_parts import JobParts
@@ -25,7 +26,6 @@ from batchgen.jobs.run_job import run_job
 from batchgen.prompts.row_prompts import Prompt
 from batchgen.shards.journal import Journal
 from batchgen.util.errors import ConfigError, JobError
-from batchgen.util.fingerprint import derive_seed
 
 
 def _job(out: Path, **fields: Any) -> FakeJob:

@@ -9,13 +9,14 @@ import torch
 
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.norm import RMSNorm
+from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import PendingParts
 from batchgen.kernels.fp8.quantise import BothRows, FP8Rows
 from batchgen.kernels.layers.shared_part import SharedPart
 
 
 def _norm(generator: torch.Generator) -> RMSNorm:
-    norm = RMSNorm(144, 1e-6, device=torch.device("cpu"), dtype=torch.float32)
+    norm = RMSNorm(144, 1e-6, where=Placement(torch.device("cpu"), torch.float32))
     norm.weight.copy_(torch.rand(144, generator=generator))
     return norm
 

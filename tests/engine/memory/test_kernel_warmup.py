@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from batchgen.engine.base.transfer import upload
-from batchgen.engine.memory import kernel_warmup as rehearsal
+from batchgen.engine.memory import kernel_warmup
 from batchgen.engine.memory.kernel_warmup import Undone, compiling_kernels
 
 ROOT = Path(__file__).parents[3]
@@ -79,7 +79,7 @@ def no_plan() -> Any:
 def test_where_nothing_is_compiled_ahead(
     device: str, can_compile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rehearsal, "can_compile_ahead", lambda: can_compile)
+    monkeypatch.setattr(kernel_warmup, "can_compile_ahead", lambda: can_compile)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with compiling_kernels(torch.device(device), no_plan):
@@ -88,31 +88,31 @@ def test_where_nothing_is_compiled_ahead(
 
 @pytest.fixture
 def gpu_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "can_compile_ahead", lambda: True)
+    monkeypatch.setattr(kernel_warmup, "can_compile_ahead", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
 
 
 @pytest.mark.usefixtures("gpu_that_compiles")
 def test_kernels_are_compiled_while_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    loading, rehearsed = threading.Event(), threading.Event()
+    loading, warmed_up = threading.Event(), threading.Event()
 
-    def rehearse(*_: Any) -> None:
+    def warm_up(*_: Any) -> None:
         assert loading.wait(10)
-        rehearsed.set()
+        warmed_up.set()
 
-    monkeypatch.setattr(rehearsal, "rehearse", rehearse)
+    monkeypatch.setattr(kernel_warmup, "warm_up", warm_up)
     with compiling_kernels(GPU, lambda: ((), SimpleNamespace())):  # type: ignore[arg-type,return-value]
         loading.set()
-    assert rehearsed.is_set()
+    assert warmed_up.is_set()
 
 
 @pytest.mark.usefixtures("gpu_that_compiles")
-def test_a_rehearsal_that_fails_is_only_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_up_that_fails_is_only_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise NotImplementedError("no such operation on meta")
 
-    monkeypatch.setattr(rehearsal, "rehearse", fail)
+    monkeypatch.setattr(kernel_warmup, "warm_up", fail)
     with (
         pytest.warns(RuntimeWarning, match="one after another.*no such operation"),
         compiling_kernels(GPU, lambda: ((), SimpleNamespace())),  # type: ignore[arg-type,return-value]

@@ -27,11 +27,8 @@ _MINUS_ONE = Number(Fraction(-1))
 
 
 class Expressions:
-    """Reads expressions from a cursor.
-
-    Args:
-        bracket: reads what stands behind an opening bracket, up to and with its closing one.
-    """
+    """Reads expressions from a cursor; `bracket` reads from behind an opening bracket to its
+    closing one."""
 
     def __init__(self, cursor: Cursor, bracket: Callable[[str], Node]) -> None:
         self.cursor = cursor

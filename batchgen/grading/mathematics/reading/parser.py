@@ -9,14 +9,8 @@ from batchgen.grading.mathematics.reading.tokens import Token, tokens_of
 
 
 def read(text: str, thousands: bool = True) -> Node:
-    """The answer that a tidy text says.
-
-    Args:
-        thousands: whether `1,000` is one number.
-
-    Raises:
-        NotRead: it is nothing of what is understood here.
-    """
+    """The answer that a tidy text says, or NotRead; `thousands` says whether `1,000` is one
+    number."""
     tokens = tokens_of(text, thousands)
     if not tokens:
         raise NotRead

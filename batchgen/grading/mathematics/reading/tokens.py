@@ -58,14 +58,13 @@ _VOWEL = re.compile("[aeiouyAEIOUY]")
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of an answer.
+    r"""A token of an answer.
 
     Attributes:
         kind: `number`, `letter` (a variable), `word`, `function`, `begin`, `end` or `sign` (all
             else, commands without their backslash included).
-        text: what it says, in one of its spellings.
         spaced: whether white space stands before it.
-        quoted: whether it stands in `\\text{…}` or the like.
+        quoted: whether it stands in `\text{…}` or the like.
     """
 
     kind: str
@@ -80,14 +79,7 @@ class Token:
 
 
 def tokens_of(text: str, thousands: bool = True) -> list[Token]:
-    """The tokens of a tidy text.
-
-    Args:
-        thousands: whether `1,000` is one number.
-
-    Raises:
-        NotRead: they are too many, or a brace is not closed.
-    """
+    """The tokens of a tidy text; NotRead if they are too many, or a brace is not closed."""
     found = _tokens(text, thousands)
     if len(found) > MOST_TOKENS:
         raise NotRead

@@ -20,11 +20,7 @@ _NO_THINGS = {
 
 
 def unit_behind(cursor: Cursor, counted: bool) -> Unit | None:
-    """The unit behind a value, read; None if none follows.
-
-    Args:
-        counted: whether words that name things may follow as well (`18 eggs`).
-    """
+    """The unit behind a value, or None; with `counted` also words that name things (`18 eggs`)."""
     if cursor.next.kind not in ("word", "letter") and not _begins_unit(cursor):
         return None
     if not counted and cursor.next.text == "in":  # `x in [1, 2]`

@@ -12,11 +12,7 @@ from batchgen.grading.mathematics.reading.tokens import Token
 
 
 def number(cursor: Cursor, token: Token, argument: Callable[[], Node]) -> Node:
-    """The number that begins with a token, which was read.
-
-    Args:
-        argument: reads what a command takes.
-    """
+    """The number that begins with a token; `argument` reads what a command takes."""
     if cursor.is_sign("_"):
         return _based(cursor, token)
     if cursor.is_sign(".") and cursor.peek(1).text == "overline":  # `3.\overline{3}`

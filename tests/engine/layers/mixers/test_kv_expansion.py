@@ -8,13 +8,14 @@ from torch import Tensor
 
 from batchgen.engine.layers.linear import CPUProducts
 from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
+from batchgen.engine.parallel.placement import Placement
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, LATENT, KEY, VALUE = 4, 64, 24, 32
 
 
 def expansion(device: torch.device, dtype: torch.dtype) -> KVExpansion:
-    made = KVExpansion(HEADS, LATENT, KEY, VALUE, device=device, dtype=dtype)
+    made = KVExpansion(HEADS, LATENT, KEY, VALUE, where=Placement(device, dtype))
     weight = torch.randn(made.weight.shape, generator=torch.Generator().manual_seed(0))
     made.weight.copy_(weight * LATENT**-0.5)
     return made

@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 import torch
 from measuring import DEVICE, commas
-from routing import run_rows
+from modes.routing import run_rows
 from torch import Tensor
 from workloads import BenchRequest, dummy_model, prompt_vocab, requests
 

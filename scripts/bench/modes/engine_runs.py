@@ -13,8 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from floors import Floor, floor_seconds
-from measuring import DEVICE, H100, Rates, profile_window, synchronize
-from routing import Routing, Touched, count_touched, expert_layers, run_rows, set_routing
+from kernel_profile import profile_window
+from measuring import DEVICE, H100, Rates, synchronize
+from modes.routing import Routing, Touched, count_touched, expert_layers, run_rows, set_routing
 from workloads import (
     WORKLOADS,
     BenchRequest,

@@ -1,0 +1,49 @@
+"""Counts of what an engine has done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchgen.engine.rows.scheduled_batch import (
+    DecodeBatch,
+    MixedBatch,
+    PrefillBatch,
+    ScheduledBatch,
+)
+from batchgen.engine.scheduling.scheduler import Scheduler
+
+
+@dataclass
+class EngineStats:
+    """Counts since the engine started. A mixed step counts as a prefill and as a decode step."""
+
+    prefill_steps: int = 0  # the number of steps that read prompts
+    # The number of tokens that prefills computed, including recomputed ones.
+    prefill_tokens: int = 0
+    # The number of tokens that prefills did not compute, because the prefix cache had them.
+    cached_tokens: int = 0
+    decode_steps: int = 0  # the number of steps with decoding rows
+    # The sum of the numbers of rows over all decode steps; divided by `decode_steps` it is the mean
+    # batch size.
+    decode_rows: int = 0
+    generated_tokens: int = 0  # the number of tokens generated for finished and running requests
+    # Maps the name of each of the strategy's counts to its sum over all rows.
+    counts: dict[str, int] = field(default_factory=dict)
+    # What the strategy reports besides (`Strategy.stats`).
+    strategy: dict[str, Any] = field(default_factory=dict)
+    preemptions: int = 0  # how often a row lost its cache entries to other rows
+    peak_kv_usage: float = 0.0  # the largest share of the blocks that rows owned, from 0 to 1
+
+    def count_batch(self, batch: ScheduledBatch, scheduler: Scheduler) -> None:
+        """Add a scheduled batch."""
+        self.preemptions = scheduler.num_preemptions
+        self.cached_tokens = scheduler.num_cached_tokens
+        self.peak_kv_usage = max(self.peak_kv_usage, scheduler.block_manager.usage)
+        if not isinstance(batch, PrefillBatch):
+            self.decode_steps += 1
+            self.decode_rows += (batch.decode if isinstance(batch, MixedBatch) else batch).num_rows
+        if not isinstance(batch, DecodeBatch):
+            prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
+            self.prefill_steps += 1
+            self.prefill_tokens += sum(prefill.lengths)

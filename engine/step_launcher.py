@@ -1,0 +1,170 @@
+"""Enqueues steps on the device: a decode step, a prefill, or both in one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from batchgen.engine.base.outputs import StepOutput
+from batchgen.engine.base.step_timing import StepTimer, timed
+from batchgen.engine.base.transfer import upload
+from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
+from batchgen.engine.rows.guide import Guide
+from batchgen.engine.rows.scheduled_batch import (
+    DecodeBatch,
+    MixedBatch,
+    PrefillBatch,
+    ScheduledBatch,
+)
+from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.sampling.sampling_inputs import SamplingInputs
+from batchgen.engine.scheduling.prefill_inputs import block_tables, prefill_inputs, state_slots
+from batchgen.engine.step_inputs import JoiningRows
+from batchgen.engine.strategy import Strategy
+
+Launched = tuple[PrefillBatch | DecodeBatch, StepOutput]
+"""A batch, or the part of a mixed one, that yields tokens, and what it produces on the device."""
+
+
+class StepLauncher:
+    """Enqueues the steps of one strategy without waiting for the device.
+
+    Args:
+        runner: the runner of the target.
+        timer: measures the steps; None measures nothing.
+    """
+
+    def __init__(self, strategy: Strategy, runner: ModelRunner, timer: StepTimer | None) -> None:
+        self._strategy, self._runner, self._timer = strategy, runner, timer
+
+    def launch(self, batch: ScheduledBatch, catch_up: Callable[[], None]) -> list[Launched]:
+        """Enqueue a step on the device.
+
+        Args:
+            catch_up: reads all steps that were launched before, because masks depend on the newest
+                tokens. The device meanwhile runs the current step's forward, or what came before.
+
+        Returns:
+            The parts of the batch that yield tokens, each with what it produces.
+        """
+        if isinstance(batch, DecodeBatch):
+            with timed(self._timer, "decode", batch.num_rows):
+                step, _ = self._decode(batch, None, catch_up)
+                return [(batch, step)]
+        prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
+        inputs = self._prefill_inputs(prefill)
+        if isinstance(batch, PrefillBatch):
+            with timed(self._timer, "prefill", len(batch.seqs)):
+                output = None
+                if inputs is not None:  # Otherwise the prefix cache had all of it.
+                    output = self._runner.prefill(inputs, self._strategy.needs_hidden)
+                return self._join(batch, inputs, output)
+        decode = batch.decode
+        with timed(self._timer, "mixed", decode.num_rows + len(prefill.seqs)):
+            step, prefilled = self._decode(decode, inputs, catch_up)
+            return [(decode, step), *self._join(prefill, inputs, prefilled)]
+
+    def _decode(
+        self, batch: DecodeBatch, prefill: PrefillInputs | None, catch_up: Callable[[], None]
+    ) -> tuple[StepOutput, ModelOutput | None]:
+        """Enqueue a decode step, with a prefill beside it if there is one. Returns what the step
+        produces for the decoding rows, and the forward's output for the prefill, which is None
+        without one."""
+        self._strategy.step_inputs.reindex(batch)
+        if batch.guide is not None and self._strategy.proposes_from_guide:
+            catch_up()
+        self._strategy.propose(batch)
+        decoded, prefilled = self._strategy.forward(self._runner, prefill)
+        if batch.guide is not None:
+            catch_up()
+        return self._advance(batch, decoded), prefilled
+
+    def _advance(self, batch: DecodeBatch, output: ModelOutput) -> StepOutput:
+        """Decide the decoding rows' tokens on the device, and prepare the next step's inputs."""
+        step = self._strategy.decide(output, batch.guide)
+        state, states = self._strategy.step_inputs, self._runner.states
+        if states is not None:
+            assert state.state_slots is not None
+            states.advance(state.state_slots, step.num_tokens)
+        state.step_decode(step)
+        return step
+
+    def _prefill_inputs(self, batch: PrefillBatch) -> PrefillInputs | None:
+        """Make the inputs of a prefill's forward, and put the rows' states in place.
+
+        Rows that start from a snapshot get a copy of its state in their own state slot. Returns the
+        inputs, without rows that have no tokens to compute; None if no row has any.
+        """
+        seqs, states = batch.seqs, self._runner.states
+        if states is not None:
+            started = [seq for seq in seqs if seq.restore_from is not None]
+            if started:
+                sources = np.array([seq.restore_from for seq in started], np.int64)
+                states.copy(sources, np.array([seq.state_slot for seq in started], np.int64))
+                for seq in started:
+                    seq.restore_from = None
+            slots = [seq.state_slot for seq in seqs]
+            states.begin(upload(slots, torch.int64, self._runner.device))
+        return prefill_inputs(batch, self._runner.device, states is not None)
+
+    def _join(
+        self, batch: PrefillBatch, prefill: PrefillInputs | None, output: ModelOutput | None
+    ) -> list[Launched]:
+        """Tell the strategy of a prefill, and let the rows that it completes decode from the next
+        step on.
+
+        The first tokens of those whose prefill yields one are decided here. Returns the batch with
+        its first tokens; empty if no row's prefill yields a token.
+
+        Args:
+            prefill: the inputs of its forward; None if there was nothing to compute.
+            output: the output of its forward; None likewise.
+        """
+        state, device = self._strategy.step_inputs, self._runner.device
+        if batch.completing and batch.keep is not None:
+            state.keep_rows(batch.keep)
+        seqs = [batch.seqs[i] for i in batch.completing]
+        rows = self._joining_rows(seqs) if seqs else None
+        newest = upload([seq.token_ids[-1] for seq in seqs], torch.int64, device)
+        yielding = np.flatnonzero([seq.prefill_yields for seq in seqs])
+        step = None
+        if len(yielding):
+            assert rows is not None and output is not None
+            if len(yielding) == len(seqs):
+                step = self._strategy.first_tokens(output, rows)
+                newest = step.token_ids[:, 0]
+            else:
+                step = self._strategy.first_tokens(output, rows.index_select(yielding))
+                newest[upload(yielding, torch.int64, device)] = step.token_ids[:, 0]
+        if prefill is not None:
+            assert output is not None
+            hidden = output.hidden if self._strategy.needs_hidden else None
+            self._strategy.prefilled(batch, prefill.inputs, hidden, newest)
+        if rows is not None:
+            state.merge_prefill(rows, newest)
+        return [] if step is None else [(batch, step)]
+
+    def _joining_rows(self, seqs: list[Sequence]) -> JoiningRows:
+        """Describe rows whose prefill is complete, from what the host knows of them."""
+        device = self._runner.device
+        return JoiningRows(
+            seqs,
+            upload(block_tables(seqs), torch.int64, device),
+            np.array([seq.num_prefill_tokens for seq in seqs], np.int64),
+            self._sampling_inputs(seqs),
+            None if self._runner.states is None else state_slots(seqs, device),
+            Guide.of(seqs),
+        )
+
+    def _sampling_inputs(self, seqs: list[Sequence]) -> SamplingInputs:
+        """Make the sampler's inputs for rows, from what the host knows of them."""
+        return SamplingInputs.build(
+            params=[seq.params for seq in seqs],
+            prompt_lens=[seq.num_prompt_tokens for seq in seqs],
+            histories=[seq.token_ids for seq in seqs],
+            stop_ids=[tuple(seq.stop.stop_ids) for seq in seqs],
+            capacities=[seq.max_tokens for seq in seqs],
+            device=self._runner.device,
+        )
