@@ -88,7 +88,7 @@ class PagedRows:
         self.runner = ModelRunner(model, caches, block_length)
 
     def inputs(self, spans: Sequence[Span], ids: Sequence[list[int]]) -> ModelInputs:
-        """Of the tokens of these spans of rows."""
+        """The keys of the tokens of these spans of rows."""
         lens = np.array([end - start for _, start, end in spans])
         positions = np.concatenate([np.arange(start, end) for _, start, end in spans])
         return ModelInputs(
