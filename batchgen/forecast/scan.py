@@ -37,14 +37,8 @@ _FRAMES = 100
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The seconds of the processor that a scan may take: a busy machine takes longer and finds out
-    as much.
-
-    Attributes:
-        sample: for the sample.
-        rows: for all rows.
-        long_rows: for rows that may be too long.
-    """
+    """The seconds of the processor that a scan may take for the sample, for all rows, and for rows
+    that may be too long. A busy machine takes longer and finds out as much."""
 
     sample: float = 1.2
     rows: float = 5.0
@@ -53,13 +47,7 @@ class Budget:
 
 @dataclass
 class FoundRows:
-    """Some rows, of which the first are named.
-
-    Attributes:
-        message: why they are bad, as of the one that was found first; empty if they are not.
-        count: how many there are.
-        rows: index and id of some of them.
-    """
+    """Some rows: why the first is bad (empty if they are not), how many, and index and id of some."""
 
     message: str = ""
     count: int = 0
@@ -91,19 +79,13 @@ class ReadRow:
 
 @dataclass
 class Scan:
-    """What was found.
+    """What was found in the rows that were looked at.
 
-    Attributes:
-        num_rows: rows of the job; None for a stream whose end was not reached.
-        looked_at: how many of them were looked at.
-        tokenised: of how many good rows the tokens were counted; the others have an estimate.
-        sample: some of the rows that have a prompt, in the order of their indices.
-        lengths: [R], tokens of the prompts of all good rows that were looked at, by index.
-        longest: index, id and tokens of the longest prompts, the longest first.
-        bad: type of error → the rows that have it.
-        cut: how many prompts are longer than there is room and will be cut (`prompt.too_long`).
-        unsure: how many rows may be too long, and were not tokenised for want of time.
-        constraints: the different constraints of the rows, and the rows that have each.
+    `num_rows` is None for a stream whose end was not reached. `tokenised` good rows were counted,
+    the others have an estimate; `lengths` [R] are the tokens of all good rows by index, `longest`
+    has index, id and tokens. `sample` and `longest` are in order. `bad` has the rows of each type
+    of error, `constraints` those of each constraint. `cut` prompts will be cut to the room, and
+    `unsure` rows may be too long and were not tokenised for want of time.
     """
 
     num_rows: int | None
@@ -133,18 +115,12 @@ def scan_rows(
     budget: Budget | None = None,
     clock: Callable[[], float] = time.process_time,
 ) -> Scan:
-    """Go through the rows of a job.
+    """Go through the rows of a job, with `budget` in seconds of the clock.
 
     First comes a sample. If its speed says that all rows can be tokenised in time, they are. Else
     only the size of their text is taken, which finds the rows whose templates cannot be filled and
     tells by the sample how many tokens there are; rows with so much text that they may be too long
-    are then tokenised too, the longest first. If there is no time for that either, the sample is
-    all.
-
-    Args:
-        reading: what is done with a row.
-        budget: the seconds that it may take.
-        clock: tells the seconds that the budget is about.
+    are then tokenised, the longest first. Without time for that either, the sample is all.
     """
     return Scanner(reading, budget, clock).scan()
 
@@ -279,11 +255,8 @@ class Scanner:
         return error
 
     def _tokenise_long(self, rows_at: Callable[[Sequence[int]], Iterator[Row]]) -> None:
-        """Count the tokens of the rows with the most text, and of all that may be too long.
-
-        No text has more tokens than bytes, if the tokenizer does not lengthen it first, so rows
-        with less text than that cannot be too long.
-        """
+        """Count the tokens of the rows with the most text, and of all that may be too long: no text
+        has more tokens than bytes, if the tokenizer does not lengthen it first."""
         reading = self._reading
         bound = reading.room // reading.growth - self._frame - _FRAME
         uncounted = [good for good in self._good if good.tokens < 0]
@@ -321,13 +294,8 @@ class Scanner:
 
 
 def estimated(sizes: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The tokens of prompts: those that were counted, and for the others a line through them.
-
-    The line is that of least squares. It does not fall and says at least one token.
-
-    Args:
-        sizes: [R], how much text each prompt has.
-        tokens: [R], how many tokens; -1 where they were not counted.
+    """The [R] tokens of prompts from the sizes of their texts: those that were counted, and where
+    `tokens` is -1 a line of least squares through them, which does not fall and says at least one.
     """
     known = tokens >= 0
     if known.all() or not known.any():

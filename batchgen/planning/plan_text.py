@@ -203,8 +203,8 @@ def row_title(row: Row) -> str:
 def shown_prompt(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
     """A prompt as the model reads it, with its special tokens, behind a bar at the left.
 
-    A line break of the prompt is a line break here. Other characters that one does not see have
-    signs of their own (␉ is a tab, · a space at the end of a line), so a backslash is a backslash.
+    Characters that one does not see have signs (␉ is a tab, · a space at the end of a line), so a
+    backslash is a backslash; a line break is one.
     """
     if tokenizer is None:
         shown = " ".join(map(str, ids[:_SHOWN_IDS]))

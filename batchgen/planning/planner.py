@@ -18,7 +18,7 @@ from batchgen.config.job_config import JobConfig
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.layers.fp8_format import has_fp8_units
 from batchgen.forecast.devices import DEVICES, Device, device_named
-from batchgen.forecast.engine_estimate import EngineEstimate, engine_room
+from batchgen.forecast.engine_estimate import EngineEstimate, estimate_engine
 from batchgen.forecast.forecast import Forecast, forecast
 from batchgen.forecast.planned_work import here, job_work, same_speed, step_cost
 from batchgen.forecast.scan import FoundRows, Scan, scan_rows
@@ -48,11 +48,8 @@ _COMPILE_S = 2.0
 
 @contextmanager
 def opened_rows(config: JobConfig) -> Iterator[tuple[OpenedJob, JobParts, Reading]]:
-    """What a job runs on and how its rows are read, if a run would come as far as its folder.
-
-    Raises:
-        ConfigError: there is a mistake in the configuration, the model or the data.
-    """
+    """What a job runs on and how its rows are read; ConfigError for what a run refuses before it
+    looks into its folder."""
     from batchgen.forecast.prompt_reading import job_reading
     from batchgen.jobs.checked_rows import check_rows
     from batchgen.resolve.opened_job import open_job
@@ -74,12 +71,9 @@ def output_folder(config: JobConfig, opened: OpenedJob) -> tuple[FolderState, Co
 
 
 def make_plan(config: JobConfig, settings: PlanSettings) -> Plan:
-    """Find out what a job will read, need and cost.
+    """Find out what a job will read, need and cost; ConfigError if there is nothing to plan.
 
     Nothing is written, and no weights are loaded but for `plan.probe`.
-
-    Raises:
-        ConfigError: there is a mistake, so that there is nothing to plan.
     """
     started = time.perf_counter()
     from batchgen.launchers.launch import check_launcher
@@ -116,7 +110,7 @@ class _Planner:
         gpu_bytes = device.memory if device is not None and device.is_gpu else None
         # A GPU that is not in the table is this machine's.
         fp8 = has_fp8_units(torch.device("cuda")) if device is None else device.fp8
-        engine = engine_room(opened, config, gpu_bytes, native_fp8=fp8)
+        engine = estimate_engine(opened, config, gpu_bytes, native_fp8=fp8)
         memory = self._memory(engine, gpu_bytes)
         expected = None
         if memory is not None and device is not None and scan.sample:
@@ -220,8 +214,8 @@ class _Planner:
         return seen_in(own, same, device.name, config.output.dir) if is_there else None
 
     def _constraints(self, scan: Scan) -> Constraints | None:
-        """Compile the constraints of the rows that were looked at, those of most rows first. The
-        rows of one that cannot be enforced are bad."""
+        """Compile constraints, those of most rows first; rows of one that cannot be enforced are
+        bad."""
         if isinstance(self._config.constraint, NoConstraintConfig):
             return None
         compiled, slowest, slowest_s = 0, "", 0.0
