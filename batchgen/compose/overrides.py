@@ -106,7 +106,7 @@ def unknown_group(group: str) -> str:
 
 
 def unknown_key(key: str, choice: str | None, others: list[str]) -> str:
-    """The message, without the place, for a key that its group or choice lacks and `others` have."""
+    """The message, without the place, for a key that its group lacks; `others` have it."""
     group, _, name = key.partition(".")
     owner = f"{group}={choice}" if choice else group
     if others:

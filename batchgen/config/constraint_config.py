@@ -38,7 +38,7 @@ class JsonConstraintConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GivenConstraint:
-    """A constraint that the job gives for all rows under the name `key`, or a column for each row."""
+    """A constraint that the job gives for all rows as `key`, or a column for each row."""
 
     key = ""
 

@@ -11,7 +11,7 @@ _MOST_SECONDS = 7 * 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersConfig:
-    """How the workers of a job notice each other; `name` is that of this process (`+worker=NAME`)."""
+    """How the workers of a job notice each other; `name` is this process (`+worker=NAME`)."""
 
     heartbeat: float = 15.0
     stale_after: float = 60.0

@@ -47,7 +47,7 @@ class Budget:
 
 @dataclass
 class FoundRows:
-    """Some rows: why the first is bad (empty if they are not), how many, and index and id of some."""
+    """Some rows: why the first is bad, if it is; how many; and index and id of some."""
 
     message: str = ""
     count: int = 0

@@ -68,7 +68,7 @@ def cluster(given: str | None, runtime_env: Mapping[str, Any]) -> Iterator[None]
 
 
 def _check_answers(address: str) -> None:
-    """Raise ConfigError for an address where nothing listens, for which Ray would wait for minutes."""
+    """Raise ConfigError where nothing listens: Ray would wait for minutes."""
     try:
         _listens(address.rpartition("://")[2], _ANSWER_SECONDS)
     except OSError as error:

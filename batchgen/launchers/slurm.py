@@ -85,7 +85,7 @@ class SlurmLauncher(Launcher):
         return f"{where}: {', '.join(about)}"
 
     def launch(self, config: JobConfig, command: Command = worker_arguments) -> Launched:
-        """Submit the workers, which `command` names, and wait for the end unless `wait` is false."""
+        """Submit the workers that `command` names, and wait for the end unless told not to."""
         from batchgen.launchers.slurm_task import Queue, SlurmTask, TaskProcess, submit
 
         self._check_cluster(config)
