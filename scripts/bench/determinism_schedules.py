@@ -23,8 +23,9 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from determinism_changes import STAGES, changes
+from floors import mixers
 from torch import Tensor, nn
-from workloads import bare_model, dummy_model, mixers, model_config, prompt_vocab
+from workloads import bare_model, dummy_model, model_config, prompt_vocab
 
 from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.base.outputs import RequestOutput
