@@ -40,7 +40,7 @@ from batchgen.engine.layers.mixers import gated_delta_net as delta_layer
 from batchgen.engine.layers.mixers import mla as latent_layer
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.memory.kernel_warmup import compiling_kernels
-from batchgen.engine.memory.memory_plan import ModelUse
+from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.rows.sequence import Sequence as Row
 from batchgen.engine.sampling.sampling_params import SamplingParams
