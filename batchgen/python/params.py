@@ -102,7 +102,7 @@ class SamplingParams:
         object.__setattr__(self, "request", _request(values))
 
     def replace(self, **options: Unpack[SamplingOptions]) -> SamplingParams:
-        """The same parameters but for those that are given."""
+        """These parameters with some replaced."""
         return SamplingParams(**{**self._given(), **_NAMES.ours(options)})
 
     def __getattr__(self, name: str) -> Any:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from batchgen.rows.grade_columns import PREFIX
 from batchgen.rows.row_facts import RowFacts, same_sample
 from batchgen.texts.row_json import plain_text
 from batchgen.util.shorten import beginning
 from batchgen.viewer.job_view import JobView, Vote, votes
 from batchgen.viewer.rows.filters import MARKS, REASONS, Filter, text_columns
-from batchgen.viewer.rows.grade_columns import PREFIX
 from batchgen.viewer.rows.ranking import MOST, ORDERS, orders, value_text
 from batchgen.viewer.rows.search import Search
 

@@ -148,7 +148,7 @@ class Worker:
         return found
 
     def publish(self, shard: int, file: Path | None, replaces: bool) -> bool:
-        """As of `output.publisher.Publish`."""
+        """See `shards.publisher.Publish`."""
         try:
             if file is None:
                 self.store.do(Create(mark_name(shard, "done"), Lease(self.number).encoded()))

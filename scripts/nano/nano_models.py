@@ -39,7 +39,7 @@ DRAFTS, DRAFT_WEIGHT = 3, 0.3
 """How many tokens the MTP head learns to draft, and the weight of the loss of each."""
 BALANCE_WEIGHT = 0.01
 FULL_EVERY = 4
-"""Of this many layers of nano_hybrid one has full attention."""
+"""One in this many layers of nano_hybrid has full attention."""
 _SHARED: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,

@@ -54,7 +54,7 @@ from batchgen.engine.base.engine_config import EngineConfig
 
 WARMUP_STEPS = 200
 MOST_TOKENS = 100
-"""Of an answer in an exam."""
+"""The most tokens of an answer in an exam."""
 NOISE_SEED = 1234
 """The seed of the noise of the held-out loss, which is always the same."""
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>")

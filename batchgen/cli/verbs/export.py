@@ -90,11 +90,7 @@ def _write(
 
 
 def _format_of(path: Path | None) -> str:
-    """The format that a file's name says; JSON lines for standard output.
-
-    Raises:
-        ConfigError: the name says none.
-    """
+    """The format that a file's name says; JSON lines for standard output."""
     if path is None:
         return "jsonl"
     suffix = Path(path.name.removesuffix(".gz")).suffix
@@ -108,13 +104,7 @@ def _format_of(path: Path | None) -> str:
 
 @contextmanager
 def _opened(path: Path | None) -> Iterator[TextIO]:
-    """The new file to write to, which is removed if it does not come to its end; None is standard
-    output.
-
-    Raises:
-        ConfigError: the file is there already, or its folder is not.
-        JobError: it cannot be written.
-    """
+    """The new file to write to, or standard output. A file is removed if its end is not written."""
     if path is None:
         yield sys.stdout
         return

@@ -83,11 +83,7 @@ def _show(arguments: Sequence[str]) -> int:
 
 
 def _found(reader: JobFolderReader, row_id: str, sample: int | None) -> list[dict[str, Any]]:
-    """The finished samples of a row.
-
-    Raises:
-        ConfigError: there are none; the message names what is near.
-    """
+    """The finished samples of a row; if there are none, the error names what is near."""
     rows = list(reader.find(row_id))
     if found := list(of_sample(rows, sample)):
         return found

@@ -71,11 +71,7 @@ def _has_no_job(given: str) -> bool:
 
 
 def _jobs(given: str) -> Respond:
-    """The pages of the jobs below a folder.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The pages of the jobs below a folder."""
     from batchgen.viewer.folder_site import FolderSite
     from batchgen.viewer.jobs_below import DEEPEST, jobs_below
 
@@ -89,11 +85,7 @@ def _jobs(given: str) -> Respond:
 
 
 def _rows(names: Sequence[str]) -> Respond:
-    """The pages of a job, or of two.
-
-    Raises:
-        ConfigError: a folder is not one of a job, or both are the same.
-    """
+    """The pages of a job, or of two."""
     readers = {name: open_folder(name, "view") for name in names}
     if len(names) == 2 and len({reader.path for reader in readers.values()}) < 2:
         raise ConfigError(f"view: {names[0]} and {names[1]} are the same folder: name two jobs")

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.shards.row_order import KEYS
+from batchgen.rows.grade_columns import ANSWER_KEY, GRADE_ERROR, MARK
+from batchgen.rows.job_rows import starts
 from batchgen.util.errors import ConfigError
-from batchgen.viewer.rows.grade_columns import PREFIX
 
 Bools = npt.NDArray[np.bool_]
 
@@ -26,7 +26,6 @@ MARKS = {
 }
 """How a sample can be marked, and what that means."""
 REASONS = ("stop", "length", "constraint_conflict", "error")
-MARK, ANSWER_KEY, GRADE_ERROR = (PREFIX + n for n in ("mark", "answer_key", "grade_error"))
 TEXT_TYPES = (pa.string(), pa.large_string())
 LONGEST = 1000
 """Characters of a text that is sought."""
@@ -34,32 +33,20 @@ LONGEST = 1000
 
 @dataclass(frozen=True)
 class Filter:
-    """What samples must have in common to be listed; empty values allow anything.
+    """What samples must have in common to be listed; empty values allow anything."""
 
-    Attributes:
-        text: that `column` contains, in upper or lower case.
-        column: a column of texts; empty for the generated text.
-        mark: one of MARKS.
-        reason: one of REASONS.
-        error: the type of the row's error.
-        least, most: the number of generated tokens.
-        disagree: `yes` for rows whose samples do not all give the same answer (where there are no
-            answers, the same mark; where there are no marks either, the same text).
-        subset: the value of `subset_column`, as text.
-        subset_column: the column that says which part of the exam a question belongs to; it is the
-            job's, and no key of a URL.
-    """
-
-    text: str = ""
-    column: str = ""
-    mark: str = ""
-    reason: str = ""
-    error: str = ""
-    least: str = ""
+    text: str = ""  # that `column` contains, in upper or lower case
+    column: str = ""  # of texts; empty for the generated text
+    mark: str = ""  # one of MARKS
+    reason: str = ""  # one of REASONS
+    error: str = ""  # the type of the row's error
+    least: str = ""  # generated tokens
     most: str = ""
     disagree: str = ""
-    subset: str = ""
-    subset_column: str = ""
+    """`yes` for rows whose samples differ in their answer; in their mark, where the job has no
+    answers; in their text, where it has no marks either."""
+    subset: str = ""  # the value of `subset_column`, as text
+    subset_column: str = ""  # the job's, and no key of a URL
 
     def __post_init__(self) -> None:
         for name, known in (("mark", MARKS), ("reason", REASONS), ("disagree", ("yes",))):
@@ -75,9 +62,6 @@ class Filter:
     @classmethod
     def of(cls, query: Mapping[str, str], subset_column: str = "") -> Filter:
         """The filter that the query of a URL describes.
-
-        Args:
-            subset_column: of the job; empty if it has no subsets.
 
         Raises:
             ConfigError: a value is none that the key may have.
@@ -96,10 +80,7 @@ class Filter:
         return any(value for key, value in self.query.items() if key != "column")
 
     def columns(self, schema: pa.Schema, text_column: str) -> list[str]:
-        """The columns that `matches` reads.
-
-        Args:
-            schema: of the rows with their grades.
+        """The columns that `matches` reads, given the schema of the rows with their grades.
 
         Raises:
             ConfigError: `column` is no column of texts, or there are no grades to filter by.
@@ -125,11 +106,7 @@ class Filter:
         return [name for name in dict.fromkeys(names) if name in schema.names]
 
     def matches(self, table: pa.Table, text_column: str) -> Bools:
-        """[R] Which samples are listed.
-
-        Args:
-            table: [R] whole rows (all samples of each) with the columns that `columns` names.
-        """
+        """[R] Which samples of a table of whole rows, with the columns of `columns`, are listed."""
         found = np.ones(table.num_rows, np.bool_)
         if self.reason:
             found &= _bools(pc.equal(table["finish_reason"], self.reason))
@@ -162,11 +139,8 @@ def text_columns(schema: pa.Schema) -> list[str]:
 
 
 def marks(table: pa.Table) -> npt.NDArray[np.str_]:
-    """[R] Which of MARKS each sample has; empty for rows with an error of their own.
-
-    Args:
-        table: with `finish_reason` and those columns of the grades that there are.
-    """
+    """[R] Which of MARKS each sample has, by its finish reason and the grades that there are; empty
+    for rows with an error of their own."""
     count, names = table.num_rows, table.column_names
     found = np.full(count, "ungraded", dtype="<U11")
     if MARK in names:
@@ -191,11 +165,9 @@ def _disagreeing(table: pa.Table, text_column: str) -> Bools:
     """[R] Whether the row of a sample has samples that differ."""
     (name,) = _answers(table.schema, text_column)
     codes = _one(pc.fill_null(_one(table[name]).cast(pa.string()), "")).dictionary_encode()
-    values = np.asarray(codes.indices)
-    rows = np.asarray(table[KEYS[0]])
-    starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
-    differs = np.maximum.reduceat(values, starts) != np.minimum.reduceat(values, starts)
-    return np.repeat(differs, np.diff(np.append(starts, len(rows))))
+    values, begin = np.asarray(codes.indices), starts(table)
+    differs = np.maximum.reduceat(values, begin) != np.minimum.reduceat(values, begin)
+    return np.repeat(differs, np.diff(np.append(begin, len(values))))
 
 
 def _one(column: pa.ChunkedArray | pa.Array) -> pa.Array:

@@ -12,6 +12,7 @@ from measuring import DEVICE, DTYPE, Case, microseconds, random_normal
 from torch import Tensor
 
 from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
+from batchgen.engine.parallel.placement import Placement
 from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.kv_gather import upload
 from batchgen.kernels.attention.prefill_plan import (
@@ -66,7 +67,7 @@ class LatentLayers:
         self.parts: list[tuple[Tensor, KVExpansion]] = []
         for _ in range(_LAYERS):
             expansion = KVExpansion(
-                shape.heads, LATENT, shape.key, shape.value, device=DEVICE, dtype=DTYPE
+                shape.heads, LATENT, shape.key, shape.value, where=Placement(DEVICE, DTYPE)
             )
             expansion.weight.normal_(0, 0.04)
             plane = random_normal(rows * blocks + 1, BLOCK_SIZE, LATENT + ROTATED)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.linear import CPUProducts
+from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.sampling.sampler import sample
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling.sampling_params import SamplingParams
@@ -118,7 +119,7 @@ def cpu_expert_cases(options: argparse.Namespace) -> Iterator[Case]:
     config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=count)
     config._experts_implementation = "eager"
     theirs = Qwen3MoeExperts(config)
-    ours = Experts(count, hidden, inner, device=torch.device("cpu"), dtype=torch.float32)
+    ours = Experts(count, hidden, inner, where=Placement(torch.device("cpu"), torch.float32))
     for own, other in (
         (ours.gate_up_proj, theirs.gate_up_proj),
         (ours.down_proj, theirs.down_proj),
