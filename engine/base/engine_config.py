@@ -39,10 +39,8 @@ class Sizes(NamedTuple):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the model is sparse, and its weights leave half of a GPU's memory free.
-
-        Larger batches need memory, which the caches need more where weights leave less.
-        """
+        """Whether the model is sparse, and its weights leave half of a GPU's memory free. Larger
+        batches need memory, which the caches need more where weights leave less."""
         return _SPARSE * self.weights_per_token <= self.weights <= self.memory // 2
 
     def fitting_rows(self, rows: int) -> int:
@@ -213,10 +211,8 @@ class EngineConfig:
 
 
 def most_pending(device: torch.device) -> int:
-    """Return how many records may be pending before a decode step writes the state back.
-
-    On a GPU a step is bound by the memory that it moves, and a state is as large as some eighty
-    records. So the state is read in each step, but written in every eighth or so. On a CPU it is
-    cheaper to fold each record once.
-    """
+    """Return how many records may be pending before a decode step writes the state back. On a GPU a
+    step is bound by the memory that it moves, and a state is as large as some eighty records. So
+    the state is read in each step, but written in every eighth or so. On a CPU it is cheaper to
+    fold each record once."""
     return 7 if device.type == "cuda" else 0

@@ -72,12 +72,10 @@ def choose_prefill(
     staying: Mask,
     width: int,
 ) -> PrefillRoom | None:
-    """Choose the next prefill; None if rows only decode.
-
-    If few rows can start, their prompts are read in small chunks beside the decoding rows. If many
-    can, they are read in batches as large as allowed, in which decoding rows take part if no CUDA
-    graph holds them. `staying` is [B] bool, which rows of `running.order` have to decode on.
-    """
+    """Choose the next prefill; None if rows only decode. If few rows can start, their prompts are
+    read in small chunks beside the decoding rows. If many can, they are read in batches as large as
+    allowed, in which decoding rows take part if no CUDA graph holds them. `staying` is [B] bool,
+    which rows of `running.order` have to decode on."""
     decoding = int(staying.sum())
     # Prompts are read only beside rows of one token. A step with drafts has enough tokens of its
     # own that more of them would cost time.

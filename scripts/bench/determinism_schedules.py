@@ -23,8 +23,9 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from determinism_changes import STAGES, changes
+from floors import mixers
 from torch import Tensor, nn
-from workloads import bare_model, dummy_model, mixers, model_config, prompt_vocab
+from workloads import bare_model, dummy_model, model_config, prompt_vocab
 
 from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.base.outputs import RequestOutput
@@ -39,7 +40,7 @@ from batchgen.engine.layers.mixers import gated_delta_net as delta_layer
 from batchgen.engine.layers.mixers import mla as latent_layer
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.memory.kernel_warmup import compiling_kernels
-from batchgen.engine.memory.memory_plan import ModelUse
+from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.rows.sequence import Sequence as Row
 from batchgen.engine.sampling.sampling_params import SamplingParams

@@ -91,21 +91,12 @@ class SparseMoE(nn.Module):
         self.correction: ScoreCorrection | None = None
         if router.corrected:
             self.correction = ScoreCorrection(num_experts, device=where.device)
-        self.experts = Experts(
-            num_experts,
-            hidden_size,
-            intermediate_size,
-            where=where,
-        )
+        self.experts = Experts(num_experts, hidden_size, intermediate_size, where=where)
         self.shared_expert: GatedMLP | None = None
         self.shared_expert_gate: Linear | None = None
         if shared_size is not None:
             self.shared_expert = GatedMLP(
-                hidden_size,
-                shared_size,
-                bias=False,
-                size_name="shared expert's size",
-                where=where,
+                hidden_size, shared_size, bias=False, size_name="shared expert's size", where=where
             )
             if router.gates_shared:
                 self.shared_expert_gate = Linear(

@@ -90,11 +90,7 @@ class GatedDeltaNet(nn.Module):
             where=where,
         )
         self.out_proj = RowParallelLinear(
-            whole.values,
-            hidden_size,
-            bias=False,
-            lane=MIXER_LANE,
-            where=where,
+            whole.values, hidden_size, bias=False, lane=MIXER_LANE, where=where
         )
         wide = partial(empty_parameter, device=where.device, dtype=torch.float32)
         self.conv_weight = empty_parameter(
