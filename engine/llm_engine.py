@@ -95,7 +95,7 @@ class LLMEngine:
         leader: Leader | None = None,
     ) -> None:
         self._leader = leader
-        # Of all tokens that were read, by which ranks see that they have the same.
+        # The digest of all tokens that were read, by which ranks see that they have the same.
         self._digest = 0
         # This raises an error if the strategy does not fit the model.
         self._block_length = strategy.block_length(model.config)
