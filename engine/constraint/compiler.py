@@ -139,7 +139,6 @@ class _Work:
         self._marker = lru_cache(_MARKERS)(partial(Marker, vocabulary))
 
     def run(self, constraint: Constraint) -> Grammar:
-        """Compile a constraint, and try whether rows can follow it."""
         marker = self._marker(constraint.start_after) if constraint.start_after else None
         try:
             compiled = self._compile(constraint)
