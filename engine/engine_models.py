@@ -13,7 +13,8 @@ from batchgen.engine.base.host_limits import available_memory
 from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.caches.cache_specs import StateSpec
 from batchgen.engine.caches.model_caches import row_bytes
-from batchgen.engine.memory.memory_plan import CPU_SHARE, ModelUse
+from batchgen.engine.memory.memory_plan import CPU_SHARE
+from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.strategy import TARGET, Head, Strategy
@@ -79,8 +80,7 @@ def model_uses(
 
 
 def _check_beside(name: str, model: CausalLM, target: CausalLM, max_model_len: int) -> None:
-    """Check that a model can run beside the target. Raises ValueError if it cannot; the message
-    says why and what to do."""
+    """Check that a model can run beside the target."""
     if model.vocab_size != target.vocab_size:
         raise ValueError(
             f"the {name} model's vocabulary has {model.vocab_size} ids and the model's has "
@@ -113,10 +113,8 @@ def chosen_columns(model: CausalLM, names: abc.Sequence[str]) -> tuple[OutputCol
 
 
 def chunk_multiple(model: CausalLM) -> int:
-    """Return the number of tokens of which every cut of a row's prefill must be a multiple.
-
-    It is the least common multiple of what the model's recurrent layers ask for; 1 without any.
-    """
+    """Return the number of tokens of which every cut of a row's prefill must be a multiple. It is
+    the least common multiple of what the model's recurrent layers ask for; 1 without any."""
     specs = model.cache_specs
     return int(np.lcm.reduce([1, *(s.chunk_multiple for s in specs if isinstance(s, StateSpec))]))
 

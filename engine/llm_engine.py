@@ -24,7 +24,8 @@ from batchgen.engine.engine_models import chunk_multiple, planned_uses
 from batchgen.engine.engine_stats import EngineStats
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
 from batchgen.engine.execution.model_runner import ModelRunner
-from batchgen.engine.memory.memory_plan import MemoryPlan, ModelUse, plan_memory
+from batchgen.engine.memory.memory_plan import MemoryPlan, plan_memory
+from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.replicas import Abort, Add, Leader, Step
 from batchgen.engine.requests import Requests
@@ -94,7 +95,7 @@ class LLMEngine:
         leader: Leader | None = None,
     ) -> None:
         self._leader = leader
-        # Of all tokens that were read, by which ranks see that they have the same.
+        # The digest of all tokens that were read, by which ranks see that they have the same.
         self._digest = 0
         # This raises an error if the strategy does not fit the model.
         self._block_length = strategy.block_length(model.config)
@@ -178,11 +179,9 @@ class LLMEngine:
         return runner
 
     def capture_graphs(self) -> None:
-        """Capture all CUDA graphs that steps may replay.
-
-        Most are else captured while steps run, which the times of these steps show. With other
-        ranks, all of them must do this at the same point of their work.
-        """
+        """Capture all CUDA graphs that steps may replay. Most are else captured while steps run,
+        which the times of these steps show. With other ranks, all of them must do this at the same
+        point of their work."""
         for runner in self._runners.values():
             runner.capture_all()
 
@@ -234,11 +233,8 @@ class LLMEngine:
 
     def close(self) -> None:
         """End the other ranks, and stop compiling constraints, without waiting for those that are
-        being compiled.
-
-        After that the engine takes no further constrained requests, and none at all if there were
-        other ranks.
-        """
+        being compiled. After that the engine takes no further constrained requests, and none at all
+        if there were other ranks."""
         self._compiling.close()
         if self._leader is not None:
             # The ranks' communicator must outlive what was captured of it.

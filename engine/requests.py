@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
 
 def derive_seed(job_seed: int, row_id: str, sample_index: int) -> int:
-    """The seed of one sample of one row, in [0, 2**64): different for each, equal everywhere.
-
-    It depends on the row's id and not on its position, so that a row keeps its tokens when others
-    are added or dropped.
-    """
+    """The seed of one sample of one row, in [0, 2**64): different for each, equal everywhere. It
+    depends on the row's id and not on its position, so that a row keeps its tokens when others are
+    added or dropped."""
     digest = blake2b(digest_size=8, person=b"batchgen.seed")
     digest.update((job_seed % 2**64).to_bytes(8, "little"))
     digest.update(sample_index.to_bytes(8, "little"))

@@ -69,9 +69,7 @@ class StepLauncher:
     def _decode(
         self, batch: DecodeBatch, prefill: PrefillInputs | None, catch_up: Callable[[], None]
     ) -> tuple[StepOutput, ModelOutput | None]:
-        """Enqueue a decode step, with a prefill beside it if there is one. Returns what the step
-        produces for the decoding rows, and the forward's output for the prefill, which is None
-        without one."""
+        """Enqueue a decode step, with a prefill beside it if there is one."""
         self._strategy.step_inputs.reindex(batch)
         if batch.guide is not None and self._strategy.proposes_from_guide:
             catch_up()
@@ -92,11 +90,7 @@ class StepLauncher:
         return step
 
     def _prefill_inputs(self, batch: PrefillBatch) -> PrefillInputs | None:
-        """Make the inputs of a prefill's forward, and put the rows' states in place.
-
-        Rows that start from a snapshot get a copy of its state in their own state slot. Returns the
-        inputs, without rows that have no tokens to compute; None if no row has any.
-        """
+        """Make the inputs of a prefill's forward, and put the rows' states in place."""
         seqs, states = batch.seqs, self._runner.states
         if states is not None:
             started = [seq for seq in seqs if seq.restore_from is not None]

@@ -12,13 +12,24 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from step_map_data import Histogram, Line, PlotError, StepMaps, TracedRow, load_tokenizer, read_job
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import yaml
 
+from batchgen.prompts.used_columns import used_columns
+from batchgen.texts.tokens.decode_tokens import decode_with, job_decode
+from batchgen.texts.tokens.step_name import step_name
 from batchgen.util.paths import short_user_path
+from batchgen.util.shorten import beginning, end
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,6 +47,195 @@ BORDER = 0.09  # between blocks
 MOST_LINES = 6
 LONGEST_TEXT = 8
 INK, FAINT, PROMPT, BAR, MEAN = "#1c1c28", "#6a6a78", "#e4e4ea", "#3b7a9e", "#d1495b"
+PROMPT_IDS, TITLE_LENGTH = "prompt_token_ids", 80
+SPACE, END = "␣", "■"
+Decode = Callable[[list[int]], str]
+
+
+class PlotError(Exception):
+    """A mistake of the user. The message says what to do about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Consecutive tokens of a row that are drawn in one line, after `given` cells of the prompt."""
+
+    texts: Sequence[str]
+    steps: Sequence[int]
+    given: int
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRow:
+    """The tokens of a row, and the steps that they came from.
+
+    Attributes:
+        name: the title of the row.
+        texts: the text of each token as it is drawn, or empty strings if it is not known.
+        steps: the step of each token, from 1.
+        given: how many positions of the first token's block are the end of the prompt.
+    """
+
+    name: str
+    texts: Sequence[str]
+    steps: Sequence[int]
+    given: int
+
+    def lines(self, tokens_per_line: int) -> list[Line]:
+        """Cut the row into at most `MOST_LINES` lines; the tokens after those are left out.
+
+        The first `given` cells of the first line are the end of the prompt, so all lines begin at
+        the same offset in a block.
+        """
+        starts = range(-self.given, len(self.steps), tokens_per_line)[:MOST_LINES]
+        parts = [(slice(max(start, 0), start + tokens_per_line), start) for start in starts]
+        return [Line(self.texts[at], self.steps[at], max(-start, 0)) for at, start in parts]
+
+
+@dataclass(frozen=True)
+class StepMaps:
+    """The output of a job that has the column step_map.
+
+    Attributes:
+        step_name: what the numbers of step_map count.
+        block_length: positions of a diffusion block; None if the strategy has no blocks, or if
+            config.yaml does not say.
+        titles: the columns whose values are a row's title.
+        decode: tokens to text; None if the tokenizer is not on this machine.
+    """
+
+    folder: Path
+    data: ds.Dataset
+    step_name: str
+    block_length: int | None
+    titles: Sequence[str]
+    decode: Decode | None
+
+    def rows(self, count: int) -> list[TracedRow]:
+        """Read the first `count` rows that have tokens.
+
+        Raises:
+            PlotError: if no row has tokens.
+        """
+        names = ["row_id", "sample_index", "token_ids", "stop", "num_prompt_tokens", "step_map"]
+        names += [*self.titles, *({PROMPT_IDS} & set(self.data.schema.names))]
+        batches = self.data.to_batches(columns=[*dict.fromkeys(names)], batch_size=256)
+        rows = (row for batch in batches for row in batch.to_pylist() if row["step_map"])
+        if not (found := [self._traced(row) for row in islice(rows, count)]):
+            raise PlotError(
+                f"none of the {self.data.count_rows()} rows in {self.folder} has tokens: column "
+                "error says why"
+            )
+        return found
+
+    def _traced(self, row: dict[str, Any]) -> TracedRow:
+        name = f"row {row['row_id']}"
+        name += f", sample {row['sample_index']}" if row["sample_index"] else ""
+        if title := self._title(row):
+            name += f": {title}"
+        given = row["num_prompt_tokens"] % self.block_length if self.block_length else 0
+        decode = self.decode or (lambda ids: "")
+        texts = [shown(decode([token])) for token in row["token_ids"]]
+        if row["stop"] and texts[-1] == shown(row["stop"]):
+            texts[-1] = END
+        return TracedRow(name, texts, row["step_map"], given)
+
+    def _title(self, row: dict[str, Any]) -> str:
+        """What the row was asked, as well as the output says it; empty if it does not."""
+        values = [str(row[name]) for name in self.titles if row[name] is not None]
+        if values or not row.get(PROMPT_IDS) or self.decode is None:
+            return beginning(" | ".join(values), TITLE_LENGTH)
+        return end(self.decode(row[PROMPT_IDS][-TITLE_LENGTH:]), TITLE_LENGTH)
+
+    def histogram(self) -> tuple[dict[int, int], int]:
+        """Count how many steps of all rows yielded a given number of tokens, and the rows.
+
+        Steps none of whose tokens is in the output are not counted: the output does not show them.
+        """
+        counts: Counter[int] = Counter()
+        rows = 0
+        for batch in self.data.to_batches(columns=["step_map"]):
+            steps = np.asarray(pc.list_flatten(batch.column(0)), dtype=np.int64)
+            parents = np.asarray(pc.list_parent_indices(batch.column(0)), dtype=np.int64)
+            if len(steps):
+                rows += len(np.unique(parents))
+                keys = parents * (steps.max() + 1) + steps
+                counts.update(np.unique(keys, return_counts=True)[1].tolist())
+        return dict(sorted(counts.items())), rows
+
+
+def shown(text: str) -> str:
+    """A token in one line, with visible spaces."""
+    for character, sign in ((" ", SPACE), ("\n", "↵"), ("\t", "→")):
+        text = text.replace(character, sign)
+    return "".join(c if c.isprintable() else "�" for c in text)
+
+
+def read_job(
+    folder: Path,
+    block_length: int | None = None,
+    title_column: str | None = None,
+    tokenizer: str | None = None,
+) -> StepMaps:
+    """Open a job's output; what is None is taken from the job's config.yaml.
+
+    Raises:
+        PlotError: if the folder is not a job's, has no complete shard, or lacks a column.
+    """
+    files = sorted((folder / "data").glob("*.parquet"))
+    if not (folder / "config.yaml").is_file():
+        raise PlotError(
+            f"{folder} is not a job's folder (it has no config.yaml): give the job's output.dir"
+        )
+    if not files:
+        raise PlotError(
+            f"{folder} has no complete shard yet (data/*.parquet): run the job's command again, it "
+            "goes on where it stopped"
+        )
+    try:
+        data = ds.dataset([str(file) for file in files], format="parquet")
+    except pa.ArrowInvalid as error:
+        raise PlotError(f"cannot read {folder / 'data'}: {error}") from None
+    if "step_map" not in data.schema.names:
+        raise PlotError(
+            f"{folder} has no column step_map: run the job with strategy=dllm or strategy=ar_spec "
+            "and 'output.columns=[step_map]'"
+        )
+    if title_column is not None and title_column not in data.schema.names:
+        raise PlotError(
+            f"--title-column: the rows have no column {title_column!r}: choose among "
+            f"{', '.join(data.schema.names)}"
+        )
+    config = _config(folder / "config.yaml")
+    used = [name for name in used_columns(config.get("prompt") or {}) if name in data.schema.names]
+    return StepMaps(
+        folder,
+        data,
+        step_name(config),
+        block_length or config["strategy"].get("block_length"),
+        used if title_column is None else [title_column],
+        job_decode(config) if tokenizer is None else _load_tokenizer(tokenizer),
+    )
+
+
+def _config(file: Path) -> Mapping[str, Any]:
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+        target = config["strategy"]["_target_"]
+    except (yaml.YAMLError, KeyError, TypeError):
+        target = None
+    if not isinstance(target, str):
+        raise PlotError(f"{file} is not what a job wrote: it names no strategy")
+    return dict(config)
+
+
+def _load_tokenizer(name: str) -> Decode:
+    from transformers import AutoTokenizer
+
+    try:
+        return decode_with(AutoTokenizer.from_pretrained(name))
+    except (OSError, ValueError) as error:
+        raise PlotError(f"--tokenizer: cannot load {name}: {error}") from None
 
 
 def cell_width(rows: list[TracedRow]) -> float:
@@ -54,7 +254,7 @@ def tokens_per_line(width: float, block_length: int | None) -> int:
     return blocks * length or int((WIDTH - 2 * MARGIN) / width)
 
 
-def draw(maps: StepMaps, histogram: Histogram, rows: list[TracedRow]) -> Figure:
+def draw(maps: StepMaps, rows: list[TracedRow]) -> Figure:
     """Draw a band of cells for each row, and below them the histogram and an explanation.
 
     Raises:
@@ -72,7 +272,7 @@ def draw(maps: StepMaps, histogram: Histogram, rows: list[TracedRow]) -> Figure:
 
     width = cell_width(rows)
     per_line = tokens_per_line(width, maps.block_length)
-    bands = [row.lines(per_line, MOST_LINES) for row in rows]
+    bands = [row.lines(per_line) for row in rows]
     height = HEADER + sum(TITLE + LINE_PITCH * len(band) for band in bands) + FOOTER
     figure = Figure(figsize=(WIDTH, height), dpi=110, facecolor="white")
     canvas = figure.add_axes((0, 0, 1, 1))
@@ -89,7 +289,7 @@ def draw(maps: StepMaps, histogram: Histogram, rows: list[TracedRow]) -> Figure:
             _cells(canvas, line, maps.block_length, width, y, colors)
             y += LINE_PITCH
     _colorbar(figure, height, colors, maps.step_name)
-    _bars(figure, height, histogram, maps.step_name)
+    _bars(figure, height, maps)
     _notes(canvas, maps, rows, height, per_line)
     return figure
 
@@ -100,7 +300,7 @@ def _header(canvas: Axes, maps: StepMaps, rows: list[TracedRow]) -> None:
         MARGIN, 0.42, f"Which {maps.step_name} {verb} each token", size=17, weight="bold", color=INK
     )
     about = (
-        f"{maps.folder.name}: {len(rows)} of {maps.num_rows:,} rows, read from left to right. "
+        f"{maps.folder.name}: {len(rows)} of {maps.data.count_rows():,} rows, from left to right. "
         "Cells with the same number came together, in one forward of the model."
     )
     canvas.text(MARGIN, 0.74, about, size=10.5, color=FAINT, parse_math=False)
@@ -125,7 +325,10 @@ def _cells(
 ) -> None:
     from matplotlib.patches import Rectangle
 
-    place = _places(block_length, width)
+    def place(i: int) -> float:
+        """The left edge of the i-th cell; lines begin at the border of a block."""
+        return MARGIN + i * width + (i // block_length * BORDER if block_length else 0)
+
     for i in range(line.given):
         canvas.add_patch(Rectangle((place(i), y), width * 0.94, CELL_HEIGHT, color=PROMPT, lw=0))
     room = int((width - 0.02) / 0.085)
@@ -145,19 +348,6 @@ def _cells(
             canvas.text(center, y + 0.26, str(step), size=9, color=ink, ha="center")
 
 
-def _places(block_length: int | None, width: float) -> Callable[[int], float]:
-    """Return a function that gives the left edge of the i-th cell of a line.
-
-    Lines begin at the border of a block.
-    """
-
-    def place(i: int) -> float:
-        borders = i // block_length if block_length else 0
-        return MARGIN + i * width + borders * BORDER
-
-    return place
-
-
 def _colorbar(
     figure: Figure, height: float, colors: tuple[Colormap, Normalize], step_name: str
 ) -> None:
@@ -175,25 +365,27 @@ def _colorbar(
     axes.set_title(f"{step_name} of the row", size=9, color=FAINT, pad=4)
 
 
-def _bars(figure: Figure, height: float, histogram: Histogram, step_name: str) -> None:
+def _bars(figure: Figure, height: float, maps: StepMaps) -> None:
     left, bottom, wide, tall = 0.95, 0.65, 5.6, FOOTER - 1.35
     axes = figure.add_axes((left / WIDTH, bottom / height, wide / WIDTH, tall / height))
-    numbers = list(range(1, histogram.most_tokens + 1))
-    shares = [100 * histogram.counts.get(n, 0) / histogram.steps for n in numbers]
+    counts, rows = maps.histogram()
+    steps, tokens = sum(counts.values()), sum(n * times for n, times in counts.items())
+    numbers = list(range(1, max(counts) + 1))
+    shares = [100 * counts.get(n, 0) / steps for n in numbers]
     bars = axes.bar(numbers, shares, color=BAR, width=0.72)
     if len(numbers) <= 16:
         axes.bar_label(bars, [f"{s:.1f}%" for s in shares], size=9, color=INK, padding=2)
         axes.set_xticks(numbers)
     axes.set_ylim(0, max(shares) * 1.18)
     top = axes.get_xaxis_transform()  # above the bars, where it hides no label
-    axes.plot(histogram.mean, 1.01, "v", color=MEAN, ms=8, transform=top, clip_on=False)
+    axes.plot(tokens / steps, 1.01, "v", color=MEAN, ms=8, transform=top, clip_on=False)
     axes.set_title(
-        f"{histogram.mean:.2f} tokens per {step_name} on average (▼), {histogram.rows:,} rows, "
-        f"{histogram.tokens:,} tokens",
+        f"{tokens / steps:.2f} tokens per {maps.step_name} on average (▼), {rows:,} rows, "
+        f"{tokens:,} tokens",
         size=11, color=INK, loc="left", weight="bold", pad=14,
     )  # fmt: skip
-    axes.set_xlabel(f"tokens that one {step_name} brought", size=9.5, color=FAINT)
-    axes.set_ylabel(f"% of the {step_name}s", size=9.5, color=FAINT)
+    axes.set_xlabel(f"tokens that one {maps.step_name} brought", size=9.5, color=FAINT)
+    axes.set_ylabel(f"% of the {maps.step_name}s", size=9.5, color=FAINT)
     axes.tick_params(labelsize=9, colors=FAINT)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -209,8 +401,8 @@ def _notes(
         notes.append(f"{border} is the border of a block of {maps.block_length} tokens.")
     if any(row.given for row in rows):
         notes.append("Grey: the end of the prompt, which shares the first block.")
-    if any(text == row.END for row in rows for text in row.texts):
-        notes.append(f"{TracedRow.END} is the token that ended the row, {TracedRow.SPACE} a space.")
+    if any(END in row.texts for row in rows):
+        notes.append(f"{END} is the token that ended the row, {SPACE} a space.")
     if not all(map(_has_text, rows)):
         notes.append("For the text of tokens name the model's tokenizer (--tokenizer).")
     y = height - FOOTER + 0.62
@@ -235,21 +427,21 @@ def main() -> None:
     )
     parser.add_argument(
         "--tokenizer",
-        help="folder or hub name, for the text of tokens; not needed where a token is a byte",
+        help="folder or hub name, for the text of tokens; default: the model's, if it is here",
     )
     parser.add_argument(
         "--title-column",
-        help="whose values are the rows' titles; default: the end of the prompt if the output has "
-        "prompt_token_ids, else the columns that the prompt uses",
+        help="whose values are the rows' titles; default: the columns that the prompt uses, or the "
+        "end of the prompt if the output has prompt_token_ids only",
     )
     args = parser.parse_args()
     if args.rows < 1 or (args.block_length is not None and args.block_length < 1):
         parser.error("--rows and --block-length must be at least 1")
     try:
-        maps = read_job(short_user_path(args.folder, "OUT"), args.block_length, args.title_column)
-        decoder = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
-        rows = maps.traced_rows(args.rows, decoder)
-        figure = draw(maps, maps.histogram(), rows)
+        folder = short_user_path(args.folder, "OUT")
+        maps = read_job(folder, args.block_length, args.title_column, args.tokenizer)
+        rows = maps.rows(args.rows)
+        figure = draw(maps, rows)
     except PlotError as error:
         sys.exit(str(error))
     with warnings.catch_warnings():  # a character that no font has is drawn as a box

@@ -50,7 +50,7 @@ from transformers import (
 
 from batchgen.engine.caches.forward_context import ForwardContext, RowMetadata
 from batchgen.engine.caches.model_caches import CacheSizes
-from batchgen.engine.memory.memory_plan import ModelUse
+from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.kernels.attention.attention import AttentionMetadata
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.compose.group_choices import inferred_choice
-from batchgen.compose.overrides import Override, unknown_group, unknown_key
+from batchgen.compose.overrides import OLD_NAMES, Override, unknown_group, unknown_key
 from batchgen.config.config_keys import (
     EXPERIMENT,
     GROUPS,
@@ -55,7 +55,7 @@ class Given:
 
     def add_values(self, values: Mapping[str, Any]) -> None:
         for key, value in values.items():
-            value = _plain(value)
+            key, value = OLD_NAMES.get(key, key), _plain(value)
             group = key.partition(".")[0] if isinstance(key, str) else ""
             if key == EXPERIMENT:
                 for name in value if isinstance(value, list) else [value]:
@@ -82,11 +82,14 @@ class Given:
         self.steps[key] = value
 
     def _add_group(self, group: str, values: dict[str, Any]) -> None:
-        if CHOICE in values:
+        if group == "launcher" and "kind" in values:  # as older job files have it
+            choice = values.pop("kind")
+            self.choices[group] = self._known(group, choice, self.at("launcher.kind"))
+        elif CHOICE in values:
             choice = values.pop(CHOICE)
             self.choices[group] = self._known(group, choice, self.at(f"{group}.{CHOICE}"))
-        elif "_target_" in values and inferred_choice(group, values) is None:
-            self.whole[group] = values  # a strategy of the user's own
+        elif values.get("_target_") is not None and inferred_choice(group, values) is None:
+            self.whole[group] = values  # a class of the user's own
             return
         for name, value in values.items():
             self._add_key(f"{group}.{name}", value)

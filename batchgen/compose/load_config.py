@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.compose.trust import Trust
 from batchgen.compose.value_references import refuse_resolvers
-from batchgen.config.config_keys import STEP_LISTS
+from batchgen.config.config_keys import STEP_LISTS, launcher_target
 from batchgen.config.constraint_config import (
     CONSTRAINT_KINDS,
     ConstraintConfig,
@@ -26,6 +26,7 @@ from batchgen.config.job_config import (
     DatasetConfig,
     EngineGroup,
     JobConfig,
+    LauncherConfig,
     ModelGroup,
     OutputConfig,
     ProgressConfig,
@@ -35,7 +36,7 @@ from batchgen.config.job_config import (
     StepConfig,
     StrategyConfig,
 )
-from batchgen.config.launcher_config import LAUNCHER_KINDS, LauncherConfig
+from batchgen.config.launcher_config import job_launcher
 from batchgen.config.workers_config import WorkersConfig
 from batchgen.util.errors import ConfigError
 
@@ -73,8 +74,8 @@ def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = (
         raise ConfigError("the configuration must be a mapping of groups (model, dataset, …)")
     names = [f.name for f in dataclasses.fields(JobConfig)]
     # The config.yaml of a job from before there were these groups does not have them.
-    for name in ("constraint", "launcher"):
-        groups.setdefault(name, {"kind": "none"})
+    groups.setdefault("constraint", {"kind": "none"})
+    groups.setdefault("launcher", {"_target_": None})
     for name in ("progress", "score", "workers"):
         groups.setdefault(name, {})
     for name in STEP_LISTS:
@@ -91,7 +92,7 @@ def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = (
         rows=_build_steps(groups["rows"], "rows"),
         prompt=_build_prompt(groups["prompt"]),
         sampling=build(SamplingConfig, groups["sampling"], "sampling"),
-        strategy=_build_strategy(groups["strategy"]),
+        strategy=StrategyConfig(**_target_and_options(groups["strategy"], "strategy.")),
         constraint=constraint_config(groups["constraint"]),
         engine=build(EngineGroup, groups["engine"], "engine"),
         workers=build(WorkersConfig, groups["workers"], "workers"),
@@ -102,6 +103,7 @@ def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = (
         progress=build(ProgressConfig, groups["progress"], "progress"),
     )
     trust.check(resolved(config))
+    job_launcher(config)  # checks its keys, now that its class may be imported
     return config
 
 
@@ -122,7 +124,8 @@ def constraint_config(values: dict[str, Any]) -> ConstraintConfig:
 def resolved(config: JobConfig) -> dict[str, Any]:
     """The configuration as plain values, under the keys that users write."""
     groups = dataclasses.asdict(config)
-    groups["strategy"] = _with_target(groups["strategy"])
+    for name in ("strategy", "launcher"):
+        groups[name] = _with_target(groups[name] or {"target": None, "options": {}})
     for name in STEP_LISTS:
         groups[name] = [_with_target(step) for step in groups[name]]
     return {name: _plain(group) for name, group in groups.items()}
@@ -184,18 +187,22 @@ def _build_prompt(values: dict[str, Any]) -> PromptConfig:
     return build(PROMPT_KINDS[kind], values, "prompt")
 
 
-def _build_launcher(values: dict[str, Any]) -> LauncherConfig:
-    kind = values.get("kind", MISSING)
-    if not isinstance(kind, str) or kind not in LAUNCHER_KINDS:
-        raise ConfigError(f"launcher.kind must be one of {', '.join(LAUNCHER_KINDS)}, got {kind!r}")
-    return build(LAUNCHER_KINDS[kind], values, "launcher")
+def _build_launcher(values: dict[str, Any]) -> LauncherConfig | None:
+    if "kind" in values:  # as in folders of jobs from before launchers were named by their class
+        values = {"_target_": launcher_target(values["kind"]), **values}
+        del values["kind"]
+    if values.get("_target_", MISSING) is None:
+        check_keys(values, known=["_target_"], required=[], prefix="launcher.")
+        return None
+    return LauncherConfig(**_target_and_options(values, "launcher."))
 
 
-def _build_strategy(values: dict[str, Any]) -> StrategyConfig:
-    check_keys(values, known=list(values), required=["_target_"], prefix="strategy.")
-    target = convert(values["_target_"], str, "strategy._target_")
-    options = {str(key): value for key, value in values.items() if key != "_target_"}
-    return StrategyConfig(target=target, options=options)
+def _target_and_options(values: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """A class and its options as the dataclasses of the configuration have them."""
+    check_keys(values, known=list(values), required=["_target_"], prefix=prefix)
+    target = convert(values["_target_"], str, f"{prefix}_target_")
+    options = {str(name): value for name, value in values.items() if name != "_target_"}
+    return {"target": target, "options": options}
 
 
 def _build_steps(values: Any, key: str) -> tuple[StepConfig, ...]:
@@ -207,11 +214,7 @@ def _build_steps(values: Any, key: str) -> tuple[StepConfig, ...]:
     for number, step in enumerate(values or ()):
         if not isinstance(step, dict):
             raise ConfigError(f"{form}, got {step!r} in it")
-        prefix = f"{key}[{number}]."
-        check_keys(step, known=list(step), required=["_target_"], prefix=prefix)
-        target = convert(step["_target_"], str, f"{prefix}_target_")
-        options = {str(name): value for name, value in step.items() if name != "_target_"}
-        steps.append(StepConfig(target=target, options=options))
+        steps.append(StepConfig(**_target_and_options(step, f"{key}[{number}].")))
     return tuple(steps)
 
 

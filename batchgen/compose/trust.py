@@ -14,13 +14,12 @@ from typing import Any, Self
 
 from batchgen.compose.overrides import parse_override
 from batchgen.config.config_keys import EXPERIMENT, GROUPS, STEP_LISTS, choice_values, choices
+from batchgen.config.launcher_config import launcher_class
 from batchgen.config.named_code import OWN
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_path
 
 _TARGET = "_target_"
-_RUNNING_KEYS = ("setup", "parameters", "runtime_env", "address")
-"""Keys of the group `launcher` that run something, or say who is given what runs."""
 
 Named = tuple[str, str]
 """A place in a configuration, and what it names to be run: an import path, or the value of a key of
@@ -94,15 +93,20 @@ def foreign_code(groups: Mapping[str, Any]) -> Iterator[Named]:
     Only classes of batchgen are its own, where a strategy or a step belongs: who could have its
     functions called with any arguments could do much with them.
     """
+    launcher = dict(groups.get("launcher") or {})
+    starter = launcher.pop(_TARGET, None)
     classes = {"strategy": groups.get("strategy")}
+    if starter is not None:
+        classes["launcher"] = {_TARGET: starter}
     for name in STEP_LISTS:
         classes |= {f"{name}[{i}]": step for i, step in enumerate(groups.get(name) or ())}
     for place, values in classes.items():
         for below, target in _targets(values, place):
             if below != f"{place}.{_TARGET}" or not target.startswith(OWN):
                 yield below, target
-    launcher = groups.get("launcher", {})
-    for key in _RUNNING_KEYS:
+    # What a stranger's class does with its keys is not known.
+    own = str(starter).startswith(OWN)
+    for key in launcher_class(starter).running_keys if own else launcher:
         if launcher.get(key):
             yield f"launcher.{key}", repr(launcher[key])
 

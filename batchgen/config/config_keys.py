@@ -23,8 +23,9 @@ from batchgen.config.job_config import (
     SamplingConfig,
     ScoreConfig,
 )
-from batchgen.config.launcher_config import LAUNCHER_KINDS
+from batchgen.config.named_code import named_code
 from batchgen.config.workers_config import WorkersConfig
+from batchgen.util.errors import ConfigError
 
 STEP_LISTS = ("rows", "post")
 """The keys of a job that are no groups: each is a list of steps `{_target_: …, KEY: VALUE}`."""
@@ -42,7 +43,6 @@ _DECLARED: dict[str, Sequence[type]] = {
     "constraint": [*CONSTRAINT_KINDS.values()],
     "engine": [EngineGroup],
     "workers": [WorkersConfig],
-    "launcher": [*LAUNCHER_KINDS.values()],
     "score": [ScoreConfig],
     "output": [OutputConfig],
     "progress": [ProgressConfig],
@@ -107,7 +107,8 @@ def declared_type(key: str) -> Any:
     An option of a strategy has the type of its default, if that says one.
     """
     group, _, name = key.partition(".")
-    hints = [get_type_hints(cls).get(name) for cls in _DECLARED.get(group, ())]
+    declaring = _launchers() if group == "launcher" else _DECLARED.get(group, ())
+    hints = [get_type_hints(cls).get(name) for cls in declaring]
     if found := [hint for hint in hints if hint is not None]:
         return found[0]
     if group == "strategy":
@@ -115,6 +116,25 @@ def declared_type(key: str) -> Any:
             if (default := choice_values(group, choice).get(name)) is not None:
                 return type(default)
     return Any
+
+
+def _launchers() -> list[type]:
+    """The classes of launchers; those of strategies load torch, so that nobody may ask for them."""
+    targets = [choice_values("launcher", choice)["_target_"] for choice in choices("launcher")]
+    return [named_code(target, "launcher._target_") for target in targets if target is not None]
+
+
+def launcher_target(kind: str) -> str | None:
+    """The class of a launcher by its name, as older job files have it (`kind: local`).
+
+    Raises:
+        ConfigError: there is no such launcher.
+    """
+    if kind not in choices("launcher"):
+        names = ", ".join(choices("launcher"))
+        raise ConfigError(f"launcher.kind must be one of {names}, got {kind!r}")
+    target: str | None = choice_values("launcher", kind)["_target_"]
+    return target
 
 
 def has_escapes(key: str) -> bool:

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from batchgen.config.constraint_config import ConstraintConfig, NoConstraintConfig, job_constraint
 from batchgen.config.dataset_config import DatasetConfig as DatasetConfig
-from batchgen.config.launcher_config import LauncherConfig, NoLauncherConfig
 from batchgen.config.prompt_config import PROMPT_KINDS as PROMPT_KINDS
 from batchgen.config.prompt_config import PromptConfig as PromptConfig
 from batchgen.config.workers_config import WorkersConfig
@@ -22,7 +21,7 @@ from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.sampling.sampling_params import LogprobsMode, SamplingParams
 from batchgen.util.errors import ConfigError
-from batchgen.util.paths import is_url, user_folder
+from batchgen.util.paths import user_folder
 
 _MOST_SAMPLES = 1_000_000
 _MOST_IN_SHARD = 1_000_000_000
@@ -98,16 +97,20 @@ def copies_warning(n: int, temperature: float) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyConfig:
-    """The decoding paradigm.
-
-    Attributes:
-        target: the import path of its class, which users write as `_target_`.
-        options: all other keys of the group, which are arguments of the class.
-    """
+class StepConfig:
+    """A class by its import path, which users write as `_target_`, and its arguments by name: an
+    entry of `rows` or `post`."""
 
     target: str
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class LauncherConfig(StepConfig):
+    """What starts the workers of a job."""
+
+
+class StrategyConfig(StepConfig):
+    """The decoding paradigm."""
 
     def __post_init__(self) -> None:
         parts = self.target.split(".")
@@ -171,19 +174,6 @@ class ProgressConfig:
         _check(0 <= self.show < math.inf, "progress.show", allowed, self.show)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepConfig:
-    """One entry of `rows` or `post`.
-
-    Attributes:
-        target: the import path of its class, which users write as `_target_`.
-        options: all other keys of the entry, which are arguments of the class.
-    """
-
-    target: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
 CutTexts = Literal["as_marked", "wrong", "left_out"]
 """What texts that reached `sampling.max_new_tokens` count as in scores."""
 
@@ -226,19 +216,13 @@ class JobConfig:
     constraint: ConstraintConfig = field(default_factory=NoConstraintConfig)
     engine: EngineGroup
     workers: WorkersConfig = field(default_factory=WorkersConfig)
-    launcher: LauncherConfig = field(default_factory=NoLauncherConfig)
+    launcher: LauncherConfig | None = None
     post: tuple[StepConfig, ...] = ()
     score: ScoreConfig = field(default_factory=ScoreConfig)
     output: OutputConfig
     progress: ProgressConfig = field(default_factory=ProgressConfig)
 
     def __post_init__(self) -> None:
-        if self.launcher.kind != "none" and is_url(self.output.dir):
-            raise ConfigError(
-                f"launcher={self.launcher.kind} watches its workers in a folder, and output.dir="
-                f"{self.output.dir} is in an object store: start the workers yourself, with the "
-                "same command without launcher=, as often and on as many machines as you like"
-            )
         kind = self.constraint.kind
         if kind != "none" and self.sampling.ignore_eos:
             raise ConfigError(

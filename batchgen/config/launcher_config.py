@@ -1,125 +1,94 @@
-"""The group `launcher`: who starts the workers of a job, and where."""
+"""The group `launcher`: what starts the workers of a job. Files in conf/launcher/ name classes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
 
+from batchgen.config.job_config import JobConfig
+from batchgen.config.named_code import named_code
+from batchgen.config.strategy_options import strategy_options
 from batchgen.util.errors import ConfigError
+from batchgen.util.paths import is_url
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoLauncherConfig:
-    """The command itself is the worker."""
+@dataclass(frozen=True)
+class Launched:
+    """How a job ended: the exit code of `batchgen.__main__`, the number of the signal that stopped
+    it, and what the user is told."""
 
-    kind: Literal["none"] = "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalLauncherConfig:
-    """Processes on this machine."""
-
-    kind: Literal["local"]
-    workers: int | None = None
-    restarts: int = 3
-
-    def __post_init__(self) -> None:
-        _check_workers(self.workers, most=1024)
-        _at_least(0, "restarts", self.restarts)
+    exit_code: int
+    stopped_by: int | None
+    message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayLauncherConfig:
-    """Actors on the nodes of a Ray cluster.
+class Launcher(ABC):
+    """Starts the workers of a job. The parameters of its constructor are the keys of the group."""
 
-    Attributes:
-        runtime_env: what Ray prepares on each node for the actors, in Ray's own words.
+    name: ClassVar[str]
+    package: ClassVar[str | None] = None  # needed from elsewhere, as the extra `batchgen[name]`
+    # Keys that run something, or say who is given what runs: a stranger's file may not set them.
+    running_keys: ClassVar[tuple[str, ...]] = ()
+    wait: bool = True  # for the end of the job
+
+    @abstractmethod
+    def launch(self, config: JobConfig) -> Launched:
+        """Run a job to its end.
+
+        Raises:
+            ConfigError: this launcher cannot run this job, or not here.
+        """
+
+    @abstractmethod
+    def described(self) -> str:
+        """The launcher and its workers, for people."""
+
+    def check_here(self, config: JobConfig) -> None:  # noqa: B027
+        """Raise ConfigError if `launch` would do so here before it starts a worker."""
+
+
+def job_launcher(config: JobConfig) -> Launcher | None:
+    """The launcher of a job; None if the command itself is the worker.
+
+    Raises:
+        ConfigError: the class is no launcher, a key is wrong, or the job's folder is a bucket.
     """
-
-    kind: Literal["ray"]
-    workers: int | None = None
-    address: str | None = None
-    gpus_per_worker: float | None = None
-    cpus_per_worker: float = 1
-    placement: Literal["spread", "pack"] = "spread"
-    restarts: int = 3
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        _check_workers(self.workers, most=100_000)
-        _at_least(0, "gpus_per_worker", self.gpus_per_worker)
-        _at_least(0, "cpus_per_worker", self.cpus_per_worker)
-        _at_least(0, "restarts", self.restarts)
-        gpus = self.gpus_per_worker
-        if gpus is not None and gpus > 1 and gpus != int(gpus):
-            raise ConfigError(
-                f"launcher.gpus_per_worker={gpus} must be a whole number, or below 1 for workers "
-                "that share a GPU"
-            )
+    if config.launcher is None:
+        return None
+    target = config.launcher.target
+    cls = launcher_class(target)
+    launcher = cls(**strategy_options(cls, config.launcher.options, "launcher"))
+    if is_url(config.output.dir):
+        raise ConfigError(
+            f"launcher={launcher.name} watches its workers in a folder, and output.dir="
+            f"{config.output.dir} is in an object store: start the workers yourself, with the "
+            "same command without launcher=, as often and on as many machines as you like"
+        )
+    return launcher
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmLauncherConfig:
-    """Tasks of a Slurm job array.
-
-    Attributes:
-        minutes: that a task may run at a time; it is requeued after them.
-        stop_seconds: how long before the end of these it is told to stop.
-        requeues: how often it is requeued for its time. Preemptions are not counted.
-        parameters: further options of sbatch by their names without dashes; True for a flag.
-    """
-
-    kind: Literal["slurm"]
-    workers: int
-    cluster: Literal["slurm", "local", "debug"] = "slurm"
-    wait: bool = True
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    minutes: int = 240
-    gpus_per_worker: int | None = None
-    cpus_per_worker: int = 4
-    mem: str | None = None
-    constraint: str | None = None
-    setup: tuple[str, ...] = ()
-    stop_seconds: int = 90
-    requeues: int = 100
-    parameters: Mapping[str, str | int | bool] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        _check_workers(self.workers, most=100_000)
-        _at_least(1, "minutes", self.minutes)
-        _at_least(0, "gpus_per_worker", self.gpus_per_worker)
-        _at_least(1, "cpus_per_worker", self.cpus_per_worker)
-        _at_least(1, "stop_seconds", self.stop_seconds)
-        _at_least(0, "requeues", self.requeues)
-        if self.stop_seconds >= 60 * self.minutes:
-            raise ConfigError(
-                f"launcher.stop_seconds={self.stop_seconds} must be less than launcher.minutes="
-                f"{self.minutes}: else a worker would be told to stop before it begins"
-            )
-        if self.cluster == "debug" and not self.wait:
-            raise ConfigError(
-                "launcher.wait must be true with launcher.cluster=debug, which runs the workers "
-                "inside the command"
-            )
+def launcher_class(target: str) -> type[Launcher]:
+    """The class at an import path; ConfigError if it is no launcher."""
+    cls = named_code(target, "launcher._target_")
+    if not (isinstance(cls, type) and issubclass(cls, Launcher)):
+        raise ConfigError(f"launcher._target_: {target} is no launcher")
+    return cls
 
 
-def _check_workers(workers: int | None, most: int) -> None:
+def check_workers(workers: int | None, most: int) -> None:
     if workers is not None and not 1 <= workers <= most:
         raise ConfigError(f"launcher.workers must be 1 to {most:,}, got {workers}")
 
 
-def _at_least(least: int, key: str, value: float | None) -> None:
-    if value is not None and value < least:
-        raise ConfigError(f"launcher.{key} must be at least {least}, got {value}")
+def at_least(least: int, **values: float | None) -> None:
+    """Raise ConfigError for a key with a lower value."""
+    for key, value in values.items():
+        if value is not None and value < least:
+            raise ConfigError(f"launcher.{key} must be at least {least}, got {value}")
 
 
-LauncherConfig = NoLauncherConfig | LocalLauncherConfig | RayLauncherConfig | SlurmLauncherConfig
-LAUNCHER_KINDS: dict[str, type[LauncherConfig]] = {
-    "none": NoLauncherConfig,
-    "local": LocalLauncherConfig,
-    "ray": RayLauncherConfig,
-    "slurm": SlurmLauncherConfig,
-}
+def workers_text(count: int | None) -> str:
+    if count is None:
+        return "a worker on each GPU"
+    return f"{count} worker{'s' * (count != 1)}"

@@ -59,11 +59,11 @@ class SteppedSource:
         self.fingerprint = source.fingerprint
 
     def rows(self, start: int = 0) -> Iterator[Row]:
-        """As of `RowSource`, with the columns of the steps."""
+        """See `RowSource`; the columns of the steps are added."""
         return self._stepped(self._source.rows(start))
 
     def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
-        """As of `RowSource`, with the columns of the steps."""
+        """See `RowSource`; the columns of the steps are added."""
         return self._stepped(self._source.rows_at(indices))
 
     def _stepped(self, rows: Iterator[Row]) -> Iterator[Row]:
@@ -77,7 +77,7 @@ class SteppedSource:
             yield SteppedRow(row.index, row.id, fields, failure, given=row)
 
     def passthrough(self, row: Row) -> dict[str, Any]:
-        """As of `RowSource`; the steps' columns are null in a row in which a step failed."""
+        """See `RowSource`; the steps' columns are null in a row in which a step failed."""
         assert isinstance(row, SteppedRow)
         values = self._source.passthrough(row.given)
         ok = row.failure is None

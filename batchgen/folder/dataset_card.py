@@ -83,12 +83,8 @@ def _reading(folder: str) -> str:
 def dataset_card(
     job: JobSummary, fingerprints: Mapping[str, str], schema: pa.Schema, folder: str
 ) -> str:
-    """The text of the card of a complete job.
-
-    Args:
-        fingerprints: of the data set, the model and what else decides the answers, by name.
-        schema: of the shards.
-    """
+    """The text of the card of a complete job, given the schema of its shards, and the fingerprints
+    of what decides the answers by name."""
     model, dataset, totals = job.group("model"), job.group("dataset"), job.totals
     source = dataset.get("path") or "the demo rows of batchgen"
     revision = f", revision `{model['revision']}`" if model.get("revision") else ""
@@ -127,12 +123,8 @@ def dataset_card(
 
 
 def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str:
-    """What a card says of the files in `grades`.
-
-    Args:
-        schema: of these files.
-        rows: the names of the columns of `data`.
-    """
+    """What a card says of the files in `grades`, which have a schema beside the columns of the
+    rows in `data`."""
     made = [field for field in schema if field.name not in GRADE_KEYS]
     columns = [(f"`{f.name}`", f"`{f.type}`", _meta(f, "meaning")) for f in made]
     return "\n".join(
@@ -184,7 +176,7 @@ def _assignments(values: Mapping[str, Any]) -> list[str]:
 
 
 def _constraint(constraint: Mapping[str, Any], totals: Totals) -> list[str]:
-    """Which constraint the rows had, and how many kept it; nothing for a job without one."""
+    """Which constraint the rows had, and how many kept it."""
     if not totals.constraint:
         return []
     given = {key: value for key, value in constraint.items() if value and key != "kind"}

@@ -12,7 +12,8 @@ from batchgen.engine.base.engine_config import ResolvedConfig, Sizes
 from batchgen.engine.caches.model_caches import row_bytes
 from batchgen.engine.engine_models import model_uses
 from batchgen.engine.memory.expected_memory import expected_memory
-from batchgen.engine.memory.memory_plan import MemoryPlan, ModelUse, cache_token_bytes, weight_bytes
+from batchgen.engine.memory.memory_plan import MemoryPlan
+from batchgen.engine.memory.model_use import ModelUse, cache_token_bytes, weight_bytes
 from batchgen.engine.strategy import TARGET
 from batchgen.forecast.step_cost import ModelSizes
 from batchgen.model.engine_recipe import bare

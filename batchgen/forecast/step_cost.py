@@ -12,7 +12,7 @@ import torch
 
 from batchgen.engine.caches.cache_specs import KVSpec
 from batchgen.engine.caches.model_caches import state_bytes
-from batchgen.engine.memory.memory_plan import ModelUse, cache_token_bytes
+from batchgen.engine.memory.model_use import ModelUse, cache_token_bytes
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.transformer.moe_model import MoEConfig
 from batchgen.forecast.devices import Device

@@ -1,35 +1,26 @@
-"""How a job ended whose workers were started by a launcher, and what its folder says meanwhile."""
+"""What a launcher sees of its job's folder, and the folder `OUT/logs/ray-…` that it makes there.
+
+That folder has the job file of the workers and what they print. That a worker on another machine
+can read its job file there shows that it sees the job's output folder, too.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from batchgen.leases.failure_detector import read_beat
 from batchgen.leases.folder_lock import FolderLock
+from batchgen.leases.own_files import LOGS
 from batchgen.leases.patience import patiently
 from batchgen.util.errors import ConfigError
 
 COMPLETE = (0, 3)
 """The exit codes of a complete job, and of a worker that has seen it complete."""
-
-
-@dataclass(frozen=True)
-class Launched:
-    """How a job ended.
-
-    Attributes:
-        exit_code: as `batchgen.__main__` describes them.
-        stopped_by: the number of the signal that stopped the job, None if none did.
-        message: what the user is told.
-    """
-
-    exit_code: int
-    stopped_by: int | None
-    message: str
 
 
 class LaunchedFolder:
@@ -101,3 +92,34 @@ def counted_rows(beats: Iterable[Mapping[str, Any]]) -> tuple[int, int | None]:
 def counted_errors(beats: Iterable[Mapping[str, Any]]) -> int:
     """How many finished rows have an error, by all heartbeats."""
     return sum(beat["totals"]["error_rows"] for beat in beats if "totals" in beat)
+
+
+def make_logs(out: Path, launcher: str) -> Path:
+    """Make a new folder for the logs of one launch.
+
+    Args:
+        out: the job's output folder, which is made if it is not there.
+
+    Raises:
+        ConfigError: the folder cannot be written, or holds files that are no job's.
+    """
+    # These load pyarrow, which the help on a launcher's keys need not wait for.
+    from batchgen.folder.job_folder import refuse_foreign_files, unusable
+    from batchgen.storage.job_storage import FolderStorage
+
+    storage = FolderStorage(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        refuse_foreign_files(storage)
+        (out / LOGS).mkdir(exist_ok=True)
+        logs = Path(tempfile.mkdtemp(prefix=f"{launcher}-", dir=out / LOGS))
+    except OSError as error:
+        raise unusable(storage, error) from None
+    return logs.absolute()
+
+
+def remove_logs(logs: Path) -> None:
+    """Delete the logs of a launch that nobody needs any more."""
+    shutil.rmtree(logs, ignore_errors=True)
+    if not any(logs.parent.iterdir()):
+        logs.parent.rmdir()

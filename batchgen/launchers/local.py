@@ -7,11 +7,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from batchgen.config.job_config import JobConfig
-from batchgen.config.launcher_config import LocalLauncherConfig
-from batchgen.launchers.launched import Launched, LaunchedFolder
+from batchgen.config.launcher_config import (
+    Launched,
+    Launcher,
+    at_least,
+    check_workers,
+    workers_text,
+)
+from batchgen.launchers.launched import LaunchedFolder
 from batchgen.launchers.process import (
     Command,
     WorkerProcess,
@@ -27,67 +34,79 @@ BEAT_SECONDS = 2.0
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-def launch(config: JobConfig) -> Launched:
-    """Run a job in several processes of this machine, to its end.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalLauncher(Launcher):
+    """Processes on this machine."""
 
-    Raises:
-        ConfigError: it cannot be said how many.
-    """
-    count, devices = workers_here(config)
-    return run_local(config, count, devices)
+    name = "local"
 
+    workers: int | None = None
+    restarts: int = 3
 
-def workers_here(config: JobConfig) -> tuple[int, Sequence[str]]:
-    """How many workers this machine has for a job, and the GPUs that they share.
+    def __post_init__(self) -> None:
+        check_workers(self.workers, most=1024)
+        at_least(0, restarts=self.restarts)
 
-    Raises:
-        ConfigError: it cannot be said how many.
-    """
-    assert isinstance(config.launcher, LocalLauncherConfig)
-    devices = [] if config.engine.device == "cpu" else visible_devices()
-    ranks = config.engine.tensor_parallel
-    count = config.launcher.workers or len(devices) // ranks
-    if devices and len(devices) < ranks:
-        raise ConfigError(
-            f"engine.tensor_parallel={ranks} needs as many GPUs for each worker, and there are "
-            f"{len(devices)}"
-        )
-    if not count:
-        raise ConfigError(
-            "launcher.workers has no value, and there is no GPU: say how many workers share the "
-            "CPU, as in launcher.workers=2"
-        )
-    return count, devices
+    def described(self) -> str:
+        return f"local: {workers_text(self.workers)}"
 
+    def check_here(self, config: JobConfig) -> None:
+        self.workers_here(config)
 
-def run_local(
-    config: JobConfig, count: int, devices: Sequence[str], command: Command = worker_arguments
-) -> Launched:
-    """Run a job in so many processes.
+    def launch(self, config: JobConfig) -> Launched:
+        return self.run(config, *self.workers_here(config))
 
-    Args:
-        devices: the GPUs, of which the workers take `engine.tensor_parallel` each in turns; empty
-            on a CPU.
-        command: what they run.
-    """
-    assert isinstance(config.launcher, LocalLauncherConfig)
-    ranks = config.engine.tensor_parallel
-    with tempfile.TemporaryDirectory(prefix="batchgen-") as name:
-        job = Path(name) / "job.yaml"
-        job.write_text(worker_job(config, BEAT_SECONDS), encoding="utf-8")
+    def workers_here(self, config: JobConfig) -> tuple[int, Sequence[str]]:
+        """How many workers this machine has for a job, and the GPUs that they share.
 
-        def start(place: Place) -> WorkerProcess:
-            environment = _environment(place.number, count, devices, ranks)
-            return WorkerProcess(command(job, place.number), place.output, environment)
+        Raises:
+            ConfigError: it cannot be said how many.
+        """
+        devices = [] if config.engine.device == "cpu" else visible_devices()
+        ranks = config.engine.tensor_parallel
+        count = self.workers or len(devices) // ranks
+        if devices and len(devices) < ranks:
+            raise ConfigError(
+                f"engine.tensor_parallel={ranks} needs as many GPUs for each worker, and there are "
+                f"{len(devices)}"
+            )
+        if not count:
+            raise ConfigError(
+                "launcher.workers has no value, and there is no GPU: say how many workers share "
+                "the CPU, as in launcher.workers=2"
+            )
+        return count, devices
 
-        supervisor = Supervisor(
-            LaunchedFolder(Path(config.output.dir)),
-            [output_files(Path(name), number) for number in range(count)],
-            start,
-            restarts=config.launcher.restarts,
-            title=f"{count} workers start",
-        )
-        return supervisor.run()
+    def run(
+        self,
+        config: JobConfig,
+        count: int,
+        devices: Sequence[str],
+        command: Command = worker_arguments,
+    ) -> Launched:
+        """Run a job in `count` processes.
+
+        Args:
+            devices: the GPUs, of which workers take `engine.tensor_parallel` each in turns; empty
+                on a CPU.
+            command: what the processes run.
+        """
+        ranks = config.engine.tensor_parallel
+        with tempfile.TemporaryDirectory(prefix="batchgen-") as name:
+            job = Path(name) / "job.yaml"
+            job.write_text(worker_job(config, BEAT_SECONDS), encoding="utf-8")
+
+            def start(place: Place) -> WorkerProcess:
+                environment = _environment(place.number, count, devices, ranks)
+                return WorkerProcess(command(job, place.number), place.output, environment)
+
+            return Supervisor(
+                LaunchedFolder(Path(config.output.dir)),
+                [output_files(Path(name), number) for number in range(count)],
+                start,
+                restarts=self.restarts,
+                title=f"{count} workers start",
+            ).run()
 
 
 def _environment(place: int, count: int, devices: Sequence[str], ranks: int) -> dict[str, str]:

@@ -14,7 +14,6 @@ from typing import Protocol
 
 from batchgen.compose.load_config import job_file_text
 from batchgen.config.job_config import JobConfig
-from batchgen.config.launcher_config import NoLauncherConfig
 from batchgen.leases.heartbeat import LAUNCHER
 
 Output = tuple[Path, Path]
@@ -138,4 +137,4 @@ def worker_job(config: JobConfig, heartbeat: float) -> str:
         heartbeat: seconds between two heartbeats, if the job does not ask for more of them.
     """
     workers = replace(config.workers, heartbeat=min(config.workers.heartbeat, heartbeat))
-    return job_file_text(replace(config, launcher=NoLauncherConfig(), workers=workers))
+    return job_file_text(replace(config, launcher=None, workers=workers))

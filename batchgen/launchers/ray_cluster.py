@@ -8,14 +8,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from batchgen.config.job_config import JobConfig
-from batchgen.config.launcher_config import RayLauncherConfig
 from batchgen.util.errors import ConfigError
 
 _ANSWER_SECONDS = 10.0
@@ -27,8 +27,8 @@ Need = Mapping[str, float]
 
 
 @contextmanager
-def cluster(config: RayLauncherConfig) -> Iterator[None]:
-    """Be connected to the cluster. One that was started for it ends with it.
+def cluster(given: str | None, runtime_env: Mapping[str, Any]) -> Iterator[None]:
+    """Be connected to the cluster at an address. One that was started for it ends with it.
 
     Raises:
         ConfigError: there is no such cluster, or Ray refuses `runtime_env`.
@@ -36,7 +36,7 @@ def cluster(config: RayLauncherConfig) -> Iterator[None]:
     if ray.is_initialized():  # by a program that calls `run_job`
         yield
         return
-    address = config.address or os.environ.get("RAY_ADDRESS") or "local"
+    address = given or os.environ.get("RAY_ADDRESS") or "local"
     more: dict[str, Any] = {}
     if address == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -47,7 +47,7 @@ def cluster(config: RayLauncherConfig) -> Iterator[None]:
     try:
         ray.init(
             address=address,
-            runtime_env=dict(config.runtime_env) or None,
+            runtime_env=dict(runtime_env) or None,
             log_to_driver=False,
             logging_level=logging.ERROR,
             **more,
@@ -56,7 +56,7 @@ def cluster(config: RayLauncherConfig) -> Iterator[None]:
         ray.shutdown()
         raise ConfigError(
             f"launcher=ray: Ray refuses launcher.address={address} or launcher.runtime_env="
-            f"{dict(config.runtime_env)}: {_first_line(error)}"
+            f"{dict(runtime_env)}: {_first_line(error)}"
         ) from None
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         ray.shutdown()
@@ -133,39 +133,20 @@ def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def worker_need(config: JobConfig, has_gpus: bool) -> dict[str, float]:
-    """What one worker takes.
-
-    Args:
-        has_gpus: whether the cluster has GPUs.
-    """
-    assert isinstance(config.launcher, RayLauncherConfig)
-    gpus = config.launcher.gpus_per_worker
-    if gpus is None:
-        gpus = float(has_gpus and config.engine.device != "cpu") * config.engine.tensor_parallel
-    need = {"GPU": gpus, "CPU": config.launcher.cpus_per_worker}
-    return {name: number for name, number in need.items() if number}
-
-
-def nodes_and_need(config: JobConfig) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """The living nodes of the cluster, and what a worker takes of one."""
+def living_nodes() -> tuple[list[dict[str, Any]], bool]:
+    """The living nodes of the cluster as `ray.nodes()` describes them, and whether one has GPUs."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    has_gpus = any(node["Resources"].get("GPU") for node in nodes)
-    return nodes, worker_need(config, has_gpus)
+    return nodes, any(node["Resources"].get("GPU") for node in nodes)
 
 
-def count_workers(config: JobConfig, nodes: Sequence[Mapping[str, Any]], need: Need) -> int:
-    """How many workers the job has.
-
-    Args:
-        nodes: as `ray.nodes()` describes them.
+def count_workers(asked_for: int | None, nodes: Sequence[Mapping[str, Any]], need: Need) -> int:
+    """How many workers the job has, of which each takes `need`.
 
     Raises:
-        ConfigError: the cluster is too small for so many, or it cannot be said how many.
+        ConfigError: the cluster is too small, or it cannot be said how many.
     """
-    assert isinstance(config.launcher, RayLauncherConfig)
     room = sum(_room(node["Resources"], need) for node in nodes)
-    count = config.launcher.workers
+    count = asked_for
     if count is None and "GPU" not in need:
         raise ConfigError(
             "launcher.workers has no value, and the workers take no GPU: say how many there are, "
@@ -183,6 +164,28 @@ def count_workers(config: JobConfig, nodes: Sequence[Mapping[str, Any]], need: N
             "launcher.gpus_per_worker or launcher.cpus_per_worker, or add nodes"
         )
     return count
+
+
+@contextmanager
+def places(
+    count: int, need: Need, strategy: str, heart: Heart
+) -> Iterator[Callable[[int], dict[str, Any]]]:
+    """The options that put the actor of each worker into its place, which is kept until the end."""
+    amounts = {"num_cpus": need.get("CPU", 0), "num_gpus": need.get("GPU", 0)}
+    if not need:  # there are no bundles of nothing
+        yield lambda number: {**amounts, "scheduling_strategy": "SPREAD"}
+        return
+    group = placement_group([dict(need)] * count, strategy=strategy)
+
+    def options(number: int) -> dict[str, Any]:
+        chosen = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+        return {**amounts, "scheduling_strategy": chosen}
+
+    try:
+        yield options
+    finally:
+        if not heart.is_gone():
+            remove_placement_group(group)
 
 
 def _room(resources: Need, need: Need) -> int:

@@ -9,89 +9,106 @@ there until one is found. What the workers do is agreed in the job's folder, and
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from typing import Any, Literal
 
 from batchgen.config.job_config import JobConfig
-from batchgen.config.launcher_config import RayLauncherConfig
-from batchgen.launchers.launched import COMPLETE, Launched, LaunchedFolder
+from batchgen.config.launcher_config import (
+    Launched,
+    Launcher,
+    at_least,
+    check_workers,
+    workers_text,
+)
+from batchgen.launchers.launched import COMPLETE, LaunchedFolder, make_logs, remove_logs
 from batchgen.launchers.local import BEAT_SECONDS
-from batchgen.launchers.logs import make_logs, remove_logs
 from batchgen.launchers.process import Command, output_files, worker_arguments, worker_job
-from batchgen.launchers.ray_actor import ActorJob, ActorProcess
-from batchgen.launchers.ray_cluster import Heart, Need, cluster, count_workers, nodes_and_need
 from batchgen.launchers.supervisor import Place, Supervisor
+from batchgen.util.errors import ConfigError
 
 _PATIENCE_SECONDS = 60.0
 
 
-def launch(config: JobConfig, command: Command = worker_arguments) -> Launched:
-    """Run a job on a Ray cluster, to its end.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayLauncher(Launcher):
+    """Actors on the nodes of a Ray cluster."""
 
-    Args:
-        command: what the workers run.
+    name = "ray"
+    package = "ray"
+    running_keys = ("runtime_env", "address")
 
-    Raises:
-        ConfigError: there is no such cluster, it is too small, or its nodes do not see the job.
-    """
-    launcher = config.launcher
-    assert isinstance(launcher, RayLauncherConfig)
-    with cluster(launcher):
-        nodes, need = nodes_and_need(config)
-        count = count_workers(config, nodes, need)
-        logs = make_logs(Path(config.output.dir), "ray")
-        beat = BEAT_SECONDS if len(nodes) == 1 else config.workers.heartbeat
-        text = worker_job(config, beat)
-        file = logs / "job.yaml"
-        file.write_text(text, encoding="utf-8")
-        folder = None if "working_dir" in launcher.runtime_env else os.getcwd()
-        heart = Heart()
-        with _places(launcher, count, need, heart) as options:
+    workers: int | None = None
+    address: str | None = None
+    gpus_per_worker: float | None = None
+    cpus_per_worker: float = 1
+    placement: Literal["spread", "pack"] = "spread"
+    restarts: int = 3
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
 
-            def start(place: Place) -> ActorProcess:
-                arguments = command(file, place.number)
-                job = ActorJob(file, text, folder, arguments, place.output)
-                return ActorProcess(job, options(place.number), heart, is_first=not place.starts)
-
-            supervisor = Supervisor(
-                LaunchedFolder(Path(config.output.dir)),
-                [output_files(logs, number) for number in range(count)],
-                start,
-                restarts=launcher.restarts,
-                title=f"{count} workers start on {len(nodes)} node{'s' * (len(nodes) != 1)} of Ray",
-                patience=_PATIENCE_SECONDS,
+    def __post_init__(self) -> None:
+        check_workers(self.workers, most=100_000)
+        gpus = self.gpus_per_worker
+        at_least(
+            0, gpus_per_worker=gpus, cpus_per_worker=self.cpus_per_worker, restarts=self.restarts
+        )
+        if gpus is not None and gpus > 1 and gpus != int(gpus):
+            raise ConfigError(
+                f"launcher.gpus_per_worker={gpus} must be a whole number, or below 1 for workers "
+                "that share a GPU"
             )
-            result = supervisor.run()
-    if result.exit_code in COMPLETE:
-        remove_logs(logs)
-    return result
 
+    def described(self) -> str:
+        where = self.address or "RAY_ADDRESS, or a cluster of this machine"
+        return f"ray: {workers_text(self.workers)}, address {where}"
 
-@contextmanager
-def _places(
-    launcher: RayLauncherConfig, count: int, need: Need, heart: Heart
-) -> Iterator[Callable[[int], dict[str, Any]]]:
-    """The options that put the actor of each worker into its place.
+    def worker_need(self, config: JobConfig, has_gpus: bool) -> dict[str, float]:
+        """What one worker takes of a node of a cluster with or without GPUs, by Ray's names."""
+        gpus = self.gpus_per_worker
+        if gpus is None:
+            gpus = float(has_gpus and config.engine.device != "cpu") * config.engine.tensor_parallel
+        need = {"GPU": gpus, "CPU": self.cpus_per_worker}
+        return {name: number for name, number in need.items() if number}
 
-    The places are kept until the end.
-    """
-    amounts = {"num_cpus": need.get("CPU", 0), "num_gpus": need.get("GPU", 0)}
-    if not need:  # there are no bundles of nothing
-        yield lambda number: {**amounts, "scheduling_strategy": "SPREAD"}
-        return
-    group = placement_group([dict(need)] * count, strategy=launcher.placement.upper())
+    def launch(self, config: JobConfig, command: Command = worker_arguments) -> Launched:
+        """Run a job on the cluster, to its end, with the workers that `command` names."""
+        from batchgen.launchers.ray_actor import ActorJob, ActorProcess
+        from batchgen.launchers.ray_cluster import (
+            Heart,
+            cluster,
+            count_workers,
+            living_nodes,
+            places,
+        )
 
-    def options(number: int) -> dict[str, Any]:
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
-        return {**amounts, "scheduling_strategy": strategy}
+        with cluster(self.address, self.runtime_env):
+            nodes, has_gpus = living_nodes()
+            need = self.worker_need(config, has_gpus)
+            count = count_workers(self.workers, nodes, need)
+            logs = make_logs(Path(config.output.dir), "ray")
+            text = worker_job(config, BEAT_SECONDS if len(nodes) == 1 else config.workers.heartbeat)
+            file = logs / "job.yaml"
+            file.write_text(text, encoding="utf-8")
+            folder = None if "working_dir" in self.runtime_env else os.getcwd()
+            heart = Heart()
+            with places(count, need, self.placement.upper(), heart) as options:
 
-    try:
-        yield options
-    finally:
-        if not heart.is_gone():
-            remove_placement_group(group)
+                def start(place: Place) -> ActorProcess:
+                    arguments = command(file, place.number)
+                    job = ActorJob(file, text, folder, arguments, place.output)
+                    number = place.number
+                    return ActorProcess(job, options(number), heart, is_first=not place.starts)
+
+                on = f"{len(nodes)} node{'s' * (len(nodes) != 1)} of Ray"
+                result = Supervisor(
+                    LaunchedFolder(Path(config.output.dir)),
+                    [output_files(logs, number) for number in range(count)],
+                    start,
+                    restarts=self.restarts,
+                    title=f"{count} workers start on {on}",
+                    patience=_PATIENCE_SECONDS,
+                ).run()
+        if result.exit_code in COMPLETE:
+            remove_logs(logs)
+        return result

@@ -1,4 +1,4 @@
-"""What a task of a Slurm job array runs: one worker, which is requeued when it has to leave."""
+"""A task of a Slurm job array: what it runs on its node, and how the launcher sees it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,22 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
+import submitit
+from submitit.core.utils import FailedJobError, FailedSubmissionError, UncompletedJobError
 from submitit.helpers import DelayedSubmission
 
+from batchgen.launchers.launched import remove_logs
 from batchgen.launchers.process import End, Output, WorkerProcess
+from batchgen.launchers.supervisor import Place
+from batchgen.util.errors import ConfigError
+
+_ASK_SECONDS = 30.0
+"""How often Slurm is asked how the tasks are; their results are seen as files, at once."""
+_CANCELLED = End(143, "was cancelled")
 
 
 @dataclass
@@ -70,3 +81,60 @@ class SlurmTask:
             if self._waiter.is_alive():
                 self._worker.stop()
             self._waiter.join()
+
+
+def submit(
+    executor: submitit.AutoExecutor, tasks: Sequence[SlurmTask], logs: Path
+) -> list[submitit.Job[End]]:
+    """Submit the tasks as one array; ConfigError if Slurm refuses it."""
+    try:
+        jobs: list[submitit.Job[End]] = executor.submit_array(tasks)
+    except (FailedJobError, FailedSubmissionError) as error:
+        remove_logs(logs)
+        raise ConfigError(f"launcher=slurm: sbatch refuses the workers: {error}") from None
+    return jobs
+
+
+class Queue:
+    """Asks Slurm how all tasks are, now and then; without a watcher there is nothing to ask."""
+
+    def __init__(self, watcher: Any) -> None:
+        self._watcher = watcher
+        self._asked = time.monotonic()
+
+    def ask(self, seconds: float) -> None:
+        """Ask, if the last answer is older than `seconds`."""
+        if self._watcher is not None and time.monotonic() - self._asked > seconds:
+            self._watcher.update()
+            self._asked = time.monotonic()
+
+
+class TaskProcess:
+    """A task of the array, as the launcher sees it."""
+
+    def __init__(self, job: submitit.Job[End], place: Place, queue: Queue) -> None:
+        self._job = job
+        self._log = place.output[1]
+        self._queue = queue
+        self._is_cancelled = False
+
+    def has_begun(self) -> bool:
+        return self._log.exists()
+
+    def poll(self) -> End | None:
+        self._queue.ask(_ASK_SECONDS / 10 if self._is_cancelled else _ASK_SECONDS)
+        if not self._job.done():
+            return None
+        if self._is_cancelled:
+            return _CANCELLED
+        try:
+            end: End = self._job.result()
+        except FailedJobError as error:
+            return End(1, f"failed: {str(error).strip()}")
+        except UncompletedJobError:
+            return End(None, f"has left no result (state {self._job.state})")
+        return end
+
+    def stop(self, number: int) -> None:
+        self._is_cancelled = True
+        self._job.cancel(check=False)

@@ -8,11 +8,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from batchgen.launchers.launched import COMPLETE, Launched, LaunchedFolder, counted_rows
+from batchgen.config.launcher_config import Launched
+from batchgen.launchers.launched import COMPLETE, LaunchedFolder, counted_rows
 from batchgen.launchers.process import End, Output, Process
-from batchgen.launchers.shown import Shown
 from batchgen.util.signals import StopSignals
+
+if TYPE_CHECKING:
+    from batchgen.launchers.shown import Shown
 
 _LOOK_SECONDS = 0.2
 _LAST_LINES = 15
@@ -111,6 +115,8 @@ class Supervisor:
         Raises:
             ConfigError: a worker cannot run where it was put.
         """
+        from batchgen.launchers.shown import Shown  # loads pyarrow
+
         with StopSignals() as signals:
             signals.deferred = True
             with Shown(self._folder, self._title) as shown:

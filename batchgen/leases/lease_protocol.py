@@ -56,7 +56,7 @@ MOST_ENDED = 3
 """How many workers a shard may end before nobody takes it any more."""
 _WIDEST = 256
 _MOST_ASKED = 16
-"""Of how many shards of other workers one look asks how their owners are."""
+"""At most this many owners' heartbeats are checked in one look."""
 
 
 @dataclass(frozen=True)

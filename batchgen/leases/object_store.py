@@ -99,7 +99,7 @@ class ObjectStore:
                 return names
 
     def fence(self, session: bytes) -> None:
-        """As of `batchgen.storage.job_storage.Store`."""
+        """See `batchgen.storage.job_storage.Store`."""
         self._session = session
 
     def check_session(self) -> None:

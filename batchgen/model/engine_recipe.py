@@ -17,7 +17,7 @@ from batchgen.engine.engine_models import planned_uses
 from batchgen.engine.layers.fp8_format import has_fp8_units
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.memory.kernel_warmup import compiling_kernels
-from batchgen.engine.memory.memory_plan import ModelUse
+from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.parallel.rank_processes import RankProcesses

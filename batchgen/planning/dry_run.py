@@ -69,11 +69,11 @@ def show(config: JobConfig) -> int:
     print(f"batchgen: reading model {model} and data set {data} …", file=sys.stderr, flush=True)
     from batchgen.jobs.checked_rows import check_rows  # these take seconds: hence the line above
     from batchgen.jobs.job_parts import parts_of
-    from batchgen.launchers.launch import check_here, described
+    from batchgen.launchers.launch import check_launcher, described
     from batchgen.planning.folder_state import folder_state
     from batchgen.resolve.opened_job import open_job
 
-    check_here(config)
+    check_launcher(config, here=True)
     opened = open_job(config)
     with closing(parts_of(opened, config, {})) as parts:
         rows = check_rows(config, parts)

@@ -24,7 +24,7 @@ class Result(Protocol):
 
 def run_configured(config: JobConfig) -> Result:
     """Run the job of a configuration, and say before the first import that it begins."""
-    if config.launcher.kind != "none":
+    if config.launcher is not None:
         from batchgen.launchers.launch import launch
 
         return launch(config)

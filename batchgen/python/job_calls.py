@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.compose.compose_config import compose
 from batchgen.config.job_config import JobConfig
-from batchgen.config.launcher_config import SlurmLauncherConfig
+from batchgen.config.launcher_config import job_launcher
 from batchgen.python.configured_job import Result
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.paths import folder_here
@@ -81,10 +81,10 @@ def run_job(job: Mapping[str, Any], overrides: Sequence[str] = ()) -> CompleteJo
     """
     config = compose(job, overrides)
     folder_here(config.output.dir, "run_job")
-    if config.launcher.kind != "none":
+    if (launcher := job_launcher(config)) is not None:
         from batchgen.launchers.launch import launch
 
-        if isinstance(config.launcher, SlurmLauncherConfig) and not config.launcher.wait:
+        if not launcher.wait:
             raise ConfigError(
                 "launcher.wait must be true: run_job returns a complete job; the command batchgen "
                 "submits one and does not wait"

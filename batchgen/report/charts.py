@@ -18,6 +18,7 @@ from batchgen.report.svg import (
     WIDTH,
     Frame,
     Scale,
+    axis_names,
     drawing,
     percent,
     short,
@@ -37,15 +38,10 @@ LABEL = 26
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with its title and its numbers.
-
-    Attributes:
-        note: what the reader should know about it; may be empty.
-        header, rows: its numbers as a table.
-    """
+    """A chart with its numbers as a table."""
 
     title: str
-    note: str
+    note: str  # may be empty
     svg: Markup
     header: tuple[str, ...] = ()
     rows: Sequence[tuple[str, ...]] = ()
@@ -65,12 +61,11 @@ def bars(title: str, counts: Mapping[str, int], name: str, note: str = "") -> Ch
     parts = []
     for place, (kind, count) in enumerate(items):
         y = 4 + place * LINE
-        parts.append(text(label(kind), start - 8, y + 15, "label", text_anchor="end"))
+        parts.append(text(label(kind), start - 8, y + 15, "label", "end"))
         width = max(scale(count) - start, 1)
         parts.append(tag("rect", x=start, y=y + 3, width=width, height=LINE - 8, class_="bar"))
-        parts.append(
-            text(f"{count:,} ({percent(count / total)})", start + width + 6, y + 15, "tick")
-        )
+        number = f"{count:,} ({percent(count / total)})"
+        parts.append(text(number, start + width + 6, y + 15, "tick"))
     said = f"{title}: " + ", ".join(f"{kind} {count:,}" for kind, count in items)
     rows = [(kind, f"{count:,}", percent(count / total)) for kind, count in items]
     svg = drawing(parts, said, 8 + LINE * len(items))
@@ -85,24 +80,19 @@ def histogram(title: str, lengths: Lengths, name: str, note: str = "") -> Chart:
     first = low // width * width
     starts = np.arange(first, top + 1, width)
     sums = np.add.reduceat(np.append(lengths.counts, 0), starts)
+    bins = [(s, c) for s, c in zip(starts.tolist(), sums.tolist(), strict=True) if c]
     end = first + max(len(starts), _LEAST_BINS) * width
     frame = Frame.of((first, end), (0, float(sums.max()) * 1.05))
+    gap = 0.5 * (end - first) / (frame.x(end) - frame.x(first))
     parts = frame.draw(name, "rows", whole, whole)
-    for start, count in zip(starts.tolist(), sums.tolist(), strict=True):
-        if count:
-            x, right = frame.x(start), frame.x(start + width)
-            y = min(frame.y(count), frame.y(0) - 1)
-            shape = {"x": x + 0.5, "y": y, "width": max(right - x - 1, 0.5)}
-            parts.append(tag("rect", height=frame.y(0) - y, class_="bar", **shape))
+    parts += [frame.column(start + gap, start + width - gap, count) for start, count in bins]
     quantiles = {"median": 0.5, "90%": 0.9, "99%": 0.99, "longest": 1.0}
-    facts = [(kind, f"{lengths.quantile(share):,}") for kind, share in quantiles.items()]
-    facts.insert(0, ("mean", f"{lengths.mean:,.1f}"))
-    said = ", ".join(f"{kind} {value}" for kind, value in facts)
+    facts = [f"{kind} {lengths.quantile(share):,}" for kind, share in quantiles.items()]
+    said = ", ".join([f"mean {lengths.mean:,.1f}", *facts])
     svg = drawing(parts, f"{title}, {lengths.total:,} rows: {said}")
     rows = [
         (f"{start:,}–{start + width - 1:,}" if width > 1 else f"{start:,}", f"{count:,}")
-        for start, count in zip(starts.tolist(), sums.tolist(), strict=True)
-        if count
+        for start, count in bins
     ]
     return Chart(title, f"{said}. {note}".strip(), svg, (name, "rows"), rows)
 
@@ -115,28 +105,16 @@ def numbers(
     note: str,
     of: int | None = None,
 ) -> Chart:
-    """How often each small number occurs, as columns.
-
-    Args:
-        of: of how many a column is a share; None takes the sum of all.
-    """
+    """How often each small number occurs, as shares of `of`, or of all."""
     shown = {n: counts[n] for n in sorted(counts)[:_MOST_COLUMNS]}
     total = of or sum(counts.values()) or 1
     first, last = min(shown), max(shown)
     frame = Frame.of((first - 0.5, last + 0.5), (0, max(shown.values()) / total * 1.05))
     parts = frame.draw(x_name, y_name, whole, percent)
-    half = 0.38 * (frame.x(1) - frame.x(0))
-    for number, count in shown.items():
-        y = min(frame.y(count / total), frame.y(0) - 1)
-        parts.append(
-            tag(
-                "rect", x=frame.x(number) - half, y=y, width=2 * half, height=frame.y(0) - y,
-                class_="bar",
-            )
-        )  # fmt: skip
+    parts += [frame.column(n - 0.38, n + 0.38, count / total) for n, count in shown.items()]
     rows = [(f"{n}", f"{count:,}", percent(count / total)) for n, count in shown.items()]
-    label = f"{title}: " + ", ".join(f"{n}: {share}" for n, _, share in rows[:20])
-    return Chart(title, note, drawing(parts, label), (x_name, "count", "share"), rows)
+    said = f"{title}: " + ", ".join(f"{n}: {share}" for n, _, share in rows[:20])
+    return Chart(title, note, drawing(parts, said), (x_name, "count", "share"), rows)
 
 
 def over_time(
@@ -176,44 +154,25 @@ def experts(counts: Ints, layers: Sequence[int], note: str) -> Chart:
     bottom = TOP + height * len(layers)
     for i in {0, len(layers) // 2, len(layers) - 1}:
         y = TOP + (i + 0.5) * height + 4
-        parts.append(text(str(layers[i]), LEFT - 6, y, "tick", text_anchor="end"))
-    parts.append(
-        text("expert", (LEFT + WIDTH - RIGHT) / 2, bottom + 18, "name", text_anchor="middle")
-    )
-    middle = (TOP + bottom) / 2
-    parts.append(
-        text(
-            "layer",
-            12,
-            middle,
-            "name",
-            text_anchor="middle",
-            transform=f"rotate(-90 12 {middle:.0f})",
-        )
-    )
-    rows = [
-        (
-            str(layer),
-            percent(mine.max() / max(mine.sum(), 1)),
-            f"{load.max():.2f}",
-            f"{int((mine == 0).sum())}",
-        )
-        for layer, mine, load in zip(layers, counts, loads, strict=True)
-    ]
-    label = (
+        parts.append(text(str(layers[i]), LEFT - 6, y, "tick", "end"))
+    parts += axis_names("expert", "layer", bottom - 18)
+    shares = counts.max(1) / np.maximum(counts.sum(1), 1)
+    figures = zip(layers, shares, loads.max(1), (counts == 0).sum(1), strict=True)
+    rows = [(str(n), percent(share), f"{load:.2f}", str(none)) for n, share, load, none in figures]
+    said = (
         f"Load of experts in {len(layers)} layers: the busiest has {loads.max():.1f} times the mean"
     )
     header = ("layer", "busiest expert's share", "of the mean", "experts never used")
-    return Chart("Load of experts", note, drawing(parts, label, bottom + 26), header, rows)
+    return Chart("Load of experts", note, drawing(parts, said, bottom + 26), header, rows)
 
 
 def timeline_charts(points: Sequence[Sequence[Any]]) -> list[Chart]:
-    """Tokens per second and finished rows over time; none if there are too few points."""
+    """Tokens per second and finished rows over time, if there are enough points."""
     if len(points) < 3:
         return []
     if points[0][0] > 0:
         points = [(0, 0, 0), *points]
-    # Many rows end in one step, and their tokens come at once: a speed is that of some time.
+    # Many rows end in one step, and their tokens come at once: a speed is a mean over some time.
     thin = [points[0]]
     for point in points:
         if point[0] - thin[-1][0] >= points[-1][0] / 30:

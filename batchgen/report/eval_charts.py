@@ -23,11 +23,12 @@ from batchgen.report.svg import (
     text,
     ticks,
 )
+from batchgen.texts.text_table import percent as exact_percent
 from batchgen.util.hidden import visible
 
 
 def score_by_length(lengths: Lengths) -> Chart:
-    """The mean mark of answers of about the same length, with ± two standard errors."""
+    """The mean mark of answers of about equal length, with ± two standard errors."""
     total = np.cumsum(lengths.marked)
     count = int(min(10, max(total[-1] // 10, 1)))
     edges = np.searchsorted(total, np.linspace(0, total[-1], count + 1)[1:] - 0.5)
@@ -69,16 +70,12 @@ class Estimate:
     kind: str = ""
 
 
-_TWO_LINES = 40
-"""Height of an interval with its name above it."""
+_TWO_LINES = 40  # height of an interval with its name above it
 _ABOVE = 60  # characters of a name above an interval
 
 
 def intervals(title: str, estimates: Sequence[Estimate], note: str) -> Chart:
-    """Estimates below each other, with their intervals.
-
-    Names stand beside the intervals, or above them where one of them is too long for that.
-    """
+    """Estimates below each other, with their intervals; names that are long stand above these."""
     above = any(len(e.name) > LABEL for e in estimates)
     start = 14.0 if above else 14 + 6.8 * max(len(e.name) for e in estimates)
     end, line = WIDTH - 56, _TWO_LINES if above else LINE
@@ -88,24 +85,21 @@ def intervals(title: str, estimates: Sequence[Estimate], note: str) -> Chart:
     for share in ticks(low, high, 4):
         x = scale(share)
         parts.append(tag("line", x1=x, x2=x, y1=2, y2=bottom, class_="grid"))
-        parts.append(text(percent(share), x, bottom + 15, "tick", text_anchor="middle"))
+        parts.append(text(percent(share), x, bottom + 15, "tick", "middle"))
     for place, found in enumerate(estimates):
         y = 4 + (place + 1) * line - LINE / 2
         if above:
             parts.append(text(label(found.name, _ABOVE), 0, y - LINE / 2, "label"))
         else:
-            parts.append(text(found.name, start - 8, y + 4, "label", text_anchor="end"))
+            parts.append(text(found.name, start - 8, y + 4, "label", "end"))
         if found.value is None:
             continue
         if found.low is not None and found.high is not None:
             x1, x2 = scale(found.low), scale(found.high)
             parts.append(tag("line", x1=x1, x2=x2, y1=y, y2=y, class_=f"whisker {found.kind}"))
         parts.append(tag("circle", cx=scale(found.value), cy=y, r=4.5, class_="dot"))
-        parts.append(text(f"{100 * found.value:.1f}%", end + 8, y + 4, "tick"))
-    rows = [
-        (e.name, *("–" if v is None else f"{100 * v:.1f}%" for v in (e.value, e.low, e.high)))
-        for e in estimates
-    ]
+        parts.append(text(exact_percent(found.value), end + 8, y + 4, "tick"))
+    rows = [(e.name, *map(exact_percent, (e.value, e.low, e.high))) for e in estimates]
     said = f"{title}: " + ", ".join(f"{r[0]} {r[1]}" for r in rows)
     svg = drawing(parts, said, bottom + 22)
     return Chart(title, note, svg, ("metric", "value", "low", "high"), rows)
@@ -114,23 +108,17 @@ def intervals(title: str, estimates: Sequence[Estimate], note: str) -> Chart:
 def _range(shares: Sequence[float]) -> tuple[float, float]:
     """Tenths that hold all shares; from 0 or to 1 where they come near the middle."""
     low, high = min(shares, default=0.0), max(shares, default=1.0)
-    return (
-        np.floor(10 * low) / 10 if low > 0.5 else 0.0,
-        np.ceil(10 * max(high, 0.01)) / 10 if high < 0.5 else 1.0,
-    )
+    end = np.ceil(10 * max(high, 0.01)) / 10 if high < 0.5 else 1.0
+    return (np.floor(10 * low) / 10 if low > 0.5 else 0.0), end
 
 
 _LEAST_CELL, _MOST_CELL = 6.5, 14.0
-_GAP = 8.0
-"""Room for a dot, and between two lines of questions."""
+_GAP = 8.0  # between two lines of questions
 
 
 def question_dots(questions: Sequence[Question], links: Mapping[int, str], note: str) -> Chart:
-    """A column for each question with a dot for each of its samples, in lines, the best first.
-
-    Args:
-        links: from the key of a row to its anchor, for rows that the page has.
-    """
+    """A column for each question with a dot for each of its samples, in lines, the best first;
+    `links` has the anchors of the rows in the page, by their keys."""
     means = [float(np.nanmean(q.marks)) if np.isfinite(q.marks).any() else -1.0 for q in questions]
     high = max(len(q.marks) for q in questions)
     room = WIDTH - 2 * RIGHT

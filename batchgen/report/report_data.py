@@ -13,7 +13,9 @@ import pyarrow.compute as pc
 
 from batchgen.config.job_config import CutTexts
 from batchgen.folder.job_metrics import constraint_outcome
-from batchgen.report.report_rows import JobData, Keys
+from batchgen.report.report_rows import MANY, JobData, Keys
+from batchgen.rows.grade_columns import ANSWER, GRADE_ERROR, MARK
+from batchgen.rows.job_rows import starts
 from batchgen.scoring.marks import marks_counting
 from batchgen.shards.row_order import row_keys
 
@@ -23,9 +25,11 @@ Ints = npt.NDArray[np.int64]
 MOST_QUESTIONS = 300
 """Questions whose samples are drawn as dots."""
 MOST_SAMPLES = 64
-_MOST_LENGTH = 1 << 20
-"""Lengths above are counted as this one."""
-_SCALARS = ("row_id", "finish_reason", "error", "num_prompt_tokens", "num_generated_tokens")
+_MOST_LENGTH = 1 << 20  # greater lengths count as this one
+_COLUMNS = (
+    *("row_id", "finish_reason", "error", "num_prompt_tokens", "num_generated_tokens"),
+    *("constraint_satisfied", MARK, ANSWER, GRADE_ERROR),
+)
 
 
 class Lengths:
@@ -83,7 +87,7 @@ class Lowest:
 
     @property
     def keys(self) -> Keys:
-        """Those of the rows, the lowest value first."""
+        """The keys, the lowest value first."""
         return self._keys
 
 
@@ -106,28 +110,20 @@ class Question:
 
 @dataclass
 class Collected:
-    """What the pass has counted.
-
-    Attributes:
-        reasons, errors, grade_errors, constraint: how many rows there are of each kind.
-        messages: the first message of each type of error.
-        questions: a selection by chance, in the order of the data set.
-        num_questions: how many there are.
-        picked: for each reason to show a row (a word) the rows that it chose.
-    """
+    """What the pass has counted."""
 
     rows: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     grade_errors: Counter[str] = field(default_factory=Counter)
     constraint: Counter[str] = field(default_factory=Counter)
-    messages: dict[str, str] = field(default_factory=dict)
+    messages: dict[str, str] = field(default_factory=dict)  # the first one of each type of error
     prompt: Lengths = field(default_factory=Lengths)
     output: Lengths = field(default_factory=Lengths)
-    questions: list[Question] = field(default_factory=list)
+    questions: list[Question] = field(default_factory=list)  # some, in the data set's order
     num_questions: int = 0
     disagreeing: int = 0
-    picked: dict[str, Lowest] = field(default_factory=dict)
+    picked: dict[str, Lowest] = field(default_factory=dict)  # by the reason to show a row
 
     def chosen(self) -> dict[int, list[str]]:
         """The keys of at most MOST_ROWS rows in order, each with the reasons to show it."""
@@ -140,15 +136,13 @@ class Collected:
         return dict(sorted(reasons.items()))
 
 
-MOST_ROWS = 200
-"""Rows that are chosen in all."""
+MOST_ROWS = 200  # that are chosen in all
 _PICKS = {
     "disagreeing": 40, "wrong": 40, "no answer": 20, "not graded": 20, "error": 30, "cut": 20,
     "constraint": 20, "longest": 20, "random": MOST_ROWS,
 }  # fmt: skip
 """How many rows are chosen for which reason. Rows at random fill what the others leave."""
-_AT_RANDOM = 40
-"""At least so many are chosen at random."""
+_AT_RANDOM = 40  # at least
 
 
 def collect(data: JobData, cut_texts: CutTexts = "as_marked") -> Collected:
@@ -157,28 +151,11 @@ def collect(data: JobData, cut_texts: CutTexts = "as_marked") -> Collected:
     Args:
         cut_texts: what texts that were cut count as where marks are counted. Rows are chosen by the
             marks that they have.
-
-    Raises:
-        JobError: a file is damaged.
     """
     pass_ = _Pass(cut_texts)
-    columns = [name for name in (*_SCALARS, "constraint_satisfied") if _has(data.schema, name)]
-    grades = [n for n in ("mark", "answer", "grade_error") if _has(data.grades, n)]
-    held: pa.Table | None = None  # the last question, of which the next batch may have more samples
-    for table in data.batches(columns, grades):
-        table = table if held is None else pa.concat_tables([held, table])
-        index = table["row_index"].to_numpy()
-        cut = int(np.searchsorted(index, index[-1]))
-        held = table.slice(cut)
-        if cut:
-            pass_.add(table.slice(0, cut))
-    if held is not None:
-        pass_.add(held)
+    for table in data.tables(_COLUMNS, MANY):
+        pass_.add(table)
     return pass_.finished()
-
-
-def _has(schema: pa.Schema | None, name: str) -> bool:
-    return schema is not None and name in schema.names
 
 
 class _Pass:
@@ -188,7 +165,7 @@ class _Pass:
         self._cut_texts = cut_texts
         self._found = Collected(picked={name: Lowest(size) for name, size in _PICKS.items()})
         self._limit = 1.0
-        """Questions whose chance is above are not kept any more."""
+        """Questions whose chance is above are not kept."""
 
     def add(self, table: pa.Table) -> None:
         found, keys = self._found, row_keys(table)
@@ -203,13 +180,8 @@ class _Pass:
         self._pick("error", keys, draw, failed)
         self._pick("cut", keys, draw, cut)
         if "constraint_satisfied" in table.column_names:
-            outcomes = list(
-                map(
-                    constraint_outcome,
-                    table["finish_reason"].to_pylist(),
-                    table["constraint_satisfied"].to_pylist(),
-                )
-            )
+            both = (table[n].to_pylist() for n in ("finish_reason", "constraint_satisfied"))
+            outcomes = list(map(constraint_outcome, *both))
             found.constraint.update(outcomes)
             kept = np.isin(outcomes, ("cut", "conflict", "stopped"))
             self._pick("constraint", keys, draw, kept)
@@ -234,17 +206,17 @@ class _Pass:
     ) -> Floats | None:
         """Pick rows by their grades; returns the marks [N], NaN where there is none."""
         names = table.column_names
-        if "grade_error" in names:
-            errors = table["grade_error"].is_valid().to_numpy()
+        if GRADE_ERROR in names:
+            errors = table[GRADE_ERROR].is_valid().to_numpy()
             self._pick("not graded", keys, draw, errors)
-            for error in table["grade_error"].filter(pa.array(errors)).to_pylist():
+            for error in table[GRADE_ERROR].filter(pa.array(errors)).to_pylist():
                 self._found.grade_errors[error["type"]] += 1
-        if "mark" not in names:
+        if MARK not in names:
             return None
-        marks: Floats = table["mark"].to_numpy().astype(np.float64)
+        marks: Floats = table[MARK].to_numpy().astype(np.float64)
         wrong = marks < 1
-        if "answer" in names:
-            none = table["answer"].is_null().to_numpy() & np.isfinite(marks)
+        if ANSWER in names:
+            none = table[ANSWER].is_null().to_numpy() & np.isfinite(marks)
             self._pick("no answer", keys, draw, none)
             wrong &= ~none
         self._pick("wrong", keys, draw, wrong)
@@ -253,21 +225,18 @@ class _Pass:
     def _questions(self, table: pa.Table, keys: Keys, marks: Floats) -> None:
         """Keep some questions, and pick samples of those whose samples disagree."""
         found = self._found
-        index = table["row_index"].to_numpy()
-        starts = np.flatnonzero(np.append(True, index[1:] != index[:-1]))
-        ends = np.append(starts[1:], len(index))
-        found.num_questions += len(starts)
-        filled = np.where(np.isfinite(marks), marks, np.inf)
-        low = np.minimum.reduceat(filled, starts)
-        high = np.maximum.reduceat(np.where(np.isfinite(marks), marks, -np.inf), starts)
-        differ = np.repeat(low < high, ends - starts)
+        begin = starts(table)
+        ends = np.append(begin[1:], len(keys))
+        found.num_questions += len(begin)
+        low = np.minimum.reduceat(np.where(np.isfinite(marks), marks, np.inf), begin)
+        high = np.maximum.reduceat(np.where(np.isfinite(marks), marks, -np.inf), begin)
         found.disagreeing += int((low < high).sum())
-        draw = chance(index << 31)  # the same for all samples of a question
-        self._pick("disagreeing", keys, draw, differ)
+        draw = chance(keys >> 31 << 31)  # the same for all samples of a question
+        self._pick("disagreeing", keys, draw, np.repeat(low < high, ends - begin))
         ids = table["row_id"]
-        for place in np.flatnonzero(draw[starts] < self._limit):
-            part = slice(starts[place], min(ends[place], starts[place] + MOST_SAMPLES))
-            row_id = ids[int(starts[place])].as_py()
+        for place in np.flatnonzero(draw[begin] < self._limit):
+            part = slice(begin[place], min(ends[place], begin[place] + MOST_SAMPLES))
+            row_id = ids[int(begin[place])].as_py()
             found.questions.append(Question(row_id, keys[part].copy(), marks[part].copy()))
         if len(found.questions) > 2 * MOST_QUESTIONS:
             self._thin()

@@ -34,7 +34,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A headline number: its name, its value, and what qualifies it."""
+    """A headline number, and what qualifies it."""
 
     name: str
     value: str

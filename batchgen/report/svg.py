@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 from batchgen.util.hidden import visible
 
 WIDTH, HEIGHT = 440, 232
-"""Of a chart, in its own units; the page makes it as wide as there is room."""
+"""Size of a chart in its own units; the page makes it as wide as there is room."""
 LEFT, RIGHT, TOP, BOTTOM = 60, 12, 10, 42
 """Margins around what is drawn."""
 
@@ -25,9 +25,20 @@ def tag(name: str, content: str = "", /, **attributes: str | float) -> Markup:
     return Markup(f"<{name}{given}>{escape(content)}</{name}>")
 
 
-def text(content: str, x: float, y: float, class_: str = "", **attributes: str | float) -> Markup:
-    """A text at a point."""
-    return tag("text", visible(content), x=x, y=y, class_=class_, **attributes)
+def text(content: str, x: float, y: float, class_: str = "", anchor: str = "") -> Markup:
+    """A text that starts at a point, or has its `middle` or `end` there."""
+    given = {"text_anchor": anchor} if anchor else {}
+    return tag("text", visible(content), x=x, y=y, class_=class_, **given)
+
+
+def axis_names(x_name: str, y_name: str, bottom: float = HEIGHT - BOTTOM) -> list[Markup]:
+    """The names of both axes; `bottom` is where the horizontal one lies."""
+    middle = (TOP + bottom) / 2
+    turned = {"text_anchor": "middle", "transform": f"rotate(-90 10 {middle:.0f})"}
+    return [
+        text(x_name, (LEFT + WIDTH - RIGHT) / 2, bottom + BOTTOM - 6, "name", "middle"),
+        tag("text", visible(y_name), x=10, y=middle, class_="name", **turned),
+    ]
 
 
 def _value(value: str | float) -> Markup:
@@ -37,18 +48,9 @@ def _value(value: str | float) -> Markup:
 
 
 def drawing(content: Sequence[str], label: str, height: float = HEIGHT) -> Markup:
-    """A whole chart.
-
-    Args:
-        label: says what it shows, for those who cannot see it.
-    """
-    return tag(
-        "svg",
-        Markup("").join(content),
-        viewBox=f"0 0 {WIDTH} {height:.0f}",
-        role="img",
-        aria_label=label,
-    )
+    """A whole chart; its label says what it shows to those who cannot see it."""
+    box = f"0 0 {WIDTH} {height:.0f}"
+    return tag("svg", Markup("").join(content), viewBox=box, role="img", aria_label=label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def short(value: float) -> str:
 
 
 def whole(value: float) -> str:
-    """The same of a count; empty for what lies between two."""
+    """A count in a few characters; empty for what is no whole number."""
     return short(value) if value == round(value) else ""
 
 
@@ -94,11 +96,7 @@ def percent(value: float) -> str:
 
 @dataclass(frozen=True)
 class Frame:
-    """The axes of a chart.
-
-    Attributes:
-        x, y: from values to places.
-    """
+    """The axes of a chart."""
 
     x: Scale
     y: Scale
@@ -106,10 +104,13 @@ class Frame:
     @staticmethod
     def of(x: tuple[float, float], y: tuple[float, float]) -> Frame:
         """Axes that hold these ranges of values."""
-        return Frame(
-            Scale(*x, LEFT, WIDTH - RIGHT),
-            Scale(*y, HEIGHT - BOTTOM, TOP),
-        )
+        return Frame(Scale(*x, LEFT, WIDTH - RIGHT), Scale(*y, HEIGHT - BOTTOM, TOP))
+
+    def column(self, low: float, high: float, value: float) -> Markup:
+        """A column over a range of values of x, which is seen however low it is."""
+        x, y = self.x(low), min(self.y(value), self.y(0) - 1)
+        width = max(self.x(high) - x, 0.5)
+        return tag("rect", x=x, y=y, width=width, height=self.y(0) - y, class_="bar")
 
     def draw(
         self,
@@ -125,19 +126,10 @@ class Frame:
                 continue
             at = self.y(value)
             parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at, class_="grid"))
-            parts.append(text(y_text(value), LEFT - 6, at + 4, "tick", text_anchor="end"))
+            parts.append(text(y_text(value), LEFT - 6, at + 4, "tick", "end"))
         for value in ticks(self.x.low, self.x.high):
             at = self.x(value)
             parts.append(tag("line", x1=at, x2=at, y1=bottom, y2=bottom + 4, class_="axis"))
-            parts.append(text(x_text(value), at, bottom + 17, "tick", text_anchor="middle"))
+            parts.append(text(x_text(value), at, bottom + 17, "tick", "middle"))
         parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=bottom, y2=bottom, class_="axis"))
-        middle = (LEFT + WIDTH - RIGHT) / 2
-        parts.append(text(x_name, middle, HEIGHT - 6, "name", text_anchor="middle"))
-        y_middle = (TOP + bottom) / 2
-        parts.append(
-            text(
-                y_name, 10, y_middle, "name",
-                text_anchor="middle", transform=f"rotate(-90 10 {y_middle:.0f})",
-            )
-        )  # fmt: skip
-        return parts
+        return parts + axis_names(x_name, y_name)

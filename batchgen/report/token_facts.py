@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ import pyarrow.compute as pc
 
 from batchgen.report.report_data import Ints
 from batchgen.report.report_rows import JobData
+from batchgen.texts.tokens.token_row import moe_layers
 
 MOST_VALUES = 8_000_000
 """Values that are read of these columns; the rows behind are not looked at."""
@@ -22,23 +22,14 @@ _LARGEST_STEP = 1 << 32
 
 @dataclass
 class TokenFacts:
-    """Of the first rows of a job.
-
-    Attributes:
-        rows: how many rows were looked at.
-        all_rows: whether these are all.
-        per_step: how many steps yielded a number of tokens.
-        accepted: how many steps of one draft or more held a number of drafts.
-        experts: [layers, experts], how often a token went through an expert; None without experts.
-        layers: the numbers of these layers.
-    """
+    """What was counted in the first rows of a job."""
 
     rows: int = 0
     all_rows: bool = True
-    per_step: Counter[int] = field(default_factory=Counter)
-    accepted: Counter[int] = field(default_factory=Counter)
-    experts: Ints | None = None
-    layers: list[int] = field(default_factory=list)
+    per_step: Counter[int] = field(default_factory=Counter)  # steps by their number of tokens
+    accepted: Counter[int] = field(default_factory=Counter)  # steps by the drafts that held
+    experts: Ints | None = None  # [layers, experts], how often a token went through an expert
+    layers: list[int] = field(default_factory=list)  # their numbers
 
     @property
     def tokens_per_step(self) -> float:
@@ -47,28 +38,21 @@ class TokenFacts:
 
 
 def token_facts(data: JobData) -> TokenFacts:
-    """Add up the columns `step_map`, `draft_accepted` and `routed_experts`, as far as they are
-    there.
-
-    Raises:
-        JobError: a file is damaged.
-    """
+    """Add up the columns `step_map`, `draft_accepted` and `routed_experts` that there are."""
     facts = TokenFacts()
-    names = [] if data.schema is None else list(data.schema.names)
+    names = () if data.schema is None else data.schema.names
     columns = [n for n in ("step_map", "draft_accepted", "routed_experts") if n in names]
     if not columns:
         return facts
-    assert data.schema is not None
     if "routed_experts" in columns:
-        metadata = data.schema.field("routed_experts").metadata or {}
-        facts.layers = json.loads(metadata.get(b"moe_layers", b"[]"))
+        facts.layers = moe_layers(data.schema)
     read = 0
-    for table in data.batches(columns, least=1):
+    for table in data.tables(columns):
         if read > MOST_VALUES:
             facts.all_rows = False
             break
         facts.rows += table.num_rows
-        for batch in table.select(columns).to_batches():
+        for batch in table.to_batches():
             read += _add(facts, batch)
     return facts
 
@@ -78,7 +62,9 @@ def _add(facts: TokenFacts, batch: pa.RecordBatch) -> int:
     read = 0
     if "step_map" in batch.schema.names:
         steps = batch["step_map"]
-        keys = _keys(steps)
+        # A number for each token that is the same for the tokens of one step of one row.
+        keys = np.asarray(pc.list_parent_indices(steps), np.int64) * _LARGEST_STEP
+        keys += np.asarray(pc.list_flatten(steps), np.int64)
         read += len(keys)
         _, places, counts = np.unique(keys, return_inverse=True, return_counts=True)
         _count(facts.per_step, counts)
@@ -88,12 +74,6 @@ def _add(facts: TokenFacts, batch: pa.RecordBatch) -> int:
     if "routed_experts" in batch.schema.names:
         read += _add_experts(facts, batch["routed_experts"])
     return read
-
-
-def _keys(steps: pa.ListArray) -> Ints:
-    """A number for each token that is the same for the tokens of one step of one row."""
-    values = np.asarray(pc.list_flatten(steps), np.int64)
-    return np.asarray(pc.list_parent_indices(steps), np.int64) * _LARGEST_STEP + values
 
 
 def _count(counter: Counter[int], values: npt.NDArray[Any]) -> None:

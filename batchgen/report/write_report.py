@@ -18,6 +18,7 @@ from batchgen.report.report_data import collect
 from batchgen.report.report_rows import JobData
 from batchgen.report.sections import headline, sections
 from batchgen.report.token_facts import token_facts
+from batchgen.rows.grade_columns import MARK
 from batchgen.rows.row_page import CSS, RowPage
 from batchgen.storage.job_storage import Storage
 from batchgen.storage.manifest import write_atomic
@@ -106,7 +107,7 @@ def _html(reader: JobFolderReader, decode: Decode | None) -> str:
         "sections": sections(job, timeline, found, tokens, links),
         "total_rows": found.rows,
         "faults": faults(found),
-        "is_graded": data.grades is not None and "mark" in data.grades.names,
+        "is_graded": data.grades is not None and MARK in data.grades,
     }
     frame = _page(values, ShownRows((), 0, 0))
     room = MOST_BYTES - len(frame.encode()) - _HEADING * len(links)

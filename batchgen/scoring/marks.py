@@ -141,7 +141,7 @@ class Marks:
         return found
 
     def select(self, questions: Sequence[int] | Ints) -> Marks:
-        """The same table with these questions only, in this order."""
+        """The table of these questions only, in this order."""
         at = np.asarray(questions, np.int64)
         return Marks(
             tuple(self.row_ids[i] for i in at),
@@ -154,7 +154,7 @@ class Marks:
         )
 
     def counting_cut_texts(self, count_as: CutTexts) -> Marks:
-        """The same table in which texts that were cut count as `marks_counting`. If that is not as
+        """This table, in which texts that were cut count as `marks_counting`. If that is not as
         they are marked, they have no vote; `kinds` stays."""
         if count_as == "as_marked":
             return self
@@ -213,7 +213,7 @@ def _numbers(values: pa.ChunkedArray) -> tuple[list[str], Ints]:
 
 
 def _kinds(samples: pa.Table) -> Ints:
-    """Of each sample a sum of the values of `_KINDS`. An error of the row hides one of the grader,
+    """A sum for each sample of the values of `_KINDS`. An error of the row hides one of the grader,
     and both that there is no answer."""
     error, grade_error, key = (
         samples[name].is_valid().to_numpy() for name in ("error", "grade_error", "key")

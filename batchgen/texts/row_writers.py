@@ -33,8 +33,7 @@ class _UnixLines:
 def _csv(
     file: TextIO, columns: Sequence[str], quoted: Callable[[str], str] = lambda text: text
 ) -> WriteRow:
-    """A cell is the text itself, a number as Python writes it, else as `plain_text` has it; texts
-    are `quoted`."""
+    """A cell is a number as Python writes it, or the `quoted` text of the value."""
     # It quotes a carriage return, at which readers end a line, only if lines end with one.
     writer = csv.writer(_UnixLines(file), lineterminator="\r\n")
     writer.writerow(map(quoted, columns))

@@ -10,11 +10,10 @@ from batchgen.util.hidden import visible
 
 
 class SafeTerminal:
-    """A stream to a terminal, on which a text of a stranger's can only be read.
+    """A stream to a terminal, on which a stranger's text can only be read.
 
-    Ids, names of columns and files, messages and answers may have characters that move the cursor,
-    set the title, write to the clipboard or turn the writing direction. Each stands there by its
-    code, whichever verb prints it. Where no terminal is, texts stay as they are.
+    Characters that move the cursor, set the title, write to the clipboard or turn the writing
+    direction are printed as their codes.
 
     Args:
         bars: whether a text may begin with a carriage return, as a progress bar does.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
@@ -12,37 +12,31 @@ from markupsafe import Markup
 from batchgen.texts.safe_text import GAP, marked
 
 MOST_WORDS = 1_500
-"""Of each text from the first difference on that are compared; difflib takes quadratic time."""
+"""Words of each text that are compared, from the first difference on: difflib is quadratic."""
 MOST_CHARACTERS = 200_000
-"""Of each text that are looked at."""
+"""Characters of each text that are looked at."""
 _WORD = re.compile(r"\s*(?:\w+|[^\w\s])")
 _AROUND = 40
 """Words that are shown before and behind a difference; what both have more is left out."""
 _LEAST_SHARED = 2
-"""So many words that both have between two differences are read as a part of them."""
+"""Fewer shared words between two differences are a part of them."""
 _ONLY_A = Markup('<del title="only in A">{}</del>')
 _ONLY_B = Markup('<ins title="only in B">{}</ins>')
 
 
 @dataclass(frozen=True)
 class WordDifference:
-    """How B differs from A.
+    """How B differs from A."""
 
-    Attributes:
-        html: the words of both, with what only A has in `del` and what only B has in `ins`.
-        only_a, only_b: how many words only one of them has.
-        left_out: the words behind those that were compared, in A and in B.
-    """
-
-    html: Markup
-    only_a: int
+    html: Markup  # what only A has is in `del`, what only B has is in `ins`
+    only_a: int  # words
     only_b: int
-    left_out: tuple[int, int] = (0, 0)
+    left_out: tuple[int, int] = (0, 0)  # words of A and of B that were not compared
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbouring words: those of A and those of B, which are the same if `same`."""
+    """Neighbouring words of A and of B; they are the same if `same`."""
 
     same: bool
     a: Sequence[str]
@@ -50,27 +44,20 @@ class _Run:
 
 
 def word_difference(a: str, b: str) -> WordDifference:
-    """Compare two texts. Words are equal whatever white space is before them.
-
-    Time and size are bounded by MOST_WORDS and MOST_CHARACTERS.
-    """
+    """Compare two texts up to MOST_WORDS and MOST_CHARACTERS. White space does not count."""
     left, right = (_WORD.findall(text[:MOST_CHARACTERS].rstrip()) for text in (a, b))
     runs = _joined(list(_runs(left, right)))
-    compared_a, compared_b = (sum(len(side) for side in sides) for sides in _sides(runs))
-    only_a, only_b = (
-        sum(len(side) for side in sides) for sides in _sides([r for r in runs if not r.same])
-    )
+    only_a, only_b = _words(run for run in runs if not run.same)
+    compared_a, compared_b = _words(runs)
     cut_a, cut_b = (max(len(text) - MOST_CHARACTERS, 0) // 5 for text in (a, b))
-    return WordDifference(
-        _html(runs),
-        only_a,
-        only_b,
-        (len(left) - compared_a + cut_a, len(right) - compared_b + cut_b),
-    )
+    left_out = len(left) - compared_a + cut_a, len(right) - compared_b + cut_b
+    return WordDifference(_html(runs), only_a, only_b, left_out)
 
 
-def _sides(runs: Sequence[_Run]) -> tuple[list[Sequence[str]], list[Sequence[str]]]:
-    return [run.a for run in runs], [run.b for run in runs]
+def _words(runs: Iterable[_Run]) -> tuple[int, int]:
+    """How many words of A and of B there are."""
+    sizes = [(len(run.a), len(run.b)) for run in runs]
+    return sum(a for a, _ in sizes), sum(b for _, b in sizes)
 
 
 def _runs(left: list[str], right: list[str]) -> Iterator[_Run]:
@@ -98,8 +85,8 @@ def _shared(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def _joined(runs: Sequence[_Run]) -> list[_Run]:
-    """The runs, with few shared words between two differences as a part of these: single words that
-    two sentences share by chance make them hard to read."""
+    """The runs; few shared words between two differences are a part of these, because single words
+    that sentences share by chance make them hard to read."""
     found: list[_Run] = []
     for place, run in enumerate(runs):
         inside = 0 < place < len(runs) - 1 and not runs[place - 1].same and not runs[place + 1].same

@@ -8,7 +8,7 @@ from pathlib import Path
 from batchgen.util.errors import ConfigError
 
 SCHEMES = ("s3", "memory")
-"""Of the object stores in which jobs can be."""
+"""URL schemes of the object stores in which jobs can be."""
 
 
 def is_url(given: str | os.PathLike[str]) -> bool:

@@ -73,7 +73,6 @@ class Flips:
 
         Raises:
             ConfigError: as `batchgen compare`, or the jobs are too large for a page.
-            JobError: a file is damaged.
         """
         with self._lock:
             stamps = tuple(stamp for job in self._jobs for stamp in job.rows.stamps)
@@ -89,7 +88,6 @@ class Flips:
 
         Raises:
             StillSearching: it takes long to find the rows.
-            JobError: a shard is damaged.
         """
         first = self._jobs[0]
         places = {question.row_id: first.ids.find(question.row_id) for question in questions}

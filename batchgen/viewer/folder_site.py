@@ -15,16 +15,17 @@ from batchgen.viewer.pages import Site
 from batchgen.viewer.server import Response
 
 _MOST_SITES = 8
-"""So many are kept: each knows the ids of the rows of its jobs."""
+"""Sites that are kept; each knows the ids of the rows of its jobs."""
 _SHOWN_NAMES = 20
 
 
 class FolderSite:
-    """All pages over the jobs below a folder. Those of a job, or of two side by side, have its key,
-    or theirs with `-` in between, and a slash before their names.
+    """All pages over the jobs below a folder.
+
+    Pages of a job have its key and a slash before their names; pages of two jobs side by side have
+    both keys with `-` in between.
 
     Args:
-        folder: where the jobs are.
         name: the folder as the user named it.
     """
 
@@ -68,7 +69,6 @@ class FolderSite:
 
         Raises:
             NotThere: there is no such job any more, or nothing can be shown of it.
-            ConfigError: as of `JobFolderReader`.
         """
         with self._lock:
             site = self._sites.pop(keys, None)

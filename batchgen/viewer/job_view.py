@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.rows.grade_columns import PREFIX
+from batchgen.rows.job_rows import JobRows
 from batchgen.rows.row_facts import RowColumns, RowFacts, Verdict
 from batchgen.rows.row_page import RowPage
 from batchgen.storage.manifest import ROWS
-from batchgen.viewer.rows.grade_columns import PREFIX
 from batchgen.viewer.rows.ranking import Rankings
 from batchgen.viewer.rows.row_id_index import RowIds
-from batchgen.viewer.rows.viewed_rows import JobRows
 
 if TYPE_CHECKING:
     from batchgen.texts.tokens.token_boxes import Decode

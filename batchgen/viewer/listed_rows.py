@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from batchgen.rows.grade_columns import PREFIX
 from batchgen.rows.row_facts import RowFacts, same_sample
 from batchgen.texts.row_json import plain_text
 from batchgen.util.shorten import beginning
 from batchgen.viewer.job_view import JobView, Vote, votes
 from batchgen.viewer.rows.filters import MARKS, REASONS, Filter, text_columns
-from batchgen.viewer.rows.grade_columns import PREFIX
 from batchgen.viewer.rows.ranking import MOST, ORDERS, orders, value_text
 from batchgen.viewer.rows.search import Search
 
@@ -66,7 +66,6 @@ def row_lines(
 
     Raises:
         StillSearching: the other job has the rows elsewhere, and they take long to find.
-        JobError: a shard is damaged.
     """
     first, *others = jobs
     asked = first.asked
@@ -126,7 +125,6 @@ def list_values(
     Raises:
         ConfigError: the job lacks what the filter or the order needs.
         StillSearching: the other job has the rows elsewhere.
-        JobError: a shard is damaged.
     """
     job, schema = jobs[0], jobs[0].rows.schema
     kept = {**wanted.query, **{k: v for k, v in (("sort", sort), ("show", show)) if v}}

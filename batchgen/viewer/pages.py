@@ -31,7 +31,7 @@ _REPORT_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; sandbox"
 )
-"""Of a report, which has its style sheet inside; it could have been made by anybody."""
+"""For a report, which has its style sheet inside and could have been made by anybody."""
 
 
 class Site:
@@ -39,7 +39,7 @@ class Site:
 
     Args:
         jobs: the first is the one whose rows are listed.
-        above: where the list of jobs is that these are of; None if there is none.
+        above: where the list of jobs is; None if there is none.
     """
 
     def __init__(self, jobs: Sequence[JobView], above: str | None = None) -> None:
@@ -59,11 +59,7 @@ class Site:
         }
 
     def respond(self, page: str, query: Query) -> Response:
-        """The answer to a request for a page.
-
-        Args:
-            page: its name; empty for the first one.
-        """
+        """The answer to a request for a page; the first one has an empty name."""
         file = static_file(page)
         return answer(self._pages.get(page), query, self._html) if file is None else file
 
@@ -71,13 +67,9 @@ class Site:
         return self._html("overview", views=[overview(job) for job in self.jobs])
 
     def _rows(self, query: Query) -> Response:
-        values = list_values(
-            self.jobs,
-            self._wanted(query),
-            whole_number(query, "from", 0),
-            query.get("sort", ""),
-            "votes" if query.get("show") == "votes" else "",
-        )
+        first, sort = whole_number(query, "from", 0), query.get("sort", "")
+        show = "votes" if query.get("show") == "votes" else ""
+        values = list_values(self.jobs, self._wanted(query), first, sort, show)
         return self._html("rows", **values)
 
     def _wanted(self, query: Query) -> Filter:
@@ -114,11 +106,11 @@ class Site:
             wanted=self._wanted(query),
             sort=query.get("sort", ""),
             listed={k: v for k, v in query.items() if k in ("sort", "show")},
-            query={key: value for key, value in query.items() if key != "n"},
-            without_tokens={k: v for k, v in query.items() if k not in ("n", "tokens")},
-            kept={k: v for k, v in query.items() if k not in ("n", "flip", "anyway")},
+            query=_without(query, "n"),
+            without_tokens=_without(query, "n", "tokens"),
+            kept=_without(query, "n", "flip", "anyway"),
             flip=whole_number(query, "flip", 0),
-            flip_query={"anyway": "yes"} if query.get("anyway") == "yes" else {},
+            flip_query=_anyway(query),
             num_rows=self.jobs[0].num_rows,
         )
 
@@ -130,22 +122,19 @@ class Site:
             return self._step_in_order(query, wanted)
         search = Search(self.jobs[0].rows, wanted)
         found = search.backward(index, 1) if back else search.forward(index + 1, 1)
-        kept = {key: value for key, value in query.items() if key not in ("n", "to", "flip")}
         if found.hits:
+            kept = _without(query, "n", "to", "flip")
             return redirect("row", {**kept, "n": next(iter(found.hits))})
         if found.next_row is None:
             where = "before" if back else "after"
             raise NotThere(f"There is no such row {where} row {index:,}.")
         at = found.next_row if back else found.next_row - 1
-        go_on = {**query, "n": str(at)}
-        return self._html(
-            "message", title="Still searching",
-            text=f"{found.searched:,} answers were searched up to row {at:,}, and none is such.",
-            go_on="step?" + urlencode(go_on),
-        )  # fmt: skip
+        text = f"{found.searched:,} answers were searched up to row {at:,}, and none is such."
+        go_on = "step?" + urlencode({**query, "n": str(at)})
+        return self._html("message", title="Still searching", text=text, go_on=go_on)
 
     def _step_in_order(self, query: Query, wanted: Filter) -> Response:
-        """The same in a sorted list."""
+        """Go to the next row of a sorted list, or to the one before."""
         index, back = whole_number(query, "n"), query.get("to") == "back"
         places = self.jobs[0].rankings.of(wanted, query["sort"]).places
         rows = [place.row for place in places]
@@ -154,9 +143,7 @@ class Site:
         at = rows.index(index) + (-1 if back else 1)
         if not 0 <= at < len(rows):
             raise NotThere(f"The sorted list has no row {'before' if back else 'after'} this one.")
-        dropped = ("n", "to", "flip", "sample_a")
-        kept = {key: value for key, value in query.items() if key not in dropped}
-        number = places[at].samples[0]
+        kept, number = _without(query, "n", "to", "flip", "sample_a"), places[at].samples[0]
         return redirect("row", {**kept, "n": rows[at], "sample_a": number})
 
     def _find(self, query: Query) -> Response:
@@ -169,37 +156,36 @@ class Site:
         return redirect("row", {"n": index})
 
     def _flips(self, query: Query) -> Response:
-        if self.flips is None:
-            raise NotThere("Flipped rows need two jobs: batchgen view OUT OUT2.")
-        anyway = query.get("anyway") == "yes"
+        flips, kept = self._both(), _anyway(query)
         try:
-            found, why = self.flips.find(anyway=anyway), None
+            found, why = flips.find(anyway=bool(kept)), None
         except ConfigError as error:
             found, why = None, str(error)
         first = whole_number(query, "from", 0)
         shown = [] if found is None else found.flipped[first : first + PER_PAGE]
         return self._html(
-            "flips", comparison=found, why=why, anyway=anyway, first=first, per_page=PER_PAGE,
-            flipped=self.flips.rows(shown), kept={"anyway": "yes"} if anyway else {},
+            "flips", comparison=found, why=why, anyway=bool(kept), first=first, kept=kept,
+            per_page=PER_PAGE, flipped=flips.rows(shown),
         )  # fmt: skip
 
     def _flip(self, query: Query) -> Response:
         """Go to the i-th flipped row."""
-        if self.flips is None:
-            raise NotThere("Flipped rows need two jobs: batchgen view OUT OUT2.")
-        anyway = query.get("anyway") == "yes"
-        rows = self.flips.find(anyway=anyway).flipped
+        flips, kept = self._both(), _anyway(query)
+        rows = flips.find(anyway=bool(kept)).flipped
         place = whole_number(query, "i")
         if place >= len(rows):
             raise NotThere("There are no more flipped rows.")
-        (found,) = self.flips.rows([rows[place]])
+        (found,) = flips.rows([rows[place]])
         if found.line is None:
             raise NotThere(f"Row {rows[place].row_id} is not there any more.")
-        kept = {"anyway": "yes"} if anyway else {}
-        chosen = {
-            f"sample_{key}": s.number for key, s in zip("ab", found.samples, strict=True) if s
-        }
+        pairs = zip("ab", found.samples, strict=True)
+        chosen = {f"sample_{key}": sample.number for key, sample in pairs if sample}
         return redirect("row", {"n": found.line.index, "flip": place, **chosen, **kept})
+
+    def _both(self) -> Flips:
+        if self.flips is None:
+            raise NotThere("Flipped rows need two jobs: batchgen view OUT OUT2.")
+        return self.flips
 
     def _report(self, query: Query) -> Response:
         number = whole_number(query, "job", 0)
@@ -207,3 +193,12 @@ class Site:
         if path is None:
             raise NotThere("This job has no report.html.")
         return Response(path.read_bytes(), policy=_REPORT_POLICY)
+
+
+def _without(query: Query, *keys: str) -> dict[str, str]:
+    return {key: value for key, value in query.items() if key not in keys}
+
+
+def _anyway(query: Query) -> dict[str, str]:
+    """The key that compares different exams, if the query has it."""
+    return {"anyway": "yes"} if query.get("anyway") == "yes" else {}

@@ -1,18 +1,15 @@
 """The server of `batchgen view`: GET alone, for this machine alone.
 
-What it shows is what models and strangers' data sets wrote, and it stands beside a browser that has
-other pages open. So:
+It shows what models and strangers' data sets wrote, beside a browser that has other pages open. So:
 
-- It listens on 127.0.0.1. Pages from elsewhere could still reach it: by a name of their own that
-  they point to 127.0.0.1 (DNS rebinding), which the Host header gives away, or by loading a page of
-  ours as a script or a picture, which Sec-Fetch-Site gives away. Both are refused.
-- The address begins with a random key. Other users of the machine can reach the port too, and with
-  the key they would need to know what only this terminal shows; on a cluster's login node the file
-  permissions of a job's folder would mean little without it.
-- There is nothing to write, and no path of a request is a path of a file: pages are named here, and
-  rows by number.
-- The pages allow themselves nothing but their own style sheets and one script of their own
-  (Content-Security-Policy), so text that should ever get into a page unescaped still does nothing.
+- It listens on 127.0.0.1. Pages from elsewhere could reach it by a name that points to 127.0.0.1
+  (DNS rebinding), which the Host header gives away, or load a page as a script or a picture, which
+  Sec-Fetch-Site gives away. Both are refused.
+- The address begins with a random key, which only this terminal shows: other users of the machine
+  can reach the port, too.
+- There is nothing to write, and no path of a request is a path of a file.
+- The Content-Security-Policy allows the style sheets and the one script of the pages alone, so text
+  that should ever get into a page unescaped still does nothing.
 """
 
 from __future__ import annotations
@@ -52,24 +49,15 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Response:
-    """What is answered.
-
-    Attributes:
-        body: as it is sent.
-        kind: its Content-Type.
-        location: for a redirection, the page to go to.
-        policy: the Content-Security-Policy.
-        file_name: of a download; letters, digits, `-`, `_` and `.`.
-        chunks: the body, where it is made while it is sent.
-    """
+    """What is answered."""
 
     body: bytes
     kind: str = "text/html; charset=utf-8"
     status: HTTPStatus = HTTPStatus.OK
-    location: str | None = None
+    location: str | None = None  # for a redirection, the page to go to
     policy: str = POLICY
-    file_name: str | None = None
-    chunks: Iterator[bytes] | None = None
+    file_name: str | None = None  # of a download; letters, digits, `-`, `_` and `.`
+    chunks: Iterator[bytes] | None = None  # the body, where it is made while it is sent
 
 
 Respond = Callable[[str, dict[str, str]], Response]
@@ -77,10 +65,14 @@ Respond = Callable[[str, dict[str, str]], Response]
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Answers requests from this machine, each in a thread of its own.
+    """Answers requests from this machine, each in a thread of its own; `url` is the first page.
 
-    Attributes:
-        url: where a browser finds the first page.
+    Args:
+        respond: makes the pages; it is called in several threads.
+        port: to listen on; 0 takes a free one.
+
+    Raises:
+        ConfigError: the port cannot be had.
     """
 
     daemon_threads = True
@@ -88,14 +80,6 @@ class ViewServer(ThreadingHTTPServer):
     allow_reuse_address = True
 
     def __init__(self, respond: Respond, port: int = 0) -> None:
-        """
-        Args:
-            respond: makes the pages; it is called in several threads.
-            port: to listen on; 0 takes a free one.
-
-        Raises:
-            ConfigError: the port cannot be had.
-        """
         self.respond = respond
         self.key = secrets.token_urlsafe(12)
         try:
@@ -110,7 +94,7 @@ class ViewServer(ThreadingHTTPServer):
         self.url = f"http://{ADDRESS}:{self.server_port}/{self.key}/"
 
     def server_bind(self) -> None:
-        """Bind without asking the network for this machine's name, as the standard library does."""
+        """Bind; the standard library would ask the network for this machine's name."""
         socket.socket.bind(self.socket, self.server_address)
         self.server_name, self.server_port = ADDRESS, self.socket.getsockname()[1]
 
@@ -134,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(self._response())
 
     def parse_request(self) -> bool:
-        """Read the request, and refuse it if it is none of ours; then the answer is sent."""
+        """Read the request, and answer it here if it is refused."""
         if not super().parse_request():
             return False
         if refused := self._refusal():
@@ -173,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.respond(page, query)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer with a line of plain text; the one of the standard library is HTML."""
+        """Answer with a line of plain text; the standard library's is HTML."""
         status = HTTPStatus(code)
         self.close_connection = True
         self._send(_plain(status, message or status.phrase))

@@ -148,7 +148,7 @@ class Worker:
         return found
 
     def publish(self, shard: int, file: Path | None, replaces: bool) -> bool:
-        """As of `output.publisher.Publish`."""
+        """See `shards.publisher.Publish`."""
         try:
             if file is None:
                 self.store.do(Create(mark_name(shard, "done"), Lease(self.number).encoded()))
@@ -181,7 +181,7 @@ class Worker:
         self._heartbeat.beat()
 
     def tell_older(self, older: ResumeState) -> None:
-        """Let those who join know what was there when this worker, the first one, came."""
+        """Tell workers that join what was there when this worker, the first one, came."""
         self.store.do(Overwrite(_OLDER, older.encoded()))
 
     def older(self) -> ResumeState:

@@ -42,10 +42,8 @@ class Batched:
     """The base of frozen dataclasses whose fields are all declared with `row` or `token`."""
 
     def index_select(self, rows: npt.NDArray[np.int64]) -> Self:
-        """Return the batch of the rows with these indices [N], in this order.
-
-        If the class has a token field, all rows must have the same number of tokens.
-        """
+        """Return the batch of the rows with these indices [N], in this order. If the class has a
+        token field, all rows must have the same number of tokens."""
         index: Tensor | None = None
         picked: dict[str, Any] = {}
         for f in fields(self):

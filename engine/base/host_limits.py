@@ -16,11 +16,8 @@ _ROOT = Path("/")
 
 
 def available_memory(root: Path = _ROOT) -> int:
-    """Return how many bytes the process can still allocate.
-
-    This many fit without swapping and without exceeding the limit of any control group that the
-    process is in.
-    """
+    """Return how many bytes the process can still allocate. This many fit without swapping and
+    without exceeding the limit of any control group that the process is in."""
     bounds = [_free_memory(root)]
     for version, folder in _groups(root, "memory"):
         names = ("memory.max", "memory.current")
@@ -36,11 +33,9 @@ def available_memory(root: Path = _ROOT) -> int:
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """Return how many threads of the process can run at once, at least 1.
-
-    This is the number of cores that the affinity allows, or the quota of a control group if that is
-    smaller. Quotas are rounded up: 1.5 processors allow 2 threads.
-    """
+    """Return how many threads of the process can run at once, at least 1. This is the number of
+    cores that the affinity allows, or the quota of a control group if that is smaller. Quotas are
+    rounded up: 1.5 processors allow 2 threads."""
     cores = [_affinity()]
     for version, folder in _groups(root, "cpu"):
         quota, period = _quota(folder, version)
@@ -57,10 +52,8 @@ def _affinity() -> int:
 
 
 def _quota(folder: Path, version: int) -> tuple[int | None, int | None]:
-    """Read a control group's processor time per period, and the period, both in microseconds.
-
-    The processor time is negative (version 1) or None (version 2) if there is no limit.
-    """
+    """Read a control group's processor time per period, and the period, both in microseconds. The
+    processor time is negative (version 1) or None (version 2) if there is no limit."""
     if version == 1:
         return _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
     quota, _, period = (_text(folder / "cpu.max") or "max").partition(" ")
@@ -76,13 +69,7 @@ def _free_memory(root: Path) -> int:
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Yield the control groups that limit the process, from its own group outwards.
-
-    Groups that cannot be seen from within a container are left out.
-
-    Yields:
-        The version of control groups, 1 or 2, and the folder of the group.
-    """
+    """Yield the control groups that limit the process, from its own group outwards."""
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         number, names, path = line.split(":", 2)
         if number == "0" and not names:

@@ -38,11 +38,9 @@ class OutputColumn:
 
 @dataclass(frozen=True, slots=True)
 class RowCount:
-    """One integer per row that says what the row cost, declared beside the code that counts it.
-
-    A strategy lists its counts in `Strategy.counts` and puts what each step adds to them into
-    `StepOutput.counts`. The sums arrive in `RequestOutput.counts` and in the output files.
-    """
+    """One integer per row that says what the row cost, declared beside the code that counts it. A
+    strategy lists its counts in `Strategy.counts` and puts what each step adds to them into
+    `StepOutput.counts`. The sums arrive in `RequestOutput.counts` and in the output files."""
 
     name: str  # the count's name in `RequestOutput.counts`, and the column's in the Parquet files
     meaning: str  # one phrase that explains it to readers of the output files
@@ -132,9 +130,7 @@ _Key = tuple[str, str]
 
 class HostCopy:
     """A copy of a `StepOutput` to the host, which starts at once and is waited for only in `wait`.
-
-    All its tensors are packed into one, so there is a single copy.
-    """
+    All its tensors are packed into one, so there is a single copy."""
 
     def __init__(self, step: StepOutput) -> None:
         named: dict[_Key, Tensor] = {

@@ -130,11 +130,9 @@ def timed(
 
 
 class _Mark(Protocol):
-    """A point in the device's work.
-
-    `record` sets the mark behind all work that was enqueued so far. `seconds_until` waits until the
-    device has passed a later mark, and returns the seconds between the two.
-    """
+    """A point in the device's work. `record` sets the mark behind all work that was enqueued so
+    far. `seconds_until` waits until the device has passed a later mark, and returns the seconds
+    between the two."""
 
     def record(self) -> None: ...
 

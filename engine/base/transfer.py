@@ -16,11 +16,8 @@ def upload(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Return a tensor of these values on the device.
-
-    A copy to a GPU goes through pinned memory, so the host does not wait for it. torch keeps the
-    pinned memory until the copy is done.
-    """
+    """Return a tensor of these values on the device. A copy to a GPU goes through pinned memory, so
+    the host does not wait for it. torch keeps the pinned memory until the copy is done."""
     host = torch.as_tensor(values, dtype=dtype)
     if device.type != "cuda":
         return host
@@ -28,11 +25,9 @@ def upload(
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Give the memory of freed tensors that torch holds back to the GPU.
-
-    This is called before anything long-lived is allocated. Otherwise a small tensor could be placed
-    in the memory of a dropped engine's KV cache, and the next engine could not use the rest of it.
-    """
+    """Give the memory of freed tensors that torch holds back to the GPU. This is called before
+    anything long-lived is allocated. Otherwise a small tensor could be placed in the memory of a
+    dropped engine's KV cache, and the next engine could not use the rest of it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -42,10 +42,8 @@ class KVSpec:
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
     """A latent of every token and a key that all heads share, in the blocks of the paged cache
-    (multi-head latent attention).
-
-    To the queries of all heads they are the key of one head, of whose values the latent is a part.
-    """
+    (multi-head latent attention). To the queries of all heads they are the key of one head, of
+    whose values the latent is a part."""
 
     num_heads: int  # the number of query heads that read them. Attention chooses its tiles by it.
     latent_size: int  # the number of values in a latent
@@ -78,10 +76,8 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class PlaneSpec:
-    """One array of values for every token, in the blocks of the paged cache.
-
-    It holds the value of a column of context scope, for example.
-    """
+    """One array of values for every token, in the blocks of the paged cache. It holds the value of
+    a column of context scope, for example."""
 
     shape: tuple[int, ...]  # the shape of one token's values
     dtype: torch.dtype | None = None  # the dtype of the values; None means the dtype of the model
@@ -111,12 +107,10 @@ class StateTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """State of a fixed size for every row, which a recurrent layer carries from token to token.
-
-    A decode step of W tokens must be able to take back the tokens that are not accepted. So it does
+    """State of a fixed size for every row, which a recurrent layer carries from token to token. A
+    decode step of W tokens must be able to take back the tokens that are not accepted. So it does
     not change the state, but keeps *records* of what its tokens do to it. Later steps *fold* the
-    records of the accepted tokens into the state before they use it. `RowMetadata` says how.
-    """
+    records of the accepted tokens into the state before they use it. `RowMetadata` says how."""
 
     state: Mapping[str, StateTensor]  # maps a name to a part of the state that is kept for each row
     # Maps a name to what is kept for each token of a decode step, until it is folded.

@@ -33,10 +33,8 @@ class StateCache(NamedTuple):
 
 
 def ring_length(width: int, most_pending: int) -> int:
-    """Return the number of records that a slot needs.
-
-    A step of `width` tokens finds at most `most_pending + width` pending records, and adds its own.
-    """
+    """Return the number of records that a slot needs. A step of `width` tokens finds at most
+    `most_pending + width` pending records, and adds its own."""
     return most_pending + 2 * width
 
 
@@ -47,13 +45,8 @@ class RowStates:
     pending records stays on the device, because the host learns how many tokens were accepted only
     after it has launched the next step.
 
-    Args:
-        num_snapshots: the number of slots behind those, which hold snapshots for the prefix cache.
-        most_pending: as of `StateCache`.
-        device: the model's device.
-
-    Attributes:
-        layers: what each recurrent layer keeps, in the order of `specs`.
+    Slot 0 is scratch, `num_rows` slots are for rows, and `num_snapshots` behind those hold
+    snapshots for the prefix cache. `layers` has what each recurrent layer of `specs` keeps.
     """
 
     def __init__(
@@ -92,10 +85,8 @@ class RowStates:
     def advance(self, slots: Tensor, num_tokens: Tensor) -> None:
         """Keep the records of the tokens that were accepted in the decode step just decided.
 
-        Args:
-            slots: [B] int64, the state slots of the step's rows.
-            num_tokens: [B], the number of tokens that the step produced for each row. It equals the
-                number of tokens the step read that stay: the newest token and the accepted drafts.
+        `slots` [B] int64 are the state slots of the step's rows. The number of tokens [B] that it
+        produced equals the number of read tokens that stay: the newest and the accepted drafts.
         """
         pending, first = self._pending[slots], self._first[slots]
         written = pending > self._most_pending  # by that step, with the state
@@ -104,12 +95,8 @@ class RowStates:
         self._pending.index_copy_(0, slots, kept + num_tokens.int())
 
     def copy(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
-        """Copy whole states between slots, for all layers at once.
-
-        Args:
-            sources: [N], the slots to copy from.
-            targets: [N], the slots to copy to. None of them may be among the sources.
-        """
+        """Copy whole states from the slots `sources` [N] to `targets` [N], none of which may be
+        among the sources, for all layers at once."""
         # One by one, because an indexed copy of all would need as much memory again.
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self._pool[target].copy_(self._pool[source])

@@ -42,10 +42,8 @@ class StateSlots:
         self._free.append(slot)
 
     def find(self, digest: bytes) -> int | None:
-        """Return the slot of the snapshot after the prefix of this digest.
-
-        Returns None if there is no such snapshot, or if it is pending.
-        """
+        """Return the slot of the snapshot after the prefix of this digest. Returns None if there is
+        no such snapshot, or if it is pending."""
         if digest not in self._snapshots or digest in self._pending:
             return None
         self._snapshots.move_to_end(digest)
@@ -56,11 +54,9 @@ class StateSlots:
         return digest in self._pending
 
     def reserve(self, digest: bytes) -> int | None:
-        """Reserve a slot for a new snapshot, which is pending until `publish`.
-
-        If no slot is free, the least recently used snapshot is dropped. Returns the slot; None if
-        this digest has a snapshot already, or all others are pending.
-        """
+        """Reserve a slot for a new snapshot, which is pending until `publish`. If no slot is free,
+        the least recently used snapshot is dropped. Returns the slot; None if this digest has a
+        snapshot already, or all others are pending."""
         if digest in self._snapshots:
             return None
         if not self._free_snapshots:

@@ -207,10 +207,9 @@ class ForwardGraphs:
     def mixed(self, decode: ModelInputs, prefill: ModelInputs) -> tuple[Tensor, Tensor]:
         """Run a decode step of B rows of one token each, together with a prefill.
 
-        Returns:
-            The hidden states of the decoding rows, [B, hidden_size], and of the prefill's tokens,
-            [chunk_tokens, hidden_size], whose entries past those tokens are undefined. Both are
-            valid until the next replay.
+        Returns the hidden states of the decoding rows, [B, hidden_size], and of the prefill's
+        tokens, [chunk_tokens, hidden_size], whose entries past those tokens are undefined. Both are
+        valid until the next replay.
         """
         size = self._choices["mixed", 1].choose(decode.num_rows)
         fill_rows(self._decode, decode, size)

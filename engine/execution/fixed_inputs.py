@@ -105,10 +105,8 @@ class RaggedInputs:
 
 
 def fill_rows(fixed: ModelInputs, inputs: ModelInputs, size: int) -> None:
-    """Copy a batch of B rows of W tokens each into the first rows of fixed inputs.
-
-    Rows from B up to `size` pad the batch: they are put on the scratch block and the scratch slot.
-    """
+    """Copy a batch of B rows of W tokens each into the first rows of fixed inputs. Rows from B up
+    to `size` pad the batch: they are put on the scratch block and the scratch slot."""
     rows, tokens = inputs.num_rows, len(inputs.input_ids)
     fixed.input_ids[:tokens].copy_(inputs.input_ids)
     fixed.positions[:tokens].copy_(inputs.positions)

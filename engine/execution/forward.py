@@ -20,10 +20,8 @@ from batchgen.kernels.attention.kv_cache import slot_mapping
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive tokens of a forward that attention and recurrent layers compute together.
-
-    A part holds either the decoding rows or the rows of a prefill.
-    """
+    """Consecutive tokens of a forward that attention and recurrent layers compute together. A part
+    holds either the decoding rows or the rows of a prefill."""
 
     inputs: ModelInputs  # the T tokens and their B rows
     # [T] int32, the row of each token; None if all rows have the same number of tokens.
@@ -40,10 +38,8 @@ class Part:
 
 
 class Forward(Protocol):
-    """Computes the hidden states of all tokens of the parts, or only of the outputs among them.
-
-    It can be captured as a CUDA graph, so it neither waits for the device nor reads its data.
-    """
+    """Computes the hidden states of all tokens of the parts, or only of the outputs among them. It
+    can be captured as a CUDA graph, so it neither waits for the device nor reads its data."""
 
     def __call__(self, parts: Sequence[Part], outputs: OutputTokens | None = None) -> Tensor: ...
 

@@ -22,11 +22,8 @@ class GraphChoice:
     come, the padding costs about as much as the captures, and no more.
 
     The choice depends on the sizes of the steps so far and on nothing else: ranks that make the
-    same steps choose the same. `sizes` may be captured, ascending. The largest
-    one is always captured first, because the memory that it takes holds all others.
-
-    Attributes:
-        sizes: as given.
+    same steps choose the same. `sizes` may be captured, ascending. The largest one is always
+    captured first, because the memory that it takes holds all others.
     """
 
     def __init__(self, sizes: Sequence[int], beside: int = 0) -> None:

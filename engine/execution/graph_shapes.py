@@ -45,7 +45,7 @@ class GraphShapes:
         return [*(size for size in sizes if size < self.max_rows), self.max_rows]
 
     def wide_sizes(self, width: int) -> list[int]:
-        """Return the numbers of rows of captured decode steps of so many tokens per row, more than
+        """Return the numbers of rows of captured decode steps of `width` tokens per row, more than
         one, ascending."""
         most = min(self.max_rows, self.prefill_tokens // width)
         sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, most, 32)]
@@ -79,10 +79,8 @@ class GraphShapes:
 
 
 def launch_bound_tokens(num_layers: int, parameters_per_token: int, most: int) -> int:
-    """Return the tokens of the largest prefill that is worth a CUDA graph.
-
-    Up to this size the device computes a prefill faster than the host launches its kernels one by
-    one. The number is a multiple of 256, or `most` if that is smaller.
-    """
+    """Return the tokens of the largest prefill that is worth a CUDA graph. Up to this size the
+    device computes a prefill faster than the host launches its kernels one by one. The number is a
+    multiple of 256, or `most` if that is smaller."""
     tokens = int(num_layers * _LAUNCH_SECONDS * _FLOPS / (2 * parameters_per_token))
     return min(most, tokens // 256 * 256)

@@ -128,11 +128,8 @@ class ModelRunner:
     @torch.inference_mode()
     def prefill_states(self, prefill: PrefillInputs) -> Tensor:
         """Run a prefill, which fills the caches, and return the hidden states that end R of its B
-        rows.
-
-        The last layer computes only the last tokens of these R rows, unless a column of context
-        scope is written. Returns [R, hidden_size], valid until the next forward.
-        """
+        rows. The last layer computes only the last tokens of these R rows, unless a column of
+        context scope is written. Returns [R, hidden_size], valid until the next forward."""
         inputs, rows = prefill
         last = self._last_tokens(inputs, rows)
         if self.caches.columns:
@@ -178,18 +175,14 @@ class ModelRunner:
     @torch.inference_mode()
     def decode(self, inputs: ModelInputs) -> ModelOutput:
         """Run a decode step of B rows of W tokens each and return the logits of all B · W tokens.
-
-        The layers write what they keep of these tokens into the caches.
-        """
+        The layers write what they keep of these tokens into the caches."""
         hidden = self.hidden_states(inputs)
         return ModelOutput(self.compute_logits(hidden), inputs.positions, hidden)
 
     def filled_rows(self, num_rows: int, width: int) -> int:
         """Return how many rows a decode forward may have that costs no more than one of `num_rows`.
-
         A captured graph pads both to its size. While the size that fits them has no graph of its
-        own, both are padded to the same larger size.
-        """
+        own, both are padded to the same larger size."""
         graphs = self._graphs
         if graphs is None or not graphs.takes_decode(num_rows, width):
             return num_rows
@@ -220,11 +213,9 @@ class ModelRunner:
     def mixed(
         self, decode: ModelInputs, prefill: PrefillInputs, all_hidden: bool = False
     ) -> tuple[ModelOutput, ModelOutput]:
-        """Run a decode step of one token per row and a prefill in one forward.
-
-        The forward reads the weights only once for both. Returns the output of the decoding rows,
-        and that of the prefill.
-        """
+        """Run a decode step of one token per row and a prefill in one forward. The forward reads
+        the weights only once for both. Returns the output of the decoding rows, and that of the
+        prefill."""
         inputs, rows = prefill
         last = self._last_tokens(inputs, rows)
         count = len(decode.input_ids)
@@ -292,10 +283,8 @@ class ModelRunner:
 
 def _last_queries(rows: ModelInputs, missing: int) -> AttentionMetadata:
     """Return the attention metadata of the last tokens of rows, and of `missing` tokens behind them
-    that fill up their number.
-
-    The last query of a row sees the whole row, so its attention is causal for any block length.
-    """
+    that fill up their number. The last query of a row sees the whole row, so its attention is
+    causal for any block length."""
     return AttentionMetadata(
         F.pad(rows.positions, (0, missing)),
         (1,) * (rows.num_rows + missing),

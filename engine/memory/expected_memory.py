@@ -6,16 +6,9 @@ from collections.abc import Sequence
 
 from batchgen.engine.base.engine_config import ResolvedConfig
 from batchgen.engine.base.host_limits import available_memory
-from batchgen.engine.memory.memory_plan import (
-    CPU_SHARE,
-    GRAPH_BYTES,
-    LIBRARY_BYTES,
-    MemoryPlan,
-    ModelUse,
-    Room,
-    divide_memory,
-    weight_bytes,
-)
+from batchgen.engine.memory.largest_steps import GRAPH_BYTES, LIBRARY_BYTES
+from batchgen.engine.memory.memory_plan import CPU_SHARE, MemoryPlan, Room, divide_memory
+from batchgen.engine.memory.model_use import ModelUse, weight_bytes
 
 _CONTEXT_BYTES = 768 * 2**20
 """What CUDA itself takes of a GPU: its context and the code of the libraries."""

@@ -16,12 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from batchgen.engine.base.engine_config import ResolvedConfig
 from batchgen.engine.base.host_limits import usable_cores
-from batchgen.engine.memory.memory_plan import (
-    ModelUse,
-    largest_decode,
-    largest_prefill,
-    scratch_runner,
-)
+from batchgen.engine.memory.largest_steps import largest_decode, largest_prefill, scratch_runner
+from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.kernels.compile_ahead import can_compile_ahead, compiling_ahead
@@ -78,12 +74,10 @@ def _compile(index: int, plan: Plan) -> None:
 
 @torch.inference_mode()
 def warm_up(uses: Sequence[ModelUse], config: ResolvedConfig) -> None:
-    """Go through the forwards that the engine runs before its first step, without a device.
-
-    All launches of kernels are made, so the caller must keep them from running. Of layers that are
-    built alike only one takes part, since the others launch the same kernels. The
-    models' parameters have been made within `Undone` for their device, or are on it.
-    """
+    """Go through the forwards that the engine runs before its first step, without a device. All
+    launches of kernels are made, so the caller must keep them from running. Only one of the
+    layers that are built alike takes part, since the others launch the same kernels. The models'
+    parameters have been made within `Undone` for their device, or are on it."""
     with Undone(uses[0].model.device):
         for use in uses:
             runner, shapes = scratch_runner(use, config), use.graph_shapes(config)
@@ -96,8 +90,7 @@ def warm_up(uses: Sequence[ModelUse], config: ResolvedConfig) -> None:
 
 @contextmanager
 def _one_layer_of_each_kind(model: TokenModel) -> Iterator[None]:
-    """Leave out the layers of a model that have the same modules and shapes as an earlier one. The
-    last layer stays, because it computes fewer tokens than the others."""
+    """Leave out the layers of a model that have the same modules and shapes as an earlier one."""
     if not isinstance(model, CausalLM):  # a head, which has one layer
         yield
         return
@@ -119,11 +112,9 @@ def _kind(layer: nn.Module) -> Hashable:
 
 
 class Undone(TorchFunctionMode):
-    """Within it, operations on tensors of a device yield shapes and dtypes alone.
-
-    Tensors that are made on the device are on `meta` and say that they are on the device. Those
-    that were there before take part as if they were so, too.
-    """
+    """Within it, operations on tensors of a device yield shapes and dtypes alone. Tensors that are
+    made on the device are on `meta` and say that they are on the device. Those that were there
+    before take part as if they were so, too."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

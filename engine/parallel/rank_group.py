@@ -138,11 +138,9 @@ class DistributedGroup:
 
 
 def leave() -> None:
-    """End this process's part in its group, if it has one, without waiting for other ranks.
-
-    NCCL waits here for as long as there are CUDA graphs that contain its sums, even if it aborts.
-    So nobody waits for NCCL for long; if it is not done, this process cannot join another group.
-    """
+    """End this process's part in its group, if it has one, without waiting for other ranks. NCCL
+    waits here for as long as there are CUDA graphs that contain its sums, even if it aborts. So
+    nobody waits for NCCL for long; if it is not done, this process cannot join another group."""
     if not dist.is_initialized():
         return
     ending = threading.Thread(target=_abort_process_group, daemon=True)

@@ -65,8 +65,7 @@ def _beat(connection: Connection[Any, Any], sending: threading.Lock, parent: int
 
 
 def _report(connection: Connection[Any, Any], sending: threading.Lock, error: Exception) -> None:
-    """Tell rank 0 of an error, and the user where it came from. What fails because rank 0 is gone
-    tells nothing."""
+    """Tell rank 0 of an error, and the user where it came from."""
     time.sleep(BEAT_SECONDS)  # until rank 0 has closed its end, if it has failed itself
     try:
         with sending:

@@ -60,13 +60,6 @@ class RankProcesses:
     computed. The engine then raises an error that says what happened. If it cannot, because it
     waits for a GPU that waits for the lost rank, this process is ended with exit code 1.
 
-    Args:
-        size: the number of ranks, with rank 0, which is this process.
-        device: `cuda` or `cpu`.
-
-    Attributes:
-        parallel: the ranks as rank 0 sees them.
-
     Raises:
         ValueError: this process has ranks already, or the recipe cannot be sent.
         RuntimeError: a rank was lost before it was ready.
@@ -252,8 +245,7 @@ class RankProcesses:
 
 
 def _pickled(setup: object) -> bytes:
-    """Make the bytes from which another process makes the same objects. Raises ValueError if that
-    is not possible."""
+    """Make the bytes from which another process makes the same objects."""
     try:
         message = pickle.dumps(setup)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

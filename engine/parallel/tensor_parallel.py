@@ -1,8 +1,8 @@
 """Tensor parallelism: each layer's weights are divided between ranks, which run the same program.
 
 The division is that of Shoeybi et al. 2019 (arXiv 1909.08053): heads and the columns between the
-two products of an MLP are divided, so that each half of a layer needs one sum over all ranks. Of
-experts, each rank has some as a whole.
+two products of an MLP are divided, so that each half of a layer needs one sum over all ranks. Each
+rank has some of the experts as a whole.
 """
 
 from __future__ import annotations
@@ -36,11 +36,8 @@ class Collectives(Protocol):
 
 
 class PendingSum(NamedTuple):
-    """A residual stream to which a sum over all ranks is still to be added.
-
-    The norm that reads the stream has it added (`RMSNorm.of_stream`), so that few tokens need one
-    launch for both.
-    """
+    """A residual stream to which a sum over all ranks is still to be added. The norm that reads the
+    stream has it added (`RMSNorm.of_stream`), so that few tokens need one launch for both."""
 
     residual: Tensor | None  # [T, H], contiguous, the same on all ranks; None stands for zeros
     partial: Tensor  # [T, H], contiguous, this rank's part of the sum
@@ -64,9 +61,6 @@ class PendingParts:
         residual: [T, H], contiguous; overwritten with the sum then.
         parts: [P, T, H], the last axis contiguous; as large as a prefill's largest tensors.
         shared: what a shared expert adds besides, which is computed already; None adds nothing.
-
-    Attributes:
-        residual: as given.
     """
 
     def __init__(self, residual: Tensor, parts: Tensor, shared: SharedPart | None = None) -> None:
@@ -74,10 +68,8 @@ class PendingParts:
         self._added: tuple[Tensor, SharedPart | None] | None = (parts, shared)
 
     def take(self) -> tuple[Tensor, SharedPart | None]:
-        """Return the parts and what is added besides, once, and hold them no longer.
-
-        Whoever called a layer with this stream holds the stream until the layer has returned.
-        """
+        """Return the parts and what is added besides, once, and hold them no longer. Whoever called
+        a layer with this stream holds the stream until the layer has returned."""
         assert self._added is not None, "the parts have been added already"
         added, self._added = self._added, None
         return added
@@ -113,11 +105,9 @@ class TensorParallel:
         return number // self.size
 
     def kv_heads(self, number: int) -> tuple[int, int]:
-        """Return the first key head of this rank and the one past its last.
-
-        Where there are fewer heads than ranks, several ranks have the same head. Raises ValueError
-        if neither number divides the other.
-        """
+        """Return the first key head of this rank and the one past its last. Where there are fewer
+        heads than ranks, several ranks have the same head. Raises ValueError if neither number
+        divides the other."""
         if number >= self.size:
             own = self.share("num_key_value_heads", number)
             return self.rank * own, (self.rank + 1) * own
@@ -130,10 +120,8 @@ class TensorParallel:
         return first, first + 1
 
     def shard(self, axis: int, *sizes: int) -> Shard:
-        """Divide an axis that consists of parts of these sizes, each of which is divided alone.
-
-        The sizes must be multiples of the number of ranks.
-        """
+        """Divide an axis that consists of parts of these sizes, each of which is divided alone. The
+        sizes must be multiples of the number of ranks."""
         start, ranges = 0, []
         for size in sizes:
             own = size // self.size
@@ -149,8 +137,8 @@ class TensorParallel:
         Args:
             residual: [T, H], contiguous, which is then overwritten; None stands for zeros.
             partial: [T, H], contiguous, this rank's part of the sum, which may be overwritten.
-            lane: which memory the ranks' parts go through. Of two sums, one right behind the other,
-                each must have a lane of its own.
+            lane: which memory the ranks' parts go through. Two sums, one right behind the other,
+                must have different lanes.
         """
         return PendingSum(residual, partial, lane, self._joined)
 

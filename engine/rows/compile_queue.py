@@ -60,11 +60,7 @@ class CompileQueue:
     def take(self, *, block: bool) -> Iterator[Sequence]:
         """Remove the rows whose constraints are compiled, in the order in which they came, and give
         them their matchers. A row whose constraint cannot be followed has failed instead, with the
-        error `bad_constraint`.
-
-        Args:
-            block: whether to wait until there is such a row, if any row waits at all.
-        """
+        error `bad_constraint`. With `block` it waits until there is such a row, if any waits."""
         if self._waiting and block:
             wait([future for _, future in self._waiting.values()], return_when=FIRST_COMPLETED)
         for seq, future in list(self._waiting.values()):
@@ -75,11 +71,8 @@ class CompileQueue:
 
     def take_one(self, request_id: str, error: str | None) -> Sequence:
         """Remove a row whose constraint another rank has compiled, wait until it is compiled here,
-        and give it its matcher. Raises RuntimeError if the constraint cannot be compiled here.
-
-        Args:
-            error: why the row cannot be followed, as the other rank says; None if it can.
-        """
+        and give it its matcher. `error` is why it cannot be followed, as the other rank
+        says. Raises RuntimeError if the constraint cannot be compiled here."""
         seq, future = self._waiting.pop(request_id)
         if error is not None:
             seq.fail(RequestError("bad_constraint", error))

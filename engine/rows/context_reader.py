@@ -29,10 +29,8 @@ class ContextReader:
 
     def read(self, seq: Sequence) -> None:
         """Read what was not read yet of a row that ends or is preempted; it still owns its blocks.
-
         What was read before stays: after a preemption tokens are computed again, and the values
-        that were used to generate the row are those of the first time.
-        """
+        that were used to generate the row are those of the first time."""
         names, rows = seq.context_columns, seq.context
         # The last token of a row that has ended was never read, or its value does not count.
         known = seq.num_tokens - 1

@@ -19,11 +19,8 @@ from batchgen.kernels.sampling.token_mask import TokenMask
 @dataclass(frozen=True, slots=True)
 class Guide:
     """The rows of a batch that have a constraint, and so a matcher that tells which tokens may come
-    next.
-
-    A matcher stands behind the newest token that the host has read. The masks of a step can be
-    filled only when the step before it was read; the device runs the forward meanwhile.
-    """
+    next. A matcher stands behind the newest token that the host has read. The masks of a step can
+    be filled only when the step before it was read; the device runs the forward meanwhile."""
 
     num_rows: int  # B, the number of rows of the batch
     seqs: dict[int, Sequence]  # the constrained rows, by their index in the batch
@@ -115,8 +112,7 @@ class MaskBuilder:
         bits[np.arange(len(ids)), ids // 32] = np.uint32(1) << ids % 32
 
     def _more(self, rows: list[int]) -> Tensor:
-        """New lines of the mask for these rows of the logits, int32 [len(rows), ceil(V / 32)]. The
-        caller must write all of their bits."""
+        """New lines of the mask for these rows of the logits, int32 [len(rows), ceil(V / 32)]."""
         shape = (len(rows), self._num_words)
         bits = torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         self._parts.append(bits)

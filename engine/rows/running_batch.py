@@ -33,39 +33,26 @@ class RunningBatch:
     Rows whose prefill is complete also stand in the strategy's `StepInputs`, in the order in which
     they joined, until their last step is launched. Those that leave before that stay there until a
     batch says which ones to keep.
-
-    Attributes:
-        num_committed: how many generated tokens were committed since the start, of all rows.
-        totals: the sum of each count over all rows since the start, by its name.
-        order: the batch slots of the rows in `StepInputs`, in their order there.
-        occupied: [C] bool, whether a row has the slot. The arrays below, except `epochs`, are
-            undefined at other slots.
-        epochs: [C] int64, how many rows have left the slot.
-        num_tokens: [C] int64, the number of committed tokens, prompt included.
-        launched: [C] int64, the number of steps that were launched for the row and not read yet,
-            without prefills that yield no token.
-        pending: [C] int64, the most tokens that those steps can yield.
-        prompt_lens: [C] int64, the number of prompt tokens.
-        max_tokens: [C] int64, the most prompt and output tokens that the row can have.
-        exact: [C] bool, whether the row always gets `max_tokens` long, as nothing can stop it.
-        shared: [C] int64, how many tokens of the row were found in the prefix cache.
-        reserved: [C] int64, how many tokens the blocks of the row have room for.
     """
 
     def __init__(self, capacity: int, counts: Iterable[str] = ()) -> None:
-        self.num_committed = 0
+        self.num_committed = 0  # generated tokens since the start, of all rows
+        # The rows in `StepInputs`, in their order there.
         self.order: BatchSlots = np.empty(0, np.int64)
         self._order_epochs = np.empty(0, np.int64)
-        self.occupied = np.zeros(capacity, np.bool_)
-        self.epochs = np.zeros(capacity, np.int64)
-        self.num_tokens = np.zeros(capacity, np.int64)
+        self.occupied = np.zeros(capacity, np.bool_)  # whether a row has the slot
+        self.epochs = np.zeros(capacity, np.int64)  # how many rows have left the slot
+        # These arrays are undefined at slots that no row has.
+        self.num_tokens = np.zeros(capacity, np.int64)  # committed ones, prompt included
+        # The steps that were launched for the row and not read yet, without prefills that yield no
+        # token, and the most tokens that those steps can yield.
         self.launched = np.zeros(capacity, np.int64)
         self.pending = np.zeros(capacity, np.int64)
         self.prompt_lens = np.zeros(capacity, np.int64)
-        self.max_tokens = np.zeros(capacity, np.int64)
-        self.exact = np.zeros(capacity, np.bool_)
-        self.shared = np.zeros(capacity, np.int64)
-        self.reserved = np.zeros(capacity, np.int64)
+        self.max_tokens = np.zeros(capacity, np.int64)  # prompt and output together
+        self.exact = np.zeros(capacity, np.bool_)  # whether the row always gets `max_tokens` long
+        self.shared = np.zeros(capacity, np.int64)  # tokens that the prefix cache had
+        self.reserved = np.zeros(capacity, np.int64)  # tokens that its blocks have room for
         self._seqs: list[Sequence | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
         self._first_stop = np.zeros(capacity, np.int64)  # num_tokens from which stops count
@@ -73,7 +60,7 @@ class RunningBatch:
         self._has_strings = np.zeros(capacity, np.bool_)
         self._constrained = np.zeros(capacity, np.bool_)
         self._counts = {name: np.zeros(capacity, np.int64) for name in counts}
-        self.totals = dict.fromkeys(self._counts, 0)
+        self.totals = dict.fromkeys(self._counts, 0)  # over all rows since the start
         self._unread = np.zeros(capacity, np.int64)  # newest tokens that some model may not know
         self._logs = TokenLogs(capacity)
 
@@ -258,8 +245,7 @@ class RunningBatch:
         by_id: Mask,
         ended: Mask,
     ) -> dict[int, str]:
-        """Cut the new tokens at the first stop string, too: `counts` and `ended` are changed. The
-        arguments are those of `_stops` and its results. Returns the string by the row's index."""
+        """Cut the new tokens at the first stop string, too: `counts` and `ended` are changed."""
         strings: dict[int, str] = {}
         for i in np.flatnonzero(self._has_strings[slots]).tolist():
             seq = self[slots[i]]

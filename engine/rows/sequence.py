@@ -49,13 +49,11 @@ class ColumnBuffer:
 
 @dataclass(eq=False)
 class Sequence:
-    """A request as a row of tokens, with its columns and what it owns of the caches.
-
-    A row waits, runs and owns blocks of the cache, or has ended. `token_ids` are committed tokens,
-    prompt first; while the row runs, the newest are in the `RunningBatch`. What the models keep of
-    the first `num_computed_tokens`, which they have read or will have once the launched forwards
-    have run, is in the blocks of `block_table`. Further KV slots of those blocks are reserved.
-    """
+    """A request as a row of tokens, with its columns and what it owns of the caches. A row waits,
+    runs and owns blocks of the cache, or has ended. `token_ids` are committed tokens, prompt first;
+    while the row runs, the newest are in the `RunningBatch`. What the models keep of the first
+    `num_computed_tokens`, which they have read or will have once the launched forwards have run, is
+    in the blocks of `block_table`. Further KV slots of those blocks are reserved."""
 
     request_id: str
     token_ids: list[int]
@@ -127,10 +125,8 @@ class Sequence:
         return self.max_tokens - self.num_tokens
 
     def append(self, token_ids: list[int], columns: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Commit n tokens, and the values [n, *tail] of each column of output scope.
-
-        The forward that produced the last token has read all tokens before it.
-        """
+        """Commit n tokens, and the values [n, *tail] of each column of output scope. The forward
+        that produced the last token has read all tokens before it."""
         self.token_ids.extend(token_ids)
         self.num_computed_tokens = self.num_tokens - 1
         for name, buffer in self.columns.items():

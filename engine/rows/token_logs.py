@@ -67,8 +67,7 @@ class TokenLogs:
             self._lengths[slot] = 0
 
     def _fit(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Make the log of a column, or widen it, to take values [B, W, *tail]. In a batch, the tail
-        of a column is as wide as its widest row asks (`top_logprobs`)."""
+        """Make the log of a column, or widen it, to take values [B, W, *tail]."""
         log, tail = self._columns.get(name), values.shape[2:]
         if log is None:
             self._columns[name] = np.zeros((*self._tokens.shape, *tail), values.dtype)

@@ -94,12 +94,10 @@ class BlockManager:
         return len(seq.block_table) * self.block_size
 
     def find_prefix(self, seq: Sequence) -> Prefix:
-        """Find the longest cached prefix of the tokens that the row has to prefill.
-
-        If the prefill must yield a token, the prefix leaves out at least the last token, so that a
-        forward has a token to compute. So it does where a model looks ahead, which goes on from
-        what it makes of that token. With recurrent layers it ends within the prompt.
-        """
+        """Find the longest cached prefix of the tokens that the row has to prefill. If the prefill
+        must yield a token, the prefix leaves out at least the last token, so that a forward has a
+        token to compute. So it does where a model looks ahead, which goes on from what it makes of
+        that token. With recurrent layers it ends within the prompt."""
         if not self.prefix_caching:
             return Prefix([])
         tokens = seq.num_prefill_tokens - max(int(seq.prefill_yields), self._ahead)
@@ -127,12 +125,10 @@ class BlockManager:
 
     def admit(self, seq: Sequence, headroom: int) -> bool:
         """Give a row that owns no blocks those that its known tokens need, sharing cached prefixes.
-
         On success it also has a state slot, if the model has states, and `seq.num_computed_tokens`
         counts the tokens that were found in the cache. Returns False, with nothing changed, if
         fewer than `headroom` blocks would stay free, or if the row can start from a longer prefix
-        one batch later.
-        """
+        one batch later."""
         assert not seq.block_table and not seq.num_computed_tokens
         prefix = self.find_prefix(seq)
         if prefix.is_pending:
@@ -208,11 +204,9 @@ class BlockManager:
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Let other rows share those full blocks that hold the row's first `num_tokens` tokens.
-
         Those tokens must be final, and the models have read them or read them in the next forward.
         Another row may share a block in that same forward, because each layer writes the keys and
-        values of all tokens before it reads any.
-        """
+        values of all tokens before it reads any."""
         if not self.prefix_caching:
             return
         if self.states is not None:
@@ -243,12 +237,9 @@ class BlockManager:
             seq.state_slot, seq.restore_from = 0, None
 
     def _hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """Return the digests of the row's first `num_blocks` full blocks.
-
-        Each digest covers its block's tokens, those behind them that a model looks ahead to, and,
-        through the digest before it, all earlier tokens. Digests are computed once and kept in
-        `seq.block_hashes`.
-        """
+        """Return the digests of the row's first `num_blocks` full blocks. Each digest covers its
+        block's tokens, those behind them that a model looks ahead to, and, through the digest
+        before it, all earlier tokens. Digests are computed once and kept in `seq.block_hashes`."""
         size = self.block_size
         hashes = seq.block_hashes
         while len(hashes) < num_blocks:

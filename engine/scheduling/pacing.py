@@ -9,10 +9,8 @@ from batchgen.engine.scheduling.admission import Ints
 
 
 class Pacing:
-    """How many tokens a row reads, yields and needs room for in the paged cache, step by step.
-
-    The defaults are those of a paradigm of one token per row and step.
-    """
+    """How many tokens a row reads, yields and needs room for in the paged cache, step by step. The
+    defaults are those of a paradigm of one token per row and step."""
 
     @property
     def prefill_multiple(self) -> int:
@@ -31,11 +29,8 @@ class Pacing:
 
     def prefill_of(self, seq: Sequence) -> tuple[int, bool]:
         """How many of the row's known tokens its prefill reads before it decodes, and whether that
-        prefill yields a token.
-
-        By default a new row reads its whole prompt, which yields its first token. A preempted row
-        reads all its tokens but the last, with which it goes on decoding.
-        """
+        prefill yields a token. By default a new row reads its whole prompt, which yields its first
+        token. A preempted row reads all its tokens but the last, with which it goes on decoding."""
         return seq.num_tokens - seq.resumed, not seq.resumed
 
     def cache_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:

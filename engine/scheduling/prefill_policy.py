@@ -72,23 +72,21 @@ def choose_prefill(
     staying: Mask,
     width: int,
 ) -> PrefillRoom | None:
-    """Choose the next prefill; None if rows only decode.
-
-    If few rows can start, their prompts are read in small chunks beside the decoding rows. If many
-    can, they are read in batches as large as allowed, in which decoding rows take part if no CUDA
-    graph holds them. `staying` is [B] bool, which rows of `running.order` have to decode on.
-    """
+    """Choose the next prefill; None if rows only decode. If few rows can start, their prompts are
+    read in small chunks beside the decoding rows. If many can, they are read in batches as large as
+    allowed, in which decoding rows take part if no CUDA graph holds them. `staying` is [B] bool,
+    which rows of `running.order` have to decode on."""
     decoding = int(staying.sum())
     # Prompts are read only beside rows of one token. A step with drafts has enough tokens of its
     # own that more of them would cost time.
     chunk_tokens = limits.chunk_tokens if width == 1 else 0
     beside = limits.max_batched_tokens - decoding
-    tokens = sum(candidates.lengths)
     if _is_urgent(limits, candidates, running, staying, chunk_tokens):
-        # Larger than a chunk, and too large for a CUDA graph of its own.
-        is_large = min(tokens, beside) > max(limits.alone_tokens, limits.chunk_tokens)
-        if chunk_tokens and decoding and is_large:
-            return PrefillRoom(beside, limits.max_num_seqs, beside=True)
+        if chunk_tokens and decoding:
+            tokens = min(sum(candidates.lengths), beside)
+            # It is larger than a chunk, and too large for a CUDA graph of its own.
+            if tokens > max(limits.alone_tokens, limits.chunk_tokens):
+                return PrefillRoom(beside, limits.max_num_seqs, beside=True)
         return PrefillRoom(limits.max_batched_tokens, limits.max_num_seqs, beside=False)
     if chunk_tokens and _is_worthwhile(limits, candidates, chunk_tokens // 2):
         return PrefillRoom(chunk_tokens, limits.chunk_rows, beside=True)

@@ -53,12 +53,6 @@ class Scheduler:
         chunk_multiple: every chunk of a prefill but a row's last has a multiple of this many
             tokens, and of `pacing.prefill_multiple`.
         before_free: called with each row that ends or is preempted, while it still owns its blocks.
-
-    Attributes:
-        limits: the sizes that bound batches, of which a chunk is no larger than a batch.
-        running: the rows that own blocks of the cache.
-        num_preemptions: how often a row was preempted.
-        num_cached_tokens: how many tokens admitted rows found in the prefix cache.
     """
 
     def __init__(
@@ -83,7 +77,7 @@ class Scheduler:
         self.block_manager = block_manager
         self.running = RunningBatch(limits.max_num_seqs, counts)
         self.num_preemptions = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = 0  # which admitted rows found in the prefix cache
 
     def is_current(self, batch: PrefillBatch | DecodeBatch) -> npt.NDArray[np.bool_]:
         """[B] bool, which rows of a launched batch still have their slots. What the batch yields
@@ -189,8 +183,7 @@ class Scheduler:
         return PrefillBatch(seqs, starts, lengths, completing, slots, epochs, keep, snapshots)
 
     def _admit_next(self) -> Sequence | None:
-        """Admit the first waiting row and give it the blocks of all its known tokens. None if there
-        is no such row, no free slot, or not enough room in the cache."""
+        """Admit the first waiting row and give it the blocks of all its known tokens."""
         if not self._waiting or len(self.running) == self.limits.max_num_seqs:
             return None
         seq = self._waiting[0]
@@ -208,8 +201,7 @@ class Scheduler:
         return seq
 
     def _decode_batch(self, width: int) -> DecodeBatch | None:
-        """Plan a decode batch of `width` tokens a row and reserve the blocks that it needs. Returns
-        the batch, or None if no row can decode before the launched steps are read."""
+        """Plan a decode batch of `width` tokens a row and reserve the blocks that it needs."""
         running = self.running
         keep = np.flatnonzero(self._staying())
         slots = running.order[keep]

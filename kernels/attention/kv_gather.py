@@ -4,8 +4,6 @@ The copy engine of a GPU reads whole tiles of a matrix without computing address
 together. Copying keys and values once costs little beside a prefill that reads them many times.
 """
 
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-
 from __future__ import annotations
 
 from collections.abc import Sequence

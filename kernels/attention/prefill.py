@@ -14,8 +14,6 @@ values out of the pages, and the copy engine reads whole tiles of the copies. Th
 same, so the bits are.
 """
 
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-
 from __future__ import annotations
 
 import math
@@ -27,9 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchgen.kernels.attention.kv_cache import KVCache
-from batchgen.kernels.attention.kv_gather import (
-    gather_context,
-)
+from batchgen.kernels.attention.kv_gather import gather_context
 from batchgen.kernels.attention.prefill_plan import PrefillPlan
 
 
@@ -73,32 +69,13 @@ def paged_attention_prefill(
         value = TensorDescriptor.from_tensor(values, tile)
         tables, table_stride, gathered = plan.gather.places, 1, plan.gather.num_tokens
     _prefill_kernel[(num_kv_heads * len(plan.tiles),)](
-        q,
-        key,
-        value,
-        out,
-        positions,
-        tables,
-        plan.tiles,
-        table_stride,
-        q.stride(0),
-        cache.key.stride(0),
-        gathered,
-        scale * math.log2(math.e),
-        block_length,
-        BLOCKED=block_length > 1,
-        GATHERED=plan.gather is not None,
-        NUM_HEADS=num_heads,
-        GROUP=plan.group,
-        HEAD_DIM=head_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_SIZE=block_size,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        INTERPRETED=not q.is_cuda,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        q, key, value, out, positions, tables, plan.tiles, table_stride, q.stride(0),
+        cache.key.stride(0), gathered, scale * math.log2(math.e), block_length,
+        BLOCKED=block_length > 1, GATHERED=plan.gather is not None, NUM_HEADS=num_heads,
+        GROUP=plan.group, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_SIZE=block_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        INTERPRETED=not q.is_cuda, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     return out
 
 

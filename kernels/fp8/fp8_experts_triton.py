@@ -15,8 +15,8 @@ from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
 from batchgen.kernels.fp8.quantise import BothRows, plain_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
 from batchgen.kernels.layers.shared_part import SharedPart
-from batchgen.kernels.moe.experts_triton import new_or_residual, sum_slots
-from batchgen.kernels.moe.moe_align_triton import align
+from batchgen.kernels.moe.experts_triton import moe_combine, new_or_residual
+from batchgen.kernels.moe.moe_align_triton import moe_align
 from batchgen.kernels.moe.tiled_layout import matrix_sizes
 
 
@@ -44,7 +44,7 @@ def fp8_grouped_mlp_triton(
         parts = fp8_grouped_parts_triton(
             x, gate_up, down, ids, weights, powers_of_two=powers_of_two, tiles=tiles
         )
-        sum_slots(parts, out, None, shared and shared(), add=residual is not None)
+        moe_combine(parts, out, None, shared and shared(), add=residual is not None)
     return out
 
 
@@ -68,7 +68,7 @@ def fp8_grouped_parts_triton(
     assert gate_up.scale_rows == 1 or inner % BLOCK == 0
     assert weights.shape == ids.shape == (tokens, k) and weights.is_contiguous()
     tiles = tiles or expert_tiles(ids.numel(), experts)
-    alignment = align(ids, experts, tiles.block_m)
+    alignment = moe_align(ids, experts, tiles.block_m)
     if isinstance(x, BothRows):
         values, scales, _ = x.in_fp8
     else:

@@ -15,7 +15,7 @@ from torch import Tensor
 from batchgen.kernels.layers.partial_sums_triton import sum_parts
 from batchgen.kernels.layers.shared_part import SharedPart
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
-from batchgen.kernels.moe.moe_align_triton import align
+from batchgen.kernels.moe.moe_align_triton import moe_align
 from batchgen.kernels.moe.moe_tiles import Tiles, choose_tiles
 from batchgen.kernels.moe.tiled_layout import are_panels, matrix_sizes
 
@@ -47,7 +47,7 @@ def grouped_mlp_triton(
         )
         experts = len(gate_up)
         here = (ids, experts) if (num_routed or experts) > experts else None
-        sum_slots(parts, out, here, shared and shared(), add=residual is not None)
+        moe_combine(parts, out, here, shared and shared(), add=residual is not None)
     return out
 
 
@@ -72,7 +72,7 @@ def grouped_parts_triton(
     assert weights.shape == ids.shape == (tokens, k) and weights.is_contiguous()
     num_routed = num_routed or experts
     tiles = tiles or choose_tiles(ids.numel() * experts // num_routed, gate_up)
-    alignment = align(ids, experts, tiles.block_m, some_elsewhere=num_routed > experts)
+    alignment = moe_align(ids, experts, tiles.block_m, some_elsewhere=num_routed > experts)
     activated = torch.empty((tokens * k, inner), dtype=x.dtype, device=x.device)
     gate_up_product(x, gate_up, alignment, tiles.gate_up, k, activated)
     parts = torch.empty((tokens * k, hidden), dtype=x.dtype, device=x.device)
@@ -88,7 +88,7 @@ def new_or_residual(x: Tensor, residual: Tensor | None) -> Tensor:
     return residual
 
 
-def sum_slots(
+def moe_combine(
     parts: Tensor,  # [T·k, H], contiguous
     out: Tensor,  # [T, H], contiguous
     here: tuple[Tensor, int] | None = None,  # (ids [T, k], E): leave out slots of ids ≥ E

@@ -59,7 +59,7 @@ def bound_of_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
     return (num_slots + touched * (block_m - 1)) // block_m
 
 
-def align(
+def moe_align(
     ids: Tensor, num_experts: int, block_m: int, *, some_elsewhere: bool = False
 ) -> Alignment:
     """Sort the slots by expert and cut them into tiles of `block_m` places, in one launch or three.

@@ -4,8 +4,6 @@ As dozens of small operations it would keep the host busy for longer than the de
 step of a small model.
 """
 
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-
 from __future__ import annotations
 
 import torch

@@ -2,7 +2,7 @@
 change is needed for that.
 
     python scripts/bench/bench_determinism.py tiles products attention schedules [--json PATH]
-    python scripts/bench/bench_determinism.py workloads [--workloads decode mixed] [--rounds 2]
+    python scripts/bench/bench_determinism.py workloads [--workloads decode mixed] [--variants …]
     python scripts/bench/bench_determinism.py schedules [--models qwen3-0.6b] [--schedules 200]
 
 - `tiles`: one product by Triton, cut into tiles in many ways, and the experts' products by each
@@ -22,9 +22,11 @@ engine is changed: what a deterministic mode would change is patched here.
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -41,14 +43,13 @@ from cases.attention import DecodeShape
 from cases.experts import SHAPES, Batch, Layer, timed
 from determinism_changes import LIMITS, STAGES, changes, library_rules, one_split_rule, one_tile
 from determinism_schedules import run_schedules
-from measuring import environment, microseconds, queued
+from measuring import DEVICE, DTYPE, environment, microseconds
 from modes.engine_runs import Bench
 from ordered_product import Tile, ordered_add, ordered_heads, ordered_linear, ordered_product
 from torch import Tensor
 from workloads import bare_model, model_config
 
 from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.layers import linear as linear_layer
 from batchgen.engine.layers.linear import Float32Linear, Linear, RowParallelLinear
 from batchgen.engine.layers.mixers import kv_expansion as expansion_layer
 from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
@@ -56,12 +57,11 @@ from batchgen.engine.memory.kernel_warmup import Undone
 from batchgen.kernels.attention.attention import AttentionMetadata, paged_attention
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.compile_ahead import can_compile_ahead, compiling_ahead
+from batchgen.kernels.layers.linear import add_linear_
 from batchgen.kernels.moe.experts_triton import grouped_parts_triton
 from batchgen.kernels.moe.moe_tiles import TABLE, choose_tiles
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU = DEVICE.type == "cuda"
-DTYPE = torch.bfloat16 if GPU else torch.float32
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "hybrid-35b-a3b", "deepseek-v2-lite")
 SMALL = {"qwen3-0.6b": 5, "qwen3-30b-a3b": 4, "hybrid-35b-a3b": 5, "deepseek-v2-lite": 4}
 """The models of `schedules`, with their numbers of layers; the last layer is not compared, because
@@ -70,11 +70,11 @@ DENSE_ROWS = (
     *range(1, 18), 24, 32, 33, *range(40, 257, 8), 257, *range(288, 513, 32),
     600, 768, 777, 1000, 1024, 1333, 1536, 2048, 3072, 4096, 5000, 6144, 8192,
 )  # fmt: skip
-TIMED_ROWS = (1, 8, 64, 256, 512, 2048, 8192)
+TIMED_ROWS = (1, 8, 64, 256, 2048, 8192)
 HEAD_ROWS = 512
 """The most rows whose logits are computed."""
 SETTINGS = ("today", "no splits", "limited", "ordered")
-"""How products run: as the engine has them; with no split allowed; so, with cuBLASLt and limited
+"""How products run: as the engine has them; by cuBLASLt with no split allowed; so, and with limited
 workspaces; by Triton."""
 
 
@@ -203,7 +203,7 @@ class Case(NamedTuple):
         if self.kind == "heads":
             return (ordered_heads if ordered else expansion_layer._multiply_heads)(x, w)
         if self.kind == "add":
-            return (ordered_add if ordered else linear_layer.add_linear_)(residual, x, w)
+            return (ordered_add if ordered else add_linear_)(residual, x, w)
         if self.kind == "float32" and GPU:
             if ordered:
                 return ordered_linear(x, w, dtype=torch.float32)
@@ -235,27 +235,40 @@ def _run_once(case: Case, rows: int) -> None:
 
 
 def scan(case: Case, all_rows: Sequence[int], ordered: bool, times: bool) -> dict[str, Any]:
-    """Compute a product at each number of rows with a probe row in three places, and time some."""
-    x, (w,), residual = case.operands(max(all_rows))
-    bits: dict[int, list[str]] = {}
+    """Compute a product at each number of rows M, and time some.
+
+    Rows are compared with what they are in the product of most rows, where they stand in other
+    places. One order of a sum differs from another in few values of 16 bits, so there are many.
+    """
+    most = max(all_rows)
+    x, (w,), residual = case.operands(most)
+    reference = case.run(x, w, residual.clone(), ordered)
+    bits: dict[int, tuple[int, int]] = {}
     for rows in all_rows:
-        here, base = x[:rows].clone(), residual[:rows].clone()
-        places = sorted({0, rows // 2, rows - 1})
-        here[places], base[places] = x[-1], residual[-1]
-        out = case.run(here, w, base, ordered)
-        bits[rows] = [digest(out[place]) for place in places]
+        wanted = min(max(16, 2**16 // case.columns, rows), 512 * rows, most)
+        equal = []
+        for start in range(0, wanted - rows + 1, rows):
+            part = slice(start, start + rows)
+            out = case.run(x[part], w, residual[part].clone(), ordered)
+            equal.append((out == reference[part]).flatten(1).all(1))
+        all_equal = torch.cat(equal)
+        bits[rows] = int(all_equal.sum()), len(all_equal)
     micros: dict[int, float] = {}
     count = max(1, min(16, -(-(2**28) // w.nbytes)))
     _, weights, _ = case.operands(1, count) if times else (None, [], None)
     for rows in TIMED_ROWS if times else ():
         if rows <= max(all_rows):
             here, base = x[:rows], residual[:rows].clone()
-            runs = [partial(case.run, here, w, base, ordered) for w in weights]
+            runs: list[Callable[[], object]] = [
+                partial(case.run, here, w, base, ordered) for w in weights
+            ]
             micros[rows] = microseconds(runs, 32 if rows <= 512 else 4)
-    return {"bits": bits, "µs": micros}
+    return {"bits": bits, "digest": digest(reference), "µs": micros}
 
 
-def product_scans(setting: str, models: Sequence[str], all_rows: Sequence[int]) -> dict[str, Any]:
+def product_scans(
+    setting: str, models: Sequence[str], all_rows: Sequence[int], times: bool
+) -> dict[str, Any]:
     """Scan every product of the models in this process, which has one setting of the library."""
     all_cases = sorted({(name == "lm_head", case) for m in models for name, case in cases(m)})
     if setting == "ordered":
@@ -264,17 +277,18 @@ def product_scans(setting: str, models: Sequence[str], all_rows: Sequence[int]) 
     found = {}
     for is_head, case in all_cases:
         rows = [r for r in all_rows if r <= HEAD_ROWS] if is_head else all_rows
-        found[repr(tuple(case))] = scan(case, rows, setting == "ordered", GPU)
+        found[repr(tuple(case))] = scan(case, rows, setting == "ordered", times and GPU)
         if GPU:
             torch.cuda.empty_cache()
     return found
 
 
-def other_process(setting: str, models: Sequence[str]) -> dict[str, Any]:
+def other_process(setting: str, models: Sequence[str], times: bool) -> dict[str, Any]:
     """Run `product_scans` in a process of its own, as workspaces are limited before its start."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "scans.json"
         command = [sys.executable, __file__, "scan", "--setting", setting, "--json", str(path)]
+        command += [] if times else ["--no-times"]
         limits = LIMITS if setting == "limited" else {}
         subprocess.run([*command, "--models", *models], check=True, env=dict(os.environ) | limits)
         return dict(json.loads(path.read_text()))
@@ -283,17 +297,15 @@ def other_process(setting: str, models: Sequence[str]) -> dict[str, Any]:
 def product_lines(models: Sequence[str], scans: dict[str, dict[str, Any]]) -> list[Line]:
     """Say where each product keeps a row's bits, and what all products of a model take."""
     lines = []
-    ordered = {key: _common(scan)[0] for key, scan in scans["ordered"].items()}
     for model in models:
-        totals: dict[str, Counter[str]] = defaultdict(Counter)
+        totals: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for (name, case), count in cases(model).items():
             key = repr(tuple(case))
             for setting, found in scans.items():
-                common, kept, all_places, others = _common(found[key])
-                same = ", the ordered sum" if common == ordered[key] else ""
+                same = found[key]["digest"] == scans["ordered"][key]["digest"]
                 lines.append(
                     Line("B", f"{model} {name} {case.kind} {case.columns}×{case.depth}", setting,
-                         f"{kept} of {all_places} places{same}; {others}",
+                         _kept(found[key]["bits"]) + (", the ordered sum" if same else ""),
                          _times(found[key]["µs"]))
                 )  # fmt: skip
                 for rows, micros in found[key]["µs"].items():
@@ -303,19 +315,12 @@ def product_lines(models: Sequence[str], scans: dict[str, dict[str, Any]]) -> li
     return lines
 
 
-def _common(scan: dict[str, Any]) -> tuple[str, int, int, str]:
-    """Return the commonest result of a scan, in how many places of how many it came out, and at
-    which numbers of rows others did."""
-    counts = Counter(bits for places in scan["bits"].values() for bits in places)
-    common, kept = counts.most_common(1)[0]
-    others = [int(rows) for rows, places in scan["bits"].items() if set(places) != {common}]
-    at = ranges(others, [*map(int, scan["bits"])]) or "none"
-    return (
-        common,
-        kept,
-        sum(counts.values()),
-        f"{len(counts)} results, others at M = {at}",
-    )
+def _kept(bits: dict[str, tuple[int, int]]) -> str:
+    """Say how many rows have the bits of the largest product, and at which M some have not."""
+    equal, rows = (sum(counts) for counts in zip(*bits.values(), strict=True))
+    others = [int(rows) for rows, (kept, compared) in bits.items() if kept < compared]
+    at = f", not all at M = {ranges(others, [*map(int, bits)])}" if others else ""
+    return f"{equal} of {rows} rows{at}"
 
 
 def ranges(numbers: Sequence[int], among: Sequence[int]) -> str:
@@ -335,13 +340,20 @@ def _times(micros: dict[Any, float]) -> str:
 
 # Item 4: the rules of decode attention.
 
-VARIANTS: dict[str, tuple[Callable[[], Any], ...]] = {
-    "today": (),
-    "one split rule": (one_split_rule,),
-    "and tiles of 64 KiB": (one_split_rule, lambda: one_tile(1)),
-    "and tiles of 32 KiB": (one_split_rule, lambda: one_tile(64)),
+VARIANTS: dict[str, tuple[Callable[[], Any], ...]] = STAGES | {
+    "splits of 512": (one_split_rule,),
+    "splits of 1,024": (partial(one_split_rule, 1024),),
+    "splits of 2,048": (partial(one_split_rule, 2048),),
+    "512, tiles of 64 KiB": (one_split_rule, partial(one_tile, 1)),
+    "512, tiles of 32 KiB": (one_split_rule, partial(one_tile, 64)),
 }
 WIDTHS = (1, 2, 4, 8, 16)
+CONTEXTS = {
+    "qwen3-8b": (DecodeShape(256, 850, mixed=True), 32, 8, 128, (1, 8, 32, 128, 256)),
+    "qwen3-8b at 8,192 tokens": (DecodeShape(32, 8192), 32, 8, 128, (1, 8, 32)),
+    "hybrid-35b-a3b": (DecodeShape(256, 850, mixed=True), 16, 2, 256, (1, 8, 32, 256)),
+}
+"""Rows' contexts, query heads, KV heads, values of a head, and the numbers of rows that are run."""
 
 
 class Context(NamedTuple):
@@ -375,53 +387,58 @@ class Context(NamedTuple):
         return lambda: [paged_attention(q, cache, [meta], 0.1) for cache in self.caches]
 
 
-def attention_lines(batches: Sequence[int]) -> list[Line]:
+def attention_lines() -> list[Line]:
     """Compare the result of each row's last query between batches and widths, and time them."""
     lines = []
-    for name, heads, kv_heads, size in (("qwen3-8b", 32, 8, 128), ("hybrid-35b-a3b", 16, 2, 256)):
+    for name, (shape, heads, kv_heads, size, batches) in CONTEXTS.items():
+        if not GPU:
+            shape, batches = shape._replace(batch=3), (1, 3)
         torch.manual_seed(0)
-        contexts = Context.make(DecodeShape(max(batches), 850, mixed=True), heads, kv_heads, size)
-        for variant, made in VARIANTS.items():
+        contexts = Context.make(shape, heads, kv_heads, size)
+        sizes = list(product(batches, WIDTHS))
+        for variant in (v for v in VARIANTS if v == "today" or v not in STAGES):
             equal, micros = [], []
-            with changes(made):
-                sizes = list(product(batches, WIDTHS))
-                compile_all(lambda size, c=contexts: c.launch(*size)(), sizes)  # type: ignore[misc]
+            with changes(VARIANTS[variant]):
+                compile_all(lambda each, c=contexts: c.launch(*each)(), sizes)  # type: ignore[misc]
                 reference = contexts.launch(max(batches), 1)()[0]
                 for rows, width in sizes:
                     launch = contexts.launch(rows, width)
                     last = launch()[0].unflatten(0, (rows, width))[:, -1]
-                    same = (last == reference[:rows]).flatten(1).all(1)
-                    equal.append(f"{rows}×{width}: {int(same.sum())}")
+                    same = int((last == reference[:rows]).flatten(1).all(1).sum())
+                    if same < rows:
+                        equal.append(f"{rows}×{width}: {same}")
                     if GPU:
-                        time = queued([launch]) / len(contexts.caches)
+                        time = microseconds([launch], 1, replays=20, pick=statistics.median) / len(
+                            contexts.caches
+                        )
                         micros.append(f"{rows}×{width}: {time:.1f}")
             lines.append(
                 Line("4", f"decode attention of {name}, rows × width", variant,
-                     "rows whose last query has the bits of the largest batch at width 1: "
-                     + ", ".join(equal), "µs " + ", ".join(micros))
+                     "rows equal to the largest batch at width 1, where not all: "
+                     + (", ".join(equal) or "nowhere"), "µs " + ", ".join(micros))
             )  # fmt: skip
     return lines
 
 
-def workload_lines(model: str, names: Sequence[str], rounds: int, gib: float) -> list[Line]:
-    """Run workloads with and without the rules of attention, in turn."""
-    benches: dict[str, Bench] = {}
-    config = EngineConfig(kv_cache_gib=gib)
-    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for turn in range(rounds):
-        for variant in ("today", "and tiles of 64 KiB"):
-            with changes(VARIANTS[variant]):
-                if not turn:
-                    benches[variant] = Bench(model, config)
-                    benches[variant].warm_up(list(names), 0.6)
-                for name in names:
-                    run = benches[variant].run(name, 0.6, None)
-                    seconds[variant, name].append(run.seconds)
-                    print(f"{variant} {name} {run.seconds:.3f} s", flush=True)
-    return [
-        Line("4", f"{model} {name}", variant, "", ", ".join(f"{s:.3f} s" for s in runs))
-        for (variant, name), runs in seconds.items()
-    ]
+def workload_lines(model: str, names: Sequence[str], variants: Sequence[str]) -> list[Line]:
+    """Run workloads under some variants one after another, in this process."""
+    lines = []
+    for variant in variants:
+        with changes(VARIANTS[variant]):
+            bench = Bench(model, EngineConfig())
+            bench.warm_up(list(names), 0.6)
+            for name in names:
+                run = bench.run(name, 0.6, None)
+                full, steps = run.full_batch, max(run.full_batch.steps, 1)
+                each = f"{full.seconds / steps * 1e3:.3f} ms a step of {full.rows // steps} rows"
+                cost = f"{run.seconds:.3f} s, {each}"
+                lines.append(Line("4", f"{model} {name}", variant, "", cost))
+                print(lines[-1], flush=True)
+            bench.free()
+            del bench
+            gc.collect()
+            torch.cuda.empty_cache()
+    return lines
 
 
 # Test C: schedules.
@@ -430,12 +447,12 @@ def workload_lines(model: str, names: Sequence[str], rounds: int, gib: float) ->
 def schedule_lines(models: Sequence[str], count: int, stages: Sequence[str]) -> list[Line]:
     lines = []
     for model, stage in product(models, stages):
-        sizes = {"num_hidden_layers": SMALL[model]} if model in SMALL else {}
+        layers = SMALL.get(model)
         tokens, rows = (60_000, 192) if GPU else (3_000, 6)
-        found = run_schedules(model, stage, count, DEVICE, tokens=tokens, rows=rows, **sizes)
+        found = run_schedules(model, stage, count, DEVICE, tokens=tokens, rows=rows, layers=layers)
         differ = sum(found.by_kind.values())
         lines.append(
-            Line("C", f"{model}, {sizes.get('num_hidden_layers', 'all')} layers", stage,
+            Line("C", f"{model}, {layers or 'all'} layers", stage,
                  f"{count - differ} of {count} schedules equal; " + _counts(found.by_cause),
                  f"differing by engine: {_counts(found.by_kind)}; {_counts(found.seen)}")
         )  # fmt: skip
@@ -460,16 +477,17 @@ def main() -> None:
     parser.add_argument("--schedules", type=int, default=200)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=["today", "attention"])
     parser.add_argument("--workloads", nargs="+", default=["decode", "mixed"])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["today", "attention"])
+    parser.add_argument("--no-times", dest="times", action="store_false", help="of products")
     parser.add_argument("--setting", default="today", help="of scan, which products runs")
     parser.add_argument("--json", type=Path, help="write the lines, and all that is behind them")
     arguments = parser.parse_args()
     models = arguments.models or MODELS
     rows = DENSE_ROWS if GPU else (1, 3, 17)
     if "scan" in arguments.modes:
-        rules = {"no splits": partial(library_rules, lt=False), "limited": library_rules}
-        with changes([rules[arguments.setting]] if arguments.setting in rules else []):
-            found = product_scans(arguments.setting, models, rows)
+        steady = arguments.setting in ("no splits", "limited")
+        with changes([library_rules] if steady else []):
+            found = product_scans(arguments.setting, models, rows, arguments.times)
         arguments.json.write_text(json.dumps(found))
         return
     lines: list[Line] = []
@@ -479,12 +497,15 @@ def main() -> None:
             lines += tiles_lines(4096 if GPU else 64)
             lines += expert_lines((1, 16, 64, 256, 1024, 8192)) if GPU else []
         elif mode == "products":
-            behind["scans"] = {s: other_process(s, models) for s in SETTINGS}
+            behind["scans"] = {
+                setting: other_process(setting, models, arguments.times) for setting in SETTINGS
+            }
             lines += product_lines(models, behind["scans"])
         elif mode == "attention":
-            lines += attention_lines((1, 8, 32, 256) if GPU else (1, 3))
+            lines += attention_lines()
         elif mode == "workloads":
-            lines += workload_lines("qwen3-8b", arguments.workloads, arguments.rounds, 44)
+            for model in arguments.models or ("qwen3-8b",):
+                lines += workload_lines(model, arguments.workloads, arguments.variants)
         else:
             models = arguments.models or tuple(SMALL)
             lines += schedule_lines(models, arguments.schedules, arguments.stages)

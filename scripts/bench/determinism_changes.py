@@ -4,10 +4,12 @@ Each change takes away something that a row's bits depend on besides the row:
 
 - `attention_rules`: the split of a context depends on its length alone, tiles of decode attention
   have one size whatever the number of queries, a prefill never takes the decode kernel, and latent
-  attention is always absorbed.
+  attention is always absorbed, 16 queries to a program in a decode step.
 - `library_rules`: the library's products do not split their sum. Its workspace has to be limited
   too, by variables that the process starts with (`LIMITS`).
-- `ordered_products`: a Triton kernel whose sum has one order takes the place of the library.
+- `narrow_products`: those of fewer than 16 columns, of which the library has several kinds, are
+  computed by a Triton kernel whose sum has one order.
+- `ordered_products`: that kernel takes the place of the library in all products.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from batchgen.kernels.attention import attention, decode, decode_plan
 from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.prefill_plan import cut_equal_tiles, tile_tokens
-from batchgen.kernels.mla import absorbed_sizes, absorbed_triton
+from batchgen.kernels.layers.linear import linear
+from batchgen.kernels.mla import absorbed_triton
 from batchgen.kernels.mla import mla_attention as latent
+from batchgen.kernels.mla.absorbed_sizes import AbsorbedConfig, absorbed_config
 
 LIMITS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 _choose = decode._config
@@ -47,15 +51,16 @@ def patched(*changes: tuple[object, str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def library_rules(*, lt: bool = True) -> Iterator[None]:
-    """Allow no split of a sum, and take cuBLASLt if `lt` is true."""
-    if torch.cuda.is_available():
-        torch.backends.cuda.preferred_blas_library("cublaslt" if lt else "default")
+def library_rules() -> Iterator[None]:
+    """Let cuBLASLt compute all products, which takes no split of a sum then."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False, False
     yield
-    if torch.cuda.is_available():
-        torch.backends.cuda.preferred_blas_library("default")
+    if cuda:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True, True
+        torch.backends.cuda.preferred_blas_library("default")
 
 
 def ordered_products() -> Any:
@@ -75,9 +80,19 @@ def ordered_products() -> Any:
     )
 
 
-def one_split_rule() -> Any:
+def narrow_products() -> Any:
+    """Compute products of few columns in one order, which the library has several ways for."""
+
+    def product(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
+        return (ordered_linear if len(weight) < 16 else linear)(x, weight, *options)
+
+    return patched((linear_layer, "linear", product))
+
+
+def one_split_rule(tokens: int = decode_plan.SPLIT_TOKENS) -> Any:
+    """Cut contexts into splits of so many tokens, or into 32 longer ones, in any batch."""
     return patched(
-        (attention, "split_length", lambda rows, kv_heads: decode_plan.SPLIT_TOKENS),
+        (attention, "split_length", lambda rows, kv_heads: tokens),
         (attention, "most_splits", lambda rows, kv_heads, width: decode_plan.MAX_SPLITS),
     )
 
@@ -107,6 +122,8 @@ def attention_rules(tile_queries: int = 1) -> Iterator[None]:
             (latent, "does_expansion_pay", lambda *lens: False),
             (latent, "split_length", lambda rows, kv_heads: decode_plan.SPLIT_TOKENS),
             (latent, "most_latent_splits", lambda few, width: 16),
+            (latent, "decode_span", _few_heads),
+            (absorbed_triton, "decode_span", _few_heads),
             (absorbed_triton, "decode_config", _absorbed_config),
         ),
     ):
@@ -134,14 +151,19 @@ def _latent_prefill_stays(
     return _latent_plan(q, plane, expansion, rotated, _cut(meta, size, q.device))
 
 
-def _absorbed_config(q: Tensor, queries: int, items: int) -> absorbed_sizes.AbsorbedConfig:
-    return absorbed_sizes.absorbed_config(queries, q.itemsize)
+def _few_heads(num_heads: int, width: int, itemsize: int) -> int:
+    """Let a program take 16 queries at most, so that its tile is that of one token."""
+    return max(n for n in range(1, num_heads + 1) if not num_heads % n and n * width <= 16)
+
+
+def _absorbed_config(q: Tensor, queries: int, items: int) -> AbsorbedConfig:
+    return absorbed_config(queries, q.itemsize)
 
 
 STAGES: dict[str, tuple[Callable[[], Any], ...]] = {
     "today": (),
     "attention": (attention_rules,),
-    "attention, library": (attention_rules, library_rules),
+    "attention, library": (attention_rules, library_rules, narrow_products),
     "attention, ordered": (attention_rules, ordered_products),
 }
 """The changes under which schedules run, by name."""

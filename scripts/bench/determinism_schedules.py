@@ -4,8 +4,8 @@ A digest of each operation's result for a token is kept at the token's KV slot, 
 drafts are overwritten, and a row that shares a prefix has the digests of the row that computed it.
 The digests are made within captured CUDA graphs too. Those of one run of the row alone are the
 reference. An operation that is the first to differ, in the order of the layers, at any position, is
-the cause: all that it read was equal. The last layer has no digests, because a prefill computes
-only some of its tokens; log-probabilities tell of it and of the head.
+the cause: all that it read was equal. A prefill leaves no digests of the last layer, of which it
+computes only some tokens. Of the head it is known whether equal hidden states gave equal logits.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from determinism_changes import STAGES, changes
 from floors import mixers
 from torch import Tensor, nn
-from workloads import bare_model, dummy_model, prompt_vocab
+from workloads import bare_model, dummy_model, model_config, prompt_vocab
 
 from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.base.outputs import RequestOutput
@@ -39,7 +41,7 @@ from batchgen.engine.layers.mixers import gated_delta_net as delta_layer
 from batchgen.engine.layers.mixers import mla as latent_layer
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.memory.kernel_warmup import compiling_kernels
-from batchgen.engine.memory.memory_plan import ModelUse
+from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.rows.sequence import Sequence as Row
 from batchgen.engine.sampling.sampling_params import SamplingParams
@@ -105,11 +107,12 @@ class Tape:
 
     Attributes:
         operations: maps (layer, name, how often it ran in the layer before) to a row of `plane`.
+        unsteady_heads: how often hidden states gave other logits than before.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
         draws = torch.Generator().manual_seed(0)
-        factors = torch.randint(2**62, (2**17,), generator=draws) * 2 + 1
+        factors = torch.randint(2**62, (2**18,), generator=draws) * 2 + 1
         self.plane = torch.zeros(_OPERATIONS, slots, dtype=torch.int64, device=device)
         self.operations: dict[tuple[int, str, int], int] = {}
         self._factors = factors.to(device)
@@ -117,15 +120,22 @@ class Tape:
         self._layer: int | None = None
         self._seen: Counter[str] = Counter()
         self._names: dict[int, str] = {}
+        self._whole = True
+        self._heads: dict[int, int] = {}
+        self.unsteady_heads = 0
 
     @contextmanager
     def watching(self, model: CausalLM) -> Iterator[None]:
         """Note the operations of the model's layers within the context."""
         with ExitStack() as stack:
-            handles = [model.model.register_forward_pre_hook(self._begin)]
+            handles = [
+                model.model.register_forward_pre_hook(self._begin),
+                model.model.register_forward_hook(self._end),
+                model.lm_head.register_forward_hook(self._note_head),
+            ]
             for index, layer in enumerate(model.layers):
                 last = index == len(model.layers) - 1
-                enter = partial(self._enter, None if last else index)
+                enter = partial(self._enter, index, last)
                 handles.append(layer.register_forward_pre_hook(enter))
             for handle in handles:
                 stack.callback(handle.remove)
@@ -151,10 +161,29 @@ class Tape:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._slots, self._layer = args[2].kv_slots, None
+        self._whole = args[2].outputs is None
+        self.plane.index_fill_(1, self._slots, 0)  # what other rows left there
 
-    def _enter(self, layer: int | None, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._layer = layer
+    def _enter(self, layer: int, last: bool, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._layer = layer if self._whole or not last else None
         self._seen.clear()
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], hidden: Tensor) -> None:
+        if self._layer is not None:
+            self._note("last norm", None, hidden)
+        self._layer = None
+
+    def _note_head(self, module: nn.Module, args: tuple[Tensor], logits: Tensor) -> None:
+        if not logits.is_cuda or not torch.cuda.is_current_stream_capturing():
+            rows = zip(*(self._hash(x).tolist() for x in (args[0], logits)), strict=True)
+            for hidden, found in rows:
+                self.unsteady_heads += self._heads.setdefault(hidden, found) != found
+
+    def _hash(self, values: Tensor) -> Tensor:
+        """Return a digest [T] of the bits of each of T rows."""
+        values = values.flatten(1).contiguous()
+        bits = values.view(torch.int16 if values.itemsize == 2 else torch.int32).long()
+        return bits.mul_(self._factors[: bits.shape[1]]).sum(1)
 
     def _weight_name(self, model: CausalLM, weight: Tensor) -> str:
         if id(weight) not in self._names:
@@ -176,15 +205,13 @@ class Tape:
 
     def _note(self, name: str, rows: Callable[[Any], Tensor] | None, found: Any) -> None:
         assert self._slots is not None and self._layer is not None
-        values = (found if rows is None else rows(found)).flatten(1).contiguous()
+        values = found if rows is None else rows(found)
         if len(values) != len(self._slots):
             return
         key = self._layer, name, self._seen[name]
         self._seen[name] += 1
         place = self.operations.setdefault(key, len(self.operations))
-        bits = values.view(torch.int16 if values.itemsize == 2 else torch.int32).long()
-        digests = bits.mul_(self._factors[: bits.shape[1]]).sum(1)
-        self.plane[place].index_copy_(0, self._slots, digests)
+        self.plane[place].index_copy_(0, self._slots, self._hash(values))
 
 
 class Result(NamedTuple):
@@ -217,7 +244,7 @@ class Probe:
         self.engine = LLMEngine(model, None, (), strategy, config)
         assert self.engine.memory.num_blocks * _BLOCK <= tape.plane.shape[1]
         self.blocks, self._free = self.engine._block_manager, self.engine._block_manager.free
-        self.blocks.free = self._keep  # type: ignore[method-assign]
+        self.blocks.free = self._keep  # type: ignore[assignment, method-assign]
         draws = random.Random("probe")
         self._prompt = [draws.randrange(self._vocab) for _ in range(_PROMPT)]
         self._digests = torch.empty(0)
@@ -297,12 +324,12 @@ def first_difference(tape: Tape, reference: Result, found: Result) -> str | None
         if len(differs):
             where = "prompt" if int(differs[0]) < _PROMPT else "generated"
             return f"{name} of layer {layer}, {where}"
-    columns = reference.output.columns, found.output.columns
-    if equal is None and all(
-        (columns[1][name] == column).all() for name, column in columns[0].items()
-    ):
+    before, now = (each.output.columns["logprobs"] for each in (reference, found))
+    differing = ((before != now) | (np.array(tokens) != others)).nonzero()[0].tolist()
+    if not differing:
         return None
-    return "last layer or head"
+    where = "first token" if differing[0] == 0 else "later token"
+    return f"{'head' if tape.unsteady_heads else 'last layer or sampler'}, {where}"
 
 
 class Count(NamedTuple):
@@ -315,26 +342,33 @@ class Count(NamedTuple):
 
 
 def run_schedules(
-    name: str, stage: str, count: int, device: torch.device, *, tokens: int, rows: int, **sizes: int
+    name: str,
+    stage: str,
+    count: int,
+    device: torch.device,
+    *,
+    tokens: int,
+    rows: int,
+    layers: int | None = None,
 ) -> Count:
     """Run a row under `count` schedules with the changes of a stage.
 
     Args:
         name: key of `MODELS`.
         stage: key of `STAGES`.
-        count: of schedules, over all kinds of engines.
-        device: where.
-        tokens: room in the paged cache.
+        count: the number of schedules over all kinds of engines.
+        device: where the model runs.
+        tokens: the room in the paged cache.
         rows: the most rows in flight.
-        sizes: entries of the model's config.json to replace.
+        layers: the number of the model's layers; None means all.
     """
     cuda = device.type == "cuda"
-    kinds = [
-        Kind(drafts, graphs) for drafts in (False, True) for graphs in (False, True)[: 1 + cuda]
-    ]
+    kinds = [Kind(*each) for each in product((False, True), (False, True)[: 1 + cuda])]
     draws = random.Random(0)
     by_kind, by_cause, seen = Counter[str](), Counter[str](), Counter[str]()
-    model, tape, reference = dummy_model(name, device, **sizes), Tape(tokens + 1024, device), None
+    layers = layers or model_config(name).num_layers
+    model = dummy_model(name, device, num_hidden_layers=layers)
+    tape, reference = Tape(tokens + 1024, device), None
     with changes(STAGES[stage]), tape.watching(model):
         for number, kind in enumerate(kinds):
             probe = Probe(model, tape, kind, tokens, rows)
@@ -342,10 +376,12 @@ def run_schedules(
                 reference = probe.run(Schedule(), draws)
             for _ in range(number, count, len(kinds)):
                 schedule = Schedule.drawn(draws, rows)
+                tape.unsteady_heads = 0
                 found = probe.run(schedule, draws)
                 seen["prefix hits"] += found.output.num_cached_tokens > 0
                 seen["preempted"] += found.output.num_preemptions
                 seen["accepted drafts"] += found.output.counts.get("num_accepted_tokens", 0)
+                seen["unsteady heads"] += tape.unsteady_heads
                 cause = first_difference(tape, reference, found)
                 by_cause[cause or ""] += 1
                 by_kind[str(kind)] += cause is not None

@@ -49,12 +49,8 @@ from workloads import MODELS, bare_model, model_config
 from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.engine_models import planned_uses
 from batchgen.engine.memory.kernel_warmup import Undone, warm_up
-from batchgen.engine.memory.memory_plan import (
-    ModelUse,
-    largest_decode,
-    largest_prefill,
-    scratch_runner,
-)
+from batchgen.engine.memory.largest_steps import largest_decode, largest_prefill, scratch_runner
+from batchgen.engine.memory.model_use import ModelUse
 from batchgen.kernels.compile_ahead import compiling_ahead
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy

@@ -52,14 +52,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import batchgen.jobs.run_job
-import batchgen.python.llm
-import batchgen.resolve.opened_job
 from batchgen.compose.compose_config import compose
 from batchgen.config.job_config import StepConfig
 from batchgen.config.workers_config import WorkersConfig
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.jobs.job_end import JobResult
+from batchgen.jobs.job_parts import job_parts
+from batchgen.jobs.run_job import run_job
 from batchgen.leases.object_store import connect
 from batchgen.shards.row_order import KEYS
 from batchgen.shards.shard_files import shard_files
@@ -324,7 +323,7 @@ def arguments(out: object, rows: Path, grade: str | None = None) -> list[str]:
 
 def run_real(command: list[str]) -> JobResult:
     config = compose({}, command)
-    return batchgen.jobs.run_job.run_job(config, batchgen.resolve.opened_job.job_parts(config))
+    return run_job(config, job_parts(config))
 
 
 def write_questions(path: Path, rows: int) -> Path:
@@ -491,7 +490,9 @@ def check_command(check: Check) -> None:
         def start(folder: Path, line: list[str] = line) -> Command:
             return Command([part.replace("{out}", str(folder)) for part in line], args.work / "log")
 
-        def again(start: Any = start, there: dict[int, int] = there) -> Command:
+        def again(
+            start: Callable[[Path], Command] = start, there: dict[int, int] = there
+        ) -> Command:
             # An attempt that is killed while it starts is not among the attempts.
             there[len(attempts(out))] = finished_rows(out)
             return start(out)

@@ -89,7 +89,11 @@ CALL = {
 TRIGGERED = {"type": "triggered_tags", "triggers": ["<call>"], "tags": [CALL]}
 ANSWER = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
 CONSTRAINTS: tuple[dict[str, Any], ...] = (
-    *({"kind": "json_schema", "schema": schema} for schema in SCHEMAS.values()),
+    *(
+        {"kind": "json_schema", "schema": each}
+        for each in SCHEMAS.values()
+        if each not in (True, {})
+    ),
     {"kind": "json_schema", "schema": ANSWER, "max_whitespace": 2},
     {"kind": "json"},
     {"kind": "regex", "pattern": r"The answer is \$?\d+( (eggs|dollars|miles))?\."},
@@ -152,8 +156,12 @@ class Way:
         if not self.k:
             return ARStrategy()
         kind = AnyWidth if self.any_width else ARSpecStrategy
-        proposer = "draft" if self.draft else "ngram"
-        return kind(proposer=proposer, num_spec_tokens=self.k, adaptive=False, ngram_pool=self.pool)
+        return kind(
+            proposer="draft" if self.draft else "ngram",
+            num_spec_tokens=self.k,
+            adaptive=False,
+            ngram_pool=self.pool,
+        )
 
 
 class AnyWidth(ARSpecStrategy):

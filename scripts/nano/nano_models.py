@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -39,7 +39,7 @@ DRAFTS, DRAFT_WEIGHT = 3, 0.3
 """How many tokens the MTP head learns to draft, and the weight of the loss of each."""
 BALANCE_WEIGHT = 0.01
 FULL_EVERY = 4
-"""Of this many layers of nano_hybrid one has full attention."""
+"""One in this many layers of nano_hybrid has full attention."""
 _SHARED: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -76,9 +76,7 @@ class Learner(Protocol):
 
     config: dict[str, Any]
     facts: dict[str, Any]
-    model: nn.Module
-
-    def __init__(self, args: Namespace) -> None: ...
+    model: Any
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Compute what training makes small; what is random comes from `generator`."""
@@ -125,7 +123,7 @@ class SDAR:
         size, heads = args.hidden_size, args.hidden_size // HEAD_DIM
         if size % HEAD_DIM or SEQUENCE_LENGTH % args.block_size:
             raise ValueError("--hidden-size is a multiple of 64, --block-size a divisor of 192")
-        self.facts = {"threshold": THRESHOLD}
+        self.facts: dict[str, Any] = {"threshold": THRESHOLD}
         self.block_size = args.block_size
         self.config = _SHARED | {
             "architectures": ["SDARForCausalLM"],
@@ -143,7 +141,7 @@ class SDAR:
             "use_sliding_window": False,
         }
         kept = {k: v for k, v in self.config.items() if k not in ("architectures", "model_type")}
-        self.model = Qwen3ForCausalLM(Qwen3Config(**kept | {"dtype": "float32"}))
+        self.model: Any = Qwen3ForCausalLM(Qwen3Config(**kept | {"dtype": "float32"}))
         draw_weights(self.model, args.layers, args.seed)
 
     def strategy(self) -> Strategy:
@@ -234,7 +232,7 @@ class Hybrid:
     def __init__(self, args: Namespace) -> None:
         if args.layers < FULL_EVERY:
             raise ValueError(f"--layers is at least {FULL_EVERY}, so that one has full attention")
-        self.facts = {"drafts": DRAFTS}
+        self.facts: dict[str, Any] = {"drafts": DRAFTS}
         types = ["linear_attention"] * (FULL_EVERY - 1) + ["full_attention"]
         self.config = _SHARED | {
             "architectures": ["Qwen3_5MoeForCausalLM"],
@@ -358,4 +356,4 @@ def _mean_loss(logits: Tensor, batch: Batch, ahead: int, first: Tensor) -> Tenso
     return total / counts.sum()
 
 
-LEARNERS: dict[str, type[Learner]] = {"nano_sdar": SDAR, "nano_hybrid": Hybrid}
+LEARNERS: dict[str, Callable[[Namespace], Learner]] = {"nano_sdar": SDAR, "nano_hybrid": Hybrid}

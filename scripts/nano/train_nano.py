@@ -54,7 +54,7 @@ from batchgen.engine.base.engine_config import EngineConfig
 
 WARMUP_STEPS = 200
 MOST_TOKENS = 100
-"""Of an answer in an exam."""
+"""The most tokens of an answer in an exam."""
 NOISE_SEED = 1234
 """The seed of the noise of the held-out loss, which is always the same."""
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>")
@@ -132,12 +132,12 @@ class Exam:
         """
         llm = LLM(
             str(folder),
-            device=self._device.type,
+            device="cuda" if self._device.type == "cuda" else "cpu",
             strategy=self._learner.strategy(),
             config=EngineConfig(kv_cache_gib=0.25, prefix_caching=False),
         )
         params = SamplingParams(temperature=0, max_new_tokens=MOST_TOKENS)
-        grades = {}
+        grades: dict[str, dict[str, Any]] = {}
         for form in FORMS:
             prompts = [[{"role": "user", "content": row.request(form)}] for row in self._rows]
             found: dict[str, list[tuple[int, int, int]]] = defaultdict(list)

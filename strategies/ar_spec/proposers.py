@@ -24,11 +24,9 @@ without it."""
 
 
 class Proposer:
-    """Drafts the tokens that may follow the newest token of each row.
-
-    By default it takes note of nothing: rows put their prompts into the token store when they join,
-    and every step adds its tokens, with drafts or without.
-    """
+    """Drafts the tokens that may follow the newest token of each row. By default it takes note of
+    nothing: rows put their prompts into the token store when they join, and every step adds its
+    tokens, with drafts or without."""
 
     def costs(self, max_rows: int, lengths: Sequence[int]) -> DraftCosts:
         """Measure what the proposer's own model takes; by default it has none."""
@@ -183,8 +181,8 @@ def draft_one_by_one(
 def _with_tokens(
     rows: ModelInputs, input_ids: Tensor, positions: Tensor, width: int
 ) -> ModelInputs:
-    """The same rows as model inputs of `width` tokens each: input_ids and positions are [B · width]
-    int64."""
+    """Make model inputs of `width` tokens for each of the B rows; input_ids and positions are
+    [B · width] int64."""
     return ModelInputs(
         input_ids,
         positions,

@@ -27,12 +27,9 @@ def pathwise(
     state: SpecStepInputs, output: ModelOutput, drafts: Drafts, mask: TokenMask | None = None
 ) -> StepOutput:
     """Sample every position as decoding without drafts would, and keep the tokens up to the first
-    that differs from its draft.
-
-    So each token is the one that decoding without drafts yields, at any temperature and with every
-    option. A draft that was not drawn from a distribution, such as an n-gram's, is accepted as
-    often as by rejection.
-    """
+    that differs from its draft. So each token is the one that decoding without drafts yields, at
+    any temperature and with every option. A draft that was not drawn from a distribution, such as
+    an n-gram's, is accepted as often as by rejection."""
     width = 1 + drafts.token_ids.shape[1]
     step = sample(output.logits, state.repeated(width), output.positions + 1, mask=mask)
     return keep_held(step, drafts)
@@ -70,10 +67,8 @@ def rejection(
     state: SpecStepInputs, output: ModelOutput, drafts: Drafts, mask: TokenMask | None = None
 ) -> StepOutput:
     """Accept each draft with probability min(1, p / q), where p is its probability in the target
-    and q in the draft model (Leviathan et al. 2023, Chen et al. 2023).
-
-    The tokens have the same distribution as without drafts, but are not the same tokens.
-    """
+    and q in the draft model (Leviathan et al. 2023, Chen et al. 2023). The tokens have the same
+    distribution as without drafts, but are not the same tokens."""
     k = drafts.token_ids.shape[1]
     sampling, rows = state.repeated(1 + k), state.sampling
     processed = process(output.logits, sampling, output.positions + 1, mask=mask)

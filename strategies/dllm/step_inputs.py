@@ -137,11 +137,9 @@ class DLLMStepInputs(StepInputs):
 
     def fuse(self, room: int) -> None:
         """Let complete blocks commit in the same forward as the first denoise step of their row's
-        next block.
-
-        Such a block becomes one more row of the forward, with the same block table. The next block
-        sees its final keys and values, because a layer writes all of them before it reads any.
-        """
+        next block. Such a block becomes one more row of the forward, with the same block table. The
+        next block sees its final keys and values, because a layer writes all of them before it
+        reads any."""
         self._commits = None
         blocks, newest, length = self.blocks, self.newest, self._length
         # A complete block commits in any case, beside its row's next block or in its place.

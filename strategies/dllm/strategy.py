@@ -213,11 +213,9 @@ class DLLMStrategy(Strategy):
 
     def _room(self, rows: int) -> int:
         """How many rows to add to the next forward of `rows` rows for complete blocks that commit.
-
         How many blocks are complete is known on the device only, so on a GPU this is a guess: the
         usual share of the rows, or more where more rows take no more time. A row too many costs
-        about as much as a row too few, as a block without room needs a forward of its own.
-        """
+        about as much as a row too few, as a block without room needs a forward of its own."""
         runner, length = self._runner, self._length
         assert runner is not None
         if runner.device.type == "cpu":
@@ -263,13 +261,11 @@ class DLLMStrategy(Strategy):
         return ModelOutput(logits, inputs.positions[:count], hidden), None
 
     def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
-        """Unmask positions of the rows' blocks.
-
-        The step yields the tokens of the blocks that it completes, without those of the prompt, and
-        of rows that conflict with their constraint the tokens known before the conflict. Other rows
-        yield no token. If the model records columns of context scope, a block's tokens are yielded
-        one step later, by the forward that makes its KV final.
-        """
+        """Unmask positions of the rows' blocks. The step yields the tokens of the blocks that it
+        completes, without those of the prompt, and of rows that conflict with their constraint the
+        tokens known before the conflict. Other rows yield no token. If the model records columns of
+        context scope, a block's tokens are yielded one step later, by the forward that makes its KV
+        final."""
         state = self.step_inputs
         blocks, length = state.blocks, self._length
         conflicts: Tensor | None = None

@@ -76,18 +76,19 @@ def finished_job(
 
     Args:
         fields: of the rows, besides FIELDS and LOGPROBS.
-        in_shard: rows of a shard.
+        in_shard: rows of a shard, all samples of each.
         graded: grade the rows with POST, and score them.
         metrics: keys of metrics.json that differ.
         config: groups of config.yaml that differ.
     """
     (path / "data").mkdir(parents=True)
     schema = pa.schema([*FIELDS, *fields, LOGPROBS])
+    samples = 1 + max((given["sample_index"] for given in rows), default=0)
     for shard, start in enumerate(range(0, len(rows), in_shard)):
         table = pa.Table.from_pylist(list(rows[start : start + in_shard]), schema=schema)
         pq.write_table(table, shard_path(path / "data", shard), row_group_size=64)
         seal(shard_path(path / "data", shard))
-    _write_facts(path, rows, in_shard, metrics or {}, config or {})
+    _write_facts(path, rows, in_shard // samples, metrics or {}, config or {})
     if graded:
         JobGrades(path).make(POST, "text", ScoreConfig())
         save_score(path, job_score(path, ScoreConfig()))
@@ -97,7 +98,7 @@ def finished_job(
 def _write_facts(
     job: Path,
     rows: Sequence[Row],
-    in_shard: int,
+    rows_per_shard: int,
     metrics: Mapping[str, Any],
     config: Mapping[str, Any],
 ) -> None:
@@ -113,7 +114,7 @@ def _write_facts(
     }
     (job / "config.yaml").write_text(yaml.safe_dump(given, allow_unicode=True), encoding="utf-8")
     manifest = {
-        "identity": {"output": {"text_column": "text", "rows_per_shard": in_shard}},
+        "identity": {"output": {"text_column": "text", "rows_per_shard": rows_per_shard}},
         "format_version": FORMAT_VERSION,
         "growing": {},
         "versions": {"torch": "2.8"},

@@ -44,7 +44,7 @@ def test_a_job_answers_right_and_says_so(
         len(row["step_map"]) == len(row["logprobs"]) == len(row["token_ids"]) for row in rows
     )
     capsys.readouterr()
-    assert run_command(["score", str(outs[name])]) == 0
+    assert run_command(["score", str(outs[name]), "score.subset=kind"]) == 0
     said = capsys.readouterr().out
     assert "100.0%" in said and "a+b-c" in said  # of all, and by kind
 

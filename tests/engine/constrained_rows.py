@@ -40,7 +40,7 @@ Logits = Callable[[Sequence[int]], Tensor]
 
 WORDS = ('{"', '":', '",', '":"', '"}', "},{", "true", "false", "null", "ab", "abc", "12", "</th")
 WIDTH = 331
-"""Of the logits: wider than the tokenizer, and no multiple of 32."""
+"""Columns of the logits: wider than the tokenizer, and no multiple of 32."""
 MAX_LEN = 90
 SIMPLE = EngineConfig(
     max_num_seqs=64,

@@ -12,6 +12,7 @@ from ordered_product import Tile, ordered_add, ordered_heads, ordered_linear, or
 from torch import Tensor
 
 from batchgen.engine.layers.feed_forward import mlp as mlp_layer
+from batchgen.kernels.layers.activation import silu_and_mul
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -26,10 +27,8 @@ def test_schedules_change_no_digest_on_a_cpu(model: str) -> None:
 
 
 def test_the_first_operation_that_depends_on_the_batch_is_named() -> None:
-    run = mlp_layer.silu_and_mul
-
     def dependent(x: Tensor) -> Tensor:
-        return run(x) * (1 + 2**-20 * (len(x) > 700))
+        return silu_and_mul(x) * (1 + 2**-20 * (len(x) > 700))
 
     with patch.object(mlp_layer, "silu_and_mul", dependent):
         found = run_schedules("tiny", "today", 6, CPU, **SIZES)

@@ -11,8 +11,18 @@ import plot_step_map
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from plot_step_map import BORDER, MARGIN, WIDTH, cell_width, draw, tokens_per_line
-from step_map_data import Histogram, Line, PlotError, TracedRow, read_job, token_texts
+from plot_step_map import (
+    BORDER,
+    MARGIN,
+    WIDTH,
+    Line,
+    PlotError,
+    TracedRow,
+    cell_width,
+    draw,
+    read_job,
+    tokens_per_line,
+)
 
 DLLM = "batchgen.strategies.dllm.strategy.DLLMStrategy"
 AR_SPEC = "batchgen.strategies.ar_spec.strategy.ARSpecStrategy"
@@ -26,7 +36,7 @@ def answer(name: str, text: str, steps: list[int] | None, *, prompt: int = 8) ->
         "sample_index": 0,
         "text": text if steps else None,
         "token_ids": ids,
-        "stop": "<end>" if steps else None,
+        "stop": "<|im_end|>" if steps else None,
         "num_prompt_tokens": prompt if steps else None,
         "step_map": steps,
     }
@@ -43,7 +53,8 @@ ROWS = [
 def job(folder: Path, rows: list[dict[str, Any]], target: str = DLLM, **options: Any) -> Path:
     (folder / "data").mkdir()
     lines = "".join(f"  {key}: {value}\n" for key, value in options.items())
-    prompt = 'prompt:\n  user: "{{ problem }} {{ hint }}"\n'
+    model = "model:\n  path: package://batchgen/data/nano_sdar\n"
+    prompt = model + 'prompt:\n  user: "{{ problem }} {{ hint }}"\n'
     (folder / "config.yaml").write_text(f"{prompt}strategy:\n  _target_: {target}\n{lines}")
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     pq.write_table(pa.table(columns), folder / "data" / "part-00000.parquet")
@@ -52,88 +63,54 @@ def job(folder: Path, rows: list[dict[str, Any]], target: str = DLLM, **options:
 
 def test_rows_and_their_texts(tmp_path: Path) -> None:
     maps = read_job(job(tmp_path, ROWS, block_length=4))
-    assert (maps.num_rows, maps.step_name, maps.block_length) == (3, "denoise step", 4)
-    assert maps.traced_rows(5) == [
+    assert (maps.step_name, maps.block_length) == ("denoise step", 4)
+    assert maps.rows(5) == [
         TracedRow("row a", ["a", "b", "␣", "c", "■"], [2, 1, 2, 2, 3], given=0),
         TracedRow("row b", ["x", "+", "y", "=", "z", "■"], [1, 1, 1, 2, 3, 3], given=1),
     ]
-    assert [row.name for row in maps.traced_rows(1)] == ["row a"]
-
-
-def test_the_block_length_may_be_given(tmp_path: Path) -> None:
-    folder = job(tmp_path, ROWS, block_length="null")
-    assert read_job(folder).block_length is None
-    assert read_job(folder).traced_rows(2)[1].given == 0
-    assert read_job(folder, 2).traced_rows(2)[1].given == 1
-
-
-def test_speculation_has_forwards_and_no_blocks(tmp_path: Path) -> None:
-    maps = read_job(job(tmp_path, ROWS, AR_SPEC, num_spec_tokens=3))
-    assert (maps.step_name, maps.block_length) == ("forward", None)
-
-
-def test_another_paradigm_has_steps(tmp_path: Path) -> None:
-    assert read_job(job(tmp_path, ROWS, "my.Strategy")).step_name == "step"
-
-
-def test_histogram(tmp_path: Path) -> None:
-    histogram = read_job(job(tmp_path, ROWS)).histogram()
     # a: steps of 1, 3 and 1 tokens; b: of 3, 1 and 2.
-    assert histogram == Histogram({1: 3, 2: 1, 3: 2}, rows=2)
-    assert (histogram.steps, histogram.tokens, histogram.most_tokens) == (6, 11, 3)
-    assert histogram.mean == pytest.approx(11 / 6)
+    assert maps.histogram() == ({1: 3, 2: 1, 3: 2}, 2)
 
 
-def title(tmp_path: Path, columns: dict[str, Any], decoder: Any = None) -> str:
-    """The title of a row that has further columns."""
+def test_what_config_yaml_does_not_say(tmp_path: Path) -> None:
+    folder = job(tmp_path, ROWS, "my.Strategy", block_length="null")
+    maps = read_job(folder)
+    assert (maps.step_name, maps.block_length, maps.rows(2)[1].given) == ("step", None, 0)
+    assert read_job(folder, 2).rows(2)[1].given == 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "title"),
+    [
+        ({"question": "no column of the prompt", "hint": None}, "row r"),
+        ({"hint": [1, 2], "problem": "Why?"}, "row r: Why? | [1, 2]"),
+        (
+            {"problem": "Why " + "x" * 90, "sample_index": 2},
+            "row r, sample 2: Why " + "x" * 75 + "…",
+        ),
+        ({"prompt_token_ids": [*b"2 + 2?"]}, "row r: 2 + 2?"),
+    ],
+)
+def test_titles(columns: dict[str, Any], title: str, tmp_path: Path) -> None:
     row = answer("r", "hi", [1, 1, 1]) | columns
-    (traced,) = read_job(job(tmp_path, [row])).traced_rows(1, decoder)
-    return traced.name
-
-
-def test_titles_are_the_columns_of_the_prompt(tmp_path: Path) -> None:
-    """Whatever their names are; `question` is a column as any other."""
-    columns = {"question": "another", "problem": "Why\n  not? " + "x" * 90, "sample_index": 2}
-    assert title(tmp_path, columns) == "row r, sample 2: Why not? " + "x" * 70 + "…"
-
-
-def test_titles_of_several_columns(tmp_path: Path) -> None:
-    assert title(tmp_path, {"hint": [1, 2], "problem": "Why?"}) == "row r: Why? | [1, 2]"
-
-
-def test_a_row_whose_prompt_nobody_knows_has_its_id(tmp_path: Path) -> None:
-    assert title(tmp_path, {"question": "another", "hint": None}) == "row r"
+    assert read_job(job(tmp_path, [row])).rows(1)[0].name == title
 
 
 def test_the_column_of_titles_may_be_given(tmp_path: Path) -> None:
     folder = job(tmp_path, [answer("r", "hi", [1, 1, 1]) | {"problem": "a", "other": "b"}])
-    assert read_job(folder, title_column="other").traced_rows(1)[0].name == "row r: b"
+    assert read_job(folder, title_column="other").rows(1)[0].name == "row r: b"
     with pytest.raises(PlotError, match=r"--title-column: the rows have no column 'oter': choose"):
         read_job(folder, title_column="oter")
 
 
-def test_titles_are_the_end_of_the_prompt_where_it_can_be_read(tmp_path: Path) -> None:
-    class Decoder:
-        def decode(self, ids: list[int], **_: bool) -> str:
-            return "long " * 30 + " ".join(map(str, ids)) if ids[0] == 300 else "t"
-
-    ids = {"problem": "Why?", "prompt_token_ids": [300, 301]}
-    assert title(tmp_path, ids) == "row r: Why?"
-    (tmp_path / "x").mkdir()
-    named = title(tmp_path / "x", ids, Decoder())
-    assert named.startswith("row r: …g long") and named.endswith(" long 300 301")
-    (tmp_path / "y").mkdir()
-    as_bytes = [256, *b"2 + 2?", 257]
-    assert title(tmp_path / "y", {"prompt_token_ids": as_bytes}) == "row r: 2 + 2?"
-
-
 def test_long_rows_are_wrapped_at_blocks_and_cut() -> None:
     row = TracedRow("r", list("abcdefghij"), list(range(1, 11)), given=1)
-    assert row.lines(4, most_lines=2) == [
+    assert row.lines(4)[:2] == [
         Line(["a", "b", "c"], [1, 2, 3], given=1),
         Line(["d", "e", "f", "g"], [4, 5, 6, 7], given=0),
     ]
-    assert "".join(text for line in row.lines(4, 9) for text in line.texts) == "abcdefghij"
+    assert "".join(text for line in row.lines(4) for text in line.texts) == "abcdefghij"
+    assert len(row.lines(1)) == plot_step_map.MOST_LINES
 
 
 @pytest.mark.parametrize("block_length", [None, 4, 7, 64])
@@ -155,23 +132,9 @@ def test_cells_are_as_wide_as_most_texts() -> None:
     assert width(["x" * 50] * 5) == width(["x" * 8] * 5)
 
 
-class Words:
-    def decode(self, ids: list[int]) -> str:
-        return {0: "Hello", 1: " world", 2: "\n", 3: "<end>", 4: "\ufffd\x00"}[ids[0]]
-
-
-def test_texts_of_a_tokenizer_and_without_one() -> None:
-    row = {"token_ids": [0, 1, 2, 4, 3], "text": "Hello world\n", "stop": "<end>"}
-    assert token_texts(row, Words()) == ["Hello", "␣world", "↵", "��", "■"]
-    assert token_texts(row | {"stop": None}, Words())[-1] == "<end>"
-    assert token_texts(row, None) == [""] * 5  # these ids are no bytes of the text
-    umlaut = {"token_ids": [*"ä".encode(), 258], "text": "ä", "stop": "<end>"}
-    assert token_texts(umlaut, None) == ["c3", "a4", "■"]
-
-
 def texts_drawn(folder: Path) -> list[str]:
     maps = read_job(folder)
-    figure = draw(maps, maps.histogram(), maps.traced_rows(9))
+    figure = draw(maps, maps.rows(9))
     return [text.get_text() for axes in figure.axes for text in axes.texts]
 
 
@@ -186,11 +149,10 @@ def test_every_token_is_drawn_once_with_its_step(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_not_explained(tmp_path: Path) -> None:
-    row = answer("long", "y" * 900, list(range(1, 902))) | {"text": "something else"}
+    row = answer("long", "y" * 900, list(range(1, 902))) | {"stop": None}
     drawn = texts_drawn(job(tmp_path, [row], AR_SPEC))
     assert "Which forward committed each token" in drawn
     assert any("901 tokens in 901 forwards" in t and "are drawn" in t for t in drawn)
-    assert any("--tokenizer" in text for text in drawn)
     assert not any("Grey" in text or "border" in text or "■" in text for text in drawn)
 
 
@@ -242,4 +204,4 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.colors", None)
     with pytest.raises(PlotError, match=r"needs matplotlib.*pip install -e '\.\[plot\]'"):
-        draw(maps, maps.histogram(), maps.traced_rows(1))
+        draw(maps, maps.rows(1))

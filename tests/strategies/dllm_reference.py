@@ -31,7 +31,7 @@ Forward = Callable[[list[int]], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of the strategy and the model.
+    """The numbers of strategy and model.
 
     Attributes:
         unmasking: `sequential`, `low_confidence_static` or `low_confidence_dynamic`.
@@ -406,7 +406,7 @@ def block_causal(num_tokens: int, block_length: int) -> Tensor:
 
 
 def model_forward(model: Any, block_length: int) -> Forward:
-    """Of a causal model of transformers, given the mask in its place.
+    """The logits of a causal model of transformers, given the mask in its place.
 
     Args:
         model: with attention `eager` (or `sdpa`), in float32.

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import pyarrow as pa
 
-from batchgen.cli.job_outcome import column_list, exit_code
+from batchgen.cli.job_outcome import column_list, verb
 from batchgen.cli.verb_table import Parser
 from batchgen.folder.open_folder import open_job
 from batchgen.folder.read_job import JobFolderReader
@@ -33,12 +33,8 @@ txt    the generated text alone, or the one column that --columns names: a row p
 """
 
 
+@verb
 def main(arguments: Sequence[str]) -> int:
-    """Run the verb and return its exit code."""
-    return exit_code(lambda: _export(arguments))
-
-
-def _export(arguments: Sequence[str]) -> int:
     parser = Parser("export", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument(
@@ -90,11 +86,7 @@ def _write(
 
 
 def _format_of(path: Path | None) -> str:
-    """The format that a file's name says; JSON lines for standard output.
-
-    Raises:
-        ConfigError: the name says none.
-    """
+    """The format that a file's name says; JSON lines for standard output."""
     if path is None:
         return "jsonl"
     suffix = Path(path.name.removesuffix(".gz")).suffix
@@ -108,13 +100,7 @@ def _format_of(path: Path | None) -> str:
 
 @contextmanager
 def _opened(path: Path | None) -> Iterator[TextIO]:
-    """The new file to write to, which is removed if it does not come to its end; None is standard
-    output.
-
-    Raises:
-        ConfigError: the file is there already, or its folder is not.
-        JobError: it cannot be written.
-    """
+    """The new file to write to, or standard output. A file is removed if its end is not written."""
     if path is None:
         yield sys.stdout
         return

@@ -23,15 +23,12 @@ LOOK_SECONDS = 1.0
 def follow(
     reader: JobFolderReader, view: RowPrinter, name: str, sample: int | None, *, as_json: bool
 ) -> int:
-    """Print rows that finish from now on, until the job is complete, stopped or killed.
+    """Print rows that finish from now on, until the job is complete, stopped or killed, and return
+    the exit code.
 
     Args:
         name: of the folder, as the user gave it.
         sample: print only this sample of each row; None prints all.
-        as_json: print rows as JSON, and nothing besides.
-
-    Returns:
-        The exit code.
     """
     new = NewRows(reader.path)
     if not as_json:
@@ -60,8 +57,7 @@ def is_over(reader: JobFolderReader) -> bool:
 class NewRows:
     """The rows that a job has finished since the last look, in the order in which they finished.
 
-    They stand in the journals. Only rows that were written and whose shard was published between
-    two looks are found in the shard.
+    They stand in the journals; rows that were written and published between two looks, in shards.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -109,7 +105,7 @@ class NewRows:
         return batches[known:]
 
     def _published_keys(self, shard: int) -> set[int]:
-        """The rows of a shard that was published before and gets further rows, or other ones."""
+        """The rows of a published shard that gets further rows, or other ones."""
         path = shard_path(self._folder / "data", shard)
         if shard not in self._published:
             return set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from batchgen.cli.job_outcome import exit_code
+from batchgen.cli.job_outcome import verb
 from batchgen.cli.verb_table import Parser
 from batchgen.folder.open_folder import open_folder
 from batchgen.util.errors import ConfigError
@@ -25,12 +25,8 @@ and `ssh -L 8000:127.0.0.1:8000 HOST` there, and open the address that is printe
 _MOST_PORT = 65535
 
 
+@verb
 def main(arguments: Sequence[str]) -> int:
-    """Run the verb and return its exit code."""
-    return exit_code(lambda: _view(arguments))
-
-
-def _view(arguments: Sequence[str]) -> int:
     parser = Parser("view", _ABOUT)
     parser.add_argument(
         "out", metavar="OUT", help="the job's output.dir, or a folder with jobs below it"
@@ -71,11 +67,7 @@ def _has_no_job(given: str) -> bool:
 
 
 def _jobs(given: str) -> Respond:
-    """The pages of the jobs below a folder.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The pages of the jobs below a folder."""
     from batchgen.viewer.folder_site import FolderSite
     from batchgen.viewer.jobs_below import DEEPEST, jobs_below
 
@@ -89,11 +81,7 @@ def _jobs(given: str) -> Respond:
 
 
 def _rows(names: Sequence[str]) -> Respond:
-    """The pages of a job, or of two.
-
-    Raises:
-        ConfigError: a folder is not one of a job, or both are the same.
-    """
+    """The pages of a job, or of two."""
     readers = {name: open_folder(name, "view") for name in names}
     if len(names) == 2 and len({reader.path for reader in readers.values()}) < 2:
         raise ConfigError(f"view: {names[0]} and {names[1]} are the same folder: name two jobs")

@@ -12,7 +12,7 @@ from batchgen.grading.mathematics.reading.nodes import Listing, NotRead, Symbol,
 from batchgen.grading.mathematics.reading.parser import read
 
 MOST_CHARACTERS = 2000
-"""Of an answer that is read as mathematics. A longer one is only the same as its own text."""
+"""Longer answers are not read as mathematics: they are only the same as their own text."""
 
 _SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]{3}-[0-9]{4}")

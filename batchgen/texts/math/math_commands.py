@@ -1,8 +1,9 @@
-"""The commands of LaTeX that read their arguments for themselves."""
+"""The commands of LaTeX that read arguments."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from batchgen.texts.math import math_symbols as symbols
 from batchgen.texts.math.math_elements import space, tag, under_over
@@ -44,15 +45,6 @@ def _environment(at: Parser) -> str:
     return at.table(lines, "aligned" if _ALIGNED.fullmatch(name) else name)
 
 
-def _fraction(at: Parser) -> str:
-    return f"<mfrac>{at.argument()}{at.argument()}</mfrac>"
-
-
-def _binomial(at: Parser) -> str:
-    both = f'<mfrac linethickness="0">{at.argument()}{at.argument()}</mfrac>'
-    return f"<mrow><mo>(</mo>{both}<mo>)</mo></mrow>"
-
-
 def _root(at: Parser) -> str:
     index = at.optional()
     base = at.argument()
@@ -65,10 +57,6 @@ def _boxed(at: Parser) -> str:
     return f'<mrow class="boxed">{at.argument()}</mrow>'
 
 
-def _struck(at: Parser) -> str:
-    return f'<mrow class="struck">{at.argument()}</mrow>'
-
-
 def _coloured(at: Parser) -> str:
     at.raw()
     return at.argument()
@@ -77,20 +65,6 @@ def _coloured(at: Parser) -> str:
 def _dropped(at: Parser) -> str:
     at.raw()
     return ""
-
-
-def _phantom(at: Parser) -> str:
-    return f"<mphantom>{at.argument()}</mphantom>"
-
-
-def _over(at: Parser) -> str:
-    sign, base = at.argument(), at.argument()
-    return f"<mover>{base}{sign}</mover>"
-
-
-def _under(at: Parser) -> str:
-    sign, base = at.argument(), at.argument()
-    return f"<munder>{base}{sign}</munder>"
 
 
 def _long_arrow(at: Parser) -> str:
@@ -112,31 +86,33 @@ def _negated(at: Parser) -> str:
     return tag("mo", (symbols.symbol(name) or name or "/") + "\u0338")
 
 
-def _tagged(at: Parser) -> str:
-    return space(2.0) + tag("mtext", f"({at.raw()})")
+def _filled(pattern: str) -> Callable[[Parser], str]:
+    """What a command makes that puts its arguments into a pattern."""
+    count = 1 + ("{1}" in pattern)
+    return lambda at: pattern.format(*(at.argument() for _ in range(count)))
 
 
-def _stacked(at: Parser) -> str:
-    return at.nested(at.raw())
-
-
+_PATTERNS = {
+    ("frac", "dfrac", "tfrac", "cfrac"): "<mfrac>{0}{1}</mfrac>",
+    ("binom", "dbinom", "tbinom"):
+        '<mrow><mo>(</mo><mfrac linethickness="0">{0}{1}</mfrac><mo>)</mo></mrow>',
+    ("cancel", "xcancel", "bcancel"): '<mrow class="struck">{0}</mrow>',
+    ("phantom", "hphantom", "vphantom"): "<mphantom>{0}</mphantom>",
+    ("overset", "stackrel"): "<mover>{1}{0}</mover>",
+    ("underset",): "<munder>{1}{0}</munder>",
+}  # fmt: skip
 COMMANDS: Commands = {
-    **dict.fromkeys(("frac", "dfrac", "tfrac", "cfrac"), _fraction),
-    **dict.fromkeys(("binom", "dbinom", "tbinom"), _binomial),
+    **{name: _filled(pattern) for names, pattern in _PATTERNS.items() for name in names},
     **dict.fromkeys(("boxed", "fbox", "framebox"), _boxed),
-    **dict.fromkeys(("cancel", "xcancel", "bcancel"), _struck),
     **dict.fromkeys(("textcolor", "colorbox"), _coloured),
     **dict.fromkeys(("color", "label", "vspace"), _dropped),
-    **dict.fromkeys(("phantom", "hphantom", "vphantom"), _phantom),
-    **dict.fromkeys(("overset", "stackrel"), _over),
     **dict.fromkeys(("xrightarrow", "xlongrightarrow"), _long_arrow),
-    "underset": _under,
     "sqrt": _root,
     "left": _left_right,
     "begin": _environment,
     "pmod": _modulo,
     "bmod": lambda _: "<mo>mod</mo>",
     "not": _negated,
-    "tag": _tagged,
-    "substack": _stacked,
-}  # fmt: skip
+    "tag": lambda at: space(2.0) + tag("mtext", f"({at.raw()})"),
+    "substack": lambda at: at.nested(at.raw()),
+}

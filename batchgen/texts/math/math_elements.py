@@ -39,7 +39,7 @@ def character(text: str) -> str:
 
 
 def with_scripts(base: str, below: str, above: str) -> str:
-    """A node with what stands below and above it, of which one can be empty."""
+    """A node with its index and its power, one of which can be empty."""
     if "movablelimits" in base[:30] or base[4:5] in symbols.BIG or base[:10] == "<munder><m":
         return under_over(base, below, above)
     if base.startswith("<mover") and "⏞" in base[-12:]:
@@ -50,14 +50,14 @@ def with_scripts(base: str, below: str, above: str) -> str:
 
 
 def under_over(base: str, below: str, above: str) -> str:
-    """The same, right below and above."""
+    """A node with what stands right below and above it."""
     if below and above:
         return f"<munderover>{base}{below}{above}</munderover>"
     return f"<munder>{base}{below}</munder>" if below else f"<mover>{base}{above}</mover>"
 
 
 def stretches(accent: str) -> str:
-    """Whether an accent grows with what is below it, as an attribute says it."""
+    """Whether an accent grows with what is below it, as the value of an attribute."""
     return "true" if accent.startswith(("over", "wide")) else "false"
 
 

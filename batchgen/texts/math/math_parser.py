@@ -39,15 +39,12 @@ class TooDeepError(Exception):
 
 
 class Parser:
-    """Goes through the tokens of a formula once.
+    """Goes through the tokens of a formula once. Methods that read may raise TooDeepError.
 
     Args:
         source: LaTeX without delimiters.
-        commands: what the commands make that read on for themselves, by name.
+        commands: by name, what commands make that read arguments.
         depth: how deeply the formula lies in another one.
-
-    Raises:
-        TooDeepError: by all methods that read; groups are nested too deeply.
     """
 
     def __init__(self, source: str, commands: Commands, depth: int = 0) -> None:
@@ -57,12 +54,10 @@ class Parser:
 
     def whole(self) -> str:
         """All of the formula. One with line breaks or columns is a table."""
-        lines, more = [self.line(())], True
-        while more:
-            more = self.peek() in ("\\\\", "\\cr")
-            if more:
-                self._at += 1
-                lines.append(self.line(()))
+        lines = [self.line(())]
+        while self.peek() in ("\\\\", "\\cr"):
+            self._at += 1
+            lines.append(self.line(()))
         if len(lines) == 1 and len(lines[0]) == 1:
             return lines[0][0]
         return self.table(lines, "aligned")
@@ -82,7 +77,7 @@ class Parser:
             self._at += 1
 
     def nodes(self, ends: Collection[str]) -> list[str]:
-        """The nodes up to one of the tokens, which is left to read, or to the end."""
+        """The nodes up to one of the tokens, which stays unread, or to the end."""
         nodes: list[str] = []
         self._depth += 1
         if self._depth > _DEEPEST:
@@ -185,7 +180,7 @@ class Parser:
         return self.command(token, token[1:])
 
     def command(self, token: str, name: str) -> str:
-        """What a command makes, whose token has been read."""
+        """What a command makes; its token has been read."""
         if (make := self._commands.get(name.removesuffix("*"))) is not None:
             return make(self)
         if name in _TEXTS:
@@ -194,11 +189,10 @@ class Parser:
             text = self.raw()
             plain = text.isalnum()
             return tag("mi", symbols.shaped(name, text)) if plain else self.nested(text)
-        if name.removesuffix("*") in symbols.SPACES:
-            name = name.removesuffix("*")
-            if name == "hspace":
+        if (width := symbols.SPACES.get(name.removesuffix("*"))) is not None:
+            if name.startswith("hspace"):
                 self.raw()
-            return space(symbols.SPACES[name])
+            return space(width)
         if name in symbols.IGNORED:
             return ""
         if name in symbols.ACCENTS:
@@ -229,7 +223,7 @@ class Parser:
         return cells
 
     def table(self, lines: list[list[str]], name: str) -> str:
-        """A table of cells in lines, with what the environment of that name has around it."""
+        """A table of cells in lines, between the fences of the environment of that name."""
         fences = _TABLES.get(name.removesuffix("*"), "  ")
         kind = name if name in ("aligned", "cases") else "cases" if "cases" in name else "matrix"
         rows = "".join(

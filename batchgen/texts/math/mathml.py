@@ -1,9 +1,8 @@
-"""Formulas in LaTeX as MathML.
+"""Formulas in LaTeX as elements of MathML Core, which browsers draw themselves.
 
-Written for texts of strangers, where libraries fall short: latex2mathml 3.81 puts text into the
-page unescaped, does not know `aligned`, and ends in a dozen kinds of exceptions. Here a formula has
-a greatest length and nesting has a bound, and what is not understood is shown as it is written.
-Elements are those of MathML Core, which browsers draw themselves.
+Libraries fall short for texts of strangers: latex2mathml 3.81 puts text into the page unescaped,
+does not know `aligned`, and ends in a dozen kinds of exceptions. Here length and nesting have
+bounds, and what is not understood is shown as it is written.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""A text with Markdown and LaTeX as HTML that does nothing.
-
-Call `rich_text(text, most, spans)` as `safe_text.shortened(text, most, spans)`; it returns None for
-a text that has nothing to render, so the caller shows the text itself. The template
-`text.html.jinja` has a macro that shows both, with a switch that works without script.
-"""
+"""A text with Markdown and LaTeX as HTML that does nothing."""
 
 from __future__ import annotations
 
@@ -50,11 +45,7 @@ ELEMENTS = frozenset(_TAGS.values()) | {"hr", "br", "pre", "code", "span", "mark
 
 @dataclass
 class _Pieces:
-    """What stands in a text in place of formulas, and what they are.
-
-    Attributes:
-        sources, htmls: of each piece.
-    """
+    """What stands in a text in place of formulas: the source and the HTML of each."""
 
     sources: list[str] = field(default_factory=list)
     htmls: list[Markup] = field(default_factory=list)
@@ -77,13 +68,12 @@ class _Pieces:
 
 
 def rich_text(text: str, most: int | None = None, spans: Sequence[Span] = ()) -> Markup | None:
-    """A text with its Markdown and its formulas rendered; None if it has neither.
+    """A text with its Markdown and its formulas rendered; None if it has neither, or is too long.
 
     Links and images are shown as they are written, HTML is text, and hidden characters are named.
-    Time and size are bounded by MOST_RENDERED.
 
     Args:
-        most, spans: as of `shortened`.
+        most, spans: as for `safe_text.shortened`.
     """
     ranges = kept(len(text), most, spans)
     if sum(end - start for start, end in ranges) > MOST_RENDERED:
@@ -105,9 +95,10 @@ def rich_text(text: str, most: int | None = None, spans: Sequence[Span] = ()) ->
 
 
 def formulas(text: str) -> list[tuple[int, int, str, bool]]:
-    """The formulas of a text: start, end, what is between the delimiters, and whether it stands on
-    a line of its own. Delimiters are those of LaTeX and `$`; a dollar of a price is none. A box
-    needs none."""
+    """The formulas of a text: start, end, source, and whether it stands on a line of its own.
+
+    They stand between the delimiters of LaTeX, between `$` (but for prices), or in a box.
+    """
     marks = [match for match in _MARKS.finditer(text) if match[0] != "\\\\"]
     closing_braces = _closing_braces(text) if "\\boxed{" in text else {}
     places: dict[str, list[int]] = {}
@@ -187,8 +178,7 @@ def _render(text: str, spans: Sequence[Span]) -> tuple[Markup, bool]:
 
 
 def _replaced(text: str, spans: Sequence[Span]) -> list[tuple[int, int, Markup]]:
-    """What Markdown must not see, in order and apart from each other, with its HTML: formulas,
-    spans, and characters that stand for them."""
+    """What Markdown must not see, in order and apart from each other, with its HTML."""
     found: list[tuple[int, int, Markup]] = []
     for start, end, source, display in formulas(text):
         html = mathml(source.strip(), display=display)

@@ -18,9 +18,6 @@ def job_decode(config: Mapping[str, Any]) -> Decode | None:
     """A function from token ids to their text with special tokens; None without a tokenizer.
 
     Nothing is downloaded. A tokenizer.json is read without transformers, which takes seconds.
-
-    Args:
-        config: the job's, by group, as in its config.yaml.
     """
     model = config.get("model") or {}
     try:
@@ -49,7 +46,7 @@ def job_decode(config: Mapping[str, Any]) -> Decode | None:
 
 
 def decode_with(tokenizer: Any) -> Decode:
-    """The same of a tokenizer of transformers."""
+    """The text of token ids, by a tokenizer of transformers."""
     return lambda ids: str(
         tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     )

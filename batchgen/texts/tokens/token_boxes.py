@@ -1,7 +1,7 @@
-"""The tokens of a row as HTML: each is a span whose classes say what is known about it.
+"""The tokens of a row as HTML: each is a span whose classes and title say what is known about it.
 
-Which fact colours the tokens is chosen with radio inputs and CSS alone (`row.css`); a token's title
-has all facts. Without scripts and without `style`, so that any Content-Security-Policy allows it.
+Radio inputs and `row.css` choose which fact colours the tokens: without scripts and `style`, so
+that any Content-Security-Policy allows it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,9 @@ class TokenView:
         """The view of a row.
 
         Args:
-            row: all its columns; those with a value per token may be lists or arrays.
+            row: columns with a value per token may be lists or arrays.
             key: makes the ids of inputs unique in the page: letters, digits and `-`.
-            text: of the row.
-            answer: the part of the text that is the answer, whose tokens are underlined.
+            answer: the part of the row's text whose tokens are underlined.
         """
         ids: Sequence[int] = () if (found := row.get("token_ids")) is None else found
         facts = TokenRow.of(row, len(ids), self._schema, self._step_name)
@@ -74,7 +73,7 @@ class TokenView:
 
 @dataclass(frozen=True)
 class RowTokens:
-    """The token view of one row, of which as much is made as is asked for."""
+    """The token view of one row."""
 
     view: TokenView
     ids: Sequence[int]
@@ -85,11 +84,7 @@ class RowTokens:
     _made: dict[int, str] = field(default_factory=dict)
 
     def html(self, most: int | None = None) -> Markup:
-        """The tokens; empty if there are none.
-
-        Args:
-            most: so many are shown, from the beginning and the end; None shows all.
-        """
+        """The tokens, at most `most` from the beginning and the end; empty if there are none."""
         count = len(self.ids)
         if not count or most == 0:
             return Markup("")
@@ -126,7 +121,7 @@ class RowTokens:
 
     @cached_property
     def _inside(self) -> range:
-        """The tokens of the answer, if the texts of all tokens together are the row's text."""
+        """The tokens of the answer, if the row's text is the texts of its tokens."""
         if self.answer is None or not self.view.has_texts:
             return range(0)
         texts = [self.view.text(id) or "" for id in self.ids]

@@ -22,16 +22,10 @@ _MOST_LAYERS = 4  # whose experts a title names
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A way to colour tokens.
+    """A way to colour tokens."""
 
-    Attributes:
-        key: the letter of its classes in `row.css`.
-        name: on the switch.
-        legend: what the colours mean.
-    """
-
-    key: str
-    name: str
+    key: str  # the letter of its classes in `row.css`
+    name: str  # on the switch
     legend: str
 
 
@@ -44,12 +38,8 @@ def _heat_legend() -> Markup:
 
 
 def _cycle_legend(title: str, prefix: str, values: Sequence[int]) -> Markup:
-    """A sample of each colour that the values of tokens have, with the numbers that it stands for:
-    colours repeat.
-
-    Args:
-        prefix: of the classes.
-    """
+    """A sample of each colour that tokens have, with the values that it stands for: colours
+    repeat."""
     keys, different = [], sorted(set(values))
     for colour in range(_COLOURS):
         mine = [value for value in different if value % _COLOURS == colour]
@@ -135,7 +125,7 @@ class TokenRow:
         return found
 
     def lines(self, place: int) -> list[str]:
-        """What the title of a token says besides its log-probability; safe as HTML."""
+        """What the title of a token says besides its log-probability, as HTML."""
         found = []
         if self.steps is not None:
             found.append(f"{self.step_name} {self.steps[place]}")
@@ -152,14 +142,20 @@ def _experts(
     row: Mapping[str, Any], schema: pa.Schema, count: int
 ) -> tuple[list[Any] | None, list[int]]:
     """The experts of each generated token (None for the last, which no forward has read), and the
-    numbers of the layers that they are of."""
+    numbers of their layers."""
     values = row.get("routed_experts")
     if values is None or len(values) < max(count - 1, 1):
         return None, []
-    metadata = schema.field("routed_experts").metadata or {}
-    layers = json.loads(metadata.get(b"moe_layers", b"[]")) or list(range(len(values[0])))
+    layers = moe_layers(schema) or list(range(len(values[0])))
     mine = [*values[len(values) - count + 1 :], None]
     return ([None] * (count - len(mine)) + mine, layers) if layers else (None, [])
+
+
+def moe_layers(schema: pa.Schema) -> list[int]:
+    """The numbers of the layers that `routed_experts` tells of; empty if it does not say them."""
+    metadata = schema.field("routed_experts").metadata or {}
+    layers: list[int] = json.loads(metadata.get(b"moe_layers", b"[]"))
+    return layers
 
 
 def _pairs(ids: Sequence[int], values: Sequence[float]) -> list[tuple[int, float]]:

@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.rows.grade_columns import PREFIX
+from batchgen.rows.job_rows import JobRows
 from batchgen.shards.row_order import row_keys
 from batchgen.texts.row_json import row_reader
 from batchgen.texts.row_writers import WRITERS
 from batchgen.util.errors import ConfigError
 from batchgen.viewer.rows.filters import Filter
-from batchgen.viewer.rows.grade_columns import PREFIX
-from batchgen.viewer.rows.viewed_rows import JobRows
 
 KINDS = {
     "jsonl": "application/x-ndjson",
@@ -31,20 +31,16 @@ _ROW_GROUP = 16 * 2**20
 class Download:
     """Rows of a job in the order of the data set.
 
-    Attributes:
-        columns: the names of the columns in the file by their names in the job. Those of the grades
-            have their own, unless the rows have a column of that name.
+    Args:
+        wanted: which samples are in the file.
+        columns: of the rows and of their grades; the latter lose their prefix, unless the rows
+            have a column of that name.
+
+    Raises:
+        ConfigError: no row is finished, or the filter needs what the job lacks.
     """
 
     def __init__(self, rows: JobRows, wanted: Filter, columns: Sequence[str]) -> None:
-        """
-        Args:
-            wanted: which samples are in the file.
-            columns: of the rows and of their grades.
-
-        Raises:
-            ConfigError: no row is finished, or the filter needs what the job lacks.
-        """
         schema = rows.schema
         if schema is None:
             raise ConfigError("no row is finished yet: there is nothing to download")
@@ -52,19 +48,13 @@ class Download:
         self._filtered = wanted.columns(schema, rows.text_column)
         own = {name for name in schema.names if not name.startswith(PREFIX)}
         plain = {name: name.removeprefix(PREFIX) for name in columns}
+        # The names of the columns in the file, by their names in the job.
         self.columns = {n: n if n != p and p in own else p for n, p in plain.items()}
         fields = [schema.field(n).with_name(shown) for n, shown in self.columns.items()]
         self._schema = pa.schema(fields)
 
     def chunks(self, form: str) -> Iterator[bytes]:
-        """The content of the file, piece by piece.
-
-        Args:
-            form: one of KINDS.
-
-        Raises:
-            JobError: a shard is damaged.
-        """
+        """The content of the file in one of KINDS, piece by piece."""
         return self._parquet() if form == "parquet" else self._text(form)
 
     def _text(self, form: str) -> Iterator[bytes]:
@@ -92,8 +82,7 @@ class Download:
         yield _taken(sink)
 
     def _tables(self) -> Iterator[pa.Table]:
-        """The samples that the filter lists. Of shards without any only the filter's columns are
-        read."""
+        """The samples that the filter lists. Its columns tell which shards have some."""
         for shard in self._rows.shards:
             wanted = self._matching(shard)
             if not len(wanted):
@@ -102,10 +91,10 @@ class Download:
                 found = table.filter(pa.array(np.isin(row_keys(table), wanted)))
                 if found.num_rows:
                     named = found.select(list(self.columns))
-                    yield named.rename_columns(list(self.columns.values())).cast(self._schema)
+                    yield named.rename_columns(self._schema.names).cast(self._schema)
 
     def _matching(self, shard: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The `row_keys` of the samples of a shard that the filter lists, ascending."""
+        """The `row_keys` of the listed samples of a shard, ascending."""
         found = [np.empty(0, np.int64)]
         for table in self._rows.whole_rows(shard, self._filtered):
             found.append(row_keys(table)[self._wanted.matches(table, self._rows.text_column)])
@@ -113,7 +102,7 @@ class Download:
 
 
 class _Sink(io.RawIOBase):
-    """A file that cannot be sought, whose content is taken out as it is written."""
+    """A file that cannot be sought; its content is taken out as it is written."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         self._buffer, self._written = buffer, 0
@@ -130,7 +119,7 @@ class _Sink(io.RawIOBase):
 
 
 def _taken(file: Any) -> Any:
-    """What was written to a buffer, which is empty then."""
+    """What was written to a buffer; it is empty then."""
     content = file.getvalue()
     file.seek(0)
     file.truncate()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.shards.row_order import KEYS
+from batchgen.rows.grade_columns import ANSWER_KEY, GRADE_ERROR, MARK
+from batchgen.rows.job_rows import starts
 from batchgen.util.errors import ConfigError
-from batchgen.viewer.rows.grade_columns import PREFIX
 
 Bools = npt.NDArray[np.bool_]
+Condition = tuple[tuple[str, ...], Callable[[pa.Table], Bools]]
+"""The columns that are read, and which samples [R] of a table of whole rows hold it."""
 
 MARKS = {
     "right": "right",
@@ -26,7 +29,6 @@ MARKS = {
 }
 """How a sample can be marked, and what that means."""
 REASONS = ("stop", "length", "constraint_conflict", "error")
-MARK, ANSWER_KEY, GRADE_ERROR = (PREFIX + n for n in ("mark", "answer_key", "grade_error"))
 TEXT_TYPES = (pa.string(), pa.large_string())
 LONGEST = 1000
 """Characters of a text that is sought."""
@@ -34,32 +36,20 @@ LONGEST = 1000
 
 @dataclass(frozen=True)
 class Filter:
-    """What samples must have in common to be listed; empty values allow anything.
+    """What samples must have in common to be listed; empty values allow anything."""
 
-    Attributes:
-        text: that `column` contains, in upper or lower case.
-        column: a column of texts; empty for the generated text.
-        mark: one of MARKS.
-        reason: one of REASONS.
-        error: the type of the row's error.
-        least, most: the number of generated tokens.
-        disagree: `yes` for rows whose samples do not all give the same answer (where there are no
-            answers, the same mark; where there are no marks either, the same text).
-        subset: the value of `subset_column`, as text.
-        subset_column: the column that says which part of the exam a question belongs to; it is the
-            job's, and no key of a URL.
-    """
-
-    text: str = ""
-    column: str = ""
-    mark: str = ""
-    reason: str = ""
-    error: str = ""
-    least: str = ""
+    text: str = ""  # that `column` contains, in upper or lower case
+    column: str = ""  # of texts; empty for the generated text
+    mark: str = ""  # one of MARKS
+    reason: str = ""  # one of REASONS
+    error: str = ""  # the type of the row's error
+    least: str = ""  # generated tokens
     most: str = ""
     disagree: str = ""
-    subset: str = ""
-    subset_column: str = ""
+    """`yes` for rows whose samples differ in their answer; in their mark, where the job has no
+    answers; in their text, where it has no marks either."""
+    subset: str = ""  # the value of `subset_column`, as text
+    subset_column: str = ""  # the job's, and no key of a URL
 
     def __post_init__(self) -> None:
         for name, known in (("mark", MARKS), ("reason", REASONS), ("disagree", ("yes",))):
@@ -75,9 +65,6 @@ class Filter:
     @classmethod
     def of(cls, query: Mapping[str, str], subset_column: str = "") -> Filter:
         """The filter that the query of a URL describes.
-
-        Args:
-            subset_column: of the job; empty if it has no subsets.
 
         Raises:
             ConfigError: a value is none that the key may have.
@@ -96,64 +83,62 @@ class Filter:
         return any(value for key, value in self.query.items() if key != "column")
 
     def columns(self, schema: pa.Schema, text_column: str) -> list[str]:
-        """The columns that `matches` reads.
-
-        Args:
-            schema: of the rows with their grades.
+        """The columns that `matches` reads, given the schema of the rows with their grades.
 
         Raises:
             ConfigError: `column` is no column of texts, or there are no grades to filter by.
         """
-        names: list[str] = []
-        if self.text:
-            column = self.column or text_column
-            if column not in text_columns(schema):
-                raise ConfigError(f"there is no column of texts {column!r}")
-            names.append(column)
+        column = self.column or text_column
+        if self.text and column not in text_columns(schema):
+            raise ConfigError(f"there is no column of texts {column!r}")
         if self.mark and not any(name in schema.names for name in (MARK, GRADE_ERROR)):
             raise ConfigError("this job has no grades: mark needs some")
-        if self.disagree:
-            names += _answers(schema, text_column)
-        if self.subset:
-            if self.subset_column not in schema.names:
-                raise ConfigError("this job has no subsets: score.subset names a column of them")
-            names.append(self.subset_column)
-        names += [MARK, ANSWER_KEY, GRADE_ERROR] if self.mark else ()
-        names += ["finish_reason"] if self.reason or self.mark else ()
-        names += ["error"] if self.error else ()
-        names += ["num_generated_tokens"] if self.least or self.most else ()
-        return [name for name in dict.fromkeys(names) if name in schema.names]
+        if self.subset and self.subset_column not in schema.names:
+            raise ConfigError("this job has no subsets: score.subset names a column of them")
+        needed = (names for names, _ in self._conditions(schema.names, text_column))
+        found = dict.fromkeys(name for names in needed for name in names)
+        return [name for name in found if name in schema.names]
 
     def matches(self, table: pa.Table, text_column: str) -> Bools:
-        """[R] Which samples are listed.
+        """[R] Which samples of a table of whole rows, with the columns of `columns`, are listed."""
+        found = np.ones(table.num_rows, np.bool_)
+        for _, holds in self._conditions(table.column_names, text_column):
+            if found.any():
+                found &= holds(table)
+        return found
+
+    def _conditions(self, names: Collection[str], text_column: str) -> Iterator[Condition]:
+        """All conditions, the dearest last.
 
         Args:
-            table: [R] whole rows (all samples of each) with the columns that `columns` names.
+            names: of the columns that there are.
         """
-        found = np.ones(table.num_rows, np.bool_)
         if self.reason:
-            found &= _bools(pc.equal(table["finish_reason"], self.reason))
+            yield ("finish_reason",), lambda t: _bools(pc.equal(t["finish_reason"], self.reason))
         if self.error:
-            types = pc.struct_field(_one(table["error"]), "type")
-            found &= _bools(pc.equal(types, self.error))
-        if self.least:
-            found &= _bools(pc.greater_equal(table["num_generated_tokens"], int(self.least)))
-        if self.most:
-            found &= _bools(pc.less_equal(table["num_generated_tokens"], int(self.most)))
+            yield ("error",), lambda t: _bools(pc.equal(_error_type(t), self.error))
+        for bound, compare in ((self.least, pc.greater_equal), (self.most, pc.less_equal)):
+            if bound:
+                yield (_TOKENS,), partial(_compared, compare=compare, bound=int(bound))
         if self.mark:
-            found &= marks(table) == self.mark
+            yield (MARK, ANSWER_KEY, GRADE_ERROR, "finish_reason"), lambda t: marks(t) == self.mark
         if self.subset:
-            values = table[self.subset_column]
-            if values.type not in TEXT_TYPES:  # named as the scores name them
-                names = [None if v is None else str(v) for v in values.to_pylist()]
-                values = pa.chunked_array([pa.array(names, pa.string())])
-            found &= _bools(pc.equal(values, self.subset))
-        if self.disagree and found.any():
-            found &= _disagreeing(table, text_column)
-        if self.text and found.any():
-            column = table[self.column or text_column]
-            found &= _bools(pc.match_substring(column, self.text, ignore_case=True))
-        return found
+            yield (
+                (self.subset_column,),
+                lambda t: _bools(pc.equal(_texts(t[self.subset_column]), self.subset)),
+            )
+        if self.disagree:
+            answer = next(n for n in (ANSWER_KEY, MARK, text_column) if n in names)
+            yield (answer,), partial(_disagreeing, name=answer)
+        if self.text:
+            column = self.column or text_column
+            yield (
+                (column,),
+                lambda t: _bools(pc.match_substring(t[column], self.text, ignore_case=True)),
+            )
+
+
+_TOKENS = "num_generated_tokens"
 
 
 def text_columns(schema: pa.Schema) -> list[str]:
@@ -162,11 +147,8 @@ def text_columns(schema: pa.Schema) -> list[str]:
 
 
 def marks(table: pa.Table) -> npt.NDArray[np.str_]:
-    """[R] Which of MARKS each sample has; empty for rows with an error of their own.
-
-    Args:
-        table: with `finish_reason` and those columns of the grades that there are.
-    """
+    """[R] Which of MARKS each sample has, by its finish reason and the grades that there are; empty
+    for rows with an error of their own."""
     count, names = table.num_rows, table.column_names
     found = np.full(count, "ungraded", dtype="<U11")
     if MARK in names:
@@ -182,20 +164,28 @@ def marks(table: pa.Table) -> npt.NDArray[np.str_]:
     return found
 
 
-def _answers(schema: pa.Schema, text_column: str) -> Sequence[str]:
-    """The column that samples must agree in."""
-    return [next(n for n in (ANSWER_KEY, MARK, text_column) if n in schema.names)]
+def _compared(table: pa.Table, compare: Callable[..., pa.ChunkedArray], bound: int) -> Bools:
+    return _bools(compare(table[_TOKENS], bound))
 
 
-def _disagreeing(table: pa.Table, text_column: str) -> Bools:
-    """[R] Whether the row of a sample has samples that differ."""
-    (name,) = _answers(table.schema, text_column)
-    codes = _one(pc.fill_null(_one(table[name]).cast(pa.string()), "")).dictionary_encode()
-    values = np.asarray(codes.indices)
-    rows = np.asarray(table[KEYS[0]])
-    starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
-    differs = np.maximum.reduceat(values, starts) != np.minimum.reduceat(values, starts)
-    return np.repeat(differs, np.diff(np.append(starts, len(rows))))
+def _disagreeing(table: pa.Table, name: str) -> Bools:
+    """[R] Whether the row of a sample has samples that differ in a column."""
+    texts = pc.fill_null(_one(table[name]).cast(pa.string()), "")
+    values, begin = np.asarray(_one(texts).dictionary_encode().indices), starts(table)
+    differs = np.maximum.reduceat(values, begin) != np.minimum.reduceat(values, begin)
+    return np.repeat(differs, np.diff(np.append(begin, len(values))))
+
+
+def _error_type(table: pa.Table) -> pa.Array:
+    return pc.struct_field(_one(table["error"]), "type")
+
+
+def _texts(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The values of a column as the scores name them."""
+    if values.type in TEXT_TYPES:
+        return values
+    names = [None if value is None else str(value) for value in values.to_pylist()]
+    return pa.chunked_array([pa.array(names, pa.string())])
 
 
 def _one(column: pa.ChunkedArray | pa.Array) -> pa.Array:

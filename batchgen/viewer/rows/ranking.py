@@ -12,38 +12,30 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchgen.rows.grade_columns import ANSWER_KEY, MARK
+from batchgen.rows.job_rows import JobRows, starts
 from batchgen.shards.row_order import KEYS
 from batchgen.util.errors import ConfigError
-from batchgen.viewer.rows.filters import ANSWER_KEY, MARK, Filter
+from batchgen.viewer.rows.filters import Filter
 from batchgen.viewer.rows.search import SECONDS
-from batchgen.viewer.rows.viewed_rows import JobRows
 
 Floats = npt.NDArray[np.float64]
 
 MOST = 1_000
-"""Rows that a ranking keeps: so its memory does not grow with the job."""
-_KEPT = 8
-"""Rankings that stay in memory, for the next page and for the row after this one."""
+"""Rows that a ranking keeps, so that its memory does not grow with the job."""
+_KEPT = 8  # rankings that stay in memory, for the next page and for the row after this one
 
 
 @dataclass(frozen=True)
 class Order:
-    """An order of a list.
-
-    Attributes:
-        name: what it puts first.
-        value: what rows are ordered by.
-        column: the column that it needs.
-        sign: 1 if the least value comes first, -1 if the greatest does.
-        of_row: whether all samples of a row count. Else those count that the filter lists, and the
-            first of them in the order stands for the row.
-    """
+    """An order of a list."""
 
     name: str
-    value: str
-    column: str
-    sign: int
+    value: str  # what rows are ordered by
+    column: str  # that it needs
+    sign: int  # 1 if the least value comes first, -1 if the greatest does
     of_row: bool = False
+    """Whether all samples of a row count. Else the first one that the filter lists counts."""
 
 
 ORDERS = {
@@ -60,50 +52,37 @@ ORDERS = {
 
 
 def orders(schema: pa.Schema | None) -> dict[str, Order]:
-    """The orders whose column a job has.
-
-    Args:
-        schema: of the rows with their grades; None if no row is finished.
-    """
+    """The orders whose column a job has, by the schema of its rows with their grades."""
     names = [] if schema is None else schema.names
     return {key: order for key, order in ORDERS.items() if order.column in names}
 
 
 @dataclass(frozen=True)
 class Place:
-    """A row of a ranking.
+    """A row of a ranking."""
 
-    Attributes:
-        row: its index.
-        value: what it is ordered by.
-        samples: those that the filter lists, the one with this value first.
-    """
-
-    row: int
-    value: float
-    samples: list[int]
+    row: int  # its index
+    value: float  # what it is ordered by
+    samples: list[int]  # that the filter lists, the one with this value first
 
 
 class Ranking:
-    """The first rows of a job in some order, found by a scan that goes on where it was.
+    """The first MOST rows of a job in some order, found by a scan that goes on where it was.
 
-    The scan reads only the columns of the order and of the filter, and keeps the first MOST rows.
+    Args:
+        order: one of ORDERS.
+
+    Raises:
+        ConfigError: the job lacks a column that the order or the filter needs.
 
     Attributes:
-        places: the rows, in order; those with equal values in the order of the data set.
+        places: the rows, in order; equal values in the order of the data set.
         searched: how many samples were looked at.
         matching: how many rows the filter lists among them.
         next_row: the index of the row to go on with; None once all rows were looked at.
     """
 
     def __init__(self, rows: JobRows, wanted: Filter, order: str) -> None:
-        """
-        Args:
-            order: one of ORDERS.
-
-        Raises:
-            ConfigError: the job lacks a column that the order or the filter needs.
-        """
         schema = rows.schema
         if order not in ORDERS:
             raise ConfigError(f"sort must be one of {', '.join(ORDERS)}, got {order[:80]!r}")
@@ -120,26 +99,18 @@ class Ranking:
     def go_on(
         self, *, clock: Callable[[], float] = time.monotonic, seconds: float = SECONDS
     ) -> None:
-        """Look at further rows. It ends with the shard that it is in when the time is over.
-
-        Raises:
-            JobError: a shard is damaged.
-        """
+        """Look at further rows, to the end of the shard in which the time is over."""
         until = clock() + seconds
         with self._lock:
             while self.next_row is not None:
-                self._go_through(self.next_row)
+                first, shards = self.next_row, self._rows.shards_from(self.next_row)
+                for shard in shards[:1]:
+                    for table in self._rows.whole_rows(shard, self._columns, first):
+                        self._add(table)
+                more = len(shards) > 1
+                self.next_row = shards[1] * self._rows.rows_per_shard if more else None
                 if clock() >= until:
                     return
-
-    def _go_through(self, first: int) -> None:
-        """Look at the first shard that has rows from an index on."""
-        shards = self._rows.shards_from(first)
-        if shards:
-            for table in self._rows.whole_rows(shards[0], self._columns, first):
-                self._add(table)
-        more = len(shards) > 1
-        self.next_row = shards[1] * self._rows.rows_per_shard if more else None
 
     def _add(self, table: pa.Table) -> None:
         """Keep those of these whole rows that are among the first."""
@@ -147,46 +118,42 @@ class Ranking:
         matches = self._wanted.matches(table, self._rows.text_column)
         if not matches.any():
             return
-        rows = np.asarray(table[KEYS[0]])
-        starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
-        stops = np.append(starts[1:], len(rows))
-        listed = np.logical_or.reduceat(matches, starts)
-        values = self._values(table, starts)
+        rows, begin = np.asarray(table[KEYS[0]]), starts(table)
+        stops = np.append(begin[1:], len(rows))
+        values = self._values(table, begin)
         values[~matches] = np.nan
         sign = self._order.sign
-        first = np.fmin.reduceat(sign * values, starts)  # NaN only where all are
-        self.matching += int(listed.sum())
+        first = np.fmin.reduceat(sign * values, begin)  # NaN only where all are
+        self.matching += int(np.logical_or.reduceat(matches, begin).sum())
         full = len(self.places) >= MOST
         # A later row with an equal value comes behind, so it is not among the first.
         least = sign * self.places[-1].value if full else np.inf
         among = np.flatnonzero(first < least)
         among = among[np.argsort(first[among], kind="stable")][:MOST]
-        if not len(among):
-            return
         numbers = np.asarray(table[KEYS[1]])
         for i in among:
-            part = slice(starts[i], stops[i])
+            part = slice(begin[i], stops[i])
             found = np.flatnonzero(matches[part])
             ordered = found[np.argsort(sign * values[part][found], kind="stable")]
             samples = numbers[part][ordered].tolist()
-            self.places.append(Place(int(rows[starts[i]]), float(sign * first[i]), samples))
+            self.places.append(Place(int(rows[begin[i]]), float(sign * first[i]), samples))
         self.places = sorted(self.places, key=lambda p: (sign * p.value, p.row))[:MOST]
 
-    def _values(self, table: pa.Table, starts: npt.NDArray[np.int64]) -> Floats:
+    def _values(self, table: pa.Table, begin: npt.NDArray[np.int64]) -> Floats:
         """[R] What each sample is ordered by; NaN where it has no such value."""
         column = table[self._order.column].combine_chunks()
         if self._order.column == "logprobs":
             return _means(column)
         if self._order.column == ANSWER_KEY:
-            return _agreement(column, starts)
+            return _agreement(column, begin)
         values = np.array(pc.fill_null(column.cast(pa.float64()), np.nan), np.float64)
         if not self._order.of_row:
             return values
         known = np.isfinite(values)
-        counts = np.add.reduceat(known.astype(np.float64), starts)
+        counts = np.add.reduceat(known.astype(np.float64), begin)
         with np.errstate(invalid="ignore"):
-            means = np.add.reduceat(np.where(known, values, 0.0), starts) / counts
-        return np.repeat(means, np.diff(np.append(starts, len(values))))
+            means = np.add.reduceat(np.where(known, values, 0.0), begin) / counts
+        return np.repeat(means, np.diff(np.append(begin, len(values))))
 
 
 def _means(column: pa.Array) -> Floats:
@@ -202,35 +169,27 @@ def _means(column: pa.Array) -> Floats:
     return means
 
 
-def _agreement(column: pa.Array, starts: npt.NDArray[np.int64]) -> Floats:
-    """[R] For each sample, which share of its row's samples give the most frequent answer."""
+def _agreement(column: pa.Array, begin: npt.NDArray[np.int64]) -> Floats:
+    """[R] The share of the most frequent answer among the samples of each sample's row."""
     codes = np.array(pc.fill_null(column.dictionary_encode().indices, -1), np.int64)
-    sizes = np.diff(np.append(starts, len(codes)))
-    row = np.repeat(np.arange(len(starts)), sizes)
+    sizes = np.diff(np.append(begin, len(codes)))
+    row = np.repeat(np.arange(len(begin)), sizes)
     pairs, votes = np.unique(np.stack([row, codes]), axis=1, return_counts=True)
     votes[pairs[1] < 0] = 0  # no answer is no vote
-    most = np.zeros(len(starts))
+    most = np.zeros(len(begin))
     np.maximum.at(most, pairs[0], votes)
     return np.repeat(most / sizes, sizes)
 
 
 class Rankings:
-    """The rankings of a job that were asked for last.
-
-    Args:
-        rows: of the job.
-    """
+    """The rankings of a job that were asked for last."""
 
     def __init__(self, rows: JobRows) -> None:
         self._rows, self._lock = rows, Lock()
         self._known: dict[tuple[object, ...], Ranking] = {}
 
     def of(self, wanted: Filter, order: str) -> Ranking:
-        """A ranking, which is made anew when the job has changed. It has looked at some rows.
-
-        Raises:
-            ConfigError, JobError: as of `Ranking`.
-        """
+        """A ranking that has looked at some rows. It is made anew when the job has changed."""
         key = (wanted, order, self._rows.stamps)
         with self._lock:
             found = self._known.pop(key, None) or Ranking(self._rows, wanted, order)

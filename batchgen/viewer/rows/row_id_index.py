@@ -11,33 +11,27 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchgen.rows.job_rows import LIGHT_BATCH, JobRows
 from batchgen.shards.row_order import KEYS
 from batchgen.viewer.rows.search import SECONDS
-from batchgen.viewer.rows.viewed_rows import LIGHT_BATCH, JobRows
 
 
 class StillSearching(Exception):
-    """Raised when a search takes long. It goes on where it was when it is asked for again.
-
-    Attributes:
-        searched: how many input rows it knows.
-    """
+    """Raised when a search takes long. It goes on where it was when it is asked for again."""
 
     def __init__(self, searched: int) -> None:
         super().__init__()
-        self.searched = searched
+        self.searched = searched  # input rows
 
 
 class RowIds:
     """Finds rows by their ids, which may be any texts in any order.
 
-    Of rows without dataset.id_column the id is the index. Other ids are sought shard by shard, in
-    one column. What was read is kept as 32 bits of a hash for each input row (40 MB for 10 million
-    rows), so that the next search reads only the shards that may have its id.
+    Without dataset.id_column the id is the index. Other ids are sought shard by shard, in one
+    column; 32 bits of a hash are kept for each input row (40 MB for 10 million rows), so that the
+    next search reads only the shards that may have its id.
 
     Args:
-        rows: of the job.
-        clock: gives seconds.
         seconds: how long a search may read.
     """
 
@@ -60,7 +54,6 @@ class RowIds:
 
         Raises:
             StillSearching: it takes long.
-            JobError: a shard is damaged.
         """
         is_number = row_id.isascii() and row_id.isdecimal() and len(row_id) < 16
         for guess in (near, int(row_id) if is_number else None):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchgen.rows.job_rows import JobRows, runs
 from batchgen.shards.row_order import KEYS
 from batchgen.viewer.rows.filters import TEXT_TYPES, Filter
-from batchgen.viewer.rows.viewed_rows import JobRows
 
 SECONDS = 2.0
 """How long a page may search before it shows what it has found."""
@@ -23,17 +22,11 @@ _BEGINNING, _END = 280, 140
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found.
+    """What a search has found."""
 
-    Attributes:
-        hits: from the index of a row to the samples of it that match, in the order of the search.
-        next_row: the index of the row to go on with; None if there are no more rows that way.
-        searched: how many samples were looked at.
-    """
-
-    hits: dict[int, list[int]]
-    next_row: int | None
-    searched: int
+    hits: dict[int, list[int]]  # by the index of a row its samples that match, as they were found
+    next_row: int | None  # to go on with; None if there are no more rows that way
+    searched: int  # samples
 
 
 class Search:
@@ -42,7 +35,6 @@ class Search:
     Args:
         rows: of the job.
         wanted: which samples are found.
-        clock: gives seconds.
         seconds: how long a search may take. It ends with the shard that it is in then.
     """
 
@@ -96,37 +88,20 @@ class Search:
         return Found(hits, None, searched)
 
     def rows(self, hits: Sequence[int], columns: Sequence[str]) -> dict[int, pa.Table]:
-        """Some columns of all samples of the rows with these indices, by index. Of long texts there
-        are the beginning and the end."""
-        found: dict[int, pa.Table] = {}
-        for row in hits:
-            if row not in found:
-                self._load(row, hits, columns, found)
+        """Some columns of all samples of the rows with these indices, by index. Long texts have
+        only their beginning and end."""
+        found = {row: excerpts(table) for row, table in self._rows.rows_at(hits, columns)}
         return {row: found[row] for row in hits if row in found}
 
-    def _load(
-        self, first: int, hits: Sequence[int], columns: Sequence[str], found: dict[int, pa.Table]
-    ) -> None:
-        """Add the rows that stand in one shard with `first`, from it on."""
-        shard = first // self._rows.rows_per_shard
-        wanted = {row for row in hits if row // self._rows.rows_per_shard == shard}
-        last = max(wanted)
-        for table in self._rows.whole_rows(shard, columns, min(wanted)):
-            chosen = excerpts(table.filter(pc.is_in(table[KEYS[0]], pa.array(sorted(wanted)))))
-            for row, start, stop in _runs(chosen):
-                found[row] = chosen.slice(start, stop - start)
-            if table[KEYS[0]][-1].as_py() >= last:
-                return
-
     def _in_shard(self, shard: int, first_row: int) -> Iterator[tuple[int, list[int], int]]:
-        """Of each row from an index on: the index, the samples that match, how many there are."""
+        """The index of each row from one on, its samples that match, and how many it has."""
         for table in self._rows.whole_rows(shard, self._columns, first_row):
             matches = self._wanted.matches(table, self._rows.text_column)
             samples = np.asarray(table[KEYS[1]])
             if not matches.any():
                 yield int(np.asarray(table[KEYS[0]])[-1]), [], table.num_rows
                 continue
-            for row, start, stop in _runs(table):
+            for row, start, stop in runs(table):
                 yield row, samples[start:stop][matches[start:stop]].tolist(), stop - start
 
     def _is_late(self) -> bool:
@@ -134,7 +109,7 @@ class Search:
 
 
 def excerpts(table: pa.Table) -> pa.Table:
-    """The table with the beginning and the end of its long texts, apart from ids."""
+    """The table with only the beginning and the end of its long texts; ids stay whole."""
     for place, field in enumerate(table.schema):
         if field.type in TEXT_TYPES and field.name != "row_id":
             column = table[field.name]
@@ -144,11 +119,3 @@ def excerpts(table: pa.Table) -> pa.Table:
             is_long = pc.greater(pc.utf8_length(column), _BEGINNING + _END)
             table = table.set_column(place, field, pc.if_else(is_long, both, column))
     return table
-
-
-def _runs(table: pa.Table) -> Iterator[tuple[int, int, int]]:
-    """The index of each row in a table, and where its samples begin and end."""
-    rows = np.asarray(table[KEYS[0]])
-    cuts = [*np.flatnonzero(np.append(True, rows[1:] != rows[:-1])), len(rows)] if len(rows) else []
-    for start, stop in pairwise(cuts):
-        yield int(rows[start]), int(start), int(stop)

@@ -38,18 +38,10 @@ class GatedMLP(nn.Module):
         parts = {"gate_proj": own, "up_proj": own}
         shards = dict.fromkeys(parts, parallel.shard(0, intermediate_size))
         self.gate_up_proj = MergedLinear(
-            hidden_size,
-            parts,
-            bias=bias,
-            shards=shards if parallel.size > 1 else None,
-            where=where,
+            hidden_size, parts, bias=bias, shards=shards if parallel.size > 1 else None, where=where
         )
         self.down_proj = RowParallelLinear(
-            intermediate_size,
-            hidden_size,
-            bias=bias,
-            lane=FEED_FORWARD_LANE,
-            where=where,
+            intermediate_size, hidden_size, bias=bias, lane=FEED_FORWARD_LANE, where=where
         )
 
     @property

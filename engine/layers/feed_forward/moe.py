@@ -91,21 +91,12 @@ class SparseMoE(nn.Module):
         self.correction: ScoreCorrection | None = None
         if router.corrected:
             self.correction = ScoreCorrection(num_experts, device=where.device)
-        self.experts = Experts(
-            num_experts,
-            hidden_size,
-            intermediate_size,
-            where=where,
-        )
+        self.experts = Experts(num_experts, hidden_size, intermediate_size, where=where)
         self.shared_expert: GatedMLP | None = None
         self.shared_expert_gate: Linear | None = None
         if shared_size is not None:
             self.shared_expert = GatedMLP(
-                hidden_size,
-                shared_size,
-                bias=False,
-                size_name="shared expert's size",
-                where=where,
+                hidden_size, shared_size, bias=False, size_name="shared expert's size", where=where
             )
             if router.gates_shared:
                 self.shared_expert_gate = Linear(
@@ -164,8 +155,7 @@ class SparseMoE(nn.Module):
 
 
 def _own_tokens(x: Tensor, ctx: ForwardContext) -> Tensor | None:
-    """Return the tokens [N] that belong to rows, or None for all: filled-up ones cost time on a
-    CPU."""
+    """Return the tokens [N] that belong to rows, None for all; a CPU leaves out filled-up ones."""
     if x.is_cuda or len(x) != len(ctx.kv_slots):
         return None
     own = ctx.kv_slots.nonzero().squeeze(1)

@@ -53,11 +53,7 @@ class Attention(nn.Module):
         self.layer, parallel = layer, where.parallel
         whole, own_heads = shape, parallel.share("num_attention_heads", shape.num_heads)
         kv_heads = parallel.kv_heads(whole.num_kv_heads)
-        shape = replace(
-            shape,
-            num_heads=own_heads,
-            num_kv_heads=kv_heads[1] - kv_heads[0],
-        )
+        shape = replace(shape, num_heads=own_heads, num_kv_heads=kv_heads[1] - kv_heads[0])
         self.shape = shape
         self.cache_spec: CacheSpec | None = shape
         self.scale = shape.head_dim**-0.5
@@ -86,11 +82,7 @@ class Attention(nn.Module):
             hidden_size, parts, bias=qkv_bias, arrange=arrange, shards=shards, where=where
         )
         self.o_proj = RowParallelLinear(
-            whole.num_heads * head_dim,
-            hidden_size,
-            bias=output_bias,
-            lane=MIXER_LANE,
-            where=where,
+            whole.num_heads * head_dim, hidden_size, bias=output_bias, lane=MIXER_LANE, where=where
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None

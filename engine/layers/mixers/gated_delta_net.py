@@ -90,11 +90,7 @@ class GatedDeltaNet(nn.Module):
             where=where,
         )
         self.out_proj = RowParallelLinear(
-            whole.values,
-            hidden_size,
-            bias=False,
-            lane=MIXER_LANE,
-            where=where,
+            whole.values, hidden_size, bias=False, lane=MIXER_LANE, where=where
         )
         wide = partial(empty_parameter, device=where.device, dtype=torch.float32)
         self.conv_weight = empty_parameter(
@@ -130,8 +126,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj.add_to(residual, normed)
 
     def _run(self, x: Tensor, a: Tensor, b: Tensor, cache: StateCache, rows: RowMetadata) -> Tensor:
-        """Compute the output [T, value heads, value_dim] of a part from x before the convolution,
-        a, b."""
+        """Compute a part's output [T, value heads, value_dim]; x is before the convolution."""
         window, matrix = cache.state["window"], cache.state["matrix"]
         if rows.width is not None:
             step = StepRows(rows.slots, cache.pending, cache.first, rows.width, cache.most_pending)

@@ -106,11 +106,7 @@ class LatentAttention(nn.Module):
             whole, shape.latent_size, shape.key_size, shape.value_size, where=where
         )
         self.o_proj = RowParallelLinear(
-            whole * shape.value_size,
-            hidden_size,
-            bias=bias,
-            lane=MIXER_LANE,
-            where=where,
+            whole * shape.value_size, hidden_size, bias=bias, lane=MIXER_LANE, where=where
         )
 
     @property

@@ -6,11 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from batchgen.engine.layers.decoder_layer import DecoderLayer, Mixer
-from batchgen.engine.layers.mixers.attention import Attention
+from batchgen.engine.layers.decoder_layer import DecoderLayer
 from batchgen.engine.layers.mixers.delta_shape import DeltaShape
 from batchgen.engine.layers.mixers.gated_delta_net import GatedDeltaNet
-from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import RotaryTable
 from batchgen.engine.models.model_config import ModelConfig, rope_from_parameters
 from batchgen.engine.models.mtp import MTP_HEAD
@@ -60,6 +58,7 @@ class HybridForCausalLM(MoEForCausalLM):
     """
 
     qk_norm = True
+    zero_centred = True
     interleaved: ClassVar[bool] = False
     """Whether checkpoints hold a delta network's input projections key head by key head."""
 
@@ -79,21 +78,10 @@ class HybridForCausalLM(MoEForCausalLM):
             mixer_name="self_attn" if is_attention else "linear_attn",
         )
 
-    def make_attention(self, index: int) -> Mixer:
-        """Make the gated attention of a layer, which finds its cache under this index."""
-        family = self.family
-        return Attention(
-            index,
-            self.config.hidden_size,
-            family.attention,
-            qkv_bias=family.qkv_bias,
-            output_bias=family.output_bias,
-            norm_eps=family.rms_norm_eps,
-            rotary_dim=family.rotary_dim,
-            output_gate=family.output_gate,
-            zero_centred=True,
-            where=self.where,
-        )
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        """The gate of attention's output, and the values of a head that rotate."""
+        return {"rotary_dim": self.family.rotary_dim, "output_gate": self.family.output_gate}
 
     def _make_delta_net(self, index: int) -> GatedDeltaNet:
         return GatedDeltaNet(
@@ -103,15 +91,6 @@ class HybridForCausalLM(MoEForCausalLM):
             norm_eps=self.family.rms_norm_eps,
             interleaved=self.interleaved,
             where=self.where,
-        )
-
-    def make_norm(self) -> RMSNorm:
-        """Make a zero-centred RMSNorm over hidden states."""
-        return RMSNorm(
-            self.config.hidden_size,
-            self.family.rms_norm_eps,
-            where=self.where,
-            zero_centred=True,
         )
 
     def make_rotary(self) -> RotaryTable:
@@ -148,12 +127,7 @@ def hybrid_config(
     """
     values = hf.to_dict()
     parameters: dict[str, Any] = dict(hf.rope_parameters)
-    rotary = parameters.pop("partial_rotary_factor", None)
-    rotary = 1.0 if rotary is None else rotary
-    if type(rotary) not in (int, float) or not 0 < rotary <= 1:
-        raise ValueError(
-            f"partial_rotary_factor is {rotary!r:.60}, and must be a number over 0 and at most 1"
-        )
+    rotary = _rotated_share(parameters.pop("partial_rotary_factor", None))
     # Rows of text have the same position on all three axes of multimodal rotary embedding, so its
     # sections make no difference.
     for name in ("mrope_section", "mrope_interleaved"):
@@ -194,6 +168,16 @@ def hybrid_config(
         output_gate=output_gate,
         mtp_layers=mtp_layers,
     )
+
+
+def _rotated_share(value: Any) -> float:
+    """Return the share of a head's values that rotate, all of them by default."""
+    share = 1.0 if value is None else value
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        raise ValueError(
+            f"partial_rotary_factor is {share!r:.60}, and must be a number over 0 and at most 1"
+        )
+    return float(share)
 
 
 def _attention_layers(layer_types: list[str]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from batchgen.engine.caches.cache_specs import KVSpec
 from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward, Mixer
@@ -71,6 +71,8 @@ class DenseForCausalLM(CausalLM):
 
     qk_norm: ClassVar[bool] = False
     """Whether an RMSNorm is applied to each query and key head."""
+    zero_centred: ClassVar[bool] = False
+    """Whether checkpoints hold the weights of norms minus 1 (`RMSNorm`)."""
     gguf_permutes_qk: ClassVar[bool] = False
     """Whether GGUF files of this model hold the rows of the query and key projections in the order
     of interleaved rotary embedding, in which the two values of a pair are neighbours."""
@@ -86,6 +88,11 @@ class DenseForCausalLM(CausalLM):
             self.make_attention(index), self.make_mlp(index), self.make_norm(), self.make_norm()
         )
 
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        """What `Attention` takes besides, in models whose attention has more options."""
+        return {}
+
     def make_attention(self, index: int) -> Mixer:
         """Make the attention of a layer, which finds its cache under this index."""
         family = self.family
@@ -96,6 +103,8 @@ class DenseForCausalLM(CausalLM):
             qkv_bias=family.qkv_bias,
             output_bias=family.output_bias,
             norm_eps=family.rms_norm_eps if family.qk_norm else None,
+            zero_centred=self.zero_centred,
+            **self.attention_options,
             where=self.where,
         )
 
@@ -110,11 +119,8 @@ class DenseForCausalLM(CausalLM):
 
     def make_norm(self) -> RMSNorm:
         """Make an RMSNorm over hidden states."""
-        return RMSNorm(
-            self.config.hidden_size,
-            self.family.rms_norm_eps,
-            where=self.where,
-        )
+        size, eps = self.config.hidden_size, self.family.rms_norm_eps
+        return RMSNorm(size, eps, zero_centred=self.zero_centred, where=self.where)
 
     def make_rotary(self) -> RotaryTable:
         """Make the table for all positions that the model was made for."""

@@ -11,9 +11,9 @@ import torch
 from measuring import Case, Group, Launch, microseconds, random_normal
 from torch import Tensor
 
-from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, sum_slots
+from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, moe_combine
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
-from batchgen.kernels.moe.moe_align_triton import align
+from batchgen.kernels.moe.moe_align_triton import moe_align
 from batchgen.kernels.moe.moe_tiles import ProductTiles, Tiles, choose_tiles
 from batchgen.kernels.moe.router.routing_triton import route_triton
 from batchgen.kernels.moe.tiled_layout import PANEL, panels_shape
@@ -80,7 +80,7 @@ class Batch:
         return route_triton(self.logits[i], self.shape.k, renormalise=True)
 
     def align(self, block_m: int, i: int) -> Any:
-        return align(self.ids[i], self.shape.experts, block_m)
+        return moe_align(self.ids[i], self.shape.experts, block_m)
 
     def case(self, name: str, run: Callable[[int], object]) -> Case:
         return Case(f"{len(self.x):6} tokens, {name}", lambda _, i: run(i), ROUTINGS)
@@ -110,7 +110,7 @@ def expert_cases(options: argparse.Namespace) -> Iterator[Case]:
         yield batch.case("  align", partial(batch.align, tiles.block_m))
         yield batch.case("  gate_up", partial(gate_up, tiles.gate_up))
         yield batch.case("  down", partial(down, tiles.down))
-        add = partial(sum_slots, batch.parts, torch.empty_like(batch.x), add=False)
+        add = partial(moe_combine, batch.parts, torch.empty_like(batch.x), add=False)
         yield batch.case("  sum", lambda _, add=add: add())  # type: ignore[misc]
 
 

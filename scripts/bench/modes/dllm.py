@@ -18,7 +18,7 @@ from batchgen.engine.execution.graph_shapes import GraphShapes, launch_bound_tok
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.memory.memory_plan import ModelUse
+from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.sampling.sampler import sample
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs

@@ -29,7 +29,7 @@ from batchgen.engine.engine_models import planned_uses
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import Quantization
 from batchgen.engine.memory.kernel_warmup import compiling_kernels
-from batchgen.engine.memory.memory_plan import ModelUse
+from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy

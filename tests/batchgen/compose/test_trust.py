@@ -65,6 +65,10 @@ NAMING: dict[str, dict[str, Any]] = {
     "options of sbatch": {"launcher": {"choice": "slurm", "workers": 1,
                                        "parameters": {"wrap": "touch ran"}}},
     "a runtime": {"launcher": {"choice": "ray", "runtime_env": {"pip": ["strangers_code"]}}},
+    "a launcher": {"launcher": {"_target_": "strangers_code.Step"}},
+    "keys of a launcher": {"launcher": {"_target_": "batchgen.launchers.slurm.SlurmLauncher",
+                                        "workers": 1, "setup": ["touch ran"]}},
+    "as older files name it": {"launcher": {"kind": "slurm", "workers": 1, "setup": ["touch ran"]}},
     "a cluster": {"launcher": {"choice": "ray", "address": "ray://strangers_code:1"}},
 }  # fmt: skip
 

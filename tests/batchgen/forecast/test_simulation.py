@@ -27,7 +27,7 @@ COST: StepCost = Counted()  # type: ignore[assignment]
 
 
 def by_steps(places: Places, prompts: list[int], answers: list[int]) -> Played:
-    """The same, one step after the other, each row with its own counters."""
+    """A plain simulation, one step after the other, each row with its own counters."""
     waiting = list(zip(prompts, answers, strict=True))
     running: list[list[int]] = []  # prompt, answer, tokens so far
     seconds, steps, row_steps, first = 0.0, 0, 0, 0.0

@@ -105,7 +105,7 @@ def test_a_model_of_next_tokens_is_refused(model: Path, rows: Path, tmp_path: Pa
 def test_an_answer_that_whole_blocks_leave_no_room_for_is_refused(
     sdar: Path, rows: Path, tmp_path: Path
 ) -> None:
-    """Of 63 positions 60 can be used with blocks of 4, for the engine and for the job."""
+    """60 of 63 positions can be used with blocks of 4, for the engine and for the job."""
     with pytest.raises(ConfigError, match=r"engine: max_batched_tokens is 3, .* multiples of 4"):
         run(overrides(sdar, rows, tmp_path / "c", *DLLM, "engine.max_batched_tokens=3"))
     assert not (tmp_path / "c").exists()

@@ -178,7 +178,7 @@ def test_the_errors_of_other_workers_count() -> None:
 
 
 def expected(first: float = 40.0) -> Forecast:
-    """Of a job that took 5 s to start and should take 115 to 595 s more."""
+    """The forecast of a job that took 5 s to start and should take 115 to 595 s more."""
     return Forecast(
         seconds=Range(120.0, 300.0, 600.0),
         start_s=5.0,

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from batchgen import run_job
-from batchgen.compose.compose_config import compose
+from batchgen.compose.compose_config import checked, compose, compose_groups
+from batchgen.compose.trust import Trust
+from batchgen.config.job_config import JobConfig
+from batchgen.config.launcher_config import Launched, Launcher, job_launcher
 from batchgen.folder.job_folder import refuse_foreign_files
 from batchgen.launchers import launch as module
 from batchgen.launchers import shown as shown_module
 from batchgen.launchers.launch import check_launcher, described, launch
-from batchgen.launchers.launched import LaunchedFolder
-from batchgen.launchers.logs import make_logs, remove_logs
+from batchgen.launchers.launched import LaunchedFolder, make_logs, remove_logs
 from batchgen.launchers.shown import Shown
 from batchgen.storage.job_storage import FolderStorage
 from batchgen.util.errors import ConfigError
@@ -48,11 +50,60 @@ def test_the_launcher_in_words() -> None:
 
 
 def test_keys_that_say_which_launcher_is_meant() -> None:
-    assert compose({"launcher.workers": 2}).launcher.kind == "local"
-    assert compose({"launcher.workers": 2, "launcher.partition": "gpu"}).launcher.kind == "slurm"
-    assert compose({"launcher.placement": "pack"}).launcher.kind == "ray"
+    def name(job: dict[str, object]) -> str | None:
+        launcher = job_launcher(compose(job))
+        return None if launcher is None else launcher.name
+
+    assert name({"launcher.workers": 2}) == "local"
+    assert name({"launcher.workers": 2, "launcher.partition": "gpu"}) == "slurm"
+    assert name({"launcher.placement": "pack"}) == "ray"
     with pytest.raises(ConfigError, match=r"launcher\.workers has no value"):
         compose({"launcher": "slurm"})
+
+
+@pytest.mark.parametrize(
+    "old", [{"kind": "local", "workers": 2, "restarts": 3}, {"kind": "local", "workers": 2}]
+)
+def test_job_files_from_before_launchers_were_classes(old: dict[str, object]) -> None:
+    target = "batchgen.launchers.local.LocalLauncher"
+    new = compose({"launcher": {"_target_": target, "workers": 2}}).launcher
+    assert compose({"launcher": old}).launcher == new
+    groups = compose_groups({}).groups
+    config = checked({**groups, "launcher": {**old, "restarts": 3}}, Trust((Path("job.yaml"),)))
+    assert config.launcher == new is not None and new.target == target
+    assert compose({}, ["launcher.kind=local", "launcher.workers=2"]).launcher == new
+    assert compose({"launcher": {"kind": "none"}}).launcher is None
+    with pytest.raises(ConfigError, match=r"launcher\.kind: launcher has no choice loca: did you"):
+        compose({"launcher": {"kind": "loca"}})
+    with pytest.raises(ConfigError, match=r"launcher\.kind must be one of .*none.*, got 'loca'"):
+        checked({**groups, "launcher": {"kind": "loca"}}, Trust())
+
+
+class OwnLauncher(Launcher):
+    """A launcher of a user's."""
+
+    name = "own"
+
+    def __init__(self, number: int = 1) -> None:
+        self.number = number
+
+    def described(self) -> str:
+        return f"own: {self.number}"
+
+    def launch(self, config: JobConfig) -> Launched:
+        return Launched(0, None, f"{self.number} here")
+
+
+def test_a_launcher_of_the_users_own() -> None:
+    own = {"launcher": {"_target_": f"{__name__}.OwnLauncher", "number": 3}}
+    assert described(compose(own)) == "own: 3"
+    assert launch(compose(own)).message == "3 here"
+    with pytest.raises(ConfigError, match=r"launcher\.number must be an integer, got 'x'"):
+        compose({"launcher": {**own["launcher"], "number": "x"}})
+    with pytest.raises(ConfigError, match=r"launcher\.numbers is not a key: choose among number"):
+        compose({"launcher": {**own["launcher"], "numbers": 3}})
+    with pytest.raises(ConfigError, match=r"\.Path is no launcher"):
+        compose({"launcher": {"_target_": f"{__name__}.Path"}})
 
 
 def test_python_waits_for_its_job() -> None:

@@ -17,11 +17,10 @@ import pytest
 from fake_job import FakeJob
 
 from batchgen.compose.compose_config import compose
-from batchgen.config.launcher_config import LocalLauncherConfig
+from batchgen.config.launcher_config import Launched
 from batchgen.launchers import supervisor
 from batchgen.launchers.launch import launch
-from batchgen.launchers.launched import Launched
-from batchgen.launchers.local import run_local, visible_devices
+from batchgen.launchers.local import LocalLauncher, visible_devices
 from batchgen.util.errors import ConfigError
 
 
@@ -34,19 +33,17 @@ def _launch(
     ranks: int = 1,
 ) -> Launched:
     """Run `program` with `place` and `log`, a file for what it does, in place of workers."""
-    config = replace(
-        FakeJob(str(out)).config(), launcher=LocalLauncherConfig(kind="local", restarts=restarts)
-    )
+    config = FakeJob(str(out)).config()
     config = replace(config, engine=replace(config.engine, tensor_parallel=ranks))
     out.mkdir(exist_ok=True)
     begin = f"import os, signal, sys, time; place = int(sys.argv[1]); log = {str(out / 'log')!r}\n"
     begin += "def note(text): open(log, 'a').write(text + '\\n')\n"
 
     def command(job: Path, place: int) -> list[str]:
-        assert "kind: none" in job.read_text()
+        assert "launcher:\n  _target_: null" in job.read_text()
         return ["-S", "-c", begin + program, str(place)]
 
-    return run_local(config, count, devices, command)
+    return LocalLauncher(restarts=restarts).run(config, count, devices, command)
 
 
 def _log(out: Path) -> list[str]:

@@ -20,22 +20,24 @@ from fake_job import FakeJob
 from launched_job import beats, data, when_rows_are_done, worker_of
 
 from batchgen.config.job_config import EngineGroup, JobConfig
-from batchgen.config.launcher_config import RayLauncherConfig
-from batchgen.launchers.launched import Launched
+from batchgen.config.launcher_config import Launched
 from batchgen.launchers.process import End
 from batchgen.launchers.ray_actor import ActorJob, ActorProcess, WorkerActor
-from batchgen.launchers.ray_cluster import Heart, count_workers, worker_need
+from batchgen.launchers.ray_cluster import Heart, count_workers
 from batchgen.launchers.ray_cluster import cluster as connected
-from batchgen.launchers.ray_launcher import launch
+from batchgen.launchers.ray_launcher import RayLauncher
 from batchgen.util.errors import ConfigError
 
 
-def _config(out: Path, device: Literal["auto", "cpu"] = "cpu", **keys: Any) -> JobConfig:
-    return replace(
-        FakeJob(str(out)).config(),
-        engine=EngineGroup(device=device),
-        launcher=RayLauncherConfig(kind="ray", **keys),
-    )
+def _config(out: Path, device: Literal["auto", "cpu"] = "cpu") -> JobConfig:
+    return replace(FakeJob(str(out)).config(), engine=EngineGroup(device=device))
+
+
+def _count(
+    config: JobConfig, nodes: list[dict[str, Any]], has_gpus: bool = True, **keys: Any
+) -> int:
+    launcher = RayLauncher(**keys)
+    return count_workers(launcher.workers, nodes, launcher.worker_need(config, has_gpus))
 
 
 def _nodes(*resources: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -62,29 +64,28 @@ def test_there_are_as_many_workers_as_fit_on_the_nodes(
     keys: dict[str, Any], count: int, tmp_path: Path
 ) -> None:
     """The GPUs of a worker are on one node, and a worker needs its cores there, too."""
-    config = _config(tmp_path, "auto", **keys)
-    assert count_workers(config, TWO_NODES, worker_need(config, True)) == count
+    assert _count(_config(tmp_path, "auto"), TWO_NODES, **keys) == count
 
 
 def test_a_cluster_that_is_too_small(tmp_path: Path) -> None:
-    config = _config(tmp_path, "auto", gpus_per_worker=4, workers=2)
+    config = _config(tmp_path, "auto")
     says = (
         r"2 workers with 4 GPUs and 1 CPU core each do not fit .* room for 1: n0 has 4 GPUs and 16 "
         r"CPU cores; n1 has 3 GPUs and 2 CPU cores; n2 has no GPU and 64 CPU cores\. Lower"
     )
     with pytest.raises(ConfigError, match=says):
-        count_workers(config, TWO_NODES, worker_need(config, True))
-    config = _config(tmp_path, "auto", gpus_per_worker=8)
+        _count(config, TWO_NODES, gpus_per_worker=4, workers=2)
     with pytest.raises(ConfigError, match=r"a worker with 8 GPUs .* does not fit"):
-        count_workers(config, TWO_NODES, worker_need(config, True))
-    config = _config(tmp_path, "auto")
-    assert worker_need(config, False) == worker_need(_config(tmp_path), True) == {"CPU": 1}
+        _count(config, TWO_NODES, gpus_per_worker=8)
+    need = RayLauncher().worker_need
+    assert need(config, False) == need(_config(tmp_path), True) == {"CPU": 1}
     with pytest.raises(ConfigError, match=r"launcher\.workers has no value"):
-        count_workers(config, _nodes({"CPU": 4}), worker_need(config, False))
-    bad = ("workers", 0), ("gpus_per_worker", 1.5), ("cpus_per_worker", -1), ("restarts", -1)
-    for key, value in bad:
+        _count(config, _nodes({"CPU": 4}), has_gpus=False)
+    bad: dict[str, Any] = {"workers": 0, "gpus_per_worker": 1.5, "cpus_per_worker": -1}
+    bad |= {"restarts": -1}
+    for key, value in bad.items():
         with pytest.raises(ConfigError, match=rf"launcher\.{key}"):
-            _config(tmp_path, "auto", **{key: value})
+            RayLauncher(**{key: value})
 
 
 def test_a_node_that_does_not_see_the_job(tmp_path: Path) -> None:
@@ -135,13 +136,13 @@ class TestTwoNodes:
             f"import os, signal, sys, time; place = int(sys.argv[1]); log = {str(out) + '.log'!r}\n"
             "def note(text): open(log, 'a').write(text + '\\n')\n"
         )
-        config = _config(out, address=two_nodes and two_nodes.address, **keys)
+        launcher = RayLauncher(address=two_nodes and two_nodes.address, **keys)
 
         def command(job: Path, place: int) -> list[str]:
-            assert "kind: none" in job.read_text()
+            assert "launcher:\n  _target_: null" in job.read_text()
             return ["-S", "-c", begin + program, str(place)]
 
-        return launch(config, command)
+        return launcher.launch(_config(out), command)
 
     def _log(self, out: Path) -> list[str]:
         path = Path(f"{out}.log")
@@ -196,7 +197,7 @@ class TestTwoNodes:
             self._launch(two_nodes, out, "", workers=4)
         assert not out.exists()
         with pytest.raises(ConfigError, match=r"no cluster at launcher\.address=localhost:1: "):
-            launch(_config(out, address="localhost:1", workers=1))
+            RayLauncher(address="localhost:1", workers=1).launch(_config(out))
 
     def test_a_node_without_the_files_is_a_mistake_first_and_a_loss_later(
         self, two_nodes: Any, tmp_path: Path
@@ -211,7 +212,7 @@ class TestTwoNodes:
                 pass
             return found
 
-        with connected(RayLauncherConfig(kind="ray", address=two_nodes.address)):
+        with connected(two_nodes.address, {}):
             with pytest.raises(ConfigError, match=r"launcher=ray: the node .* does not see"):
                 end(is_first=True)
             found = end(is_first=False)
@@ -224,7 +225,7 @@ class TestTwoNodes:
         whole, out = tmp_path / "whole", tmp_path / "out"
         FakeJob(str(whole), rows=120, rows_per_shard=8).run()
         job = FakeJob(str(out), rows=120, rows_per_shard=8, step_s=0.2)
-        launcher = RayLauncherConfig(kind="ray", address=two_nodes.address, workers=2)
+        launcher = RayLauncher(address=two_nodes.address, workers=2)
         (node,) = two_nodes.worker_nodes
 
         def kill() -> None:
@@ -232,7 +233,7 @@ class TestTwoNodes:
             _kill_node(two_nodes, node, [pid for pid in pids if _raylet_of(pid) == _raylet(node)])
 
         killed = when_rows_are_done(out, 20, 2, kill)
-        result = launch(replace(job.config(), launcher=launcher), worker_of(job))
+        result = launcher.launch(job.config(), worker_of(job))
         assert not killed.is_alive()
         assert result.exit_code == 3 and "rows           " in result.message
         assert data(out) == data(whole)

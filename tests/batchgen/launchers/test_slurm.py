@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,9 +21,8 @@ import fake_slurm
 from fake_job import FakeJob
 from launched_job import beats, data, when_rows_are_done, worker_of
 
-from batchgen.config.launcher_config import SlurmLauncherConfig
-from batchgen.launchers.launched import Launched
-from batchgen.launchers.slurm import launch
+from batchgen.config.launcher_config import Launched
+from batchgen.launchers.slurm import SlurmLauncher
 from batchgen.util.errors import ConfigError
 
 
@@ -42,16 +40,15 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _launch(out: Path, program: str, workers: int = 2, **keys: Any) -> Launched:
     """Run `program` with `place` and `note(text)` in place of workers."""
     given = {"gpus_per_worker": 0, "cpus_per_worker": 1, **keys}
-    launcher = SlurmLauncherConfig(kind="slurm", workers=workers, **given)
-    config = replace(FakeJob(str(out)).config(), launcher=launcher)
+    config = FakeJob(str(out)).config()
     begin = f"import os, signal, sys, time; place = int(sys.argv[1]); log = {str(out) + '.log'!r}\n"
     begin += "def note(text): open(log, 'a').write(text + '\\n')\n"
 
     def command(job: Path, place: int) -> list[str]:
-        assert "kind: none" in job.read_text()
+        assert "launcher:\n  _target_: null" in job.read_text()
         return ["-S", "-c", begin + program, str(place)]
 
-    return launch(config, command)
+    return SlurmLauncher(workers=workers, **given).launch(config, command)
 
 
 def _log(out: Path) -> list[str]:
@@ -176,10 +173,8 @@ def test_the_data_are_those_of_one_worker(
         os.kill(second, signal.SIGKILL)
 
     disturbed = when_rows_are_done(out, 20, 2, disturb)
-    launcher = SlurmLauncherConfig(
-        kind="slurm", workers=2, cluster=cluster, gpus_per_worker=0, cpus_per_worker=1
-    )
-    result = launch(replace(job.config(), launcher=launcher), worker_of(job))
+    launcher = SlurmLauncher(workers=2, cluster=cluster, gpus_per_worker=0, cpus_per_worker=1)
+    result = launcher.launch(job.config(), worker_of(job))
     assert not disturbed.is_alive()
     assert result.exit_code == 3 and "rows           " in result.message
     assert data(out) == data(whole)

@@ -100,13 +100,13 @@ class Workers(RuleBasedStateMachine):
 
 
 class WorkersOnAnObjectStore(Workers):
-    """The same where requests may stay unanswered, whether they have happened or not."""
+    """Workers where requests may stay unanswered, whether they have happened or not."""
 
     faults = (None, "before", "after")
 
 
 class WorkersWithoutLinks(Workers):
-    """The same on a file system without links, where others see leases that are not whole yet, and
+    """Workers on a file system without links, where others see leases that are not whole yet, and
     leases that never become whole because their worker was killed."""
 
     faults = (None, "torn")

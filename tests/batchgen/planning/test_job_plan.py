@@ -19,7 +19,8 @@ from batchgen.config.job_config import JobConfig
 from batchgen.engine.base.engine_config import EngineConfig, Sizes
 from batchgen.engine.caches.model_caches import row_bytes
 from batchgen.engine.memory.expected_memory import expected_memory
-from batchgen.engine.memory.memory_plan import ModelUse, Room, divide_memory
+from batchgen.engine.memory.memory_plan import Room, divide_memory
+from batchgen.engine.memory.model_use import ModelUse
 from batchgen.forecast.prompt_reading import job_reading
 from batchgen.forecast.scan import scan_rows
 from batchgen.jobs.job_parts import job_parts

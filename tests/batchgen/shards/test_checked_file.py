@@ -21,9 +21,9 @@ from synthetic_job import write_job
 from batchgen.cli.verbs import compare, export, grade, report, score, show, validate
 from batchgen.cli.verbs.follow import NewRows
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.rows.job_rows import JobRows
 from batchgen.shards.checked_file import CheckedFile, DamagedFile, seal
 from batchgen.util.errors import JobError
-from batchgen.viewer.rows.viewed_rows import JobRows
 
 POST = "[{_target_: batchgen.grading.extract.Extract}]"
 TABLE = pa.table(

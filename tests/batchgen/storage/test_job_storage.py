@@ -29,7 +29,7 @@ def _folder(path: Path) -> tuple[Storage, Callable[[], None]]:
 
 
 def _objects(path: Path) -> tuple[Storage, Callable[[], None]]:
-    """The same in an object store."""
+    """In an object store as in a folder."""
     store = store_in(FaultyFiles())
     storage = ObjectStorage(store, WorkersConfig())
     storage.store("a", joins=False).do(Create(SESSION, b"a"))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import SCHEMES, SIZES, chromium, look, no_browser, not_reached
-from check_view import keys, looked_at, served, write_jobs
 from finished_job import finished_job, row
+from page_faults import keys, looked_at, run_hostile_job, served, use_report, write_jobs
 
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.report.write_report import make_report
@@ -81,6 +82,12 @@ def test_keys(browser: Any, urls: dict[str, str]) -> None:
     page = browser.new_page()
     assert keys(page, urls["one"]) == []
     page.close()
+
+
+@pytest.mark.slow
+def test_a_report_of_rows_that_try_to_break_out(browser: Any, tmp_path: Path) -> None:
+    report = make_report(run_hostile_job(tmp_path))
+    assert look(browser, report.as_uri(), then=use_report) == []
 
 
 def test_pages_work_without_scripts(browser: Any, urls: dict[str, str]) -> None:

@@ -242,7 +242,7 @@ def test_two_jobs_side_by_side(pair_site: Site) -> None:
 
 
 def test_flipped_rows_show_the_question_the_target_and_both_answers(tmp_path: Path) -> None:
-    """Of several samples those that differ most, and the same ones on the page of the row."""
+    """The samples that differ most, and the same ones on the page of the row."""
     texts = {"a": [("no", "yes"), ("yes", "yes")] * 40, "b": [("no", "no"), ("yes", "yes")] * 40}
     for name, answers in texts.items():
         rows = [

@@ -20,7 +20,7 @@ from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.memory.memory_plan import ModelUse
+from batchgen.engine.memory.model_use import ModelUse
 from batchgen.kernels.moe.experts_cpu import grouped_mlp_cpu
 from batchgen.kernels.moe.router.routing import route
 

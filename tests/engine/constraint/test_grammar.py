@@ -62,7 +62,7 @@ WORDS = (
 SPECIAL = ("<|end|>", "<|turn|>", "<|pad|>")
 THINK = "</think>"
 WIDTH = 331
-"""Of the logits: wider than the tokenizer, and no multiple of 32."""
+"""Columns of the logits: wider than the tokenizer, and no multiple of 32."""
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "string"}, "ab": {"type": "array", "items": {"type": "integer"}}},

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from this_process import resident_mib
+from measuring import resident_mib
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode

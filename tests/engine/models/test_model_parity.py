@@ -13,7 +13,7 @@ from torch import Tensor
 from batchgen.engine.caches.forward_context import ForwardContext
 from batchgen.engine.caches.model_caches import CacheSizes
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.memory.memory_plan import ModelUse
+from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.kernels.attention.attention import AttentionMetadata
 

@@ -87,7 +87,7 @@ def compare(cases: Sequence[Case], size: int) -> None:
 
 
 def preempted(folder: Path) -> Case:
-    """So many rows that the cache cannot hold them to their ends."""
+    """More rows than the cache can hold to their ends."""
     config = {"kv_cache_gib": 0.0001, "max_model_len": 84}
     return Case(folder, rows(8, tokens=20), config=config, short_rows=True)
 

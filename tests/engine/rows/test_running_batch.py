@@ -33,7 +33,7 @@ class PiecesTokenizer:
 
 
 def value(row: int, place: int, element: int) -> int:
-    """Of a column, at a generated token's place; no two places of any two rows share one."""
+    """A column at a generated token's place; no two places of any two rows share one."""
     return (row * 1000 + place) * 10 + element
 
 

@@ -484,7 +484,7 @@ def kinds(loop: Loop, start: int = 0) -> str:
 
 
 def prefills(loop: Loop) -> list[PrefillBatch]:
-    """Of all batches, those beside decoding rows included."""
+    """The prefills of all batches, those beside decoding rows included."""
     return [prefill for _, prefill in map(parts_of, loop.batches) if prefill is not None]
 
 
@@ -513,7 +513,7 @@ def running_loop(
 
 
 def waiting_rows(shapes: list[tuple[int, int]]) -> list[Row]:
-    """Of exact lengths: (prompt tokens, new tokens) of each."""
+    """Requests of exact lengths: (prompt tokens, new tokens) of each."""
     rows = enumerate(shapes)
     return [Row.make(f"waits{i}", [2] * tokens, new, new, seed=i) for i, (tokens, new) in rows]
 

@@ -77,7 +77,7 @@ class Rows:
         )  # fmt: skip
 
     def slots(self, row: int, count: int) -> Tensor:
-        """Of the row's first tokens in the cache seen as [kv_heads, slots, head_dim]."""
+        """The values of the row's first tokens in the cache seen as [kv_heads, slots, head_dim]."""
         at, size = torch.arange(count, device=DEVICE), self.cache.block_size
         return self.tables[row].long()[at // size] * size + at % size
 

@@ -20,7 +20,7 @@ from batchgen.kernels.fp8.fp8_tiles import EXPERTS, ExpertTiles, expert_tiles
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, quantise_weight
 from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, quantise_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
-from batchgen.kernels.moe.moe_align_triton import align
+from batchgen.kernels.moe.moe_align_triton import moe_align
 from batchgen.kernels.moe.tiled_layout import to_panels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,7 +85,7 @@ def test_both_products_are_near_float64(
 ) -> None:
     case = Case(*sizes)
     tokens, k, experts, hidden, inner = sizes[:5]
-    alignment = align(case.ids, experts, tiles.block_m)
+    alignment = moe_align(case.ids, experts, tiles.block_m)
     values, scales = quantise_rows_triton(case.x)
     x = FP8Rows(values, scales, tokens).dequantise().double()
     slots = tokens * k

@@ -25,7 +25,7 @@ from batchgen.kernels.fp8.quantise_triton import (
 from batchgen.kernels.layers.activation import silu_and_mul
 from batchgen.kernels.layers.rms_norm import rms_norm
 from batchgen.kernels.layers.shared_part import SharedPart
-from batchgen.kernels.moe.experts_triton import sum_slots
+from batchgen.kernels.moe.experts_triton import moe_combine
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEP = 2.0**-4
@@ -190,7 +190,7 @@ def test_a_quantised_norm_adds_the_bits_of_a_sum_of_slots(
     shared = None if gated is None else SharedPart(values, gate if gated else None)
     weight = normal(size)
     total, plain, kept = x.clone(), torch.empty_like(x), torch.empty_like(x)
-    sum_slots(slots, total, None, shared, add=True)
+    moe_combine(slots, total, None, shared, add=True)
     apart = FP8Rows(*rms_norm_quantised_triton(total, weight, 1e-5, out=plain), rows)
     parts = slots.view(rows, 3, size).transpose(0, 1)
     stream = x.clone()

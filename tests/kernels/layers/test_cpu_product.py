@@ -34,7 +34,7 @@ def steady(x: Tensor) -> Tensor:
 
 
 def otherwise(x: Tensor) -> Tensor:
-    """The same sums in another order."""
+    """Sums that are added in another order."""
     half = x.shape[1] // 2
     zeros = torch.zeros_like(x[:, :half])
     return steady(torch.cat((x[:, :half], zeros), 1)) + steady(torch.cat((zeros, x[:, half:]), 1))

@@ -35,7 +35,7 @@ from batchgen.kernels.layers.rms_norm import (
     rms_norm_triton,
 )
 from batchgen.kernels.layers.shared_part import SharedPart
-from batchgen.kernels.moe.experts_triton import sum_slots
+from batchgen.kernels.moe.experts_triton import moe_combine
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -156,7 +156,7 @@ def _check_norm_of_sum(
     parts = slots.view(rows, k, size).transpose(0, 1)
 
     total = x.clone()
-    sum_slots(slots, total, None, shared, add=True)
+    moe_combine(slots, total, None, shared, add=True)
     expected = rms_norm_triton(total, weight, 1e-5)
     stream = x.clone()
     found = rms_norm_triton(stream, weight, 1e-5, parts, shared)

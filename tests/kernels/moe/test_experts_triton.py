@@ -17,7 +17,7 @@ from torch import Tensor
 from batchgen.kernels.layers.shared_part import SharedPart
 from batchgen.kernels.moe import moe_align_triton as alignment_triton
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_mlp_reference, grouped_parts
-from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, sum_slots
+from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, moe_combine
 from batchgen.kernels.moe.moe_tiles import ProductTiles, Tiles
 from batchgen.kernels.moe.tiled_layout import (
     are_panels,
@@ -252,7 +252,7 @@ def test_a_sum_with_a_shared_part_is_rounded_once(gated: bool) -> None:
     out = torch.ones((1, 16), dtype=torch.bfloat16, device=DEVICE)
     values = torch.full_like(out, 2.0**-7 if gated else 2.0**-8)
     gate = torch.zeros((1, 1), dtype=torch.bfloat16, device=DEVICE) if gated else None
-    sum_slots(parts, out, None, SharedPart(values, gate), add=True)
+    moe_combine(parts, out, None, SharedPart(values, gate), add=True)
     assert (out == 1 + 2.0**-7).all()
 
 
@@ -359,12 +359,12 @@ def test_only_slots_whose_expert_is_here_are_added(add: bool) -> None:
     ids = torch.arange(15, device=DEVICE, dtype=torch.int32).view(5, 3) % 4
     before = torch.randn((5, 40), device=DEVICE)
     of_all, of_some = before.clone(), before.clone()
-    sum_slots(parts, of_all, add=add)
+    moe_combine(parts, of_all, add=add)
     torch.testing.assert_close(of_all, parts.view(5, 3, 40).sum(1) + before * add)
     is_here = ids.flatten() < 2
     # Nothing is written for the others, so anything may stand there.
     spoiled = parts.where(is_here.unsqueeze(1), NAN)
-    sum_slots(spoiled, of_some, (ids, 2), add=add)
+    moe_combine(spoiled, of_some, (ids, 2), add=add)
     kept = parts.where(is_here.unsqueeze(1), 0.0)
     torch.testing.assert_close(of_some, kept.view(5, 3, 40).sum(1) + before * add)
 

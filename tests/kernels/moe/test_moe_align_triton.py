@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels.moe import moe_align_triton as alignment_triton
-from batchgen.kernels.moe.moe_align_triton import Alignment, align, bound_of_tiles
+from batchgen.kernels.moe.moe_align_triton import Alignment, bound_of_tiles, moe_align
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -57,7 +57,7 @@ def test_alignment_equals_a_stable_sort(
         ids = ids % experts
     # Chunks of 128 slots, so that there are several.
     with patch.multiple(alignment_triton, FEW_SLOTS=10**6 if few else 0, _CHUNK=128):
-        _check(align(ids, experts, block_m), ids, experts)
+        _check(moe_align(ids, experts, block_m), ids, experts)
 
 
 @pytest.mark.gpu
@@ -67,7 +67,7 @@ def test_alignment_equals_a_stable_sort(
 def test_alignment_of_real_sizes(tokens: int, experts: int, k: int, used: int) -> None:
     ids = _ids(tokens, k, experts, used)
     for block_m in (16, 128):
-        _check(align(ids, experts, block_m), ids, experts)
+        _check(moe_align(ids, experts, block_m), ids, experts)
 
 
 @settings(deadline=None)

@@ -50,7 +50,7 @@ def residual(round_: int, dtype: torch.dtype) -> Tensor | None:
 
 
 def norm_weight(round_: int, dtype: torch.dtype) -> Tensor:
-    """Of the dtype of the stream, or in float32."""
+    """Partial sums in the dtype of the stream, or in float32."""
     return operands(98, round_, torch.float32 if round_ % 2 else dtype)[0].contiguous()
 
 

@@ -26,7 +26,7 @@ RUNS: tuple[Run, ...] = (apply_token_mask_reference, apply_token_mask_triton)
 
 
 def make_mask(allowed: Tensor, lines: list[int], device: torch.device = DEVICE) -> TokenMask:
-    """Of allowed [C, V] bool; bits past V are set, and words are cut from a wider buffer."""
+    """Bits of allowed [C, V] bool; bits past V are set, and words are cut from a wider buffer."""
     count, vocab = allowed.shape
     words = -(-vocab // 32)
     bits = np.ones((count, words * 32), dtype=np.bool_)

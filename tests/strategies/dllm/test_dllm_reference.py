@@ -164,7 +164,7 @@ def test_confident_tokens_come_first_and_the_step_map_says_so() -> None:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("length", [2, 4, 8])
 def test_every_prompt_length(length: int, rule: str, params: SamplingParams) -> None:
-    """Of up to two blocks: the tail is never drawn, and facts of the step map hold."""
+    """Answers of up to two blocks: the tail is never drawn, and facts of the step map hold."""
     for count in range(1, 2 * length + 1):
         seen: list[list[int]] = []
 

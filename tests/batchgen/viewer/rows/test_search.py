@@ -14,12 +14,12 @@ import pytest
 from synthetic_job import grade_job, write_job
 
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.rows.grade_columns import PREFIX
+from batchgen.rows.job_rows import JobRows
 from batchgen.util.errors import ConfigError
 from batchgen.viewer.rows.filters import MARKS, Filter
-from batchgen.viewer.rows.grade_columns import PREFIX
 from batchgen.viewer.rows.row_id_index import RowIds, StillSearching
 from batchgen.viewer.rows.search import Found, Search, excerpts
-from batchgen.viewer.rows.viewed_rows import JobRows
 
 ROWS, SAMPLES, PER_SHARD = 47, 3, 10
 

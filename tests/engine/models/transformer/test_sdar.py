@@ -25,7 +25,7 @@ from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.memory.memory_plan import ModelUse
+from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.model_config import Diffusion
 from batchgen.engine.models.transformer.dense import DenseConfig
@@ -88,7 +88,7 @@ class PagedRows:
         self.runner = ModelRunner(model, caches, block_length)
 
     def inputs(self, spans: Sequence[Span], ids: Sequence[list[int]]) -> ModelInputs:
-        """Of the tokens of these spans of rows."""
+        """The keys of the tokens of these spans of rows."""
         lens = np.array([end - start for _, start, end in spans])
         positions = np.concatenate([np.arange(start, end) for _, start, end in spans])
         return ModelInputs(

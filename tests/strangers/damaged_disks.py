@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from strangers.attack import Attack, Work
+from attack import Attack, Work
 
 _FLIPS = 12
 

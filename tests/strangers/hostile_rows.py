@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyarrow.parquet as pq
-
-from strangers.attack import Attack, Run, Work
+from attack import Attack, Run, Work
 
 _USER = "prompt.user={{ q }}"
 

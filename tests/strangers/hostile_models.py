@@ -7,7 +7,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from strangers.attack import Attack, Work
+from attack import Attack, Work
 
 CONFIG: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,46 +1,20 @@
-"""Look at the pages of `batchgen view` in a real browser, and save pictures of them.
-
-    python scripts/check/check_view.py [OUT [OUT2]] [--pictures FOLDER]
-
-Without folders of jobs, two small ones are written whose answers try to break out of the page.
-Every page is opened in headless Chromium at the size of a phone and of a desk, light and dark. The
-exit code is 1 if the browser's console has an error, a page asks for anything outside the server,
-is wider than the window or has text of too little contrast, a text becomes a script, or a key does
-not do what the pages say. Without Chromium and playwright (`pip install playwright`; its own
-browsers are not needed) nothing is checked.
-"""
+"""What is wrong with the pages of the viewer and with reports, as a real browser shows them."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "bench"))
-from browser import chromium, look, no_browser
+from browser import look
+from real_job import run
 from synthetic_job import grade_job, write_job
 
-from batchgen.folder.read_job import JobFolderReader
-from batchgen.viewer.folder_site import FolderSite
-from batchgen.viewer.job_view import JobView
-from batchgen.viewer.pages import Site
 from batchgen.viewer.server import Respond, ViewServer
 
-PAGES = {
-    "overview": "",
-    "rows": "rows",
-    "votes": "rows?show=votes&mark=wrong&sort=disagreeing",
-    "row": "row?n=1",
-    "tokens": "row?n=1&tokens=yes",
-    "nothing": "rows?text=no+such+text",
-    "missing": "row?n=1000000",
-}
-PAGES_OF_TWO = {"flips": "flips", "flip": "flip?i=0"}
 _TEXTS = (
     "<script>window.broken_out = 1</script> so it is",
     '"><img src=x onerror="window.broken_out = 1"> and',
@@ -51,36 +25,26 @@ _TEXTS = (
     "javascript:window.broken_out=1",
 )
 """What answers say that try to break out of the page."""
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("jobs", nargs="*", type=Path)
-    parser.add_argument("--pictures", type=Path)
-    given = parser.parse_args()
-    if (why := no_browser()) is not None:
-        print(f"nothing was checked: {why}")
-        return 0
-    with tempfile.TemporaryDirectory() as folder, chromium() as browser:
-        jobs = given.jobs or write_jobs(Path(folder, "jobs"))
-        pictures = given.pictures or Path(folder, "pictures")
-        pictures.mkdir(parents=True, exist_ok=True)
-        faults: list[str] = []
-        for some in (jobs[:1], jobs) if len(jobs) > 1 else (jobs,):
-            pages = PAGES if len(some) == 1 else {**PAGES, **PAGES_OF_TWO}
-            site = Site([JobView(JobFolderReader(job), job.name) for job in some])
-            with served(site.respond) as url:
-                for name, target in pages.items():
-                    picture = pictures / f"{name}-{len(some)}"
-                    found = looked_at(browser, url, target, picture)
-                    faults += [f"{name} of {len(some)}: {fault}" for fault in found]
-                faults += keys(browser.new_page(), url)
-        if not given.jobs:
-            with served(FolderSite(Path(folder, "jobs"), "jobs").respond) as url:
-                found = looked_at(browser, url, "", pictures / "jobs")
-                faults += [f"jobs: {fault}" for fault in found]
-    print(*faults, f"{len(faults)} faults", sep="\n")
-    return bool(faults)
+_EVIL = (
+    "<script>window.broken_out = 1</script>",
+    '"><img src=x onerror="window.broken_out = 1">',
+    "</style></svg></title><svg onload=window.broken_out=1> ]]> -->",
+    "\u202eesrever si siht\u202c \x1b[31m \N{ZERO WIDTH SPACE} עברית العربية 中文",
+    "javascript:window.broken_out=1 {{ 7 * 7 }} &lt;b&gt;",
+)
+"""What rows say that try to break out of the page."""
+_OPEN = """() => {
+  for (const item of [...document.querySelectorAll('.item')].slice(0, 12)) {
+    item.open = true;
+    item.querySelectorAll('details').forEach(inner => { inner.open = true; });
+  }
+  document.querySelectorAll('.numbers, #configuration details').forEach(e => { e.open = true; });
+}"""
+_COLOURS = """() => new Set([...document.querySelectorAll('.item[open] .toks .t')]
+  .map(t => getComputedStyle(t).backgroundColor)).size"""
+_SHOWN = (
+    "() => [...document.querySelectorAll('.item')].filter(e => e.getClientRects().length).length"
+)
 
 
 def write_jobs(folder: Path, rows: int = 120) -> list[Path]:
@@ -164,5 +128,50 @@ def keys(page: Any, url: str) -> list[str]:
     return found
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def run_hostile_job(folder: Path) -> Path:
+    """A graded job of the small diffusion model whose rows want to break out of the page."""
+    rows: list[dict[str, str | None]] = [
+        {"id": f"{i} {text}", "question": text * (1 + 400 * (i == 2)), "final": text, text: text}
+        for i, text in enumerate(_EVIL)
+    ]
+    rows.append({"id": "no question", "question": None, "final": None})
+    names = dict.fromkeys(name for row in rows for name in row)
+    file = folder / "<b>rows.jsonl"
+    lines = [json.dumps({name: row.get(name) for name in names}) for row in rows]
+    file.write_text("\n".join(lines), encoding="utf-8")
+    options = ["sampling=sample", "sampling.temperature=1.2", "sampling.n=3"]
+    options += ["output.columns=[logprobs,top_logprobs,step_map]", "engine.device=cpu"]
+    options += ["engine.kv_cache_gib=0.05", "dataset=files", f"dataset.path={file}"]
+    options += ["dataset.id_column=id", "dataset.limit=null", f"output.dir={folder / 'out'}"]
+    run(["+experiment=nano_sdar", *options])
+    return folder / "out"
+
+
+def use_report(page: Any) -> list[str]:
+    """Open rows, colour their tokens, choose kinds of rows, follow a link; what is wrong."""
+    faults = []
+    page.evaluate(_OPEN)
+    for mode in page.evaluate("[...document.querySelectorAll('.item[open] .m')].map(e => e.id)"):
+        page.evaluate("id => document.getElementById(id).click()", mode)
+        if page.evaluate(_COLOURS) < 1:
+            faults.append(f"{mode} colours nothing")
+    everything = page.evaluate(_SHOWN)
+    for kind in page.evaluate("[...document.querySelectorAll('.k')].map(e => e.id)"):
+        page.evaluate("id => document.getElementById(id).click()", kind)
+        shown, said = page.evaluate(_SHOWN), page.locator(f"label[for={kind}] span").inner_text()
+        if shown != int(said.replace(",", "")) or (kind == "k-all") != (shown == everything):
+            faults.append(f"{kind} shows {shown} rows and says {said}")
+    page.evaluate("document.querySelectorAll('#k-all').forEach(e => e.click())")
+    anchors = page.evaluate("[...document.querySelectorAll('.link a')].map(e => e.hash)")
+    if anchors:
+        page.evaluate("document.querySelectorAll('.item').forEach(e => { e.open = false; })")
+        # A page that is there already is not gone to again.
+        page.evaluate("hash => { location.hash = ''; location.hash = hash; }", anchors[-1])
+        page.wait_for_timeout(100)
+        if not page.locator(anchors[-1]).is_visible():
+            faults.append("a link does not open its row")
+    page.evaluate(_OPEN)
+    page.evaluate("document.querySelectorAll('.tv .m:first-child').forEach(e => e.click())")
+    if page.evaluate("window.broken_out !== undefined"):
+        faults.append("a text became a script")
+    return faults

@@ -16,7 +16,7 @@ _FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
 LEAST_CONTRAST = 4.5
-"""Of text that is not large (WCAG 2.2, 1.4.3)."""
+"""The least contrast of text that is not large (WCAG 2.2, 1.4.3)."""
 _CONTRASTS = """() => {
   const parse = text => {
     const [r, g, b, a] = text.match(/[\\d.]+/g).map(Number);

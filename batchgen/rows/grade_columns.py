@@ -18,29 +18,27 @@ from batchgen.shards.shard_files import shard_path
 
 PREFIX = "grades/"
 """Stands before the names of columns of the grades, because the data may have such names, too."""
+MARK, ANSWER, ANSWER_KEY, GRADE_ERROR = (
+    PREFIX + name for name in ("mark", "answer", "answer_key", "grade_error")
+)
 _KEYS = ("row_id", *KEYS)
 _KEPT = 4
-"""Of how many shards the grades stay in memory: those of the rows that are looked at."""
+"""Shards whose grades stay in memory."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The grades of one shard.
+    """Some columns [R] of the grades of one shard."""
 
-    Attributes:
-        keys: [R] int64, of `row_keys`, ascending.
-        table: [R] of some columns.
-    """
-
-    keys: npt.NDArray[np.int64]
+    keys: npt.NDArray[np.int64]  # [R], as of `row_keys`, ascending
     table: pa.Table
 
 
 class ShardGrades:
     """The grades of a job by shard and row.
 
-    Rows without grades have nulls in their place: rows of a shard that is not complete, and those
-    of a shard that was written anew after its grades.
+    Rows without grades have nulls in their place: rows of a shard that is not complete, or that was
+    written anew after its grades.
     """
 
     def __init__(self, job: Path) -> None:
@@ -66,11 +64,8 @@ class ShardGrades:
 
         Args:
             columns: their names, with PREFIX.
-            is_open: whether rows of the shard stand in journals; then none of it counts as graded,
-                because any of them may be newer than its grades.
-
-        Raises:
-            JobError: a file is damaged.
+            is_open: whether rows of the shard stand in journals; any of these may be newer than its
+                grades, so none counts as graded.
         """
         fields = [field for field in self.fields() if field.name in columns]
         names = [field.name.removeprefix(PREFIX) for field in fields]

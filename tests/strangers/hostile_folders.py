@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from strangers.attack import COMMAND, MODEL, Attack, Work
+from attack import COMMAND, MODEL, Attack, Work
 
 
 def remote_code(work: Work) -> str | None:

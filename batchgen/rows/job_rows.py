@@ -1,23 +1,25 @@
-"""The rows of a job's folder by their place, however many there are."""
+"""The rows of a job's folder with their grades, by their place, however many there are."""
 
 from __future__ import annotations
 
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.folder.read_job import BATCH, JobFolderReader
 from batchgen.grades.folder_grades import GRADES
+from batchgen.rows.grade_columns import PREFIX, ShardGrades
 from batchgen.shards.row_order import KEYS, first_key, row_keys
 from batchgen.storage.manifest import Manifest
-from batchgen.viewer.rows.grade_columns import PREFIX, ShardGrades
 
 _SETTLED_NS = 2 * 10**9
 """A folder that changed less than this long ago may change again within one tick of its file
@@ -25,21 +27,17 @@ system's clock, and its time would not show it."""
 LIGHT_BATCH = 4096
 """How many rows are read at a time of columns that are short in every job."""
 _LIGHT = {"row_id", *KEYS, "finish_reason", "num_generated_tokens", "num_prompt_tokens"}
+_FAR = 4 * BATCH
+"""Rows that are read on the way to the next one; a farther one is sought in the file's index."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Which shards there are, and what the rows have.
-
-    Attributes:
-        stamps: of the folders that were listed: when they last changed.
-        shards: the numbers of the shards that have finished rows, ascending.
-        schema: the columns of the rows; None if no row is finished.
-    """
+    """Which shards have finished rows, and their columns, as the times of folders stamp it."""
 
     stamps: tuple[int, ...]
-    shards: list[int]
-    schema: pa.Schema | None
+    shards: list[int]  # ascending
+    schema: pa.Schema | None  # None if no row is finished
 
 
 class JobRows:
@@ -47,23 +45,17 @@ class JobRows:
 
     Shard k holds the input rows from k·rows_per_shard on in order, so the place of a row says which
     file it is in, and the statistics of the file which row group. Nothing is held in memory but the
-    numbers of the shards (8 bytes each) and the grades of the last few shards. Pages ask for rows
-    from several threads.
+    numbers of the shards (8 bytes each) and the grades of the last few shards. Several threads may
+    ask for rows. What reads rows raises JobError where a file is damaged.
 
-    Attributes:
-        reader: of the job's folder.
-        rows_per_shard: how many input rows a shard has.
-        text_column: the column of generated text.
+    Raises:
+        ConfigError: manifest.json cannot be read.
     """
 
     def __init__(self, reader: JobFolderReader) -> None:
-        """
-        Raises:
-            ConfigError: manifest.json cannot be read.
-        """
         self.reader = reader
         output = Manifest.read(reader.path / "manifest.json").identity["output"]
-        self.rows_per_shard: int = output["rows_per_shard"]
+        self.rows_per_shard: int = output["rows_per_shard"]  # input rows
         self.text_column: str = output["text_column"]
         self._grades = ShardGrades(reader.path)
         self._listing: Listing | None = None
@@ -95,32 +87,32 @@ class JobRows:
 
     @property
     def shards(self) -> list[int]:
-        """The numbers of the shards that have finished rows."""
+        """The numbers of the shards that have finished rows, ascending."""
         return self._listed().shards
 
     def shards_from(self, row_index: int) -> list[int]:
-        """Those that can have the row with this index or later ones."""
+        """The shards that can have the row with this index or later ones."""
         shards = self.shards
         return shards[bisect_left(shards, row_index // self.rows_per_shard) :]
 
     def shards_before(self, row_index: int) -> list[int]:
-        """Those that can have earlier rows, the nearest first."""
+        """The shards that can have earlier rows, the nearest first."""
         shards = self.shards
         last = -(-row_index // self.rows_per_shard)
         return shards[: bisect_left(shards, last)][::-1]
 
     def whole_rows(
-        self, shard: int, columns: Sequence[str], first_row: int = 0
+        self, shard: int, columns: Sequence[str], first_row: int = 0, size: int = BATCH
     ) -> Iterator[pa.Table]:
-        """Tables of some hundred rows of one shard, in which all samples of a row stand together.
+        """Tables of one shard in which all samples of a row stand together.
 
         Args:
-            columns: names of columns of the rows or of their grades; the two of KEYS are there
-                besides.
+            columns: of the rows or of their grades; the two of KEYS are there besides.
             first_row: the index of the row to begin with.
+            size: about how many rows a table has; more where all columns are short.
         """
         rest: pa.Table | None = None
-        for table in self._tables(shard, columns, first_row):
+        for table in self._tables(shard, columns, first_row, size):
             whole = table if rest is None else pa.concat_tables([rest, table])
             cut = int(np.searchsorted(row_keys(whole), first_key(whole[KEYS[0]][-1].as_py())))
             rest = whole.slice(cut)
@@ -129,22 +121,39 @@ class JobRows:
         if rest is not None:
             yield rest
 
+    def rows_at(
+        self, rows: Iterable[int], columns: Sequence[str]
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """The finished samples of the rows with these indices, by index, ascending."""
+        todo, per_shard = sorted(set(rows)), self.rows_per_shard
+        while todo:
+            shard, last = todo[0] // per_shard, todo[0]
+            for table in self.whole_rows(shard, columns, todo[0]):
+                last = int(table[KEYS[0]][-1].as_py())
+                wanted = [row for row in todo if row <= last]
+                found = table.filter(pc.is_in(table[KEYS[0]], pa.array(wanted, pa.int64())))
+                for row, start, stop in runs(found):
+                    yield row, found.slice(start, stop - start)
+                todo = todo[len(wanted) :]
+                if not todo or todo[0] > last + _FAR or todo[0] // per_shard != shard:
+                    break
+            else:  # what is left of this shard is not finished
+                todo = [row for row in todo if row // per_shard != shard]
+
     def samples(self, row_index: int, columns: Sequence[str]) -> pa.Table:
         """The finished samples of one input row, in order; no rows if there are none."""
-        shard = row_index // self.rows_per_shard
-        if shard in self.shards_from(row_index)[:1]:
-            for table in self.whole_rows(shard, columns, row_index):
-                return table.filter(pc.equal(table[KEYS[0]], row_index))
-        return pa.table({})
+        return next((table for _, table in self.rows_at([row_index], columns)), pa.table({}))
 
-    def _tables(self, number: int, columns: Sequence[str], first_row: int) -> Iterator[pa.Table]:
-        if self.row_schema is None:
+    def _tables(
+        self, number: int, columns: Sequence[str], first_row: int, size: int
+    ) -> Iterator[pa.Table]:
+        if number not in self.shards:
             return
         names = list(dict.fromkeys([*KEYS, *columns]))
         graded = [name for name in names if name.startswith(PREFIX)]
         own = [name for name in names if name not in graded]
         shard = self.reader.shard(number)
-        size = LIGHT_BATCH if _LIGHT.issuperset(own) else BATCH
+        size = max(size, LIGHT_BATCH) if _LIGHT.issuperset(own) else size
         for batch in shard.batches(own, first_row, size):
             if not batch.num_rows:
                 continue
@@ -166,6 +175,19 @@ class JobRows:
             known = Listing(stamps, self.reader.shards(), schema)
             self._listing = known
         return known
+
+
+def starts(table: pa.Table) -> npt.NDArray[np.int64]:
+    """Where the samples of each row begin in a table of whole rows."""
+    rows = np.asarray(table[KEYS[0]])
+    return np.flatnonzero(np.append(True, rows[1:] != rows[:-1])[: len(rows)])
+
+
+def runs(table: pa.Table) -> Iterator[tuple[int, int, int]]:
+    """The index of each row in a table of whole rows, and where its samples begin and end."""
+    rows = np.asarray(table[KEYS[0]])
+    for start, stop in pairwise([*starts(table).tolist(), len(rows)]):
+        yield int(rows[start]), start, stop
 
 
 def _changed(folder: Path) -> int:

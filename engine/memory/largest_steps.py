@@ -1,0 +1,109 @@
+"""The largest steps of an engine, run on the scratch block to measure what memory they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchgen.engine.base.engine_config import ResolvedConfig
+from batchgen.engine.caches.model_caches import CacheSizes
+from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
+from batchgen.engine.memory.model_use import ModelUse
+
+GRAPH_BYTES = 8 * 2**20
+"""A bound on the memory of one captured graph: the driver's record of it and its outputs."""
+LIBRARY_BYTES = 256 * 2**20
+"""A reserve for kernels that are loaded later and for cuBLAS's workspaces."""
+
+
+def activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
+    """Return the bytes that a step needs besides weights and caches: for the larger of prefill and
+    decode, measured on the scratch block, for the pool of all CUDA graphs, though most are captured
+    later or never, and for sampling."""
+    model, width = use.model, max(use.widths)
+    runner = scratch_runner(use, config)
+    prefill = _peak(model.device, lambda: largest_prefill(runner, use, config))
+    rows = config.max_num_seqs
+    inputs = _largest_decode_inputs(runner, use, config)
+    decode = _peak(model.device, lambda: _run_decode(runner, inputs, use, config))
+    graphs = 0
+    if config.cuda_graph:
+        shapes = use.graph_shapes(config)
+        graphs = decode + 3 * inputs.block_tables.nbytes + len(shapes) * GRAPH_BYTES
+        if shapes.prefill_tokens:
+            graphs += prefill * shapes.prefill_tokens // config.max_batched_tokens
+    # The logits and their float32 copy for penalties; the rows' histories, copied when rows join.
+    sampling = rows * width * model.vocab_size * (model.dtype.itemsize + 4)
+    sampling += rows * config.max_model_len * 3 * 8
+    return max(prefill, decode) + graphs + sampling + LIBRARY_BYTES
+
+
+def _peak(device: torch.device, work: Callable[[], object]) -> int:
+    """Run `work` and return the most bytes that torch reserved meanwhile, beyond those before."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_reserved(device) - before
+
+
+def _scratch_inputs(
+    runner: ModelRunner, lens: npt.NDArray[np.int64], num_blocks: int
+) -> ModelInputs:
+    """Make rows of these lengths that attend to all their tokens but own only the scratch block."""
+    positions = np.concatenate([np.arange(n) for n in lens])
+    return replace(
+        runner.scratch_inputs(lens, num_blocks),
+        positions=torch.as_tensor(positions, device=runner.device),
+        context_lens=lens,
+    )
+
+
+def scratch_runner(use: ModelUse, config: ResolvedConfig) -> ModelRunner:
+    """Make a runner of the model whose caches hold little more than the scratch block."""
+    # With the records that the engine keeps, because kernels are compiled for their number.
+    sizes = CacheSizes(2, config.block_size, num_rows=0, most_pending=config.most_pending)
+    return ModelRunner(use.model, use.caches(sizes))
+
+
+def largest_prefill(runner: ModelRunner, use: ModelUse, config: ResolvedConfig) -> None:
+    """Run a prefill of the most tokens, with logits for as many rows as can be in flight."""
+    longest = config.max_model_len
+    lens = [longest] * (config.max_batched_tokens // longest)
+    if rest := config.max_batched_tokens - sum(lens):
+        lens.append(rest)
+    inputs = _scratch_inputs(runner, np.array(lens), config.row_blocks)
+    rows = np.zeros(config.max_num_seqs, np.int64)
+    runner.prefill(PrefillInputs(inputs, rows), use.all_hidden)
+
+
+def largest_decode(runner: ModelRunner, use: ModelUse, config: ResolvedConfig) -> None:
+    """Run a decode step of the most rows, with as many tokens of prefill as come beside them."""
+    _run_decode(runner, _largest_decode_inputs(runner, use, config), use, config)
+
+
+def _largest_decode_inputs(
+    runner: ModelRunner, use: ModelUse, config: ResolvedConfig
+) -> ModelInputs:
+    """Make the inputs of `largest_decode`."""
+    rows = config.max_num_seqs * use.forward_rows + _chunk_beside(use, config)
+    return _scratch_inputs(runner, np.full(rows, max(use.widths)), config.row_blocks)
+
+
+def _run_decode(
+    runner: ModelRunner, inputs: ModelInputs, use: ModelUse, config: ResolvedConfig
+) -> None:
+    """Run a decode step, with logits for the tokens of all rows and of the chunk beside them."""
+    yielding = config.max_num_seqs * max(use.widths) + _chunk_beside(use, config)
+    runner.compute_logits(runner.hidden_states(inputs)[:yielding])
+
+
+def _chunk_beside(use: ModelUse, config: ResolvedConfig) -> int:
+    """Return the most tokens of prefill that a decode step has beside its rows."""
+    return config.chunk_tokens if max(use.widths) == 1 else 0

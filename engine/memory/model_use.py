@@ -1,0 +1,69 @@
+"""The models that an engine runs, and how it runs each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from batchgen.engine.base.engine_config import ResolvedConfig
+from batchgen.engine.base.outputs import OutputColumn
+from batchgen.engine.caches.model_caches import CacheSizes, ModelCaches, paged_token_bytes
+from batchgen.engine.execution.graph_shapes import GraphShapes, launch_bound_tokens
+from batchgen.engine.models.token_model import TokenModel
+from batchgen.kernels.attention.decode_plan import split_length
+
+
+class ModelUse(NamedTuple):
+    """A model and how a strategy runs it."""
+
+    model: TokenModel  # the model, on its device
+    # Every number of tokens per row that a decode forward of this model can have.
+    widths: tuple[int, ...]
+    forward_rows: int = 1  # the most rows that a decode forward has for each row of the batch
+    columns: tuple[OutputColumn, ...] = ()  # the columns of context scope that the model records
+    all_hidden: bool = False  # the hidden states of all tokens of a prefill are wanted
+
+    def caches(self, sizes: CacheSizes) -> ModelCaches:
+        """Allocate the caches of the model's layers on its device."""
+        model = self.model
+        return ModelCaches.allocate(
+            model.cache_specs,
+            self.columns,
+            sizes,
+            width=max(self.widths),
+            dtype=model.dtype,
+            device=model.device,
+        )
+
+    def graph_shapes(self, config: ResolvedConfig) -> GraphShapes:
+        """Choose the sizes of batches that are captured as CUDA graphs for this model."""
+        model = self.model
+        # Contexts count as short only if no layer's attention would split them.
+        short_tokens = min(
+            (split_length(config.max_num_seqs, s.num_kv_heads) for s in model.attention_shapes),
+            default=0,
+        )
+        short_blocks = short_tokens // config.block_size
+        return GraphShapes(
+            max_rows=config.max_num_seqs * self.forward_rows,
+            max_blocks=config.row_blocks,
+            chunk_tokens=config.chunk_tokens,
+            prefill_tokens=launch_bound_tokens(
+                len(model.cache_specs), model.parameters_per_token, config.max_batched_tokens
+            ),
+            short_blocks=short_blocks if short_blocks < config.row_blocks else 0,
+            widths=self.widths,
+            all_tokens=bool(self.columns) or self.all_hidden,
+        )
+
+
+def cache_token_bytes(uses: Sequence[ModelUse]) -> int:
+    """Return the bytes that one token takes in the paged caches of all models."""
+    return sum(
+        paged_token_bytes(use.model.cache_specs, use.columns, use.model.dtype) for use in uses
+    )
+
+
+def weight_bytes(uses: Sequence[ModelUse]) -> int:
+    """Return the bytes of the parameters of all models."""
+    return sum(use.model.weight_bytes for use in uses)
