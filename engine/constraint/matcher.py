@@ -33,8 +33,7 @@ class Grammar:
         self.search_masks = [] if marker is None else self._search_masks(marker)
 
     def _search_masks(self, marker: Marker) -> list[Words]:
-        """Make the masks of each state of the search, without ids that put an illegal text behind
-        the marker."""
+        """Make the search's masks, without ids that end the marker and go on with illegal text."""
         import xgrammar
 
         start = xgrammar.GrammarMatcher(self.compiled)

@@ -32,7 +32,6 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -393,7 +392,7 @@ def attention_lines() -> list[Line]:
     lines = []
     for name, (shape, heads, kv_heads, size, batches) in CONTEXTS.items():
         if not GPU:
-            shape, batches = replace(shape, batch=3), (1, 3)
+            shape, batches = shape._replace(batch=3), (1, 3)
         torch.manual_seed(0)
         contexts = Context.make(shape, heads, kv_heads, size)
         sizes = list(product(batches, WIDTHS))

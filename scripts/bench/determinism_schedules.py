@@ -15,6 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -264,8 +265,11 @@ class Probe:
                 self.blocks.states.forget(digest)
         self.blocks._published.clear()
         self.blocks._hash_of.clear()
-        engine.scheduler.max_batched_tokens = schedule.most_tokens
-        engine.scheduler.chunk_tokens = schedule.chunk_tokens
+        engine.scheduler.limits = replace(
+            engine.scheduler.limits,
+            max_batched_tokens=schedule.most_tokens,
+            chunk_tokens=schedule.chunk_tokens,
+        )
 
         def step() -> None:
             outputs.update({output.request_id: output for output in engine.step()})
