@@ -6,14 +6,10 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from batchgen.python.configured_job import Result
 from batchgen.util.errors import ConfigError, JobError
-
-if TYPE_CHECKING:
-    pass
 
 
 def report(run: Callable[[], Result]) -> int:
@@ -66,6 +62,11 @@ def exit_code(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def verb(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
+    """The main function of a verb, whose mistakes and errors become an `exit_code`."""
+    return lambda arguments: exit_code(lambda: main(arguments))
 
 
 def column_list(text: str) -> list[str]:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 BLOCK = 1000
-"""There is a digest after every so many rows. Digests depend on it."""
+"""A digest ends after every such number of rows. Digests depend on it."""
 
 
 class Tables(Protocol):

@@ -132,7 +132,7 @@ class JobFolder:
     def remove_journal(self) -> None:
         """Delete the journal and what workers wrote, which a complete job does not need."""
         for name in ("journal", *OF_WORKERS):
-            # Other workers, who wait for the end, may write a last heartbeat in between.
+            # Other workers, which wait for the end, may write a last heartbeat in between.
             while self.storage.exists(self.path / name):
                 with contextlib.suppress(OSError):
                     self.storage.delete(self.path / name)

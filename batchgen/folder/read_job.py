@@ -209,7 +209,7 @@ class JobFolderReader:
 
     @property
     def may_run(self) -> bool:
-        """Whether a worker of the job, or who last held the folder's lock, may still be there."""
+        """Whether a worker of the job, or the last holder of its lock, may still be there."""
         beats = (name for name in self._names(WORKERS) if parse_worker(name) is not None)
         if any(_may_live(self.storage.read(self.path / WORKERS / name)) for name in beats):
             return True

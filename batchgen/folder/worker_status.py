@@ -1,4 +1,4 @@
-"""Who does what in a job's folder, read from the outside and at any time."""
+"""What each worker of a job does, read from its folder at any time."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class LoneBoxes(NamedTuple):
 
     @classmethod
     def none(cls, count: int) -> LoneBoxes:
-        """Nothing found in so many texts."""
+        """Nothing found in `count` texts."""
         return cls(np.zeros(count, bool), *np.zeros((2, count), np.int32))
 
     @property

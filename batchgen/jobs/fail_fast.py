@@ -34,7 +34,7 @@ class FailFast:
 
     @property
     def wait(self) -> bool:
-        """Whether so many rows have failed that no more should begin until it is known how those
+        """Whether enough rows have failed that no more should begin until it is known how those
         end which have begun."""
         return self._undecided and len(self._indices) >= FIRST_ROWS
 

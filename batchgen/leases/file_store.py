@@ -60,7 +60,7 @@ class FileStore:
         self.operations: dict[str, int] = {}
 
     def fence(self, session: bytes) -> None:
-        """The lock of the folder tells who may write."""
+        """Nothing is needed: the lock of the folder tells which process may write."""
 
     def do(self, operation: Operation) -> Any:
         """Carry out an operation and return its answer.

@@ -54,7 +54,7 @@ class FolderLock:
         os.pwrite(self._fd, text.encode(), 0)
 
     def in_use(self) -> ConfigError:
-        """The error for one who may not share the folder with those who hold it."""
+        """The error for a process that may not share the folder with its holders."""
         owner = os.pread(self._fd, 1000, 0).decode(errors="replace").strip()
         return ConfigError(
             f"output.dir={self._path.parent} is in use by another job ({owner or 'unknown'}): wait "

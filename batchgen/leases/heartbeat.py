@@ -15,7 +15,7 @@ from batchgen.leases.store_operations import Operation, Overwrite
 from batchgen.util.errors import JobError
 
 LAUNCHER = "BATCHGEN_LAUNCHER"
-"""The variable with the process of the launcher that started a worker, who ends with it."""
+"""The environment variable with the launcher's process; the worker ends when that ends."""
 
 
 class Heartbeat:

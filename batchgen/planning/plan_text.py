@@ -10,6 +10,7 @@ from batchgen.forecast.forecast import Range
 from batchgen.forecast.scan import Scan
 from batchgen.launchers.launch import described
 from batchgen.planning.job_plan import Constraints, Plan, length_figures
+from batchgen.texts.text_table import counted
 from batchgen.util.duration import duration
 from batchgen.util.shorten import beginning, wrapped
 
@@ -165,11 +166,6 @@ def _three(value: Range, shown: object) -> str:
     assert callable(shown)
     low, likely, bound = (shown(one) for one in (value.low, value.likely, value.bound))
     return likely if low == bound else f"{low} to {bound}, likely {likely}"
-
-
-def counted(number: int, noun: str) -> str:
-    """A number of things in words."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def size(number: float) -> str:

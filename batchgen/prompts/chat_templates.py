@@ -1,4 +1,4 @@
-"""Chat templates come with models, so whoever made the model wrote them: they render in a sandbox
+"""Chat templates come with models and are written by strangers: they render in a sandbox
 with bounds. transformers offers no way to choose the environment of chat templates, and its own has
 none, so its function that compiles them is replaced, once for the process.
 """

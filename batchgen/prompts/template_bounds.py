@@ -27,7 +27,7 @@ _MOST_SLOW = 100_000
 """The most characters for what takes time quadratic in them."""
 _ITEM = 16
 SMALL = 64
-"""Texts below so many characters are not counted one by one: a round of a loop counts them all."""
+"""Texts with fewer characters are not counted one by one: a round of a loop counts them all."""
 _MANY = (list, tuple, Set, deque, ValuesView)
 
 
@@ -135,7 +135,7 @@ def made(value: Any) -> Any:
 
 
 def check_bits(bits: int) -> None:
-    """Refuse to compute an integer of so many bits."""
+    """Refuse to compute an integer of this many bits."""
     if bits > _MOST_BITS:
         raise TemplateLimit(f"it computes an integer of more than {_MOST_BITS:,} bits")
 

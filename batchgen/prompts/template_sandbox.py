@@ -159,7 +159,7 @@ def _sized_test(test: Any) -> Callable[..., Any]:
 
 @pass_context  # so that it is not computed when the template is compiled
 def _round(context: Context, characters: int) -> bool:
-    """Count a round of a loop whose text has so many characters."""
+    """Count a round of a loop and the characters of its text."""
     bounds.tick()
     bounds.spend(characters)
     return True

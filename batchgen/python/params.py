@@ -16,7 +16,7 @@ from batchgen.python.unknown_names import Names
 from batchgen.python.vllm_names import SAMPLING_HARMLESS, SAMPLING_REFUSED, SAMPLING_SAME
 
 NO_LIMIT = 2**31 - 1
-"""The `max_new_tokens` that None stands for; no model has so many positions."""
+"""The `max_new_tokens` that None stands for; no model has as many positions."""
 _HINTS = get_type_hints(RequestParams)
 _DEFAULTS = {f.name: f.default for f in fields(RequestParams) if f.default is not MISSING}
 _NAMES = Names("SamplingParams", ("n", *_HINTS), SAMPLING_SAME, SAMPLING_REFUSED, SAMPLING_HARMLESS)

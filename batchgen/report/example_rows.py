@@ -94,14 +94,7 @@ def anchor(key: int) -> str:
 
 
 def shown_rows(data: JobData, page: RowPage, found: Collected, room: int) -> ShownRows:
-    """Read and render the chosen rows.
-
-    Args:
-        room: bytes that they may have together.
-
-    Raises:
-        JobError: a file is damaged.
-    """
+    """Read and render the chosen rows, which may have `room` bytes together."""
     reasons = found.chosen()
     variants: list[tuple[ShownRow, list[Markup]]] = []
     for row, grades in data.chosen(np.array(list(reasons), np.int64)):

@@ -151,9 +151,6 @@ def collect(data: JobData, cut_texts: CutTexts = "as_marked") -> Collected:
     Args:
         cut_texts: what texts that were cut count as where marks are counted. Rows are chosen by the
             marks that they have.
-
-    Raises:
-        JobError: a file is damaged.
     """
     pass_ = _Pass(cut_texts)
     for table in data.tables(_COLUMNS, MANY):

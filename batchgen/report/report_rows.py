@@ -23,9 +23,7 @@ MANY = 8192  # rows that are counted at once
 class JobData:
     """Reads a job once or twice from its beginning to its end, with flat memory.
 
-    Attributes:
-        grades: the columns of the grades, with PREFIX; None if there are none that belong to all
-            rows.
+    What reads rows raises JobError where a file is damaged.
     """
 
     def __init__(self, reader: JobFolderReader) -> None:
@@ -33,17 +31,16 @@ class JobData:
         self.schema = self._rows.row_schema  # None if no row is finished
         is_complete = reader.metrics.get("status") == "complete"
         is_graded = is_complete and JobGrades(reader.path).lie_beside()
+        # With PREFIX; None if there are none that belong to all rows.
         self.grades = self._rows.grade_names if is_graded else None
 
     def tables(self, columns: Sequence[str], size: int = BATCH) -> Iterator[pa.Table]:
-        """Some columns of all finished rows in order, and KEYS; all samples of a row together.
+        """All finished rows in order, all samples of a row in one table.
 
         Args:
-            columns: of the rows and of the grades; those that there are not are left out.
+            columns: of the rows and of the grades; those that there are not are left out. KEYS are
+                there besides.
             size: about how many rows a table has.
-
-        Raises:
-            JobError: a file is damaged.
         """
         known = {*(() if self.schema is None else self.schema.names), *(self.grades or ())}
         names = [name for name in columns if name in known]
@@ -51,16 +48,10 @@ class JobData:
             yield from self._rows.whole_rows(shard, names, size=size)
 
     def chosen(self, keys: Keys) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
-        """Some rows with all their columns, and their grades.
+        """The rows with these `row_keys`, ascending, with all their columns, and their grades.
 
-        Columns with a value per token are arrays, and one row at a time is in memory beside the row
+        Columns with a value per token are arrays. One row at a time is in memory beside the row
         group that it lies in.
-
-        Args:
-            keys: as of `row_keys`, ascending.
-
-        Raises:
-            JobError: a file is damaged.
         """
         if self.schema is None:
             return

@@ -38,11 +38,7 @@ class TokenFacts:
 
 
 def token_facts(data: JobData) -> TokenFacts:
-    """Add up the columns `step_map`, `draft_accepted` and `routed_experts`, where there are such.
-
-    Raises:
-        JobError: a file is damaged.
-    """
+    """Add up the columns `step_map`, `draft_accepted` and `routed_experts` that there are."""
     facts = TokenFacts()
     names = () if data.schema is None else data.schema.names
     columns = [n for n in ("step_map", "draft_accepted", "routed_experts") if n in names]

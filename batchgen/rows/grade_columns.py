@@ -66,9 +66,6 @@ class ShardGrades:
             columns: their names, with PREFIX.
             is_open: whether rows of the shard stand in journals; any of these may be newer than its
                 grades, so none counts as graded.
-
-        Raises:
-            JobError: a file is damaged.
         """
         fields = [field for field in self.fields() if field.name in columns]
         names = [field.name.removeprefix(PREFIX) for field in fields]

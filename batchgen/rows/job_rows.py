@@ -46,7 +46,7 @@ class JobRows:
     Shard k holds the input rows from k·rows_per_shard on in order, so the place of a row says which
     file it is in, and the statistics of the file which row group. Nothing is held in memory but the
     numbers of the shards (8 bytes each) and the grades of the last few shards. Several threads may
-    ask for rows.
+    ask for rows. What reads rows raises JobError where a file is damaged.
 
     Raises:
         ConfigError: manifest.json cannot be read.
@@ -110,9 +110,6 @@ class JobRows:
             columns: of the rows or of their grades; the two of KEYS are there besides.
             first_row: the index of the row to begin with.
             size: about how many rows a table has; more where all columns are short.
-
-        Raises:
-            JobError: the shard is damaged.
         """
         rest: pa.Table | None = None
         for table in self._tables(shard, columns, first_row, size):
@@ -127,11 +124,7 @@ class JobRows:
     def rows_at(
         self, rows: Iterable[int], columns: Sequence[str]
     ) -> Iterator[tuple[int, pa.Table]]:
-        """The finished samples of the rows with these indices, by index, ascending.
-
-        Raises:
-            JobError: a shard is damaged.
-        """
+        """The finished samples of the rows with these indices, by index, ascending."""
         todo, per_shard = sorted(set(rows)), self.rows_per_shard
         while todo:
             shard, last = todo[0] // per_shard, todo[0]

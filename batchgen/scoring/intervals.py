@@ -42,7 +42,7 @@ def cluster_se(values: Floats, clusters: Ints) -> float:
 
 
 def _se(sums: Floats, number: int) -> float:
-    """`cluster_se` of so many values from the sums of their clusters."""
+    """`cluster_se` of `number` values from the sums of their clusters."""
     count = len(sums)
     if count < 2:
         return math.nan

@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 
 _NORMAL = 1e7
-"""From so many degrees of freedom on, the normal distribution is nearer than the arithmetic."""
+"""Degrees of freedom from which on the normal distribution is nearer than the arithmetic."""
 
 
 def t_cdf(t: float, df: float) -> float:

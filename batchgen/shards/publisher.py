@@ -64,7 +64,7 @@ class Publisher:
         self._name_file(number, None, False)
 
     def wait(self, most: int) -> None:
-        """Wait until at most so many shards are being published; raise what the thread raised."""
+        """Wait until at most `most` shards are being published; raise what the thread raised."""
         while self._publishing and (len(self._publishing) > most or self._publishing[0].done()):
             self._publishing.pop(0).result()
 

@@ -24,7 +24,7 @@ from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.temporary import temporary_name
 
 SYNC_SECONDS = 10.0
-"""After so many seconds finished rows are safe from the loss of the machine."""
+"""Seconds after which finished rows are safe from the loss of the machine."""
 
 
 class Store(Protocol):
@@ -58,7 +58,7 @@ class Lock(Protocol):
     exclusive: bool
 
     def in_use(self) -> ConfigError:
-        """The error for one who may not share the folder with those who hold it."""
+        """The error for a process that may not share the folder with its holders."""
         ...
 
     def confirm(self) -> None:

@@ -23,7 +23,7 @@ _DATASET = "dataset"
 _BLOCK = 1000  # of batchgen.dataset.row_digest, which is not imported: it comes with datasets
 
 RowDigests = Callable[[int], list[str] | None]
-"""Digests of so many first rows of the data set, as `batchgen.dataset.row_digest` makes them."""
+"""Digests of some first rows of the data set, as `batchgen.dataset.row_digest` makes them."""
 ChangedRow = Callable[[int, int], str | None]
 """The first row of two numbers and those between that has changed, for people; None if it cannot be
 said."""

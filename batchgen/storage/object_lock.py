@@ -57,7 +57,7 @@ class ObjectLock:
         self._take(time.monotonic() + wait + config.stale_after)
 
     def in_use(self) -> ConfigError:
-        """The error for one who may not share the folder with those who hold it."""
+        """The error for a process that may not share the folder with its holders."""
         owner = "unknown"
         if about := read_beat(self._store.read(_name(self._newest()))):
             owner = f"pid {about.get('pid')} on {about.get('host')}, since {about.get('since')}"
@@ -106,7 +106,7 @@ class ObjectLock:
                 time.sleep(self._pause)
 
     def _become_alone(self, until: float) -> None:
-        """Wait for those who join in this moment to give way, and forget earlier holders."""
+        """Wait for processes that join in this moment to give way; forget earlier holders."""
         try:
             while self._workers_live():
                 if time.monotonic() >= until:

@@ -2,7 +2,7 @@
 
 
 def duration(seconds: float, digits: int = 1) -> str:
-    """Seconds below a minute with so many digits after the point, then `hours:minutes:seconds`."""
+    """Seconds below a minute with `digits` digits after the point, then `hours:minutes:seconds`."""
     if seconds < 60:
         return f"{seconds:.{digits}f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -17,7 +17,7 @@ PART = 64 << 20
 HUGE = 256 << 20
 """A file of more bytes is hashed in parts, so that threads share it. Fingerprints depend on it."""
 CACHED = 64 << 20
-"""Digests of files of at least so many bytes are kept in the user's cache folder."""
+"""Files of at least this many bytes have their digests kept in the user's cache folder."""
 _MAX_THREADS = 16  # more wait for the disk
 
 

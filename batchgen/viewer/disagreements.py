@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from batchgen.scoring.paired_comparison import Comparison, Question
 
 MOST_ANSWERS = 500_000
-"""Of each job: a comparison holds all marks in memory, about 1 kB for each."""
+"""Answers that each job may have: a comparison holds all marks in memory, about 1 kB each."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class FlippedRow:
     question: Question
     line: Line | None  # None if the row is gone
     samples: tuple[RowFacts | None, RowFacts | None]
-    """Of A and of B, those whose marks are farthest apart in the direction of the question."""
+    """One of A and one of B; their marks are farthest apart in the direction of the question."""
 
     @property
     def is_worse(self) -> bool:
@@ -73,7 +73,6 @@ class Flips:
 
         Raises:
             ConfigError: as `batchgen compare`, or the jobs are too large for a page.
-            JobError: a file is damaged.
         """
         with self._lock:
             stamps = tuple(stamp for job in self._jobs for stamp in job.rows.stamps)
@@ -89,7 +88,6 @@ class Flips:
 
         Raises:
             StillSearching: it takes long to find the rows.
-            JobError: a shard is damaged.
         """
         first = self._jobs[0]
         places = {question.row_id: first.ids.find(question.row_id) for question in questions}

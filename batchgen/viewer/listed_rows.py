@@ -66,7 +66,6 @@ def row_lines(
 
     Raises:
         StillSearching: the other job has the rows elsewhere, and they take long to find.
-        JobError: a shard is damaged.
     """
     first, *others = jobs
     asked = first.asked
@@ -126,7 +125,6 @@ def list_values(
     Raises:
         ConfigError: the job lacks what the filter or the order needs.
         StillSearching: the other job has the rows elsewhere.
-        JobError: a shard is damaged.
     """
     job, schema = jobs[0], jobs[0].rows.schema
     kept = {**wanted.query, **{k: v for k, v in (("sort", sort), ("show", show)) if v}}

@@ -122,7 +122,7 @@ class ShardQueue:
         idle = not self.in_flight
         task = self._worker.next_task(idle)
         self._learn()
-        # Who becomes idle asks again at once: then there may be something.
+        # A worker that becomes idle asks again at once: then there may be something.
         self._waits = task.kind == "wait" and idle
         self._alone = task.shard if task.ended else None
         return task

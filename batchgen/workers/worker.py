@@ -181,7 +181,7 @@ class Worker:
         self._heartbeat.beat()
 
     def tell_older(self, older: ResumeState) -> None:
-        """Let those who join know what was there when this worker, the first one, came."""
+        """Tell workers that join what was there when this worker, the first one, came."""
         self.store.do(Overwrite(_OLDER, older.encoded()))
 
     def older(self) -> ResumeState:

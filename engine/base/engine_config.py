@@ -15,11 +15,11 @@ _LARGE_MODEL = 3 * 10**9
 Smaller models gain less from a mixed step than the host needs to prepare it (measured with 0.6 and
 8 billion parameters). On a CPU nothing is gained, because arithmetic bounds prefill there."""
 _SPARSE = 4
-"""From so many times the weights that a token goes through a model counts as sparse. The time of
-its decode steps is that of reading weights however many rows there are, so more rows at once are
-faster (measured with 30 billion parameters, of which a token goes through 3, on an H200: 1,024
-tokens of 512 rows in 28.0 s, and in 44.4 s with 256 at once), and its experts' tiles are fuller in
-larger prefills."""
+"""A model counts as sparse if it has this many times the weights that a token goes through. The
+time of its decode steps is that of reading weights however many rows there are, so more rows at
+once are faster (measured with 30 billion parameters, of which a token goes through 3, on an H200:
+1,024 tokens of 512 rows in 28.0 s, and in 44.4 s with 256 at once), and its experts' tiles are
+fuller in larger prefills."""
 
 _MOST_ROWS = 65_536
 """The largest `max_num_seqs`: tables in memory have a place for each row in flight."""
@@ -44,7 +44,7 @@ class Sizes(NamedTuple):
         return _SPARSE * self.weights_per_token <= self.weights <= self.memory // 2
 
     def fitting_rows(self, rows: int) -> int:
-        """Return how many of so many rows can be in flight with states that take at most five
+        """Return how many of `rows` rows can be in flight with states that take at most five
         eighths of the room for caches; at least one."""
         if not self.row_states:
             return rows

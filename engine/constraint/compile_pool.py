@@ -87,7 +87,6 @@ class _Worker(threading.Thread, Generic[A, R]):
             del job, future, argument
 
     def cancel_queued(self) -> None:
-        """Cancel what waits for any thread of the pool, and end them."""
         _cancel(self._jobs, self._num_threads)
 
 

@@ -112,8 +112,7 @@ class GrammarCompiler:
             self._cache.clear()
 
     def _make_room(self) -> None:
-        """Drop what was not used for longest; a constraint in compilation counts from later calls
-        on."""
+        """Drop what was not used for longest; what still compiles counts from later calls on."""
         done = [f for f in self._cache.values() if f.done() and f.exception() is None]
         num_bytes = sum(future.result().num_bytes for future in done)
         while self._cache and (num_bytes > _CACHE_BYTES or len(self._cache) >= _CACHE_ENTRIES):
@@ -139,7 +138,6 @@ class _Work:
         self._marker = lru_cache(_MARKERS)(partial(Marker, vocabulary))
 
     def run(self, constraint: Constraint) -> Grammar:
-        """Compile a constraint, and try whether rows can follow it."""
         marker = self._marker(constraint.start_after) if constraint.start_after else None
         try:
             compiled = self._compile(constraint)

@@ -33,7 +33,7 @@ class Grammar:
         self.search_masks = [] if marker is None else self._search_masks(marker)
 
     def _search_masks(self, marker: Marker) -> list[Words]:
-        """Allow any id with a spelling, but no marker's end with an illegal text behind it."""
+        """Make the search's masks, without ids that end the marker and go on with illegal text."""
         import xgrammar
 
         start = xgrammar.GrammarMatcher(self.compiled)
@@ -60,8 +60,6 @@ def _may_follow(state: Any, text: bytes) -> bool:
 
 
 class _Step(NamedTuple):
-    """One tentative token, and what is needed to take it back."""
-
     token_id: int
     searched: int | None  # the search's state before it; None if that was over
     moved: bool  # whether xgrammar's matcher went on by a step
@@ -111,7 +109,7 @@ class Matcher:
 
     @property
     def terminated(self) -> bool:
-        """Whether a stop id was accepted, tentatively or not. Nothing may follow it."""
+        """Whether a stop id was accepted, tentatively or not."""
         return bool(self._state.is_terminated())
 
     @property

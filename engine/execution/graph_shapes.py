@@ -45,7 +45,7 @@ class GraphShapes:
         return [*(size for size in sizes if size < self.max_rows), self.max_rows]
 
     def wide_sizes(self, width: int) -> list[int]:
-        """Return the numbers of rows of captured decode steps of so many tokens per row, more than
+        """Return the numbers of rows of captured decode steps of `width` tokens per row, more than
         one, ascending."""
         most = min(self.max_rows, self.prefill_tokens // width)
         sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, most, 32)]

@@ -75,8 +75,8 @@ def _compile(index: int, plan: Plan) -> None:
 @torch.inference_mode()
 def warm_up(uses: Sequence[ModelUse], config: ResolvedConfig) -> None:
     """Go through the forwards that the engine runs before its first step, without a device. All
-    launches of kernels are made, so the caller must keep them from running. Of layers that are
-    built alike only one takes part, since the others launch the same kernels. The models'
+    launches of kernels are made, so the caller must keep them from running. Only one of the
+    layers that are built alike takes part, since the others launch the same kernels. The models'
     parameters have been made within `Undone` for their device, or are on it."""
     with Undone(uses[0].model.device):
         for use in uses:

@@ -1,8 +1,8 @@
 """Tensor parallelism: each layer's weights are divided between ranks, which run the same program.
 
 The division is that of Shoeybi et al. 2019 (arXiv 1909.08053): heads and the columns between the
-two products of an MLP are divided, so that each half of a layer needs one sum over all ranks. Of
-experts, each rank has some as a whole.
+two products of an MLP are divided, so that each half of a layer needs one sum over all ranks. Each
+rank has some of the experts as a whole.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class TensorParallel:
         Args:
             residual: [T, H], contiguous, which is then overwritten; None stands for zeros.
             partial: [T, H], contiguous, this rank's part of the sum, which may be overwritten.
-            lane: which memory the ranks' parts go through. Of two sums, one right behind the other,
-                each must have a lane of its own.
+            lane: which memory the ranks' parts go through. Two sums, one right behind the other,
+                must have different lanes.
         """
         return PendingSum(residual, partial, lane, self._joined)
 

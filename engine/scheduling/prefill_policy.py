@@ -81,12 +81,12 @@ def choose_prefill(
     # own that more of them would cost time.
     chunk_tokens = limits.chunk_tokens if width == 1 else 0
     beside = limits.max_batched_tokens - decoding
-    tokens = sum(candidates.lengths)
     if _is_urgent(limits, candidates, running, staying, chunk_tokens):
-        # Larger than a chunk, and too large for a CUDA graph of its own.
-        is_large = min(tokens, beside) > max(limits.alone_tokens, limits.chunk_tokens)
-        if chunk_tokens and decoding and is_large:
-            return PrefillRoom(beside, limits.max_num_seqs, beside=True)
+        if chunk_tokens and decoding:
+            tokens = min(sum(candidates.lengths), beside)
+            # It is larger than a chunk, and too large for a CUDA graph of its own.
+            if tokens > max(limits.alone_tokens, limits.chunk_tokens):
+                return PrefillRoom(beside, limits.max_num_seqs, beside=True)
         return PrefillRoom(limits.max_batched_tokens, limits.max_num_seqs, beside=False)
     if chunk_tokens and _is_worthwhile(limits, candidates, chunk_tokens // 2):
         return PrefillRoom(chunk_tokens, limits.chunk_rows, beside=True)

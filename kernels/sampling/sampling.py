@@ -75,8 +75,7 @@ def sample(
 
 
 def _columns_of(keep: Tensor) -> tuple[Tensor, Tensor]:
-    """List, on a CPU, the columns where `keep` [R, V] is true: [R, S], and which of them are no
-    filler."""
+    """List, on a CPU, the columns where `keep` [R, V] is true, [R, S], and which are no filler."""
     rows, columns = keep.nonzero(as_tuple=True)
     counts = torch.bincount(rows, minlength=len(keep))
     width = max(1, int(counts.max()))

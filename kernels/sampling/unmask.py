@@ -135,7 +135,7 @@ def _unmask(
 def _load_keys(
     masked_ptr, confidence_ptr, row, position, LENGTH: tl.constexpr, BY_CONFIDENCE: tl.constexpr
 ):  # fmt: skip
-    """Load the masked positions' ranking keys: confidence or 0, -1 for NaN; others get -2."""
+    """Load masks, and ranking keys: confidence or 0, -1 for NaN, -2 for what is not masked."""
     here = position < LENGTH
     masked = tl.load(masked_ptr + row * LENGTH + position, mask=here, other=0) != 0
     keys = tl.zeros_like(position).to(tl.float32)

@@ -26,12 +26,12 @@ import gc
 import hashlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -39,13 +39,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from bench_attention import DecodeShape, graph_time
-from bench_engine import Bench
-from bench_layers import microseconds
-from bench_throughput import environment
+from cases.attention import DecodeShape
+from cases.experts import SHAPES, Batch, Layer, timed
 from determinism_changes import LIMITS, STAGES, changes, library_rules, one_split_rule, one_tile
 from determinism_schedules import run_schedules
-from moe_layers import SHAPES, Batch, Layer, timed
+from measuring import DEVICE, DTYPE, environment, microseconds
+from modes.engine_runs import Bench
 from ordered_product import Tile, ordered_add, ordered_heads, ordered_linear, ordered_product
 from torch import Tensor
 from workloads import bare_model, model_config
@@ -62,9 +61,7 @@ from batchgen.kernels.layers.linear import add_linear_
 from batchgen.kernels.moe.experts_triton import grouped_parts_triton
 from batchgen.kernels.moe.moe_tiles import TABLE, choose_tiles
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU = DEVICE.type == "cuda"
-DTYPE = torch.bfloat16 if GPU else torch.float32
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "hybrid-35b-a3b", "deepseek-v2-lite")
 SMALL = {"qwen3-0.6b": 5, "qwen3-30b-a3b": 4, "hybrid-35b-a3b": 5, "deepseek-v2-lite": 4}
 """The models of `schedules`, with their numbers of layers; the last layer is not compared, because
@@ -148,7 +145,7 @@ def expert_lines(all_tokens: Sequence[int]) -> list[Line]:
     lines = []
     for name, shape in SHAPES.items():
         torch.manual_seed(0)
-        layer, probe = Layer.make(shape), Batch.make(shape, 512)
+        layer, probe = Layer.make(shape), Batch(shape, 512)
         tables = [tiles for _, tiles in TABLE]
 
         def parts(tiles: Any, batch: Batch = probe, i: int = 0, layer: Layer = layer) -> Tensor:
@@ -162,7 +159,7 @@ def expert_lines(all_tokens: Sequence[int]) -> list[Line]:
             classes[digest(parts(tiles))].append(number)
         cost: dict[int, str] = {}
         for tokens in all_tokens:
-            batch = Batch.make(shape, tokens)
+            batch = Batch(shape, tokens)
             times = [timed(lambda i, t=t, b=batch: parts(t, b, i)) for t in tables]  # type: ignore[misc]
             today = times[tables.index(choose_tiles(batch.ids[0].numel(), layer.gate_up))]
             best = [min(times[n] for n in members) for members in classes.values()]
@@ -395,7 +392,7 @@ def attention_lines() -> list[Line]:
     lines = []
     for name, (shape, heads, kv_heads, size, batches) in CONTEXTS.items():
         if not GPU:
-            shape, batches = replace(shape, batch=3), (1, 3)
+            shape, batches = shape._replace(batch=3), (1, 3)
         torch.manual_seed(0)
         contexts = Context.make(shape, heads, kv_heads, size)
         sizes = list(product(batches, WIDTHS))
@@ -411,7 +408,9 @@ def attention_lines() -> list[Line]:
                     if same < rows:
                         equal.append(f"{rows}×{width}: {same}")
                     if GPU:
-                        time = graph_time(launch, len(contexts.caches))
+                        time = microseconds([launch], 1, replays=20, pick=statistics.median) / len(
+                            contexts.caches
+                        )
                         micros.append(f"{rows}×{width}: {time:.1f}")
             lines.append(
                 Line("4", f"decode attention of {name}, rows × width", variant,
@@ -426,7 +425,7 @@ def workload_lines(model: str, names: Sequence[str], variants: Sequence[str]) ->
     lines = []
     for variant in variants:
         with changes(VARIANTS[variant]):
-            bench = Bench(model, EngineConfig(), DEVICE)
+            bench = Bench(model, EngineConfig())
             bench.warm_up(list(names), 0.6)
             for name in names:
                 run = bench.run(name, 0.6, None)
@@ -492,7 +491,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps(found))
         return
     lines: list[Line] = []
-    behind: dict[str, Any] = environment(DEVICE)
+    behind: dict[str, Any] = environment()
     for mode in arguments.modes:
         if mode == "tiles":
             lines += tiles_lines(4096 if GPU else 64)

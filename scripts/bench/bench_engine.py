@@ -2,21 +2,17 @@
 
     python scripts/bench/bench_engine.py throughput --model qwen3-8b --workload mixed,decode
     python scripts/bench/bench_engine.py throughput --model qwen3-8b --workload mixed \\
-        --profile trace.json.gz
+        --profile trace.json
     python scripts/bench/bench_engine.py throughput --model qwen3-30b-a3b --workload mixed \\
         --routing uniform [--columns routed_experts] [--quantization none,fp8] [--requests 128]
     TRITON_CACHE_DIR=$(mktemp -d) python scripts/bench/bench_engine.py start-up --model qwen3-8b
     python scripts/bench/bench_engine.py speculation replay --model qwen3-8b [--accuracy 0.7]
-    python scripts/bench/bench_engine.py speculation ngram --model X.gguf --rows gsm8k.jsonl
     python scripts/bench/bench_engine.py dllm [--model sdar-8b] [--lengths 4,32]
-    python scripts/bench/bench_engine.py constraint --tokenizer FOLDER [--rows 256]
-    python scripts/bench/bench_engine.py tensor-parallel [--parts sums,dense] [--sums fused,nccl]
-    python scripts/bench/bench_engine.py host [--rows 800] [--chunk-tokens 256] [--profile]
-    python scripts/bench/bench_engine.py cpu ROWS.jsonl [--rounds 2]
+    python scripts/bench/bench_engine.py tensor-parallel [--parts sums,dense,experts]
 
-All modes but `speculation ngram` and `cpu` take random weights, in bfloat16 on a GPU, or in FP8
-with `--quantization fp8`, and in float32 on a CPU. Prompts are random, and EOS is ignored. Every
-mode writes its figures with `--json PATH`.
+All modes take random weights, in bfloat16 on a GPU, or in FP8 with `--quantization fp8`, and in
+float32 on a CPU. Prompts are random, and EOS is ignored. Every mode writes its figures with
+`--json PATH`.
 """
 
 from __future__ import annotations
@@ -29,8 +25,8 @@ from typing import Any
 
 import torch
 import triton
-from measuring import DEVICE, Mode, Rates, commas, measure_rates, process_age, run_mode
-from modes import constraint, cpu, dllm, host, speculation, tensor_parallel
+from measuring import Mode, Rates, commas, measure_rates, process_age, run_mode
+from modes import dllm, speculation, tensor_parallel
 from modes.engine_runs import Bench, Run
 from modes.routing import ROUTINGS
 from workloads import MODELS, WORKLOADS
@@ -67,21 +63,32 @@ _ENGINE_OPTIONS: dict[str, Any] = {
 }
 
 
-def describe(run: Run, model: str) -> str:
+def figures_of(run: Run, model: str) -> dict[str, Any]:
+    tokens = run.prompt_tokens + run.output_tokens
+    return asdict(run) | {
+        "output_tokens_per_s": run.output_tokens / run.seconds,
+        "total_tokens_per_s": tokens / run.seconds,
+        "idle_seconds": run.idle,
+        "floor_share": run.floor.total / run.seconds,
+        "floor_share_here": run.floor_here and run.floor_here.total / run.seconds,
+        "peer_seconds": PEERS.get((model, run.workload), {}),
+    }
+
+
+def describe(run: Run, figures: dict[str, Any]) -> str:
     prefill, decode, mixed, full = run.prefill, run.decode, run.mixed, run.full_batch
     lines = [
-        f"{run.workload}: {run.seconds:.3f} s, {run.output_rate:.1f} output tok/s, "
-        f"{run.total_rate:.1f} total tok/s"
+        f"{run.workload}: {run.seconds:.3f} s, {figures['output_tokens_per_s']:.1f} output tok/s, "
+        f"{figures['total_tokens_per_s']:.1f} total tok/s"
     ]
     if run.floor_here:  # there is none on a CPU
         lines.append(
-            f"  floor {run.floor.total:.2f} s (share {run.floor.total / run.seconds:.3f}), at the "
-            f"rates here {run.floor_here.total:.2f} s "
-            f"(share {run.floor_here.total / run.seconds:.3f})"
+            f"  floor {run.floor.total:.2f} s (share {figures['floor_share']:.3f}), at the rates "
+            f"here {run.floor_here.total:.2f} s (share {figures['floor_share_here']:.3f})"
         )
         lines += [
             f"  {name}: {seconds} s, {seconds / run.seconds:.2f} times ours"
-            for name, seconds in PEERS.get((model, run.workload), {}).items()
+            for name, seconds in figures["peer_seconds"].items()
         ]
     host = run.seconds - prefill.seconds - decode.seconds - mixed.seconds - run.idle
     lines.append(
@@ -105,17 +112,6 @@ def describe(run: Run, model: str) -> str:
     return "\n".join(lines)
 
 
-def figures_of(run: Run, model: str) -> dict[str, Any]:
-    return asdict(run) | {
-        "output_tokens_per_s": run.output_rate,
-        "total_tokens_per_s": run.total_rate,
-        "idle_seconds": run.idle,
-        "floor_share": run.floor.total / run.seconds,
-        "floor_share_here": run.floor_here and run.floor_here.total / run.seconds,
-        "peer_seconds": PEERS.get((model, run.workload), {}),
-    }
-
-
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=sorted(MODELS), required=True)
     parser.add_argument("--temperature", type=float, default=0.6)
@@ -133,8 +129,8 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--workload", type=commas(str, WORKLOADS), required=True)
     parser.add_argument("--runs", type=int, default=1, help="timed runs of each workload")
-    parser.add_argument("--profile", type=Path, help="after the runs; traces NAME.json or .json.gz")
-    parser.add_argument("--profile-after", type=int, default=8, help="decode steps before")
+    parser.add_argument("--profile", type=Path, help="after the runs: the trace of some steps")
+    parser.add_argument("--profile-after", type=int, default=8, help="steps before")
 
 
 def make_bench(options: argparse.Namespace, quantization: str) -> Bench:
@@ -153,13 +149,10 @@ def make_bench(options: argparse.Namespace, quantization: str) -> Bench:
 def run_throughput(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run workloads, each beside the physical floor of its work and the times of other engines.
 
-    Printed is how the time divides into prefill, decode and a device that waits for the host. For a
-    model with experts it also counts how many of them a step touches: random weights route less
-    evenly than chance does (`--routing uniform`), and the dummy weights of other engines may let
-    all tokens go to the same experts (`--routing same`).
+    Printed is how the time divides into prefill, decode and a device that waits for the host. Of a
+    model with experts, random weights route less evenly than chance does (`--routing uniform`), and
+    the dummy weights of other engines may let all tokens go to the same experts (`--routing same`).
     """
-    if options.profile and DEVICE.type == "cpu":
-        raise SystemExit("--profile needs a GPU")
     here = measure_rates()
     if here:
         print(here)
@@ -185,32 +178,24 @@ def run_workloads(
     for name in options.workload:
         for _ in range(options.runs):
             run = bench.run(name, options.temperature, here)
-            print(describe(run, options.model), flush=True)
             runs.append(figures_of(run, options.model))
-    if options.profile:
-        for name in options.workload:
-            bench.profile(name, options.temperature, options.profile, options.profile_after)
-    engine_config, memory = asdict(bench.engine.config), asdict(bench.engine.memory)
-    peak = torch.cuda.max_memory_reserved() if here else None
-    bench.free()
-    touched = {name: bench.touched(name) for name in options.workload}
-    for name, kinds in touched.items():
-        for kind in kinds:
-            print(f"{name}: {kind.line()}")
+            print(describe(run, runs[-1]), flush=True)
+    for name in options.workload if options.profile else ():
+        path = options.profile.with_name(f"{name}-{options.profile.name}")
+        bench.profile(name, options.temperature, path, options.profile_after)
     return {
         "model": options.model,
-        "engine_config": engine_config,
+        "engine_config": asdict(bench.engine.config),
         "quantization": quantization,
         "requests": options.requests,
         "routing": options.routing,
         "columns": options.columns,
-        "experts_touched": {name: [asdict(t) for t in kinds] for name, kinds in touched.items()},
-        "memory": memory,
-        "rates": asdict(here) if here else None,
+        "memory": asdict(bench.engine.memory),
+        "rates": here._asdict() if here else None,
         "load_seconds": bench.load_seconds,
         "engine_seconds": bench.engine_seconds,
         "warm_up_seconds": warm_up,
-        "peak_memory_bytes": peak,
+        "peak_memory_bytes": torch.cuda.max_memory_reserved() if here else None,
         "runs": runs,
     }
 
@@ -255,12 +240,9 @@ def run_start_up(options: argparse.Namespace) -> list[dict[str, Any]]:
 MODES = {
     "throughput": Mode(add_throughput_arguments, run_throughput),
     "start-up": Mode(add_model_arguments, run_start_up),
-    "speculation": Mode(speculation.add_speculation_arguments, speculation.run_speculation),
-    "dllm": Mode(dllm.add_dllm_arguments, dllm.run_dllm),
-    "constraint": Mode(constraint.add_constraint_arguments, constraint.run_constraint),
+    "speculation": Mode(speculation.add_arguments, speculation.run),
+    "dllm": Mode(dllm.add_arguments, dllm.run),
     "tensor-parallel": Mode(tensor_parallel.add_arguments, tensor_parallel.run),
-    "host": Mode(host.add_host_arguments, host.run_host),
-    "cpu": Mode(cpu.add_cpu_arguments, cpu.run_cpu),
 }
 
 

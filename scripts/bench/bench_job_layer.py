@@ -1,10 +1,8 @@
-"""Measure what a job costs beside its engine: rows, grading, leases, pages, busy neighbours.
+"""Measure what a job costs beside its engine: rows, grading, pages.
 
 python scripts/bench/bench_job_layer.py job [--rows 200000] [--grade] [--report] [--rounds 3]
 python scripts/bench/bench_job_layer.py grading [--integers 100000] [--math 4000]
-python scripts/bench/bench_job_layer.py leases [--shards 1000] [--workers 64] [--folder FOLDER]
 python scripts/bench/bench_job_layer.py view [--rows 2000000] [--folder FOLDER]
-python scripts/bench/bench_job_layer.py neighbours --rounds 3 -- sampling.max_new_tokens=24
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from measuring import Mode, resident_mib, run_mode
-from modes import leases, neighbours, view
+from modes import view
 from synthetic_job import InstantEngine, integer_steps, null_job
 
 from batchgen.config.job_config import StepConfig
@@ -214,9 +212,7 @@ def run_grading(options: argparse.Namespace) -> list[Any]:
 MODES = {
     "job": Mode(add_job_arguments, run_jobs),
     "grading": Mode(add_grading_arguments, run_grading),
-    "leases": Mode(leases.add_lease_arguments, leases.run_leases),
     "view": Mode(view.add_view_arguments, view.run_view),
-    "neighbours": Mode(neighbours.add_neighbour_arguments, neighbours.run_neighbours),
 }
 
 

@@ -5,8 +5,7 @@
     python scripts/bench/bench_kernels.py delta [--rows 4,32,256] [--width 1,4]
     python scripts/bench/bench_kernels.py experts [--shape 35b-a3b] [--tokens 1,256,8192]
     python scripts/bench/bench_kernels.py fp8 [--tokens 16,256] [--expert-tokens 256,8192]
-    python scripts/bench/bench_kernels.py layers,sampling
-    python scripts/bench/bench_kernels.py cpu-experts [--experts 128 --hidden 2048 --inner 768]
+    python scripts/bench/bench_kernels.py sampling
     python scripts/bench/bench_kernels.py experts,fp8 --tune
 
 Each time is that of a launch in a CUDA graph. `--tune` tries the tiles of a list instead, compiled
@@ -26,15 +25,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cases import attention, delta, experts, latent, layers, linear
+from cases import attention, delta, experts, fp8, latent, sampling
 from measuring import (
     DEVICE,
     Case,
-    Choice,
     Group,
     Rates,
     commas,
     measure_rates,
+    microseconds,
     save_results,
     synchronize,
 )
@@ -43,45 +42,44 @@ from triton.runtime.errors import OutOfResources
 from batchgen.kernels.compile_ahead import can_compile_ahead, compiling_ahead
 
 _WRONG = 0.02
-"""How far the norm of a result may be from another one's, in units of that. Two roundings to
-bfloat16 make about 0.003."""
+"""The largest distance of two results, in units of the norm of one. Two roundings to bfloat16 make
+about 0.003."""
 _SHOWN = 4
 
 
 class Section(NamedTuple):
-    """The cases of a kind of kernel, ways to tune it, and what its options are by default."""
+    """The cases of a kind of kernel, groups of tiles to choose from if a table has more than one
+    case in a line, and defaults of options."""
 
     cases: Callable[[argparse.Namespace], Iterator[Case]]
-    tuners: tuple[Callable[[argparse.Namespace], Iterator[Group]], ...] = ()
+    groups: Callable[[argparse.Namespace], Iterator[Group]] | None = None
     shape: str = ""
     tokens: str = ""
     rows: str = ""
 
 
 _EXPERT_TOKENS = "1,4,32,64,128,256,512,1024,4096,8192,16384"
+_FP8_TOKENS = "1,16,64,256,2048,16384"
 SECTIONS = {
-    "decode": Section(attention.decode_cases, (attention.tune_decode,)),
-    "prefill": Section(attention.prefill_cases, (attention.tune_prefill,)),
+    "decode": Section(attention.decode_cases),
+    "prefill": Section(attention.prefill_cases),
     "latent": Section(latent.latent_cases, shape="v2-lite"),
-    "delta": Section(delta.delta_cases, (delta.tune_delta,), "35b-a3b", rows="4,32,64,256"),
-    "experts": Section(experts.expert_cases, (experts.tune_experts,), "30b-a3b", _EXPERT_TOKENS),
-    "fp8": Section(
-        linear.fp8_cases,
-        (linear.tune_fp8_linear, experts.tune_fp8_experts),
-        "30b-a3b",
-        "1,16,64,256,2048,16384",
-    ),
-    "layers": Section(layers.layer_cases, tokens="1,64,256,2048,8192"),
-    "sampling": Section(layers.sampling_cases, rows="1,32,256,512"),
-    "cpu-experts": Section(layers.cpu_expert_cases, tokens="1,4,16,64,512"),
+    "delta": Section(delta.delta_cases, shape="35b-a3b", rows="4,32,64,256"),
+    "experts": Section(experts.expert_cases, experts.expert_groups, "30b-a3b", _EXPERT_TOKENS),
+    "fp8": Section(fp8.fp8_cases, fp8.fp8_groups, "30b-a3b", _FP8_TOKENS),
+    "sampling": Section(sampling.sampling_cases, rows="1,32,256,512"),
 }
+
+
+def time_of(case: Case, tiles: Any = None) -> float:
+    return microseconds([partial(case.launch, tiles, i) for i in range(case.count)])
 
 
 def timed(case: Case, rates: Rates | None) -> dict[str, Any]:
     """Time a case, and print its line: microseconds, those of the floor and their share, GB/s and
     TFLOP/s."""
     try:
-        time = case.time(case.runs)
+        time = time_of(case)
     except (RuntimeError, ValueError, AttributeError) as error:  # an older torch, or GPU
         print(f"{case.name}: {str(error).splitlines()[0]}", flush=True)
         return {"name": case.name, "error": str(error)}
@@ -96,30 +94,29 @@ def timed(case: Case, rates: Rates | None) -> dict[str, Any]:
     return found
 
 
-def fastest(choice: Choice, most: int | None = None) -> list[tuple[float, Any]]:
+def fastest(case: Case, most: int | None = None) -> list[tuple[float, Any]]:
     """Time a kernel with each of its candidates, the fastest first.
 
-    Those that do not compile, or whose results are not those of the first, are reported and left
-    out.
+    Candidates that do not compile, or whose results are not those of the first, are reported and
+    left out.
     """
     found: list[tuple[float, Any]] = []
     expected: torch.Tensor | None = None
-    for tiles in choice.candidates[:most]:
+    for tiles in case.candidates[:most]:
         try:
-            out = choice.launch(tiles, 0)
+            out = case.launch(tiles, 0)
             out.view(torch.uint8).fill_(255)  # NaN in every type
-            result = choice.launch(tiles, 0).float()
+            result = case.launch(tiles, 0).float()
             synchronize()
         except (RuntimeError, OutOfResources) as error:  # too much shared memory, or registers
             print(f"  {tiles}: {str(error).splitlines()[0]}", flush=True)
             continue
         expected = result if expected is None else expected
         wrong = float((result - expected).norm() / expected.norm())
-        if choice.compared and not wrong < _WRONG:
+        if case.compared and not wrong < _WRONG:
             print(f"  {tiles}: wrong by {wrong:.3f}", flush=True)
             continue
-        runs = [partial(choice.launch, tiles, i) for i in range(choice.count)]
-        found.append((choice.time(runs), tiles))
+        found.append((time_of(case, tiles), tiles))
     return sorted(found, key=lambda tried: tried[0])
 
 
@@ -131,18 +128,18 @@ def tune(group: Group, most: int | None = None) -> list[tuple[float, Any]]:
     totals: list[tuple[float, Any]] = []
     if can_compile_ahead() and DEVICE.type == "cuda":
         with compiling_ahead(os.cpu_count() or 1, partial(torch.cuda.set_device, 0)):
-            for choice in chain.from_iterable(group.ways.values()):
-                for tiles in choice.candidates:
-                    choice.launch(tiles, 0)
-    for way, choices in [*group.ways.items()][:most]:
+            for case in chain.from_iterable(group.ways.values()):
+                for tiles in case.candidates:
+                    case.launch(tiles, 0)
+    for way, cases in [*group.ways.items()][:most]:
         best = []
-        for choice in choices:
-            tried = fastest(choice, most)
-            if len(choice.candidates) > 1:
+        for case in cases:
+            tried = fastest(case, most)
+            if len(case.candidates) > 1:
                 shown = ", ".join(f"{time:.1f} {tiles}" for time, tiles in tried[:_SHOWN])
-                print(f"  {way} {choice.name}: {shown}", flush=True)
+                print(f"  {way} {case.name}: {shown}", flush=True)
             best += tried[:1]
-        if len(best) == len(choices):
+        if len(best) == len(cases):
             entry = group.table(way, [tiles for _, tiles in best])
             totals.append((sum(time for time, _ in best), entry))
     totals.sort(key=lambda total: total[0])
@@ -151,29 +148,31 @@ def tune(group: Group, most: int | None = None) -> list[tuple[float, Any]]:
     return totals
 
 
+def groups_of(section: Section, options: argparse.Namespace) -> Iterator[Group]:
+    if section.groups:
+        yield from section.groups(options)
+        return
+    for case in section.cases(options):
+        if case.candidates:
+            yield Group(case.name, {"": [case]}, lambda way, tiles: tiles[0])
+
+
 def run_section(name: str, options: argparse.Namespace, rates: Rates | None) -> list[Any]:
     """Time the cases of a section, or its candidates, with the options that were not given."""
     section = SECTIONS[name]
-    tiny = {"shape": "tiny", "tokens": "3", "rows": "2"} if options.tiny else {}
+    defaults: dict[str, Any] = {
+        "shape": "tiny" if options.tiny else section.shape,
+        "tokens": commas(int)("3" if options.tiny else section.tokens),
+        "rows": commas(int)("2" if options.tiny else section.rows),
+        "expert_tokens": commas(int)("3" if options.tiny else "256,512,8192"),
+    }
     given = {key: value for key, value in vars(options).items() if value is not None}
-    options = argparse.Namespace(
-        **vars(options)
-        | {
-            "shape": tiny.get("shape", section.shape),
-            "tokens": commas(int)(tiny.get("tokens", section.tokens)),
-            "rows": commas(int)(tiny.get("rows", section.rows)),
-            "expert_tokens": commas(int)("3" if options.tiny else "256,512,8192"),
-        }
-        | given
-    )
-    if options.tune:
-        most = 2 if options.tiny else None
-        return [
-            {"name": group.name, "best": str(tune(group, most)[:1])}
-            for tuner in section.tuners
-            for group in tuner(options)
-        ]
-    return [timed(case, rates) for case in section.cases(options)]
+    options = argparse.Namespace(**vars(options) | defaults | given)
+    if not options.tune:
+        return [timed(case, rates) for case in section.cases(options)]
+    most = 2 if options.tiny else None
+    groups = groups_of(section, options)
+    return [{"name": group.name, "best": str(tune(group, most)[:1])} for group in groups]
 
 
 def main(arguments: list[str] | None = None) -> list[Any]:
@@ -185,10 +184,7 @@ def main(arguments: list[str] | None = None) -> list[Any]:
     parser.add_argument("--rows", type=commas(int), help="delta, sampling: comma separated")
     parser.add_argument("--width", type=commas(int), help="tokens of a decoding row")
     parser.add_argument("--block-length", type=int, default=1, help="positions that see each other")
-    parser.add_argument("--vocab", type=int, default=layers.VOCAB)
-    for name, value in (("experts", 64), ("hidden", 1024), ("inner", 384), ("chosen", 8)):
-        parser.add_argument(f"--{name}", type=int, default=value, help="cpu-experts")
-    parser.add_argument("--rounds", type=int, default=7, help="cpu-experts")
+    parser.add_argument("--vocab", type=int, default=151_936, help="sampling")
     parser.add_argument("--tune", action="store_true", help="try tiles, print the fastest")
     parser.add_argument("--tiny", action="store_true", help="sizes to try this on a CPU")
     parser.add_argument("--json", type=Path, help="write all figures here")

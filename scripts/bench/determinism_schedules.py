@@ -15,6 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -23,8 +24,9 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from determinism_changes import STAGES, changes
+from floors import mixers
 from torch import Tensor, nn
-from workloads import bare_model, dummy_model, mixers, model_config, prompt_vocab
+from workloads import bare_model, dummy_model, model_config, prompt_vocab
 
 from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.base.outputs import RequestOutput
@@ -263,8 +265,11 @@ class Probe:
                 self.blocks.states.forget(digest)
         self.blocks._published.clear()
         self.blocks._hash_of.clear()
-        engine.scheduler.max_batched_tokens = schedule.most_tokens
-        engine.scheduler.chunk_tokens = schedule.chunk_tokens
+        engine.scheduler.limits = replace(
+            engine.scheduler.limits,
+            max_batched_tokens=schedule.most_tokens,
+            chunk_tokens=schedule.chunk_tokens,
+        )
 
         def step() -> None:
             outputs.update({output.request_id: output for output in engine.step()})

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +23,8 @@ from torch import Tensor
 T = TypeVar("T")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+_GRAPH_MICROSECONDS = 5000
+"""About how long the replay of a CUDA graph of launches takes."""
 
 
 def commas(kind: Callable[[str], T], among: Collection[T] = ()) -> Callable[[str], list[T]]:
@@ -108,8 +110,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
+class Rates(NamedTuple):
     """The bytes of device memory and the bfloat16 operations that a GPU reaches in a second."""
 
     bandwidth: float
@@ -124,32 +125,16 @@ H100 = Rates(3.0e12, 790e12)
 
 
 def measure_rates() -> Rates | None:
-    """Measure a GPU with a copy of 1 GiB, read and written, and a product of two 8192² matrices.
-
-    There are no rates of a CPU.
-    """
+    """Measure a GPU with a copy of 1 GiB and a product of two 8192² matrices; None on a CPU."""
     if DEVICE.type == "cpu":
         return None
-    rates = Rates(_copy_rate(), _matmul_rate())
+    source = torch.randint(0, 2**31 - 1, (2**28,), dtype=torch.int32, device=DEVICE)
+    copy = queued([partial(torch.empty_like(source).copy_, source)])
+    product = queued([partial(torch.mm, *random_normal(2, 8192, 8192))])
+    rates = Rates(2e6 * source.nbytes / copy, 2e6 * 8192**3 / product)
+    del source
     torch.cuda.empty_cache()  # the engine comes next, which sizes its KV cache by the free memory
     return rates
-
-
-def _copy_rate() -> float:
-    source = torch.randint(0, 2**31 - 1, (2**28,), dtype=torch.int32, device=DEVICE)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / _median_seconds(lambda: target.copy_(source))
-
-
-def _matmul_rate(size: int = 8192) -> float:
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    return 2 * size**3 / _median_seconds(lambda: a @ b)
-
-
-def _median_seconds(launch: Callable[[], object], repeats: int = 20) -> float:
-    for _ in range(3):
-        launch()
-    return statistics.median(event_times(launch, repeats)) / 1e3
 
 
 def event_times(launch: Callable[[], object], repeats: int, *, queued: bool = True) -> list[float]:
@@ -174,24 +159,18 @@ def _clock_ms(launch: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def microseconds(
-    runs: Sequence[Callable[[], object]],
-    launches: int = 64,
-    *,
-    warm_ups: int = 1,
-    replays: int = 5,
-    pick: Callable[[list[float]], float] = min,
-    queued: bool = False,
-) -> float:
-    """Return the microseconds of one launch in a CUDA graph of all `runs`, `pick`ed of its replays.
+def microseconds(runs: Sequence[Callable[[], object]], launches: int | None = None) -> float:
+    """Return the microseconds of one launch in a CUDA graph: the median of 20 replays.
 
-    The graph launches them in turn, at least `launches` times. On a CPU each runs once.
+    The graph launches all `runs` in turn, at least `launches` times, by default as often as take
+    about 5 ms but at most 64 times. On a CPU each runs once.
     """
     if DEVICE.type == "cpu":
         return 1e3 * statistics.mean(map(_clock_ms, runs))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for run in [*runs] * warm_ups:
+    if launches is None:
+        launches = max(1, min(64, int(_GRAPH_MICROSECONDS / microseconds(runs, 1))))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for run in runs:
             run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -200,53 +179,45 @@ def microseconds(
         for i in range(launches):
             runs[i % len(runs)]()
     graph.replay()
-    return pick(event_times(graph.replay, replays, queued=queued)) * 1e3 / launches
+    return statistics.median(event_times(graph.replay, 20)) * 1e3 / launches
 
 
 def queued(runs: Sequence[Callable[[], object]]) -> float:
-    """Return the microseconds of one run when the device never waits for the host."""
-    return microseconds(runs, 1, replays=20, pick=statistics.median, queued=True)
+    """Return the microseconds of one run in a graph that launches each of the runs once."""
+    return microseconds(runs, 1)
 
 
 def random_normal(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
     return torch.randn(shape, dtype=dtype, device=DEVICE)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A kernel to be timed: launches on buffers that are not all in the L2 cache at once, with the
-    bytes that one must read and write, its operations, and the way to time it."""
-
-    name: str
-    runs: Sequence[Callable[[], object]]
-    num_bytes: float = 0
-    flops: float = 0
-    time: Callable[[Sequence[Callable[[], object]]], float] = microseconds
+Launch = Callable[[Any, int], Any]
+"""A kernel with given tiles, or its own for None, on the i-th of its inputs."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A kernel whose tiles are to be chosen among candidates.
+class Case(NamedTuple):
+    """A kernel to be timed, with the bytes that a launch must read and write and its operations.
 
-    `launch(tiles, i)` computes from the i-th of `count` inputs, and returns what it has written,
-    which is compared between candidates unless launches change their inputs.
+    Its `count` inputs are not all in the L2 cache at once. `candidates` are the tiles that --tune
+    tries; what a launch returns is compared between them unless it changes its inputs.
     """
 
     name: str
-    candidates: Sequence[Any]
-    launch: Callable[[Any, int], Tensor]
-    count: int
-    time: Callable[[Sequence[Callable[[], object]]], float] = microseconds
+    launch: Launch
+    count: int = 1
+    num_bytes: float = 0
+    flops: float = 0
+    candidates: Sequence[Any] = ()
     compared: bool = True
 
 
-@dataclass(frozen=True)
-class Group:
-    """Ways to compute the same, of which the one whose choices take least together is best.
+class Group(NamedTuple):
+    """Ways to compute the same, of which the one whose cases take least together is best.
 
-    `table(way, tiles)` is the entry of a table of tiles in the kernels' folders.
+    `table(way, tiles)` is the line of a table of tiles in the kernels' folders, `tiles` being the
+    fastest of each case.
     """
 
     name: str
-    ways: dict[Any, list[Choice]]
-    table: Callable[[Any, list[Any]], object] = lambda way, tiles: tiles
+    ways: dict[Any, list[Case]]
+    table: Callable[[Any, list[Any]], object]

@@ -89,7 +89,11 @@ CALL = {
 TRIGGERED = {"type": "triggered_tags", "triggers": ["<call>"], "tags": [CALL]}
 ANSWER = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
 CONSTRAINTS: tuple[dict[str, Any], ...] = (
-    *({"kind": "json_schema", "schema": schema} for schema in SCHEMAS.values()),
+    *(
+        {"kind": "json_schema", "schema": each}
+        for each in SCHEMAS.values()
+        if each not in (True, {})
+    ),
     {"kind": "json_schema", "schema": ANSWER, "max_whitespace": 2},
     {"kind": "json"},
     {"kind": "regex", "pattern": r"The answer is \$?\d+( (eggs|dollars|miles))?\."},

@@ -119,7 +119,7 @@ class StepCosts:
         return cls(sorted(times), seconds)
 
     def __call__(self, tokens: int) -> float:
-        """Seconds of a forward of so many tokens. Beyond the largest measured number, the last
+        """Seconds of a forward of this many tokens. Beyond the largest measured number, the last
         slope goes on."""
         known, seconds = self._tokens, self._seconds
         if tokens <= known[-1] or len(known) == 1:
@@ -129,7 +129,7 @@ class StepCosts:
 
 
 DraftCosts = Callable[[int, int], float]
-"""How many seconds a proposer takes for a step of so many rows, with so many drafts of each row: an
+"""The seconds that a proposer takes for a step, by its rows and the drafts of each row: an
 estimate, 0 for a proposer without a model."""
 
 

@@ -98,7 +98,7 @@ class MTPProposer(Proposer):
 
 
 def _of_head(inputs: ModelInputs, token_ids: Tensor, hidden: Tensor) -> ModelInputs:
-    """The same rows and positions as inputs of the head, which keeps no states.
+    """Make inputs of the head, which keeps no states, of the rows and positions of the target.
 
     Args:
         token_ids: [T] int64, the tokens that follow them.

@@ -181,8 +181,8 @@ def draft_one_by_one(
 def _with_tokens(
     rows: ModelInputs, input_ids: Tensor, positions: Tensor, width: int
 ) -> ModelInputs:
-    """The same rows as model inputs of `width` tokens each: input_ids and positions are [B · width]
-    int64."""
+    """Make model inputs of `width` tokens for each of the B rows; input_ids and positions are
+    [B · width] int64."""
     return ModelInputs(
         input_ids,
         positions,

@@ -8,7 +8,6 @@ import bench_kernels
 import pytest
 from measuring import DEVICE, run_mode
 
-HYBRID = Path(bench_engine.__file__).parents[2] / "batchgen" / "data" / "nano_hybrid"
 ON_CPU = pytest.mark.skipif(DEVICE.type == "cuda", reason="the sizes are for a CPU")
 SMALL = ["--kv-cache-gib", "0.02"]
 ENGINE: dict[str, list[str]] = {
@@ -25,16 +24,10 @@ ENGINE: dict[str, list[str]] = {
         *("--model", "tiny-sdar", "--lengths", "4", "--batches", "2", "--context", "16"),
         *("--steps", "4", "--ar-steps", "1"),
     ],
-    "constraint": [
-        *("--tokenizer", str(HYBRID), "--model", "tiny", "--rows", "2", "--steps", "4"),
-        *("--vocab-sizes", "1100", "--kv-cache-gib", "0.1"),
-    ],
-    "host": ["--rows", "8", "--max-num-seqs", "4"],
 }
 JOBS = {
     "job": ["--rows", "10400", "--grade", "--warm-up-rows", "10"],
     "grading": ["--integers", "20", "--math", "16"],
-    "leases": ["--shards", "4", "--workers", "2"],
     "view": ["--rows", "50"],
 }
 
@@ -50,19 +43,10 @@ def test_modes_of_the_engine(mode: str, tmp_path: Path) -> None:
 @ON_CPU
 @pytest.mark.slow
 def test_two_ranks() -> None:
-    arguments = ["--parts", "experts,data", "--model", "tiny-moe", "--workload", "smoke"]
+    arguments = ["--parts", "throughput", "--model", "tiny-moe", "--workload", "smoke"]
     arguments += ["--cache-gib", "0.05"]
     (found,) = run_mode("", bench_engine.MODES, ["tensor-parallel", *arguments])
-    assert len(found["summary"]) == 2
-
-
-@pytest.mark.slow
-def test_a_cpu_beside_transformers(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "What is 2 + 2?"}\n')
-    arguments = [str(rows), "--prompts", "1", "--new-tokens", "3", "--rounds", "1"]
-    (found,) = run_mode("", bench_engine.MODES, ["cpu", *arguments])
-    assert found["equal_answers"] == "1 of 1"
+    assert found["times"] > 0
 
 
 @pytest.mark.parametrize("mode", JOBS)
@@ -76,8 +60,7 @@ def test_modes_of_the_job_layer(mode: str) -> None:
 @ON_CPU
 @pytest.mark.parametrize("section", bench_kernels.SECTIONS)
 def test_kernels(section: str) -> None:
-    sizes = ["--experts", "4", "--hidden", "16", "--inner", "16", "--chosen", "2"]
-    found = bench_kernels.main([section, "--tiny", "--width", "1", *sizes, "--rounds", "1"])
+    found = bench_kernels.main([section, "--tiny", "--width", "1"])
     assert found and all("us" in case or "cuBLAS" in case["name"] for case in found)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from batchgen.cli.job_outcome import exit_code
+from batchgen.cli.job_outcome import verb
 from batchgen.cli.verb_table import Parser
 from batchgen.scoring.compared_jobs import compared, comparison_lines
 from batchgen.scoring.graded_folder import GradedJob
@@ -30,12 +30,8 @@ exactly where the interval beside it leaves out 0. The smallest difference that 
 """
 
 
+@verb
 def main(arguments: Sequence[str]) -> int:
-    """Run the verb and return its exit code."""
-    return exit_code(lambda: _compare(arguments))
-
-
-def _compare(arguments: Sequence[str]) -> int:
     parser = Parser("compare", _ABOUT)
     parser.add_argument("a", metavar="A", help="output.dir of the first job")
     parser.add_argument("b", metavar="B", help="output.dir of the second job")

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import pyarrow as pa
 
-from batchgen.cli.job_outcome import column_list, exit_code
+from batchgen.cli.job_outcome import column_list, verb
 from batchgen.cli.verb_table import Parser
 from batchgen.folder.open_folder import open_job
 from batchgen.folder.read_job import JobFolderReader
@@ -33,12 +33,8 @@ txt    the generated text alone, or the one column that --columns names: a row p
 """
 
 
+@verb
 def main(arguments: Sequence[str]) -> int:
-    """Run the verb and return its exit code."""
-    return exit_code(lambda: _export(arguments))
-
-
-def _export(arguments: Sequence[str]) -> int:
     parser = Parser("export", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument(

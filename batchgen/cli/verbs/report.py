@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batchgen.cli.job_outcome import exit_code
+from batchgen.cli.job_outcome import verb
 from batchgen.cli.verb_table import Parser
 from batchgen.folder.open_folder import open_folder
 
@@ -16,12 +16,8 @@ in one file that needs nothing else. A job writes it when it is complete.
 """
 
 
+@verb
 def main(arguments: Sequence[str]) -> int:
-    """Run the verb and return its exit code."""
-    return exit_code(lambda: _report(arguments))
-
-
-def _report(arguments: Sequence[str]) -> int:
     parser = Parser("report", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     job = open_folder(parser.parse_args(arguments).out, "report")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from batchgen.cli.job_outcome import exit_code
+from batchgen.cli.job_outcome import verb
 from batchgen.cli.verb_table import Parser
 from batchgen.scoring.graded_folder import GradedJob, scoring
 
@@ -20,12 +20,8 @@ puts these scores into the job's metrics.json and report.html.
 """
 
 
+@verb
 def main(arguments: Sequence[str]) -> int:
-    """Run the verb and return its exit code."""
-    return exit_code(lambda: _score(arguments))
-
-
-def _score(arguments: Sequence[str]) -> int:
     parser = Parser("score", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from batchgen.cli.job_outcome import column_list, exit_code
+from batchgen.cli.job_outcome import column_list, verb
 from batchgen.cli.verb_table import Parser
 from batchgen.cli.verbs.follow import follow
 from batchgen.folder.job_summary import status_line
@@ -23,11 +23,6 @@ from batchgen.util.paths import folder_here
 SHOWN_ROWS = 5
 SHOWN_MESSAGES = 3
 _CANDIDATES = 20_000  # row ids among which near ones are sought
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the verb and return its exit code."""
-    return exit_code(lambda: _show(arguments))
 
 
 def _parser() -> Parser:
@@ -53,7 +48,8 @@ def _parser() -> Parser:
     return parser
 
 
-def _show(arguments: Sequence[str]) -> int:
+@verb
+def main(arguments: Sequence[str]) -> int:
     given = _parser().parse_args(arguments)
     if given.rows is not None and given.rows < 0:
         raise ConfigError(f"show: --rows must be at least 0, got {given.rows}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from batchgen.cli.job_outcome import exit_code
+from batchgen.cli.job_outcome import verb
 from batchgen.cli.verb_table import Parser
 from batchgen.folder.open_folder import open_folder
 from batchgen.util.errors import ConfigError
@@ -25,12 +25,8 @@ and `ssh -L 8000:127.0.0.1:8000 HOST` there, and open the address that is printe
 _MOST_PORT = 65535
 
 
+@verb
 def main(arguments: Sequence[str]) -> int:
-    """Run the verb and return its exit code."""
-    return exit_code(lambda: _view(arguments))
-
-
-def _view(arguments: Sequence[str]) -> int:
     parser = Parser("view", _ABOUT)
     parser.add_argument(
         "out", metavar="OUT", help="the job's output.dir, or a folder with jobs below it"

@@ -54,11 +54,7 @@ class Download:
         self._schema = pa.schema(fields)
 
     def chunks(self, form: str) -> Iterator[bytes]:
-        """The content of the file in one of KINDS, piece by piece.
-
-        Raises:
-            JobError: a shard is damaged.
-        """
+        """The content of the file in one of KINDS, piece by piece."""
         return self._parquet() if form == "parquet" else self._text(form)
 
     def _text(self, form: str) -> Iterator[bytes]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,8 @@ from batchgen.rows.job_rows import starts
 from batchgen.util.errors import ConfigError
 
 Bools = npt.NDArray[np.bool_]
+Condition = tuple[tuple[str, ...], Callable[[pa.Table], Bools]]
+"""The columns that are read, and which samples [R] of a table of whole rows hold it."""
 
 MARKS = {
     "right": "right",
@@ -85,52 +88,57 @@ class Filter:
         Raises:
             ConfigError: `column` is no column of texts, or there are no grades to filter by.
         """
-        names: list[str] = []
-        if self.text:
-            column = self.column or text_column
-            if column not in text_columns(schema):
-                raise ConfigError(f"there is no column of texts {column!r}")
-            names.append(column)
+        column = self.column or text_column
+        if self.text and column not in text_columns(schema):
+            raise ConfigError(f"there is no column of texts {column!r}")
         if self.mark and not any(name in schema.names for name in (MARK, GRADE_ERROR)):
             raise ConfigError("this job has no grades: mark needs some")
-        if self.disagree:
-            names += _answers(schema, text_column)
-        if self.subset:
-            if self.subset_column not in schema.names:
-                raise ConfigError("this job has no subsets: score.subset names a column of them")
-            names.append(self.subset_column)
-        names += [MARK, ANSWER_KEY, GRADE_ERROR] if self.mark else ()
-        names += ["finish_reason"] if self.reason or self.mark else ()
-        names += ["error"] if self.error else ()
-        names += ["num_generated_tokens"] if self.least or self.most else ()
-        return [name for name in dict.fromkeys(names) if name in schema.names]
+        if self.subset and self.subset_column not in schema.names:
+            raise ConfigError("this job has no subsets: score.subset names a column of them")
+        needed = (names for names, _ in self._conditions(schema.names, text_column))
+        found = dict.fromkeys(name for names in needed for name in names)
+        return [name for name in found if name in schema.names]
 
     def matches(self, table: pa.Table, text_column: str) -> Bools:
         """[R] Which samples of a table of whole rows, with the columns of `columns`, are listed."""
         found = np.ones(table.num_rows, np.bool_)
-        if self.reason:
-            found &= _bools(pc.equal(table["finish_reason"], self.reason))
-        if self.error:
-            types = pc.struct_field(_one(table["error"]), "type")
-            found &= _bools(pc.equal(types, self.error))
-        if self.least:
-            found &= _bools(pc.greater_equal(table["num_generated_tokens"], int(self.least)))
-        if self.most:
-            found &= _bools(pc.less_equal(table["num_generated_tokens"], int(self.most)))
-        if self.mark:
-            found &= marks(table) == self.mark
-        if self.subset:
-            values = table[self.subset_column]
-            if values.type not in TEXT_TYPES:  # named as the scores name them
-                names = [None if v is None else str(v) for v in values.to_pylist()]
-                values = pa.chunked_array([pa.array(names, pa.string())])
-            found &= _bools(pc.equal(values, self.subset))
-        if self.disagree and found.any():
-            found &= _disagreeing(table, text_column)
-        if self.text and found.any():
-            column = table[self.column or text_column]
-            found &= _bools(pc.match_substring(column, self.text, ignore_case=True))
+        for _, holds in self._conditions(table.column_names, text_column):
+            if found.any():
+                found &= holds(table)
         return found
+
+    def _conditions(self, names: Collection[str], text_column: str) -> Iterator[Condition]:
+        """All conditions, the dearest last.
+
+        Args:
+            names: of the columns that there are.
+        """
+        if self.reason:
+            yield ("finish_reason",), lambda t: _bools(pc.equal(t["finish_reason"], self.reason))
+        if self.error:
+            yield ("error",), lambda t: _bools(pc.equal(_error_type(t), self.error))
+        for bound, compare in ((self.least, pc.greater_equal), (self.most, pc.less_equal)):
+            if bound:
+                yield (_TOKENS,), partial(_compared, compare=compare, bound=int(bound))
+        if self.mark:
+            yield (MARK, ANSWER_KEY, GRADE_ERROR, "finish_reason"), lambda t: marks(t) == self.mark
+        if self.subset:
+            yield (
+                (self.subset_column,),
+                lambda t: _bools(pc.equal(_texts(t[self.subset_column]), self.subset)),
+            )
+        if self.disagree:
+            answer = next(n for n in (ANSWER_KEY, MARK, text_column) if n in names)
+            yield (answer,), partial(_disagreeing, name=answer)
+        if self.text:
+            column = self.column or text_column
+            yield (
+                (column,),
+                lambda t: _bools(pc.match_substring(t[column], self.text, ignore_case=True)),
+            )
+
+
+_TOKENS = "num_generated_tokens"
 
 
 def text_columns(schema: pa.Schema) -> list[str]:
@@ -156,18 +164,28 @@ def marks(table: pa.Table) -> npt.NDArray[np.str_]:
     return found
 
 
-def _answers(schema: pa.Schema, text_column: str) -> Sequence[str]:
-    """The column that samples must agree in."""
-    return [next(n for n in (ANSWER_KEY, MARK, text_column) if n in schema.names)]
+def _compared(table: pa.Table, compare: Callable[..., pa.ChunkedArray], bound: int) -> Bools:
+    return _bools(compare(table[_TOKENS], bound))
 
 
-def _disagreeing(table: pa.Table, text_column: str) -> Bools:
-    """[R] Whether the row of a sample has samples that differ."""
-    (name,) = _answers(table.schema, text_column)
-    codes = _one(pc.fill_null(_one(table[name]).cast(pa.string()), "")).dictionary_encode()
-    values, begin = np.asarray(codes.indices), starts(table)
+def _disagreeing(table: pa.Table, name: str) -> Bools:
+    """[R] Whether the row of a sample has samples that differ in a column."""
+    texts = pc.fill_null(_one(table[name]).cast(pa.string()), "")
+    values, begin = np.asarray(_one(texts).dictionary_encode().indices), starts(table)
     differs = np.maximum.reduceat(values, begin) != np.minimum.reduceat(values, begin)
     return np.repeat(differs, np.diff(np.append(begin, len(values))))
+
+
+def _error_type(table: pa.Table) -> pa.Array:
+    return pc.struct_field(_one(table["error"]), "type")
+
+
+def _texts(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The values of a column as the scores name them."""
+    if values.type in TEXT_TYPES:
+        return values
+    names = [None if value is None else str(value) for value in values.to_pylist()]
+    return pa.chunked_array([pa.array(names, pa.string())])
 
 
 def _one(column: pa.ChunkedArray | pa.Array) -> pa.Array:

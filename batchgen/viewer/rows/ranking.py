@@ -99,11 +99,7 @@ class Ranking:
     def go_on(
         self, *, clock: Callable[[], float] = time.monotonic, seconds: float = SECONDS
     ) -> None:
-        """Look at further rows, to the end of the shard in which the time is over.
-
-        Raises:
-            JobError: a shard is damaged.
-        """
+        """Look at further rows, to the end of the shard in which the time is over."""
         until = clock() + seconds
         with self._lock:
             while self.next_row is not None:
@@ -117,7 +113,7 @@ class Ranking:
                     return
 
     def _add(self, table: pa.Table) -> None:
-        """Keep those of these whole rows that are among the first."""
+        """Keep what is among the first rows in a table of whole rows."""
         self.searched += table.num_rows
         matches = self._wanted.matches(table, self._rows.text_column)
         if not matches.any():
@@ -193,11 +189,7 @@ class Rankings:
         self._known: dict[tuple[object, ...], Ranking] = {}
 
     def of(self, wanted: Filter, order: str) -> Ranking:
-        """A ranking that has looked at some rows. It is made anew when the job has changed.
-
-        Raises:
-            ConfigError, JobError: as of `Ranking`.
-        """
+        """A ranking that has looked at some rows. It is made anew when the job has changed."""
         key = (wanted, order, self._rows.stamps)
         with self._lock:
             found = self._known.pop(key, None) or Ranking(self._rows, wanted, order)

@@ -54,7 +54,6 @@ class RowIds:
 
         Raises:
             StillSearching: it takes long.
-            JobError: a shard is damaged.
         """
         is_number = row_id.isascii() and row_id.isdecimal() and len(row_id) < 16
         for guess in (near, int(row_id) if is_number else None):

@@ -1,4 +1,4 @@
-"""JSON Schemas of arrays and objects, rewritten for xgrammar. `lower.py` says why."""
+"""JSON Schemas of arrays and objects, rewritten for xgrammar (see `lower_schema.py`)."""
 
 import math
 import re

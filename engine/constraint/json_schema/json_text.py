@@ -24,10 +24,7 @@ def parse_json(text: str) -> Any:
 
     Raises NotJson; ValueError for a number of more digits than Python reads (4300); RecursionError.
     """
-    try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise NotJson(str(error)) from None
+    return _loads(text)
 
 
 def parse_unique_json(text: str) -> Any:
@@ -36,15 +33,7 @@ def parse_unique_json(text: str) -> Any:
     NotJson is raised too for an object with a name twice, of which most readers would silently drop
     one value, and for a number that is too large for a float.
     """
-    try:
-        return json.loads(
-            text,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-            object_pairs_hook=_unique,
-        )
-    except json.JSONDecodeError as error:
-        raise NotJson(str(error)) from None
+    return _loads(text, parse_float=_finite, object_pairs_hook=_unique)
 
 
 def read_object(value: Any, what: str) -> Any:
@@ -98,6 +87,13 @@ def equality_key(value: Any) -> abc.Hashable:
 def has_lone_surrogate(text: str) -> bool:
     """Whether a string has half of a UTF-16 pair (U+D800 to U+DFFF), which UTF-8 cannot encode."""
     return any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _loads(text: str, **hooks: Any) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, **hooks)
+    except json.JSONDecodeError as error:
+        raise NotJson(str(error)) from None
 
 
 def _plain(value: Any) -> Any:

@@ -89,14 +89,12 @@ class _Lowering:
         self.marks = self.steps = 0
 
     def run(self) -> dict[str, Any]:
-        """The whole document."""
         self.names["#"] = "#"
         lowered = self.schema(self.root, self.base, ("#",))
         self.refuse_endless(lowered)
         return lowered | {"$defs": self.definitions} if self.definitions else lowered
 
     def schema(self, schema: Any, at: str, open_refs: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Any schema."""
         self.step()
         if isinstance(schema, bool):
             if not schema:
@@ -158,7 +156,6 @@ class _Lowering:
         return parts
 
     def all_of(self, schema: Any, at: str, open_refs: tuple[str, ...]) -> dict[str, Any]:
-        """A schema with `$ref` or `allOf`."""
         if schema.keys() == {"$ref"}:
             return self.reference(schema["$ref"], at, open_refs)
         if schema.keys() == {"allOf"} and len(schema["allOf"]) == 1:

@@ -136,5 +136,4 @@ def _exclude(a: Schema, b: Schema, is_valid: IsValid, flat: Callable[[Any], Sche
 
 
 def _listed(schema: Schema) -> list[Any] | None:
-    """The values that a schema lists; None if it lists none."""
     return [schema["const"]] if "const" in schema else schema.get("enum")

@@ -23,12 +23,10 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def intersect(a: Ranges, b: Ranges) -> Ranges:
-    """The characters that are in both sets."""
     return complement(union(complement(a), complement(b)))
 
 
 def only(text: str) -> Ranges:
-    """The set of the characters of a text."""
     return union([(ord(char), ord(char)) for char in text])
 
 

@@ -99,11 +99,9 @@ class _Parser:
         return ConstraintError(f"{what} at character {self.at} of {self.pattern!r}: {instead}")
 
     def peek(self, text: str) -> bool:
-        """Whether the text comes next."""
         return self.pattern.startswith(text, self.at)
 
     def take(self, text: str) -> bool:
-        """Read the text if it comes next; returns whether it does."""
         found = self.peek(text)
         self.at += len(text) if found else 0
         return found
@@ -139,7 +137,6 @@ class _Parser:
         return parts[0] if len(parts) == 1 else Concat(tuple(parts))
 
     def counted(self, node: Node) -> Node:
-        """The node with the count that follows it, if one does."""
         counts: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
         braces = re.compile(r"\{(\d+)(,?)(\d*)\}").match(self.pattern, self.at)
         if braces:
@@ -159,7 +156,6 @@ class _Parser:
         return Repeat(node, low, high)
 
     def atom(self) -> Node:
-        """A group, a class, or a single character."""
         char = self.pattern[self.at]
         if self.take("("):
             self.group_start()

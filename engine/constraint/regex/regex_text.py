@@ -146,6 +146,6 @@ def _write_chars(ranges: Ranges, json: bool) -> str:
 
 
 def _literal(code: int) -> str:
-    r"""Write a character, by \uhhhh if special: xgrammar reads digits on behind \xhh."""
+    r"""Write a character; special ones as \uhhhh, because xgrammar reads on behind \xhh."""
     char = chr(code)
     return char if code >= 0x80 or char.isalnum() else f"\\u{code:04x}"

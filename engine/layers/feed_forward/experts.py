@@ -132,8 +132,7 @@ class Experts(nn.Module):
         return residual
 
     def _parts(self, x: Tensor | BothRows, ids: Tensor, weights: Tensor) -> Tensor | None:
-        """Compute each token's experts' results times weights, [k, T, H], or None if added right
-        away."""
+        """Compute what `forward` adds up, [k, T, H]; None where that is added right away."""
         if (in_fp8 := self._in_fp8()) is not None:
             gate_up, down, powers = in_fp8
             return fp8_grouped_parts(x, gate_up, down, ids, weights, powers_of_two=powers)

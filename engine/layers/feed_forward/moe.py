@@ -155,8 +155,7 @@ class SparseMoE(nn.Module):
 
 
 def _own_tokens(x: Tensor, ctx: ForwardContext) -> Tensor | None:
-    """Return the tokens [N] that belong to rows, or None for all: filled-up ones cost time on a
-    CPU."""
+    """Return the tokens [N] that belong to rows, None for all; a CPU leaves out filled-up ones."""
     if x.is_cuda or len(x) != len(ctx.kv_slots):
         return None
     own = ctx.kv_slots.nonzero().squeeze(1)

@@ -126,8 +126,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj.add_to(residual, normed)
 
     def _run(self, x: Tensor, a: Tensor, b: Tensor, cache: StateCache, rows: RowMetadata) -> Tensor:
-        """Compute the output [T, value heads, value_dim] of a part from x before the convolution,
-        a, b."""
+        """Compute a part's output [T, value heads, value_dim]; x is before the convolution."""
         window, matrix = cache.state["window"], cache.state["matrix"]
         if rows.width is not None:
             step = StepRows(rows.slots, cache.pending, cache.first, rows.width, cache.most_pending)

@@ -1,4 +1,4 @@
-"""Translates the names and conventions of GGUF files to those of transformers' checkpoints."""
+"""Translates names and conventions of GGUF files to what transformers' checkpoints have."""
 
 from __future__ import annotations
 

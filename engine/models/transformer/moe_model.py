@@ -157,7 +157,7 @@ def moe_config(
 
 
 def extended(dense: ModelConfig, kind: type[MoEConfig], **values: Any) -> ModelConfig:
-    """Return the configuration with the values of a larger family beside those of a dense one."""
+    """Return the configuration with a larger family, which keeps a dense one's values."""
     common = dense.family_as(DenseConfig)
     values |= {field.name: getattr(common, field.name) for field in fields(DenseConfig)}
     family = kind(**values)

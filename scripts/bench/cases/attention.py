@@ -1,16 +1,16 @@
-"""Cases of bench_kernels.py: attention over pages, of keys and values and of latents."""
+"""Cases of bench_kernels.py: attention over pages of keys and values."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from measuring import DEVICE, DTYPE, Case, Choice, Group, queued, random_normal
+from measuring import DEVICE, DTYPE, Case, random_normal
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -18,17 +18,13 @@ from batchgen.kernels.attention.decode import MAX_QUERIES, DecodeConfig, paged_a
 from batchgen.kernels.attention.decode_plan import most_splits, plan_decode, split_length
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.prefill import paged_attention_prefill
-from batchgen.kernels.attention.prefill_plan import (
-    PrefillConfig,
-    plan_prefill,
-)
+from batchgen.kernels.attention.prefill_plan import PrefillConfig, plan_prefill
 
 BLOCK_SIZE = 16
 _SPLITS = (512, 2048)
 """Tokens of a split that are tried."""
 _CACHE_BYTES = 512 * 2**20
-"""Bytes of keys and values that are read before any of them is read again: many times the size of
-a GPU's L2 cache."""
+"""Bytes of keys and values that are read before any is read again: many times a GPU's L2 cache."""
 _ROWS = (1000, 1875, 1250, 1625, 1400, 1042)
 
 
@@ -43,8 +39,7 @@ class Heads(NamedTuple):
         return f"{self.queries}/{self.kv} heads"
 
 
-HEADS = [Heads(32, 8), Heads(16, 8)]
-TINY_HEADS = [Heads(4, 2, 16)]
+HEADS, TINY_HEADS = [Heads(32, 8), Heads(16, 8)], [Heads(4, 2, 16)]
 
 
 class DecodeShape(NamedTuple):
@@ -101,145 +96,113 @@ def _paged(heads: Heads, used: list[int], copies: int) -> tuple[Tensor, list[KVC
     return tables.to(DEVICE), caches
 
 
-class Decode:
-    """A decode step's attention: queries of a row's last tokens, and caches that are read in turn.
+def _decode_configs(dim: int) -> list[tuple[DecodeConfig, int]]:
+    """Configurations whose programs' pipelines fit into 227 KiB of shared memory, and splits."""
+    return [
+        (DecodeConfig(block_n, warps, stages, programs), split)
+        for block_n, warps, stages, programs, split in itertools.product(
+            (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), _SPLITS
+        )
+        if programs * ((stages - 1) * 2 * block_n * dim * DTYPE.itemsize + 8192) <= 227 * 1024
+    ]
 
-    Tokens in the same block of `block_length` positions see each other. The time is that of one
-    layer with the combination of splits, without the plan, which is made once per forward.
+
+def _decode(heads: Heads, shape: DecodeShape, options: argparse.Namespace) -> Case:
+    """A decode step of one layer with the combination of splits, without the plan.
+
+    Queries are a row's last tokens; tokens in the same block of `block_length` positions see each
+    other. The plan is made once per forward.
     """
+    torch.manual_seed(0)
+    length = options.block_length
+    width = options.width[0] if options.width else length
+    most = MAX_QUERIES // (heads.queries // heads.kv)
+    if not 1 <= width <= most:
+        raise SystemExit(f"the decode kernel takes 1 to {most} queries of a row")
+    contexts = [-(-context // length) * length for context in shape.contexts()]
+    kv_bytes = 2 * sum(contexts) * heads.kv * heads.dim * DTYPE.itemsize
+    copies = 1 if options.tiny else -(-_CACHE_BYTES // kv_bytes)
+    tables, caches = _paged(heads, [-(-context // BLOCK_SIZE) for context in contexts], copies)
+    q = random_normal(shape.batch * width, heads.queries, heads.dim)
+    ends = torch.tensor(contexts).unsqueeze(1)
+    positions = (ends - width + torch.arange(width)).flatten().to(DEVICE)
+    own = split_length(shape.batch, heads.kv)
+    plans = {
+        split: plan_decode(
+            positions, tables, width, BLOCK_SIZE,
+            split_tokens=split, max_splits=most_splits(shape.batch, heads.kv, width),
+        )
+        for split in {own, *_SPLITS}
+    }  # fmt: skip
 
-    def __init__(self, heads: Heads, shape: DecodeShape, options: argparse.Namespace) -> None:
-        torch.manual_seed(0)
-        self.length = options.block_length
-        self.width = options.width[0] if options.width else self.length
-        most = MAX_QUERIES // (heads.queries // heads.kv)
-        if not 1 <= self.width <= most:
-            raise SystemExit(f"the decode kernel takes 1 to {most} queries of a row")
-        contexts = [-(-context // self.length) * self.length for context in shape.contexts()]
-        self.kv_bytes = 2 * sum(contexts) * heads.kv * heads.dim * DTYPE.itemsize
-        copies = 1 if options.tiny else -(-_CACHE_BYTES // self.kv_bytes)
-        used = [-(-context // BLOCK_SIZE) for context in contexts]
-        self.tables, self.caches = _paged(heads, used, copies)
-        self.q = random_normal(shape.batch * self.width, heads.queries, heads.dim)
-        positions = torch.tensor(contexts).unsqueeze(1) - self.width + torch.arange(self.width)
-        self.positions = positions.flatten().to(DEVICE)
-        self.most_splits = most_splits(shape.batch, heads.kv, self.width)
-        self.split = split_length(shape.batch, heads.kv)
-        self.scale = heads.dim**-0.5
-        self._plans = {split: self._plan(split) for split in {self.split, *_SPLITS}}
-        blocks = f" in blocks of {self.length}" if self.length > 1 else ""
-        self.name = f"decode {heads}, {self.width} queries a row{blocks}, {shape}"
-
-    def _plan(self, split: int) -> Any:
-        return plan_decode(
-            self.positions, self.tables, self.width, BLOCK_SIZE,
-            split_tokens=split, max_splits=self.most_splits,
-        )  # fmt: skip
-
-    def launch(self, cache: KVCache, config: DecodeConfig | None, split: int) -> Tensor:
+    def launch(tiles: tuple[DecodeConfig, int] | None, i: int) -> Tensor:
+        config, split = tiles or (None, own)
         return paged_attention_decode(
-            self.q, cache, self.positions, self.tables, self.scale, self._plans[split], config,
-            block_length=self.length,
+            q, caches[i], positions, tables, heads.dim**-0.5, plans[split], config,
+            block_length=length,
         )  # fmt: skip
 
-
-def _decodes(options: argparse.Namespace) -> Iterator[Decode]:
-    shapes = [DecodeShape(2, 40)] if options.tiny else DECODE_SHAPES
-    for heads, shape in itertools.product(TINY_HEADS if options.tiny else HEADS, shapes):
-        yield Decode(heads, shape, options)
+    blocks = f" in blocks of {length}" if length > 1 else ""
+    name = f"decode {heads}, {width} queries a row{blocks}, {shape}"
+    return Case(name, launch, copies, kv_bytes, candidates=_decode_configs(heads.dim))
 
 
 def decode_cases(options: argparse.Namespace) -> Iterator[Case]:
-    for own in _decodes(options):
-        runs = [partial(own.launch, cache, None, own.split) for cache in own.caches]
-        yield Case(own.name, runs, own.kv_bytes, time=queued)
+    shapes = [DecodeShape(2, 40)] if options.tiny else DECODE_SHAPES
+    for heads, shape in itertools.product(TINY_HEADS if options.tiny else HEADS, shapes):
+        yield _decode(heads, shape, options)
+    width = options.width[0] if options.width else options.block_length
     for batch in (2,) if options.tiny else (1, 256, 512):
-        positions = torch.full((batch * own.width,), 850, device=DEVICE)
+        positions = torch.full((batch * width,), 850, device=DEVICE)
         tables = torch.zeros(batch, 2048, dtype=torch.int64, device=DEVICE)
-        plan = partial(plan_decode, positions, tables, own.width, BLOCK_SIZE)
-        yield Case(f"decode plan of {batch} rows", [plan], time=queued)
+
+        def plan(_: None, i: int, positions: Tensor = positions, tables: Tensor = tables) -> object:
+            return plan_decode(positions, tables, width, BLOCK_SIZE)
+
+        yield Case(f"decode plan of {batch} rows", plan)
 
 
-def tune_decode(options: argparse.Namespace) -> Iterator[Group]:
-    """Try configurations whose programs' pipelines fit into 227 KiB of shared memory."""
-    for own in _decodes(options):
-        dim = own.q.shape[-1]
-        candidates = [
-            (DecodeConfig(block_n, warps, stages, programs), split)
-            for block_n, warps, stages, programs, split in itertools.product(
-                (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), _SPLITS
-            )
-            if programs * ((stages - 1) * 2 * block_n * dim * DTYPE.itemsize + 8192) <= 227 * 1024
-        ]
+def _prefill(heads: Heads, name: str, lens: tuple[int, ...], prefix: int) -> Iterator[Case]:
+    """A prefill's attention, of which operations above the diagonal do not count, and torch's flash
+    attention without a cache on rows of the mean length."""
+    torch.manual_seed(0)
+    ends, rows = [prefix + n for n in lens], len(lens)
+    tables, (kv,) = _paged(heads, [-(-n // BLOCK_SIZE) for n in ends], 1)
+    q = random_normal(sum(lens), heads.queries, heads.dim)
+    positions = torch.cat([torch.arange(prefix, end) for end in ends]).to(DEVICE)
+    per_pair = 4 * heads.queries * heads.dim
 
-        def launch(config: Any, i: int, own: Decode = own) -> Tensor:
-            return own.launch(own.caches[i], *config)
-
-        choice = Choice("attention", candidates, launch, len(own.caches), queued)
-        yield Group(own.name, {"": [choice]})
-
-
-class Prefill:
-    """A prefill's attention; operations above the diagonal do not count."""
-
-    def __init__(self, heads: Heads, name: str, lens: tuple[int, ...], prefix: int) -> None:
-        torch.manual_seed(0)
-        self.heads, self.lens, self.prefix = heads, lens, prefix
-        self.name = f"prefill {heads}, {name}"
-        self.ends = [prefix + n for n in lens]
-        self.tables, (self.cache,) = _paged(heads, [-(-n // BLOCK_SIZE) for n in self.ends], 1)
-        self.q = random_normal(sum(lens), heads.queries, heads.dim)
-        self.positions = torch.cat([torch.arange(prefix, end) for end in self.ends]).to(DEVICE)
-        seen = sum(n * prefix + n * (n + 1) // 2 for n in lens)
-        self.flops = 4 * heads.queries * heads.dim * seen
-
-    def run(self, config: PrefillConfig | None) -> Callable[[], Tensor]:
-        plan = plan_prefill(
-            self.lens, DEVICE.type, num_heads=self.heads.queries, num_kv_heads=self.heads.kv,
-            head_dim=self.heads.dim, dtype=DTYPE, context_lens=self.ends, config=config,
+    @cache
+    def plan(config: PrefillConfig | None) -> Any:
+        return plan_prefill(
+            lens, DEVICE.type, num_heads=heads.queries, num_kv_heads=heads.kv,
+            head_dim=heads.dim, dtype=DTYPE, context_lens=ends, config=config,
         )  # fmt: skip
-        scale = self.heads.dim**-0.5
-        return partial(
-            paged_attention_prefill, self.q, self.cache, self.positions, self.tables, scale, plan
-        )
 
-    def flash(self) -> Case:
-        """Torch's flash attention without a cache, on rows of the mean length."""
-        rows, heads = len(self.lens), self.heads
-        length = sum(self.lens) // rows
-        q, k, v = (
-            random_normal(rows, count, length, heads.dim)
-            for count in (heads.queries, heads.kv, heads.kv)
-        )
+    def launch(config: PrefillConfig | None, _: int) -> Tensor:
+        return paged_attention_prefill(q, kv, positions, tables, heads.dim**-0.5, plan(config))
 
-        def run() -> None:
-            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH][DEVICE.type == "cpu" :]):
-                F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    flops = per_pair * sum(n * prefix + n * (n + 1) // 2 for n in lens)
+    yield Case(f"prefill {heads}, {name}", launch, flops=flops, candidates=PREFILL_SWEEP)
+    if prefix:
+        return
+    length = sum(lens) // rows
+    queries = random_normal(rows, heads.queries, length, heads.dim)
+    keys, values = random_normal(2, rows, heads.kv, length, heads.dim)
+    kinds = [SDPBackend.MATH] if DEVICE.type == "cpu" else [SDPBackend.FLASH_ATTENTION]
 
-        flops = 2 * rows * heads.queries * heads.dim * length * (length + 1)
-        return Case(f"  flash of torch, {rows} rows of {length}", [run], flops=flops, time=queued)
+    def flash(_: None, i: int) -> Tensor:
+        with sdpa_kernel(kinds):
+            return F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, enable_gqa=True
+            )
 
-
-def _prefills(options: argparse.Namespace) -> Iterator[Prefill]:
-    for number, heads in enumerate(TINY_HEADS if options.tiny else HEADS):
-        shapes = [("2 rows", (20, 9), 0)] if options.tiny else PREFILL_SHAPES
-        for shape in shapes if not number else shapes[:1]:
-            yield Prefill(heads, *shape)
+    flops = per_pair * rows * length * (length + 1) // 2
+    yield Case(f"  flash of torch, {rows} rows of {length}", flash, flops=flops)
 
 
 def prefill_cases(options: argparse.Namespace) -> Iterator[Case]:
-    for own in _prefills(options):
-        yield Case(own.name, [own.run(None)], flops=own.flops, time=queued)
-        if not own.prefix:
-            yield own.flash()
-
-
-def tune_prefill(options: argparse.Namespace) -> Iterator[Group]:
-    for own in _prefills(options):
-        runs = {config: own.run(config) for config in PREFILL_SWEEP}
-
-        def launch(config: Any, _: int, runs: Any = runs) -> Tensor:
-            result: Tensor = runs[config]()
-            return result
-
-        yield Group(own.name, {"": [Choice("attention", PREFILL_SWEEP, launch, 1, queued)]})
+    for number, heads in enumerate(TINY_HEADS if options.tiny else HEADS):
+        shapes = [("2 rows", (20, 9), 0)] if options.tiny else PREFILL_SHAPES
+        for shape in shapes if not number else shapes[:1]:
+            yield from _prefill(heads, *shape)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from measuring import DEVICE, Case, Choice, Group, microseconds, random_normal
+from measuring import DEVICE, Case, random_normal
 from torch import Tensor
 
 from batchgen.engine.base.engine_config import most_pending
@@ -26,8 +26,8 @@ from batchgen.kernels.linear_attention.state_rows import CHUNK, PrefillRows, Ste
 DELTA_PREFILLS = ((8192, 8192), (8192, 1024), (16384, 16384), (16384, 1024))
 """Tokens of a prefill, and of each of its rows."""
 STEP_TILES = [
-    StepTiles(block_v, lanes, warps)
-    for block_v, lanes, warps in (
+    StepTiles(*sizes)
+    for sizes in (
         (8, 8, 1), (16, 8, 1), (8, 16, 1), (16, 16, 1), (32, 8, 2), (32, 16, 4), (16, 32, 1),
     )
 ]  # fmt: skip
@@ -40,7 +40,6 @@ PREFILL_TILES = [
 ]  # fmt: skip
 _STATE_BYTES = 2**28
 """Bytes that are read before a state is read again, which is more than an L2 cache holds."""
-_delta_time = partial(microseconds, launches=8)
 
 
 class DeltaHeads(NamedTuple):
@@ -74,50 +73,25 @@ class DeltaLayers:
         heads, size = shape.value_heads, shape.dim
         count = 1 if shape.dim < 128 else max(1, -(-_STATE_BYTES // (shape.state_bytes * rows)))
         wide = partial(torch.empty, dtype=torch.float32, device=DEVICE)
-        self.x, self.gate = (
-            random_normal(tokens, shape.channels),
-            random_normal(tokens, heads * size),
-        )
+        self.x, qkv = random_normal(2, tokens, shape.channels)
         self.inputs = DeltaInputs(
-            random_normal(tokens, shape.channels), random_normal(tokens, heads),
-            random_normal(tokens, heads), wide(heads).zero_(), wide(heads).fill_(-3),
-        )  # fmt: skip
+            qkv, *random_normal(2, tokens, heads), wide(heads).zero_(), wide(heads).fill_(-3)
+        )
         self.states = [wide(1 + rows, heads, size, size).normal_() for _ in range(count)]
         self.windows = [random_normal(1 + rows, 3, shape.channels) for _ in range(count)]
         self.weight, self.norm = random_normal(shape.channels, 4), wide(size).fill_(1)
+        self.gate = random_normal(tokens, heads * size)
         self.out = random_normal(tokens, heads, size)
         self.slots = torch.arange(1, 1 + rows, device=DEVICE)
 
     def norm_case(self, name: str) -> Case:
-        run = partial(gated_rms_norm, self.out, self.gate, self.norm, 1e-6)
-        return Case(f"{name}, norm", [run], 3 * self.gate.nbytes, time=_delta_time)
+        def run(_: None, i: int) -> object:
+            return gated_rms_norm(self.out, self.gate, self.norm, 1e-6)
+
+        return Case(f"{name}, norm", run, num_bytes=3 * self.gate.nbytes)
 
 
-Launch = Callable[[Any, int], Tensor]
-
-
-class Delta(NamedTuple):
-    """The kernels of a layer: the delta rule with given tiles and the i-th of its inputs, what
-    it moves and computes, and the cases beside it."""
-
-    name: str
-    launch: Launch
-    inputs: int
-    num_bytes: float
-    flops: float
-    beside: tuple[Case, Case]
-    tiles: Any
-
-    def cases(self) -> tuple[Case, ...]:
-        runs = [partial(self.launch, None, i) for i in range(self.inputs)]
-        return (Case(self.name, runs, self.num_bytes, self.flops, _delta_time), *self.beside)
-
-    def group(self) -> Group:
-        choice = Choice("", self.tiles, self.launch, self.inputs, _delta_time, compared=False)
-        return Group(self.name, {"": [choice]})
-
-
-def _step(shape: DeltaHeads, rows: int, width: int) -> Delta:
+def _step(shape: DeltaHeads, rows: int, width: int) -> Iterator[Case]:
     """A decode step, which folds as many records as it has tokens."""
     layers, name = DeltaLayers(shape, rows * width, rows), f"delta step {rows} x {width}"
     first = torch.zeros(1 + rows, dtype=torch.int32, device=DEVICE)
@@ -128,8 +102,7 @@ def _step(shape: DeltaHeads, rows: int, width: int) -> Delta:
         StepRows(layers.slots, torch.full_like(first, pending), first, width, most)
         for pending in range(width, most + width + 1, width)
     ]
-    ring = ring_length(width, most)
-    heads, size = shape.value_heads, shape.dim
+    ring, heads, size = ring_length(width, most), shape.value_heads, shape.dim
     records = DeltaRecords(
         *(
             torch.rand((1 + rows, ring, *tail), device=DEVICE) * 0.1
@@ -137,64 +110,54 @@ def _step(shape: DeltaHeads, rows: int, width: int) -> Delta:
         )
     )
     inputs = random_normal(1 + rows, ring, shape.channels)
-    token, count = shape.channels * 2, len(layers.states)
-
-    def conv(i: int) -> Tensor:
-        window, step = layers.windows[i % count], steps[i // count]
-        return causal_conv_step(layers.x, layers.weight, window, inputs, step)
+    token, layer_count = shape.channels * 2, len(layers.states)
+    count = layer_count * len(steps)
 
     def delta(tiles: StepTiles | None, i: int) -> Tensor:
         more = () if tiles is None else (tiles,)
-        state, step = layers.states[i % count], steps[i // count]
+        state, step = layers.states[i % layer_count], steps[i // layer_count]
         return delta_step_triton(layers.inputs, state, records, step, *more)
+
+    def conv(_: None, i: int) -> Tensor:
+        window, step = layers.windows[i % layer_count], steps[i // layer_count]
+        return causal_conv_step(layers.x, layers.weight, window, inputs, step)
 
     record = 4 * sum(len(r[0, 0].flatten()) for r in records)
     per_token = token + record + heads * size * 2
     pending = sum(int(step.pending[0]) for step in steps) / len(steps)
     states = shape.state_bytes * (1 + 1 / len(steps))
-    runs = [partial(conv, i) for i in range(count * len(steps))]
-    moved = rows * (3 * width + 3 + 3 / len(steps)) * token
-    beside = (Case(f"{name}, conv", runs, moved, time=_delta_time), layers.norm_case(name))
-    num_bytes = rows * (states + pending * record + width * per_token)
-    return Delta(name, delta, len(runs), num_bytes, 0, beside, STEP_TILES)
+    moved = rows * (states + pending * record + width * per_token)
+    yield Case(name, delta, count, moved, candidates=STEP_TILES, compared=False)
+    yield Case(f"{name}, conv", conv, count, rows * (3 * width + 3 + 3 / len(steps)) * token)
+    yield layers.norm_case(name)
 
 
-def _prefill(shape: DeltaHeads, tokens: int, length: int) -> Delta:
+def _prefill(shape: DeltaHeads, tokens: int, length: int) -> Iterator[Case]:
     rows, name = tokens // length, f"delta prefill {tokens // length} x {length}"
     layers = DeltaLayers(shape, tokens, rows)
     starts = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=DEVICE)
     positions = torch.arange(length, device=DEVICE).repeat(rows)
     snapshots = torch.zeros((rows, 2, 2), dtype=torch.int64, device=DEVICE)
     prefill = PrefillRows(layers.slots, positions, starts, snapshots, (length,) * rows)
-    conv = partial(causal_conv_prefill, layers.x, layers.weight, layers.windows[0], prefill)
 
     def delta(tiles: PrefillTiles | None, _: int) -> Tensor:
         return delta_prefill_triton(layers.inputs, layers.states[0], prefill, tiles)
 
-    beside = (
-        Case(f"{name}, conv", [conv], 2 * layers.x.nbytes, time=_delta_time),
-        layers.norm_case(name),
-    )
+    def conv(_: None, i: int) -> Tensor:
+        return causal_conv_prefill(layers.x, layers.weight, layers.windows[0], prefill)
+
     within, across = 2 * CHUNK * CHUNK * shape.dim, 2 * CHUNK * shape.dim**2
     flops = tokens // CHUNK * shape.value_heads * (4 * within + 3 * across)
     moved = layers.x.nbytes + layers.out.nbytes + rows * shape.state_bytes
-    return Delta(name, delta, 1, moved, flops, beside, PREFILL_TILES)
-
-
-def _deltas(options: argparse.Namespace) -> Iterator[Delta]:
-    shape = DELTA_SHAPES[options.shape]
-    for rows in options.rows:
-        for width in options.width or [1, 4]:
-            yield _step(shape, rows, width)
-    for tokens, length in ((128, 64),) if options.tiny else DELTA_PREFILLS:
-        yield _prefill(shape, tokens, length)
+    yield Case(name, delta, 1, moved, flops, PREFILL_TILES, compared=False)
+    yield Case(f"{name}, conv", conv, num_bytes=2 * layers.x.nbytes)
+    yield layers.norm_case(name)
 
 
 def delta_cases(options: argparse.Namespace) -> Iterator[Case]:
-    for delta in _deltas(options):
-        yield from delta.cases()
-
-
-def tune_delta(options: argparse.Namespace) -> Iterator[Group]:
-    for delta in _deltas(options):
-        yield delta.group()
+    shape = DELTA_SHAPES[options.shape]
+    for rows in options.rows:
+        for width in options.width or [1, 4]:
+            yield from _step(shape, rows, width)
+    for tokens, length in ((128, 64),) if options.tiny else DELTA_PREFILLS:
+        yield from _prefill(shape, tokens, length)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +24,6 @@ from batchgen.engine.sampling.sampler import sample
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.dllm.strategy import DLLMStrategy
-
-sys.path.append(str(Path(__file__).parents[2] / "check"))
-
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=100_000, ignore_eos=True)
 BLOCK_SIZE = 16
@@ -108,7 +103,7 @@ def measure_ar(model: CausalLM, rows: int, width: int, options: argparse.Namespa
     return statistics.median(event_times(step, options.ar_steps + 3, queued=False)[3:])
 
 
-def add_dllm_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="sdar-8b", help=", ".join(MODELS))
     parser.add_argument("--lengths", type=commas(int), default=[4, 32], help="of blocks")
     parser.add_argument("--batches", type=commas(int), default=[64, 256])
@@ -118,7 +113,7 @@ def add_dllm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @torch.inference_mode()
-def run_dllm(options: argparse.Namespace) -> list[dict[str, Any]]:
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Compare a step of block diffusion with autoregressive forwards of as many tokens.
 
     A step denoises one block of each row, and in the same forward writes the final keys and values
@@ -140,13 +135,7 @@ def run_dllm(options: argparse.Namespace) -> list[dict[str, Any]]:
                 flush=True,
             )
             found.append(
-                {
-                    "rows": rows,
-                    "block_length": length,
-                    "tokens": tokens,
-                    "dllm": step,
-                    "ar_blocks": blocks,
-                    "ar_all": whole,
-                }
+                {"rows": rows, "block_length": length, "tokens": tokens, "dllm": step}
+                | {"ar_blocks": blocks, "ar_all": whole}
             )
     return found

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import random
-import statistics
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+import torch
 from floors import Floor, floor_seconds
-from kernel_profile import profile_window
 from measuring import DEVICE, H100, Rates, synchronize
-from modes.routing import Routing, Touched, count_touched, expert_layers, run_rows, set_routing
+from modes.routing import Routing, run_rows, set_routing
 from workloads import (
     WORKLOADS,
     BenchRequest,
@@ -33,14 +30,13 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import Quantization
 from batchgen.engine.memory.kernel_warmup import compiling_kernels
 from batchgen.engine.memory.model_use import ModelUse
-from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
 
 FULL_BATCH = 256
 """Rows of the decode steps that are reported on their own, if there were any."""
-PROFILED_PREFILLS = 4
-PROFILED_DECODES = 20
+_PROFILED_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +44,7 @@ class Run:
     """One timed run of a workload, from the first request to the last output.
 
     `floor` is at the rates of an H100, `floor_here` at those measured on this GPU. Mixed steps both
-    prefill and decode. `full_batch` and `by_batch` are decode steps as those functions choose them.
+    prefill and decode.
     """
 
     workload: str
@@ -61,7 +57,6 @@ class Run:
     decode: PhaseSplit
     mixed: PhaseSplit
     full_batch: PhaseSplit
-    by_batch: dict[str, PhaseSplit]
     preemptions: int
     cached_tokens: int
     peak_kv_usage: float
@@ -71,23 +66,12 @@ class Run:
         """Seconds before steps in which the device waited for the host."""
         return sum(phase.idle_before for phase in (self.prefill, self.decode, self.mixed))
 
-    @property
-    def output_rate(self) -> float:
-        return self.output_tokens / self.seconds
-
-    @property
-    def total_rate(self) -> float:
-        return (self.prompt_tokens + self.output_tokens) / self.seconds
-
-
-def own_columns(model: CausalLM, columns: Sequence[str]) -> list[str]:
-    """Return those of the columns that the model records."""
-    own = {column.name for column in model.declared_columns(model.config)}
-    return [name for name in columns if name in own]
-
 
 class Bench:
-    """A model of random weights and its engine, with a timer of its steps."""
+    """A model of random weights and its engine, with a timer of its steps.
+
+    Every request asks for `columns`, and at most `most_requests` of a workload run.
+    """
 
     def __init__(
         self,
@@ -99,14 +83,16 @@ class Bench:
         quantization: Quantization | None = None,
         most_requests: int | None = None,
     ) -> None:
-        """Make both; every request asks for `columns`, and `most_requests` of a workload run."""
         self._columns, self._most_requests, self._runs = columns, most_requests, 0
         start = time.perf_counter()
         strategy, self.model_config = ARStrategy(), model_config(model)
+        kind = model_class(self.model_config.architecture, Path())
+        declared = {column.name for column in kind.declared_columns(self.model_config)}
+        own = [name for name in columns if name in declared]
 
         def plan() -> tuple[list[ModelUse], ResolvedConfig]:
             bare = bare_model(self.model_config, DEVICE, quantization=quantization)
-            uses, resolved = planned_uses(bare, {}, strategy, config, own_columns(bare, columns))
+            uses, resolved = planned_uses(bare, {}, strategy, config, own)
             return list(uses.values()), resolved
 
         with compiling_kernels(DEVICE, plan):
@@ -117,13 +103,11 @@ class Bench:
 
         start = time.perf_counter()
         self.timer = StepTimer(DEVICE)
-        own = own_columns(weights, columns)
         self.engine = LLMEngine(
             weights, None, (), strategy, config, timer=self.timer, context_columns=own
         )
         synchronize()
         self.engine_seconds = time.perf_counter() - start
-        self.max_num_seqs = self.engine.config.max_num_seqs
 
     def load(self, name: str) -> list[BenchRequest]:
         """Make the requests of a workload, with prompts that the prefix cache does not have.
@@ -161,7 +145,8 @@ class Bench:
         """
         start = time.perf_counter()
         self.engine.capture_graphs()
-        rows = min(self.max_num_seqs, max(WORKLOADS[name].num_requests for name in names))
+        most = max(WORKLOADS[name].num_requests for name in names)
+        rows = min(self.engine.config.max_num_seqs, most)
         longest = max(WORKLOADS[name].input_lens[1] for name in names)
         sizes = [*range(rows, 8, -4), *range(min(rows, 8), 0, -1)]
         draws = random.Random("warm-up")
@@ -191,76 +176,33 @@ class Bench:
             seconds=seconds,
             prompt_tokens=sum(len(r.prompt) for r in load),
             output_tokens=sum(r.output_len for r in load),
-            floor=self.floor(load, H100),
-            floor_here=self.floor(load, here) if here else None,
+            floor=self._floor(load, H100),
+            floor_here=self._floor(load, here) if here else None,
             prefill=PhaseSplit.of(s for s in steps if s.kind == "prefill"),
             decode=PhaseSplit.of(s for s in steps if s.kind == "decode"),
             mixed=PhaseSplit.of(s for s in steps if s.kind == "mixed"),
             full_batch=full_batch(steps),
-            by_batch=by_batch(steps),
             preemptions=stats.preemptions - before.preemptions,
             cached_tokens=stats.cached_tokens - before.cached_tokens,
             peak_kv_usage=stats.peak_kv_usage,
         )
 
-    def free(self) -> None:
-        """Drop the engine, so that its memory is there for another one; no more runs after that."""
-        del self.engine
-        gc.collect()
-
-    def touched(self, name: str) -> list[Touched]:
-        """Count the experts that steps with the first rows of a workload touch; a dense model has
-        none. The memory may hold one engine alone, so `free` comes first."""
-        if not expert_layers(self.weights):
-            return []
-        return count_touched(self.weights, self.load(name), self.max_num_seqs)
-
-    def floor(self, load: list[BenchRequest], rates: Rates) -> Floor:
+    def _floor(self, load: list[BenchRequest], rates: Rates) -> Floor:
         form = self.weights.form
         in_fp8 = form is not None and form.native
         return floor_seconds(self.model_config, load, rates, in_fp8=in_fp8)
 
     def profile(self, name: str, temperature: float, path: Path, after: int) -> None:
-        """Print which kernels take the time of the first prefills, and of full decode steps from
-        the `after`th on.
-
-        The path's folder gets the traces WORKLOAD-prefill-NAME and WORKLOAD-decode-NAME.
-        """
-        length = after + 2 * PROFILED_DECODES  # no row ends before the window does
-        load = [replace(r, output_len=length) for r in self.load(name)[: self.max_num_seqs]]
-        for index, row in enumerate(self.rows(load, temperature)):
-            self.engine.add_request(str(index), *row)
-        most = self.engine.config.max_batched_tokens
-        assert most is not None
-        try:
-            full_prefills = max(1, sum(len(r.prompt) for r in load) // most)
-            self._profile("prefill", min(PROFILED_PREFILLS, full_prefills), path, name)
-            # All rows that fit have been prefilled when a step reads no prompt any more.
-            stats, prefills = self.engine.stats, -1
-            while stats.prefill_steps != prefills:
-                prefills = stats.prefill_steps
-                self.engine.step()
-            for _ in range(after):
-                self.engine.step()
-            self._profile("decode", PROFILED_DECODES, path, name)
-        finally:
-            for index in range(len(load)):
-                self.engine.abort(str(index))
-
-    def _profile(self, kind: str, count: int, path: Path, name: str) -> None:
-        synchronize()
-        self.timer.reset()
-
-        def run() -> None:
-            while len(self.timer) < count and self.engine.has_unfinished():
-                self.engine.step()
-
-        window = profile_window(run, path.with_name(f"{name}-{kind}-{path.name}"))
-        steps = self.timer.steps()
-        kinds = {step.kind for step in steps}
-        rows = statistics.mean(step.rows for step in steps)
-        title = f"{name}: {len(steps)} {'+'.join(sorted(kinds))} steps of {rows:.1f} rows"
-        print(window.table(title, len(steps)))
+        """Print what takes the time of 20 steps of a workload from the `after`th on, and write
+        their trace."""
+        window = torch.profiler.schedule(wait=after, warmup=1, active=_PROFILED_STEPS, repeat=1)
+        with torch.profiler.profile(
+            schedule=window, on_trace_ready=lambda own: own.export_chrome_trace(str(path))
+        ) as profiler:
+            rows = self.rows(self.load(name), temperature)
+            run_rows(self.engine, rows, lambda finished: profiler.step())
+        order = f"self_{DEVICE.type}_time_total"
+        print(profiler.key_averages().table(sort_by=order, row_limit=15))
 
 
 def full_batch(steps: list[StepTime]) -> PhaseSplit:
@@ -272,15 +214,3 @@ def full_batch(steps: list[StepTime]) -> PhaseSplit:
     sizes = {step.rows for step in following}
     rows = FULL_BATCH if FULL_BATCH in sizes else max(sizes, default=0)
     return PhaseSplit.of(step for step in following if step.rows == rows)
-
-
-def by_batch(steps: list[StepTime], width: int = 32) -> dict[str, PhaseSplit]:
-    """Sum up the decode steps by ranges of `width` numbers of rows, such as "1-32"."""
-    groups: dict[int, list[StepTime]] = defaultdict(list)
-    for step in steps:
-        if step.kind == "decode":
-            groups[(step.rows - 1) // width].append(step)
-    return {
-        f"{group * width + 1}-{(group + 1) * width}": PhaseSplit.of(members)
-        for group, members in sorted(groups.items())
-    }

