@@ -110,18 +110,7 @@ class LLMEngine:
         limits = Limits(self.max_num_seqs, max_model_len, self.vocab_size, model.device)
         strategy.allocate(limits)
         self.memory: MemoryPlan = plan_memory(list(uses.values()), self.config)
-        multiple = chunk_multiple(model)
-        self._block_manager = BlockManager(
-            self.memory.num_blocks,
-            config.block_size,
-            # No row may share a block of the cache that ends inside a block of the attention.
-            config.prefix_caching and config.block_size % self._block_length == 0,
-            StateSlots(self.max_num_seqs, self.memory.num_checkpoints)
-            if model.has_row_states
-            else None,
-            multiple,
-            max(role.tokens_ahead for role in strategy.models.values()),
-        )
+        self._block_manager = self._make_block_manager(model)
         self._requests = Requests(
             tokenizer,
             eos_token_ids,
@@ -134,24 +123,7 @@ class LLMEngine:
         self._runners = {name: self._make_runner(use) for name, use in uses.items()}
         self._runner = self._runners[TARGET]
         self._models = [use.model for use in uses.values()]
-        reader = ContextReader(self._runner.caches.columns, config.block_size)
-        graph_shapes = uses[TARGET].graph_shapes(self.config)
-        batch_limits = BatchLimits(
-            self.max_num_seqs,
-            self.config.max_batched_tokens,
-            # Prompts are read only beside decoding rows of one token each.
-            self.config.chunk_tokens if 1 in strategy.models[TARGET].widths else 0,
-            CHUNK_ROWS,
-            graph_shapes.prefill_tokens if self.config.cuda_graph else 0,
-        )
-        self.scheduler = Scheduler(
-            self._block_manager,
-            batch_limits,
-            strategy,
-            chunk_multiple=multiple,
-            counts=[count.name for count in strategy.counts],
-            before_free=reader.read,
-        )
+        self.scheduler = self._make_scheduler(model, uses[TARGET])
         strategy.attach(self._runners)
         self._launcher = StepLauncher(strategy, self._runner, timer)
         self._live: dict[str, Sequence] = {}
@@ -162,6 +134,39 @@ class LLMEngine:
         self._finished: list[Sequence] = []
         self._leaving: list[Sequence] = []
         self._launched: deque[list[_Launched]] = deque()  # Batches that were not read yet.
+
+    def _make_block_manager(self, model: CausalLM) -> BlockManager:
+        config, states = self.config, None
+        if model.has_row_states:
+            states = StateSlots(config.max_num_seqs, self.memory.num_checkpoints)
+        return BlockManager(
+            self.memory.num_blocks,
+            config.block_size,
+            # No row may share a block of the cache that ends inside a block of the attention.
+            config.prefix_caching and config.block_size % self._block_length == 0,
+            states,
+            chunk_multiple(model),
+            max(role.tokens_ahead for role in self.strategy.models.values()),
+        )
+
+    def _make_scheduler(self, model: CausalLM, use: ModelUse) -> Scheduler:
+        config, strategy = self.config, self.strategy
+        limits = BatchLimits(
+            config.max_num_seqs,
+            config.max_batched_tokens,
+            # Prompts are read only beside decoding rows of one token each.
+            config.chunk_tokens if 1 in use.widths else 0,
+            CHUNK_ROWS,
+            use.graph_shapes(config).prefill_tokens if config.cuda_graph else 0,
+        )
+        return Scheduler(
+            self._block_manager,
+            limits,
+            strategy,
+            chunk_multiple=chunk_multiple(model),
+            counts=[count.name for count in strategy.counts],
+            before_free=ContextReader(self._runner.caches.columns, config.block_size).read,
+        )
 
     def _make_runner(self, use: ModelUse) -> ModelRunner:
         """Allocate a model's caches and make its runner, with CUDA graphs if they are on."""

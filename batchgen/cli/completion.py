@@ -38,11 +38,7 @@ complete -c batchgen -a {words}
 
 
 def completion_script(shell: str) -> str:
-    """The script for a shell.
-
-    Raises:
-        ConfigError: it is not a shell that has one.
-    """
+    """The script for a shell; ConfigError for one that has none."""
     words = shlex.quote(" ".join(_words()))
     if shell == "fish":
         return _FISH.format(words=words)

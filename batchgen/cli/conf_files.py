@@ -12,12 +12,7 @@ from batchgen.config.config_keys import choice_text
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of a choice.
-
-    Attributes:
-        comment: the lines above it, without the `#`.
-        lines: the key and its value, as YAML.
-    """
+    """One key of a choice, with the lines of comment above it and its own lines of YAML."""
 
     name: str
     comment: tuple[str, ...]
@@ -31,12 +26,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Choice:
-    """One choice of a group.
-
-    Attributes:
-        about: the lines that say what it is, without the `#`.
-        entries: its keys, in the order of the file.
-    """
+    """One choice of a group: what its file says of it, and its keys in the order of the file."""
 
     group: str
     name: str

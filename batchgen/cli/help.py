@@ -47,12 +47,7 @@ _COMMON = (
 
 
 def help_text(about: Sequence[str]) -> str:
-    """The help; with words, that of groups, of choices (GROUP=CHOICE), of keys or of lists of
-    steps.
-
-    Raises:
-        ConfigError: a word is none of these.
-    """
+    """The help; with words, that of groups, choices (GROUP=CHOICE), keys or lists of steps."""
     return "\n\n".join(map(_about, about)) if about else _overview()
 
 

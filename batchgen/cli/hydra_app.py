@@ -53,10 +53,8 @@ _PLUGINS = {
 
 
 class SweepJobFailed(CompactHydraException):
-    """Raised by a job that failed in a process of its own, where it has printed why.
-
-    A launcher hands back the exceptions of its jobs, and not their exit codes.
-    """
+    """A job failed in a process of its own, where it has printed why: a launcher hands back the
+    exceptions of its jobs, and not their exit codes."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -70,13 +68,9 @@ class SweepJobFailed(CompactHydraException):
 class HydraTask:
     """What Hydra calls for each job, in this process or in another one.
 
-    Attributes:
-        arguments: of the command line.
-        below: where a job's folder goes if `output.dir` does not say it alone: `sweep.dir` or
-            `run.dir` of Hydra, or a folder below `output.dir`; "" if it says it alone.
-        trust: whose word the jobs are.
-        process: the process in which the command was typed.
-        jobs: those that have run in that process.
+    A job's folder goes `below` the `sweep.dir` or `run.dir` of Hydra, or below `output.dir`, unless
+    `output.dir` says it alone (""). `process` is where the command was typed, `jobs` have run
+    there.
     """
 
     arguments: HydraArguments
@@ -88,9 +82,7 @@ class HydraTask:
     def __call__(self, cfg: DictConfig) -> float | None:
         """Run a job; returns its tokens per second, which a sweeper may optimise.
 
-        Raises:
-            SweepJobFailed: it ended with another code than 0 in another process.
-            SystemExit: a signal stopped it, which ends a whole sweep.
+        Raises SweepJobFailed in another process, and SystemExit if a signal ends the whole sweep.
         """
         elsewhere = os.getpid() != self.process
         if elsewhere:  # on the machine that a launcher chose, nothing of this was done yet
@@ -131,11 +123,7 @@ class HydraTask:
 
 
 def run_hydra(options: Options) -> int:
-    """Run the job or the sweep of a command line that names something of Hydra itself.
-
-    Raises:
-        ConfigError: there is a mistake in an argument, or a plug-in is not installed.
-    """
+    """Run the job or the sweep of a command line that names something of Hydra itself."""
     trust = trust_of(options, options.overrides)
     _check_trusted(options, trust)
     _check_plugins(options.hydra)

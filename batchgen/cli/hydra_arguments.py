@@ -27,15 +27,11 @@ from batchgen.util.errors import ConfigError
 
 @dataclass
 class HydraArguments:
-    """A command line in Hydra's grammar.
+    """A command line in Hydra's grammar: arguments that all jobs share, and those that list values.
 
-    Attributes:
-        fixed: the arguments that all jobs have in common.
-        swept: those that list values.
-        typed: what one job gets of a swept argument → the same as the user typed it.
-        names: what one job gets of all swept arguments → the name of its folder. A job that is not
-            in here has values that cannot be listed beforehand.
-        output_dir: `output.dir` as it was given; of the first job if it differs between jobs.
+    `typed` has what one job gets of a swept argument as the user typed it, and `names` the folder
+    of a job by all that it gets; one that is not there has values that cannot be listed beforehand.
+    `output_dir` is as it was given, of the first job if it differs between jobs.
     """
 
     fixed: list[str]
@@ -54,14 +50,7 @@ class HydraArguments:
 
 
 def hydra_arguments(options: Options, sweep: bool) -> HydraArguments:
-    """The arguments of a command line, but for those that set something of Hydra itself.
-
-    Args:
-        sweep: whether arguments may list values.
-
-    Raises:
-        ConfigError: a key or choice is unknown, or a value cannot be read.
-    """
+    """The arguments of a command line but for Hydra's own; in a sweep they may list values."""
     varied = [argument for argument in options.overrides if sweep and swept(argument) is not None]
     first = [_first(a) if a in varied else a for a in options.overrides]
     composed = compose_options(options, first)
@@ -81,14 +70,8 @@ def hydra_arguments(options: Options, sweep: bool) -> HydraArguments:
 
 
 def hydra_argument(start: str, value: Any) -> str:
-    """The argument that gives a key this value.
-
-    Args:
-        start: the key with its sign.
-
-    Raises:
-        ConfigError: Hydra's grammar has no text for the value.
-    """
+    """The argument that gives a key, with its sign, this value. ConfigError if Hydra's grammar has
+    no text for the value."""
     value = _in_hydras_words(value)
     argument = f"{start}={hydra_text(value)}"
     try:
@@ -103,8 +86,7 @@ def hydra_argument(start: str, value: Any) -> str:
 
 
 def _in_hydras_words(value: Any) -> Any:
-    """A value in which references to Hydra's keys, which a job does not see among its own, are as
-    Hydra resolves them."""
+    """A value whose references to Hydra's keys are as Hydra resolves them."""
     if isinstance(value, Mapping):
         return {key: _in_hydras_words(item) for key, item in value.items()}
     if isinstance(value, list):

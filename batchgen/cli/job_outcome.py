@@ -48,10 +48,8 @@ def be_quiet() -> None:
 
 
 def exit_code(work: Callable[[], int]) -> int:
-    """Do the work of a verb and return its exit code; mistakes and errors are printed.
-
-    A reader that wants no more (`batchgen show OUT | head`) and Ctrl-C end it without a word.
-    """
+    """Do the work of a verb and return its exit code; mistakes and errors are printed. A reader
+    that wants no more (`batchgen show OUT | head`) and Ctrl-C end it without a word."""
     try:
         code = work()
         sys.stdout.flush()

@@ -44,15 +44,8 @@ _OF_HYDRA = re.compile(r"(\+\+|\+|~)?hydra[./@]")
 
 @dataclass
 class Options:
-    """A command line that runs a job, or tells something about jobs.
-
-    Attributes:
-        flags: the options that are given, by their long names.
-        values: of the options that have one, as often as they are given.
-        job_file: the file of the job; None without one.
-        overrides: the arguments that are neither options nor a job file.
-        hydra: those that set something of Hydra itself, in its own grammar.
-    """
+    """A command line that runs a job or tells something about jobs, sorted: options by their long
+    names, the values of those that have one, a job file, arguments `key=value`, and Hydra's own."""
 
     flags: set[str] = field(default_factory=set)
     values: dict[str, list[str]] = field(default_factory=dict)
@@ -62,11 +55,7 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """Sort the arguments of the command line.
-
-    Raises:
-        ConfigError: an option is unknown or lacks its value, or there are two job files.
-    """
+    """Sort the arguments of the command line; ConfigError for unknown options and two job files."""
     options = Options()
     rest = list(arguments)
     helps = bool({"--help", "-h"} & set(arguments))
@@ -93,10 +82,8 @@ def parse_options(arguments: Sequence[str]) -> Options:
 
 
 def asks_hydra(options: Options) -> bool:
-    """Whether Hydra itself has to answer: to run a job its way, or to tell something of itself.
-
-    A dry run and `--cfg job` show what a job is, which no launcher changes.
-    """
+    """Whether Hydra itself has to answer: to run a job its way, or to tell something of itself. A
+    dry run and `--cfg job` show what a job is, which no launcher changes."""
     if options.values.get("--cfg", ["job"])[-1] in ("hydra", "all"):
         return True
     if options.flags & {"--hydra-help", "--info", "--experimental-rerun"}:
@@ -135,11 +122,7 @@ def _no_option(argument: str) -> str:
 
 
 def _check_no_verb(argument: str, helps: bool) -> None:
-    """Refuse a verb that is misspelt, or does not come first.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Raise ConfigError for a verb that is misspelt, or does not come first."""
     if helps or not argument.isalpha():
         return
     from batchgen.config.config_keys import nearest
@@ -151,11 +134,8 @@ def _check_no_verb(argument: str, helps: bool) -> None:
 
 
 def _is_job_file(argument: str, helps: bool) -> bool:
-    """Whether an argument names a file: keys have no slash, and no key ends like a YAML file.
-
-    The name of a folder counts too, so that its refusal says where the job file of a folder is.
-    With `--help` a word is a group or a key.
-    """
+    """Whether an argument names a file or folder: keys have no slash and do not end in .yaml. With
+    `--help` a word is a group or a key."""
     if "=" in argument or argument.startswith("+"):
         return False
     if argument.endswith((".yaml", ".yml")) or "/" in argument:

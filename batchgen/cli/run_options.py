@@ -19,25 +19,14 @@ from batchgen.util.paths import short_user_path, user_path
 
 
 def composed(options: Options) -> JobConfig:
-    """The job of a command line.
-
-    Raises:
-        ConfigError: there is a mistake in the job file or in an argument.
-    """
+    """The job of a command line; ConfigError for a mistake in the job file or in an argument."""
     groups = compose_options(options, options.overrides).groups
     return checked(groups, trust_of(options, options.overrides))
 
 
 def compose_options(options: Options, overrides: Sequence[str]) -> Composed:
-    """The choices and keys of a job; their values are not checked yet.
-
-    Args:
-        overrides: the arguments key=value, which of one job of a sweep are others than those of the
-            options.
-
-    Raises:
-        ConfigError: a key or choice is unknown, or a text cannot be read.
-    """
+    """The choices and keys of a job, with values that are not checked yet. `overrides` of one job
+    of a sweep are others than those of the options."""
     values, places = job_file(options)
     return compose_groups(values, overrides, folders=choice_folders(options), places=places)
 
@@ -54,14 +43,7 @@ def show_config(options: Options) -> int:
 
 
 def trust_of(options: Options, overrides: Sequence[str]) -> Trust:
-    """Whose word the configuration of a job is.
-
-    Args:
-        overrides: as of `compose_options`.
-
-    Raises:
-        ConfigError: nothing is read from what `--trust` names.
-    """
+    """Whose word a job is; ConfigError if nothing is read from what `--trust` names."""
     read = [] if options.job_file is None else [options.job_file]
     for option in ("--config-dir", "--experimental-rerun"):
         read += [short_user_path(name, option) for name in options.values.get(option, ())]
@@ -69,11 +51,7 @@ def trust_of(options: Options, overrides: Sequence[str]) -> Trust:
 
 
 def choice_folders(options: Options) -> list[Path]:
-    """The folders of the user with further choices.
-
-    Raises:
-        ConfigError: one is not there.
-    """
+    """The folders of the user with further choices; ConfigError if one is not there."""
     folders = [user_path(name, "--config-dir") for name in options.values.get("--config-dir", [])]
     for folder in folders:
         if not folder.is_dir():
@@ -82,11 +60,7 @@ def choice_folders(options: Options) -> list[Path]:
 
 
 def job_file(options: Options) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of the job file and the places of its keys; both are empty without one.
-
-    Raises:
-        ConfigError: it is not there, or cannot be read.
-    """
+    """The values of the job file and the places of its keys; both are empty without one."""
     path = options.job_file
     if path is None:
         return {}, {}

@@ -39,14 +39,8 @@ _LONGEST_NAME = 100
 
 @dataclass
 class SweepJob:
-    """One job of a sweep.
-
-    Attributes:
-        name: what it sets and others set otherwise, as the name of a folder.
-        config: None if it was refused.
-        refusal: why it was refused.
-        code: its exit code; None if it has not run.
-    """
+    """One job of a sweep: what it sets and others set otherwise, its configuration or why it was
+    refused, and its exit code once it has run."""
 
     name: str
     config: JobConfig | None
@@ -55,14 +49,7 @@ class SweepJob:
 
 
 def run_sweep(options: Options, run: Callable[[JobConfig], int]) -> int:
-    """Run all jobs of a sweep and return its exit code.
-
-    Args:
-        run: runs one job, tells the user how it ended, and returns its exit code.
-
-    Raises:
-        ConfigError: all jobs have the same mistake, or an argument lists no values.
-    """
+    """Run all jobs of a sweep with `run`, which returns an exit code, and return the gravest."""
     jobs, dated = _jobs(options)
     if all(job.refusal and job.refusal == jobs[0].refusal for job in jobs):
         raise ConfigError(jobs[0].refusal)
@@ -82,11 +69,8 @@ def run_sweep(options: Options, run: Callable[[JobConfig], int]) -> int:
 
 
 def worst(codes: Sequence[int]) -> int:
-    """The exit code of a sweep: the gravest of its jobs' codes.
-
-    A signal goes before all. A job that failed (1) is graver than one that was refused (2), and
-    that than error rows (3).
-    """
+    """The exit code of a sweep: a signal goes before all, a job that failed (1) before one that was
+    refused (2), and that before error rows (3)."""
     if (most := max(codes, default=0)) > 128:
         return most
     return next((code for code in (1, 2, 3) if code in codes), 0)
@@ -96,10 +80,7 @@ def swept_values(argument: str) -> list[str] | None:
     """The arguments that one argument of a sweep stands for; None if it lists no values.
 
     Values are listed as Hydra does: a,b or choice(a,b), range(1,9), and glob(*) for the choices of
-    a group. A text with commas needs double quotes in a sweep.
-
-    Raises:
-        ConfigError: it lists none that can be counted (`interval(0,1)`).
+    a group. A text with commas needs double quotes. ConfigError for values that cannot be counted.
     """
     override = swept(argument)
     if override is None:
@@ -211,10 +192,8 @@ def folder_name(overrides: Sequence[str], taken: Sequence[str]) -> str:
 
 
 class FolderNames:
-    """The names of the folders of a sweep's jobs.
-
-    Jobs that differ only in what their worker is called are one job, and have one folder.
-    """
+    """The names of the folders of a sweep's jobs. Jobs that differ only in what their worker is
+    called are one job, and have one folder."""
 
     def __init__(self) -> None:
         self._names: dict[tuple[str, ...], str] = {}

@@ -12,13 +12,7 @@ from batchgen.util.errors import ConfigError
 
 
 class Parser(ArgumentParser):
-    """A parser whose complaints look like those of the rest of the command.
-
-    Args:
-        verb: whose arguments it reads.
-        about: what the verb does. Several lines stay as they are written.
-        epilog: what `--help` ends with.
-    """
+    """A parser whose complaints look like those of the rest of the command."""
 
     def __init__(self, verb: str, about: str, epilog: str | None = None) -> None:
         formatter = RawDescriptionHelpFormatter if "\n" in about else HelpFormatter
@@ -32,14 +26,8 @@ class Parser(ArgumentParser):
 
 @dataclass(frozen=True)
 class Verb:
-    """What one verb does.
-
-    Attributes:
-        module: where its `main(arguments: Sequence[str]) -> int` is; it returns the exit code. The
-            module is imported when the verb is used, so that the others do not wait for it.
-        arguments: how its arguments are written.
-        help: what it does, in one line.
-    """
+    """One verb: the module with its `main(arguments) -> exit code`, which is imported when it is
+    used, how its arguments are written, and what it does, in one line."""
 
     module: str
     arguments: str
@@ -66,10 +54,7 @@ VERBS = {
 
 
 def run_verb(name: str, arguments: Sequence[str]) -> int:
-    """Run a verb and return its exit code.
-
-    A verb's own parser ends the process on `--help`; here that is a code too.
-    """
+    """Run a verb and return its exit code, also where its parser would end the process."""
     module = import_module(VERBS[name].module)
     try:
         code: int = module.main(arguments)

@@ -29,32 +29,18 @@ from batchgen.util.errors import ConfigError
 def compose(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
     """The configuration of one job.
 
-    Args:
-        values: the job as a job file has it. It is the word of the program, so it may name any
-            code. A key is a group with its choice ("model": "hf"), a
-            group with its keys ("model": {"path": "…"}, and "choice": "hf" among them if need be),
-            one key with its full name ("sampling.n": 4), or a list of steps ("post": […]). What is
-            not given is as it is for the command without arguments.
-        overrides: arguments `key=value` as on the command line; they go before `values`. A choice
-            among them replaces all that `values` says of its group.
-
-    Raises:
-        ConfigError: a key or choice is unknown, or a value is missing, of a wrong type or out of
-            range.
+    `values` are a job as a job file has it, and the word of the program, so they may name any code.
+    A key is a group with its choice ("model": "hf"), a group with its keys ("model": {"path": "…"},
+    and "choice": "hf" among them if need be), one key with its full name ("sampling.n": 4), or a
+    list of steps ("post": […]). `overrides` are arguments `key=value` as on the command line; they
+    go before `values`, and a choice among them replaces all that `values` says of its group.
     """
     return checked(compose_groups(values, overrides).groups, TYPED)
 
 
 def checked(groups: dict[str, Any], trust: Trust) -> JobConfig:
-    """The configuration that composed groups make.
-
-    Args:
-        trust: whose word they are.
-
-    Raises:
-        ConfigError: a value is missing, of a wrong type or out of range, or names code that needs
-            the user's word.
-    """
+    """The configuration that composed groups make, which are the word of `trust`; ConfigError if a
+    value is missing or wrong, or names code that needs the user's word."""
     try:
         return load_config(OmegaConf.create(groups), trust)
     except OmegaConfBaseException as error:
@@ -63,10 +49,8 @@ def checked(groups: dict[str, Any], trust: Trust) -> JobConfig:
 
 @dataclass(frozen=True)
 class Composed:
-    """The groups of a job with all their keys, and the choice that each group began as.
-
-    The values of the keys are not checked yet. A strategy of the user's own has no choice.
-    """
+    """The groups of a job with all their keys, not checked yet, and the choice that each began as.
+    A class of the user's own has no choice."""
 
     groups: dict[str, Any]
     choices: dict[str, str]
@@ -79,17 +63,8 @@ def compose_groups(
     folders: Sequence[Path] = (),
     places: Mapping[str, str] | None = None,
 ) -> Composed:
-    """Put the choices and keys of a job together.
-
-    Args:
-        values: as of `compose`.
-        overrides: as of `compose`.
-        folders: folders of the user with further choices, laid out as conf/ is.
-        places: key of `values` → where it stands in a job file, for error messages.
-
-    Raises:
-        ConfigError: a key or choice is unknown, or a text cannot be read.
-    """
+    """Put the choices and keys of a job together, from what `compose` takes, folders with further
+    choices (laid out as conf/ is), and the places of keys in a job file, for error messages."""
     given, parsed = collect(values, overrides, folders=folders, places=places)
     groups = _composed(given)
     for key, value in given.keys.items():
@@ -109,10 +84,7 @@ def collect(
     folders: Sequence[Path] = (),
     places: Mapping[str, str] | None = None,
 ) -> tuple[Given, list[Override]]:
-    """What a user has said, with the choices that follow from it, and the arguments in parts.
-
-    Takes and raises what `compose_groups` does.
-    """
+    """What a user has said, with the choices that follow from it, and the arguments in parts."""
     given = Given(folders, places or {})
     given.add_values(values)
     parsed = [parse_override(argument) for argument in overrides]

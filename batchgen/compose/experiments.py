@@ -22,17 +22,9 @@ def choices_with(column: str) -> list[str]:
 def leave_out_others(
     groups: dict[str, Any], experiment: str, asked: Mapping[str, str], *, own_columns: bool
 ) -> None:
-    """Take from a ready job's keys and columns those of other choices, and say so on stderr.
-
-    What the user gives is set later, and refused where it does not fit.
-
-    Args:
-        groups: as the choices and the ready job make them.
-        experiment: the name of the ready job.
-        asked: group → the choice that the user has named.
-        own_columns: whether the user gives `output.columns`, so that those of the ready job do not
-            count.
-    """
+    """Take from a ready job's keys and columns those of other choices than `asked` (by group), and
+    say so on stderr. What the user gives is set later, and refused where it does not fit; with
+    `own_columns` he gives `output.columns` himself."""
     left_out = []
     for group in _KINDS:
         choice = asked.get(group)

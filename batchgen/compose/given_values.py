@@ -29,16 +29,9 @@ _OF_OLD_FILES = ("hydra", "defaults")
 
 @dataclass
 class Given:
-    """What a user has said, before it meets the defaults.
-
-    Attributes:
-        choices: group → its choice.
-        experiments: the ready jobs to start from.
-        keys: full name → value, from the job file.
-        whole: groups that are taken as they are given, without a choice.
-        steps: name of a list of steps → its steps.
-        named: group → the names of the keys that are given for it, on the command line too.
-    """
+    """What a user has said, before it meets the defaults: the choices of groups, ready jobs, keys
+    of the job file by full name, groups that are taken as given without a choice, lists of steps,
+    and for each group the names of the keys that are given, on the command line too."""
 
     folders: Sequence[Path]
     places: Mapping[str, str]

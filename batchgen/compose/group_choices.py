@@ -21,17 +21,12 @@ _BY_KEY = {
 
 
 def inferred_choice(group: str, given: Mapping[str, Any]) -> str | None:
-    """The choice that has all the given keys; None for the default, and if no choice has them.
+    """The choice that has all the given keys of a group, which are without its name; None for the
+    default, and if no choice has them.
 
     A model with a path is model=hf, a data set with a path is dataset=files, messages_column is
     prompt=messages, and launcher.workers is launcher=local. Otherwise the default is taken if it
-    has the keys, and else the only choice that has them.
-
-    Args:
-        given: the keys of the group that are given, without its name, and their values.
-
-    Raises:
-        ConfigError: several choices have the keys, and the default is none of them.
+    has the keys, and else the only choice that has them; ConfigError if there are several.
     """
     fitting = [choice for choice in choices(group) if _fits(choice_values(group, choice), given)]
     for name, value in given.items():

@@ -13,15 +13,8 @@ _LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
 def read_job_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of a job file as `compose` takes them, and where each of its keys stands.
-
-    Returns:
-        The values, and for each key of them (for the keys of a group: GROUP.KEY) the file and line
-        with the key's name, for error messages.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, has a key twice, or is no mapping.
-    """
+    """The values of a job file as `compose` takes them, and for each key (GROUP.KEY) the file and
+    line with its name, for error messages. ConfigError if it cannot be read as one mapping."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

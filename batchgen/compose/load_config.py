@@ -51,16 +51,9 @@ _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("m
 
 
 def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = ()) -> JobConfig:
-    """The configuration of one job, with all its types and ranges checked.
-
-    Args:
-        trust: whose word the configuration is.
-        resolvers: that it may use, see `refuse_resolvers`.
-
-    Raises:
-        ConfigError: a key is unknown, missing, of a wrong type or out of range, or names code that
-            needs the user's word.
-    """
+    """The configuration of one job, with all types and ranges checked. It is the word of `trust`,
+    and may use these `resolvers`; ConfigError for any mistake, and for code that needs the user's
+    word."""
     try:
         refuse_resolvers(OmegaConf.to_container(cfg), resolvers)
         groups = OmegaConf.to_container(cfg, resolve=True)
@@ -108,11 +101,7 @@ def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = (
 
 
 def constraint_config(values: dict[str, Any]) -> ConstraintConfig:
-    """The group `constraint`, made from its plain values.
-
-    Raises:
-        ConfigError: a key is unknown, missing, of a wrong type or out of range.
-    """
+    """The group `constraint`, made from its plain values."""
     kind = values.get("kind", MISSING)
     if not isinstance(kind, str) or kind not in CONSTRAINT_KINDS:
         raise ConfigError(
@@ -136,10 +125,8 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
 
     Two jobs with the same identity, model files and data write the same rows, as far as both have
     them. Of the group `engine` only `max_model_len` is part of it, because rows are refused, cut or
-    ended there. Where data and models lie is not: the fingerprints of their content are compared.
-
-    Args:
-        fingerprinted: options of the strategy that name files which have fingerprints.
+    ended there. Where data, models, and the `fingerprinted` files of the strategy lie is not: the
+    fingerprints of their content are compared.
     """
     groups = resolved(config)
     groups["engine"] = {"max_model_len": groups["engine"]["max_model_len"]}

@@ -26,15 +26,9 @@ def names_worker(argument: str) -> bool:
 
 @dataclass(frozen=True)
 class Override:
-    """One argument.
-
-    Attributes:
-        argument: as it was typed.
-        sign: what stands before the key: nothing sets a key that is there, `+` adds one that is
-            not, `++` does either, and `~` takes it away.
-        key: a group, or a key with its group's name before it.
-        text: what stands behind the `=`; None without a `=`.
-    """
+    """One argument as it was typed, and in parts: the sign (nothing sets a key that is there, `+`
+    adds one that is not, `++` does either, `~` takes it away), the key with its group, and the text
+    behind the `=`, None without one."""
 
     argument: str
     sign: str
@@ -51,11 +45,7 @@ class Override:
         return self.key.split(".")[1:]
 
     def value(self) -> Any:
-        """The value that the text means for this key.
-
-        Raises:
-            ConfigError: it cannot be read; the message says how to type it.
-        """
+        """The value that the text means for this key; ConfigError says how to type it."""
         assert self.text is not None
         key = ".".join([self.group, *self.names[:1]])
         hint = Any if len(self.names) > 1 else declared_type(key)
@@ -79,11 +69,7 @@ class Override:
 
 
 def parse_override(argument: str) -> Override:
-    """Split an argument into its parts.
-
-    Raises:
-        ConfigError: it is not of the form key=value (or ~key).
-    """
+    """Split an argument into its parts; ConfigError if it is not of the form key=value or ~key."""
     match = _ARGUMENT.fullmatch(argument)
     if match is None or (match[3] is None and match[1] != "~"):
         raise ConfigError(_no_override(argument))
@@ -120,13 +106,7 @@ def unknown_group(group: str) -> str:
 
 
 def unknown_key(key: str, choice: str | None, others: list[str]) -> str:
-    """The message, without the place, for a key that is not in its group.
-
-    Args:
-        key: the key with its group.
-        choice: the choice of the group, if it is known.
-        others: the choices of the group that do have the key.
-    """
+    """The message, without the place, for a key that its group lacks; `others` have it."""
     group, _, name = key.partition(".")
     owner = f"{group}={choice}" if choice else group
     if others:

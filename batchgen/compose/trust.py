@@ -28,27 +28,16 @@ a launcher."""
 
 @dataclass(frozen=True)
 class Trust:
-    """Whose word stands behind a configuration.
-
-    Attributes:
-        sources: the files and folders that it was read from and that the user does not trust.
-        typed: what the user has typed of it that runs code, as `Named` has it behind the place.
-    """
+    """Whose word stands behind a configuration: files and folders that the user does not trust, and
+    what he has typed that runs code, as `Named` has it behind the place."""
 
     sources: tuple[Path, ...] = ()
     typed: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, sources: Sequence[Path], trusted: Sequence[str], overrides: Sequence[str]) -> Self:
-        """The user's word for a configuration.
-
-        Args:
-            sources: the files and folders that it is read from.
-            trusted: what the user has given as `--trust`.
-            overrides: the arguments key=value that the user has typed.
-
-        Raises:
-            ConfigError: nothing is read from a path of `trusted`.
+        """The user's word for a configuration that is read from `sources` with typed arguments, of
+        which he trusts those named by `--trust`; ConfigError if nothing is read from one of these.
         """
         known = [user_path(path, "--trust").resolve() for path in trusted]
         homes = {source: {source.resolve(), *source.resolve().parents} for source in sources}
@@ -60,14 +49,7 @@ class Trust:
         return cls(left, frozenset(_typed(overrides)))
 
     def check(self, groups: Mapping[str, Any]) -> None:
-        """Refuse code that is nobody's word.
-
-        Args:
-            groups: of the configuration, as plain values without references.
-
-        Raises:
-            ConfigError: there is some.
-        """
+        """Raise ConfigError for code that is nobody's word, in plain groups without references."""
         if not self.sources:
             return
         asked = [named for named in foreign_code(groups) if named[1] not in self.typed]
@@ -90,8 +72,8 @@ TYPED = Trust()
 def foreign_code(groups: Mapping[str, Any]) -> Iterator[Named]:
     """What a configuration names that runs and is not batchgen's own.
 
-    Only classes of batchgen are its own, where a strategy or a step belongs: who could have its
-    functions called with any arguments could do much with them.
+    Only classes of batchgen are its own, where a strategy, a step or a launcher belongs: who could
+    have its functions called with any arguments could do much with them.
     """
     launcher = dict(groups.get("launcher") or {})
     starter = launcher.pop(_TARGET, None)

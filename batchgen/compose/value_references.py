@@ -26,16 +26,8 @@ RESOLVERS_OF_HYDRA = [
 
 
 def refuse_resolvers(value: Any, allowed: Collection[str], key: str = "") -> None:
-    """Refuse texts that ask for anything but the values of other keys.
-
-    Args:
-        value: of a configuration, plain and not resolved.
-        allowed: what may be asked for nevertheless, as `${hydra:job.num}`.
-        key: where the value stands, for error messages.
-
-    Raises:
-        ConfigError: there is one, or a text has `${` and no reference behind it.
-    """
+    """Raise ConfigError for texts that ask for anything but the values of other keys or what is
+    allowed, as `${hydra:job.num}`, and for `${` without a reference behind it."""
     if isinstance(value, dict):
         for name, item in value.items():
             refuse_resolvers(item, allowed, f"{key}.{name}" if key else str(name))

@@ -102,10 +102,8 @@ def default_choices() -> dict[str, str]:
 
 @cache
 def declared_type(key: str) -> Any:
-    """The declared type of `group.key`; Any if nothing is declared for it.
-
-    An option of a strategy has the type of its default, if that says one.
-    """
+    """The declared type of `group.key`; Any if nothing is declared for it. An option of a strategy
+    has the type of its default, if that says one."""
     group, _, name = key.partition(".")
     declaring = _launchers() if group == "launcher" else _DECLARED.get(group, ())
     hints = [get_type_hints(cls).get(name) for cls in declaring]
@@ -125,11 +123,7 @@ def _launchers() -> list[type]:
 
 
 def launcher_target(kind: str) -> str | None:
-    """The class of a launcher by its name, as older job files have it (`kind: local`).
-
-    Raises:
-        ConfigError: there is no such launcher.
-    """
+    """The class of a launcher by its name, as older job files have it (`kind: local`)."""
     if kind not in choices("launcher"):
         names = ", ".join(choices("launcher"))
         raise ConfigError(f"launcher.kind must be one of {names}, got {kind!r}")
@@ -138,10 +132,8 @@ def launcher_target(kind: str) -> str | None:
 
 
 def has_escapes(key: str) -> bool:
-    r"""Whether the value is a text that the model reads or writes, in which `\n` ends a line.
-
-    The same goes for the one character that separates the cells of a file.
-    """
+    r"""Whether `\n` ends a line in the value: in texts that the model reads or writes, and in the
+    one character that separates the cells of a file."""
     return key in _WITH_ESCAPES
 
 
@@ -158,12 +150,9 @@ def all_keys() -> dict[str, tuple[str, ...]]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that was probably meant; None if there is none like it.
-
-    It is the one that the fewest typos turn into this one, if a third of the letters at most are
-    typos. Else it is one that begins with this one, or that has all its parts: max_tokens is
-    max_new_tokens.
-    """
+    """The known word that was probably meant: the one with the fewest typos, of at most a third of
+    the letters, else one that begins with this one or has all its parts: max_tokens is
+    max_new_tokens."""
     words = list(known)
     distance, found = min(((edit_distance(word, other), other) for other in words), default=(9, ""))
     if distance <= max(1, min(3, len(word) // 3)):

@@ -24,14 +24,8 @@ class NoConstraintConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonConstraintConfig:
-    """Rows write a JSON object of any content.
-
-    Attributes:
-        kind: the choice of the group.
-        max_whitespace: how many whitespace characters may stand in a row between two JSON tokens.
-        start_after: the marker that ends the free text before the constraint; None if there is
-            no free text.
-    """
+    """Rows write a JSON object of any content, with at most `max_whitespace` white space between
+    tokens, after free text that the marker `start_after` ends, if there is one."""
 
     kind: Literal["json"] = "json"
     max_whitespace: int = 0
@@ -44,15 +38,7 @@ class JsonConstraintConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GivenConstraint:
-    """A constraint that either the job gives for all rows, under the name `key`, or a column of the
-    dataset gives for each row.
-
-    Attributes:
-        key: the name of the attribute that holds the job's own.
-        kind: the choice of the group.
-        column: the dataset column that holds each row's own; None if the job gives one.
-        start_after: as of `JsonConstraintConfig`.
-    """
+    """A constraint that the job gives for all rows as `key`, or a column for each row."""
 
     key = ""
 
@@ -160,21 +146,13 @@ def constraint_column(config: ConstraintConfig) -> str | None:
 
 
 def job_value(config: AnyConstraintConfig) -> Any:
-    """What the job gives for all its rows; None if each row has its own, or if the kind of the
-    constraint needs nothing."""
+    """What the job gives for all its rows; None if each has its own, or the kind needs nothing."""
     return config.value if isinstance(config, _GivenConstraint) else None
 
 
 def make_constraint(config: AnyConstraintConfig, value: Any) -> Constraint:
-    """The constraint that a job's configuration and a value for it make together.
-
-    Args:
-        config: the job's configuration.
-        value: the job's own value, or that of one row.
-
-    Raises:
-        ConstraintError: the value cannot be enforced as this kind of constraint.
-    """
+    """The constraint for the job's own value or that of a row; ConstraintError if it cannot be
+    enforced."""
     whitespace = (
         config.max_whitespace
         if isinstance(config, (JsonConstraintConfig, JsonSchemaConstraintConfig))
@@ -186,11 +164,7 @@ def make_constraint(config: AnyConstraintConfig, value: Any) -> Constraint:
 
 
 def job_constraint(config: ConstraintConfig) -> Constraint | None:
-    """The constraint that all rows share; None if rows have none, or each has its own.
-
-    Raises:
-        ConstraintError: as `make_constraint`.
-    """
+    """The constraint that all rows share; None if rows have none, or each has its own."""
     if isinstance(config, NoConstraintConfig) or constraint_column(config) is not None:
         return None
     return make_constraint(config, job_value(config))
@@ -198,14 +172,7 @@ def job_constraint(config: ConstraintConfig) -> Constraint | None:
 
 def with_contents(values: Mapping[Any, Any]) -> dict[Any, Any]:
     """The values of the group, with the content of files in place of their paths, and with mappings
-    in place of JSON text.
-
-    The job's manifest then holds the constraint itself, and a job with a changed file is another
-    job.
-
-    Raises:
-        ConfigError: a file cannot be read, or does not hold JSON where it must.
-    """
+    in place of JSON text, so that a job with a changed file is another job."""
     contents = dict(values)
     for key in _JSON_KEYS:
         value = values.get(key)

@@ -32,14 +32,8 @@ class Unsupported(Exception):
 
 
 def build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
-    """An instance of a dataclass, whose fields are the keys of one group of the configuration.
-
-    Args:
-        prefix: name of the group, which error messages put before the key.
-
-    Raises:
-        ConfigError: a key is unknown or missing, or its value is of another type than the field.
-    """
+    """An instance of a dataclass, whose fields are the keys of the group `prefix`; ConfigError if a
+    key is unknown or missing, or its value is of another type than the field."""
     assert dataclasses.is_dataclass(cls)
     hints = get_type_hints(cls)
     required = [
@@ -54,11 +48,8 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
 def check_keys(
     values: Mapping[Any, Any], *, known: list[str], required: list[str], prefix: str
 ) -> None:
-    """Check the keys of one group.
-
-    Raises:
-        ConfigError: a key is not among `known`, has no value yet, or is required and not there.
-    """
+    """Raise ConfigError if a key is not among `known`, has no value yet, or is required and not
+    there."""
     for key, value in values.items():
         if key not in known:
             choice = f"choose among {', '.join(known)}" if known else "there are none"
@@ -71,22 +62,13 @@ def check_keys(
 
 
 def convert(value: Any, hint: Any, key: str) -> Any:
-    """A plain value as the type that was declared for it.
+    """A plain value as the type `hint` that was declared for the key.
 
     An integer is also a number, a list is also a tuple, and one text or number is also a list of
     one. Nothing else changes its type: the text "3" is no integer, and true is neither an integer
-    nor a string. A value without a declared type
-    (`hint` is Any or `inspect.Parameter.empty`) is returned as it is.
-
-    Args:
-        value: None, a bool, int, float or str, or lists and dicts of these.
-        hint: the declared type: one of the above, Any, Literal, a union, or a generic list, tuple,
-            sequence, dict or mapping.
-        key: the full name of the key, for error messages.
-
-    Raises:
-        ConfigError: the value is not of this type.
-        Unsupported: the type is another one than those above.
+    nor a string. A value without a declared type (`inspect.Parameter.empty`) is returned as it is.
+    Raises ConfigError if the value does not fit, and Unsupported for a type other than None, bool,
+    int, float, str, Any, Literal, unions, and lists, tuples and mappings of these.
     """
     if hint is Any or hint is object or hint is inspect.Parameter.empty:
         return value

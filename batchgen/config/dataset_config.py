@@ -16,10 +16,8 @@ COLUMN_TYPES = ("string", "int64", "float64", "bool", "date32", "timestamp[s]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetConfig:
-    """Where the rows come from, which of them are used, and which of their columns are copied.
-
-    The kind `demo` is the rows that come with batchgen; it is the only one without a path.
-    """
+    """Where the rows come from, which of them are used, and which of their columns are copied. The
+    kind `demo` is the rows that come with batchgen; it is the only one without a path."""
 
     kind: Literal["demo", "files", "hub"]
     path: str | None = None

@@ -59,10 +59,8 @@ class ModelGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
-    """How tokens are chosen in every row. `SamplingParams` checks the ranges.
-
-    `seed` is the seed of the job, from which each sample of each row gets its own.
-    """
+    """How tokens are chosen in every row; `SamplingParams` checks the ranges. Each sample of each
+    row gets its own seed from the job's."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -85,8 +83,7 @@ class SamplingConfig:
 
 
 def copies_warning(n: int, temperature: float) -> str | None:
-    """What to tell who has a row answered `n` times without chance; None for one answer, or where
-    tokens are drawn."""
+    """What to tell a user whose rows are answered `n` times without chance; None for others."""
     if n < 2 or temperature > 0:
         return None
     return (
@@ -124,10 +121,7 @@ class StrategyConfig(StepConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineGroup(EngineConfig):
-    """How the work is laid out on the device.
-
-    Of all these keys only `max_model_len` can change the output.
-    """
+    """How the work is laid out on the device. Only `max_model_len` can change the output."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
 
@@ -200,12 +194,8 @@ class ScoreConfig:
 
 @dataclass(frozen=True, kw_only=True)  # no slots: `params` is kept in the object's __dict__
 class JobConfig:
-    """The whole configuration of one job: a field for each group, and what follows from several.
-
-    Attributes:
-        rows: steps that add columns to a row of the data set before its prompt is made.
-        post: steps that make columns of a finished row, such as its mark.
-    """
+    """The whole configuration of one job. `rows` are steps that add columns to a row before its
+    prompt is made, `post` steps that make columns of a finished row, such as its mark."""
 
     model: ModelGroup
     dataset: DatasetConfig
@@ -250,9 +240,6 @@ class JobConfig:
         Two of them are replaced for each request: `seed`, which is the job's seed here, and
         `constraint`, which is None here if each row has its own. They are made once: a constraint
         may be a large schema.
-
-        Raises:
-            ConfigError: a value is out of range, or the job's constraint cannot be enforced.
         """
         values = asdict(self.sampling)
         del values["n"]

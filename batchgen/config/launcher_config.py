@@ -34,11 +34,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def launch(self, config: JobConfig) -> Launched:
-        """Run a job to its end.
-
-        Raises:
-            ConfigError: this launcher cannot run this job, or not here.
-        """
+        """Run a job to its end; ConfigError if it cannot run, or not here."""
 
     @abstractmethod
     def described(self) -> str:
@@ -49,11 +45,8 @@ class Launcher(ABC):
 
 
 def job_launcher(config: JobConfig) -> Launcher | None:
-    """The launcher of a job; None if the command itself is the worker.
-
-    Raises:
-        ConfigError: the class is no launcher, a key is wrong, or the job's folder is a bucket.
-    """
+    """The launcher of a job; None if the command itself is the worker. ConfigError if its class is
+    no launcher, a key is wrong, or the job's folder is a bucket."""
     if config.launcher is None:
         return None
     target = config.launcher.target

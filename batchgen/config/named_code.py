@@ -18,15 +18,11 @@ OWN = "batchgen."
 
 
 def named_code(path: str, place: str) -> Any:
-    """What has an import path. The user's own modules may be in the working directory, too.
+    """What has an import path `package.module.Class`; the user's own modules may be in the working
+    directory, too. `place` is where the path stands, for error messages.
 
-    Args:
-        path: such as `package.module.Class`.
-        place: where in the configuration the path stands, for error messages.
-
-    Raises:
-        ConfigError: there is nothing, or it is none of batchgen's own where the path says so:
-            `batchgen.jobs.run_job.os.system` is not.
+    Raises ConfigError if there is nothing, or it is none of batchgen's own where the path says so:
+    `batchgen.jobs.run_job.os.system` is not.
     """
     is_own = path.startswith(OWN)
     if not is_own and os.getcwd() not in sys.path:

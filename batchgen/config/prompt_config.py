@@ -35,9 +35,8 @@ RESERVED_TEMPLATE_KWARGS = {
 class ChatPromptConfig:
     """The prompt is a conversation, written with the tokenizer's chat template.
 
-    Once it is made, `user` and `system` hold the templates themselves, and `user_file` and
-    `system_file`, which may give them, are null: what a file holds is part of the job, and not
-    where it lies.
+    Once it is made, `user` and `system` hold the templates themselves, and the keys of files are
+    null: what a file holds is part of the job, and not where it lies.
     """
 
     kind: Literal["chat"] = "chat"
@@ -73,10 +72,8 @@ class ChatPromptConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPromptConfig:
-    """The prompt is plain text, for base models or for a chat format of one's own.
-
-    Once it is made, `text` holds the template itself, and `text_file` is null.
-    """
+    """The prompt is plain text, for base models or a chat format of one's own. Once it is made,
+    `text` holds the template itself, and `text_file` is null."""
 
     kind: Literal["text"] = "text"
     text: str | None = None

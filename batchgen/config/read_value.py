@@ -56,18 +56,12 @@ _Form = Literal["text", "list", "mapping", "scalar", "any"]
 
 
 def read_value(text: str, hint: Any, *, escapes: bool = False) -> Any:
-    r"""The plain value (None, bool, int, float, str, lists and dicts of these) that a text means.
+    r"""The plain value that the text behind the `=` means for a key of this declared type, as
+    `convert` takes it. Whether it fits is for `convert` to say: a word where a number belongs stays
+    a text.
 
-    Whether it fits the type is for `convert` to say: a word where a number belongs stays a text.
-
-    Args:
-        text: what stands behind the `=`.
-        hint: the declared type of the key, as `convert` takes it; Any if nothing is declared.
-        escapes: whether `\n` and its like mean something without quotes too. They do in texts that
-            the model reads or writes, and not in paths and patterns.
-
-    Raises:
-        Unreadable: brackets or quotes do not match, or an escape may mean two things.
+    With `escapes`, `\n` and its like mean something without quotes too, as in texts that the model
+    reads. Raises Unreadable if brackets or quotes do not match, or an escape may mean two things.
     """
     short = text.strip()
     if short.lower() == "null":
@@ -106,15 +100,8 @@ def value_form(hint: Any) -> tuple[_Form, Any]:
 
 
 def decode_escapes(text: str, *, quoted: bool = False) -> str:
-    r"""The text with its escapes replaced by the characters that they mean.
-
-    Args:
-        quoted: whether the text stood in double quotes, where there is no doubt that `\theta` is a
-            tab before "heta".
-
-    Raises:
-        UnclearEscape: see there.
-        Unreadable: \uXXXX is half of a character.
+    r"""The text with its escapes replaced. In double quotes there is no doubt that `\theta` is a
+    tab before "heta"; elsewhere that is an UnclearEscape. Half of a character \uXXXX is Unreadable.
     """
 
     def meaning(match: re.Match[str]) -> str:

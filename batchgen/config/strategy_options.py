@@ -13,17 +13,12 @@ from batchgen.util.errors import ConfigError
 def strategy_options(
     cls: type, options: Mapping[str, Any], place: str = "strategy"
 ) -> dict[str, Any]:
-    """The keyword arguments for the constructor of a strategy or a step.
+    """The keyword arguments for the constructor of a class that stands at `place` in the
+    configuration.
 
-    A parameter with an annotation gets a value of that type; one without gets the plain value of
-    the configuration as it is.
-
-    Args:
-        place: where in the configuration the options stand, for error messages.
-
-    Raises:
-        ConfigError: the constructor has no such parameter, an option is missing or of another type,
-            or the constructor declares something that no configuration can give.
+    A parameter with an annotation gets a value of that type; one without gets the plain value.
+    ConfigError if an option is unknown, missing or of another type, or no configuration can give
+    it.
     """
     name = f"{cls.__module__}.{cls.__qualname__}"
     parameters = _parameters(cls, name, place)
@@ -36,10 +31,8 @@ def strategy_options(
 
 
 def _parameters(cls: type, name: str, place: str) -> dict[str, inspect.Parameter]:
-    """The parameters that can be given by name, without *args and **kwargs.
-
-    A **kwargs would take any key, so a key with a spelling mistake could no longer be refused.
-    """
+    """The parameters that can be given by name, without *args and **kwargs, which would take any
+    typo."""
     try:
         signature = inspect.signature(cls, eval_str=True)
     except (ArithmeticError, AttributeError, LookupError, NameError, SyntaxError) as error:

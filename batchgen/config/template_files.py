@@ -9,22 +9,12 @@ _LONGEST_NAME = 4096
 
 
 def template_text(key: str, text: str | None, file: str | None) -> str | None:
-    """The template that a configuration gives, as text or as the name of a file.
+    """The template of a key such as `prompt.user`, given as text or as the name of a file (the key
+    with `_file`); None if neither is given.
 
-    Of a file, the newline at its very end is not part of the template, as editors put it there;
-    all others are. A byte order mark is none of it either.
-
-    Args:
-        key: the key of the text, such as `prompt.user`; the file's is the same with `_file`.
-        text: the template itself.
-        file: the file that holds it.
-
-    Returns:
-        The template; None if neither is given.
-
-    Raises:
-        ConfigError: both are given, the file cannot be read or is not UTF-8, or the text is the
-            name of a file.
+    A file's byte order mark and the newline at its very end, as editors put it there, are none of
+    the template. ConfigError if both are given, the file cannot be read as UTF-8, or the text is
+    the name of a file.
     """
     if file is None:
         if text is not None:
@@ -49,11 +39,7 @@ def template_text(key: str, text: str | None, file: str | None) -> str | None:
 
 
 def _check_no_file(key: str, text: str) -> None:
-    """Refuse the name of a file where its content is meant.
-
-    Raises:
-        ConfigError: there is a file of this name.
-    """
+    """Raise ConfigError for the name of a file where its content is meant."""
     if "\n" in text or "{" in text or "\0" in text or not 0 < len(text) < _LONGEST_NAME:
         return
     try:

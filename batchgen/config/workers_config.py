@@ -11,11 +11,7 @@ _MOST_SECONDS = 7 * 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersConfig:
-    """How the workers of a job notice each other.
-
-    Attributes:
-        name: what this process is called among them (`+worker=NAME` on the command line).
-    """
+    """How the workers of a job notice each other; `name` is this process (`+worker=NAME`)."""
 
     heartbeat: float = 15.0
     stale_after: float = 60.0

@@ -1,5 +1,4 @@
-"""A job summed up. Here are its renderers for the terminal; pages and the data set card have
-theirs, and all of them take the figures from `JobSummary`."""
+"""A job summed up, and as lines for the terminal. Pages and the data set card render it, too."""
 
 from __future__ import annotations
 
@@ -91,13 +90,8 @@ def tokens_per_s(attempt: Mapping[str, Any]) -> float:
 
 
 def status_line(reader: JobFolderReader, name: str) -> str:
-    """How far a job is, how fast it runs and when it should end, in one line.
-
-    Rows of a job that was killed are counted where they lie.
-
-    Args:
-        name: of the folder, as the user gave it.
-    """
+    """How far a job is, how fast it runs and when it should end; `name` is the folder as the user
+    gave it. Rows of a job that was killed are counted where they lie."""
     job = JobSummary.of(reader.metrics)
     rows, errors, total = job.totals.rows, job.totals.error_rows, job.rows_total
     if job.status in ("killed", _NOT_BEGUN):

@@ -10,7 +10,7 @@ import numpy as np
 from batchgen.config.job_config import JobConfig
 from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.memory.memory_plan import MemoryPlan
-from batchgen.forecast.engine_estimate import engine_room
+from batchgen.forecast.engine_estimate import estimate_engine
 from batchgen.forecast.forecast import Forecast, forecast
 from batchgen.forecast.planned_work import here, job_work, step_cost
 from batchgen.forecast.scan import sample_indices
@@ -28,16 +28,8 @@ def predict(
 ) -> Forecast | None:
     """What an attempt of a job will take, from a few rows and in a fraction of a second.
 
-    Args:
-        config: the job's configuration.
-        opened: what it runs on.
-        memory: how its engine has divided the memory.
-        answers: how many answers are to be computed.
-        start_s: the seconds that the start has taken, which is over.
-
-    Returns:
-        None if the GPU is not known, or none of the rows that were looked at has a prompt or can
-        be read.
+    `memory` is the engine's plan, and the start has taken `start_s` seconds. None if the GPU is not
+    known, or none of the rows that are looked at has a prompt or can be read.
     """
     device = here(config, opened.dtype, _MEASURE_S)
     if device is None:
@@ -54,7 +46,7 @@ def predict(
         return None
     if not prompts:
         return None
-    room = engine_room(opened, config, memory.total, native_fp8=device.fp8)
+    room = estimate_engine(opened, config, memory.total, native_fp8=device.fp8)
     longest = opened.max_model_len - config.sampling.max_new_tokens
     lengths = np.minimum(np.array([len(ids) for ids in prompts], np.int64), longest)
     rows = -(-answers // config.sampling.n)

@@ -24,13 +24,7 @@ _PLAUSIBLE = 20.0
 
 @dataclass(frozen=True, slots=True)
 class RunCounts:
-    """What an engine counted in a run, as `EngineStats` does, and how long it took.
-
-    Attributes:
-        seconds: of the run, without loading.
-        rows: how many rows it finished.
-        generated: the tokens that it generated.
-    """
+    """What an engine counted in a run, as `EngineStats`; `seconds` are those without loading."""
 
     seconds: float
     rows: int
@@ -43,16 +37,11 @@ class RunCounts:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What a run has shown.
+    """What a run has shown, with the tokens of its prompts and answers.
 
-    Attributes:
-        source: what run it was, in words.
-        prompts: tokens of its prompts.
-        answers: tokens of its answers.
-        counts: of the run; None if it was on another device or of another model.
-        start_s: seconds until its first step; None if that is not known.
-        full: of a run with as many rows at once as the job has, if `counts` is of one with fewer.
-            The speed is taken from it.
+    `source` names the run, `counts` is None if it was on another device or of another model, and
+    `start_s` are the seconds until its first step. The speed is taken from `full`, a run with as
+    many rows at once as the job has, where `counts` is of one with fewer.
     """
 
     source: str
@@ -89,16 +78,8 @@ class Calibration:
 def seen_in(folder: Path, same: Mapping[str, Any], device: str, name: str) -> Calibration | None:
     """What the job in a folder has shown; None if none of its rows has an answer.
 
-    Its speed counts only if it ran the same model in the same way and on the same device.
-
-    Args:
-        folder: the output folder of a job.
-        same: group → values of the groups that decide the speed, as in config.yaml.
-        device: the device that is planned for, as jobs store it in metrics.json.
-        name: what to call the folder.
-
-    Raises:
-        ConfigError: there is no job in the folder.
+    Its speed counts only if it ran on the same device (as metrics.json names it) and `same`, the
+    groups that decide the speed, are as in its config.yaml. `name` is what to call the folder.
     """
     from batchgen.folder.read_job import JobFolderReader
 

@@ -22,16 +22,11 @@ _STREAM_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a device can do.
+    """What a device can do: bytes per second that it reads from its memory, and operations per
+    second of matrix products in 16 bits and in float32.
 
-    Attributes:
-        name: as users write it in `plan.device`.
-        bandwidth: bytes per second that it reads from its memory.
-        half_flops: operations per second of matrix products in bfloat16 or float16.
-        single_flops: the same in float32.
-        few_rows: the share of that rate which products of 16 rows reach.
-        memory: the bytes of a GPU's memory; 0 for a CPU.
-        fp8: it multiplies in FP8, twice as fast as in bfloat16.
+    `few_rows` is the share of that rate which products of 16 rows reach, `memory` is 0 for a CPU,
+    and `fp8` says that it multiplies in FP8, twice as fast as in bfloat16.
     """
 
     name: str
@@ -91,11 +86,7 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device | None:
-    """The GPU that a user names; None for `cpu`.
-
-    Raises:
-        ConfigError: it is not known.
-    """
+    """The GPU that a user names; None for `cpu`. ConfigError if it is not known."""
     wanted = _plain(name)
     if wanted == "cpu":
         return None
@@ -127,13 +118,8 @@ def this_gpu() -> Device | None:
 
 
 def measured_cpu(dtype: torch.dtype, seconds: float) -> Device:
-    """This machine's CPU, with rates that are measured in less than a second: that of a product of
-    128 rows (and of 16) and that of reading 64 MiB, with the threads that torch has.
-
-    Args:
-        dtype: in which products are measured.
-        seconds: for how long each of three rates is measured.
-    """
+    """This machine's CPU with three rates, each measured for `seconds` with the threads that torch
+    has: of a product of 128 rows in `dtype`, of one of 16, and of reading 64 MiB."""
     import torch
 
     rows, inputs, outputs = _PRODUCT

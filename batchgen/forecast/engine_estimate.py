@@ -26,13 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineEstimate:
-    """What an engine would be, without having it.
-
-    Attributes:
-        uses: the models by name, on the device `meta`.
-        settings: the engine's, with the defaults of the device.
-        sizes: of the target.
-    """
+    """What an engine would be: its models on the device `meta`, its settings with the defaults of
+    the device, and the sizes of the target."""
 
     uses: dict[str, ModelUse]
     settings: ResolvedConfig
@@ -66,17 +61,10 @@ class EngineEstimate:
         return max(self.uses[TARGET].widths)
 
 
-def engine_room(
+def estimate_engine(
     opened: OpenedJob, config: JobConfig, gpu_bytes: int | None, *, native_fp8: bool
 ) -> EngineEstimate:
-    """The engine that a job would have on a device.
-
-    Args:
-        opened: the job's models and strategy.
-        config: the job's configuration.
-        gpu_bytes: the memory of the GPU; None for a CPU.
-        native_fp8: the device computes in FP8.
-    """
+    """The engine that a job would have on a device with this memory; None for a CPU."""
     on = "cpu" if gpu_bytes is None else "cuda"
     dtype = _dtype(opened.model, config, on)
     heads = strategy_heads(opened.strategy, opened.model)

@@ -34,13 +34,7 @@ takes longer too."""
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A figure that is not known yet.
-
-    Attributes:
-        low: it is hardly below this.
-        likely: the best guess.
-        bound: it is hardly above this.
-    """
+    """A figure that is not known yet: hardly below `low`, hardly above `bound`."""
 
     low: float
     likely: float
@@ -53,18 +47,11 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a job will take.
+    """What a job will take, with what is assumed for it, each a sentence without its full stop.
 
-    Attributes:
-        seconds: from the loading of the weights to the last row.
-        start_s: of those, until the first step.
-        first_s: seconds from the first step until the first row has ended, hardly more.
-        generated: tokens of all answers.
-        prompt_tokens: tokens of all prompts, each counted once for each sample.
-        mean_rows: how many rows a decode step has on average.
-        batch_share: the share of a full step's time that a step of one row takes.
-        device: the device's name.
-        assumptions: what this is based on, each a sentence without its full stop.
+    `seconds` go from the loading of the weights to the last row, `start_s` of them until the first
+    step; the first row ends hardly more than `first_s` after it. Prompt tokens count once for each
+    sample. `batch_share` is the share of a full decode step's time that a step of one row takes.
     """
 
     seconds: Range
@@ -91,22 +78,12 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a job has to do.
+    """What a job has to do: `rows` with `samples` answers each, and [N] tokens of some of the
+    prompts.
 
-    Attributes:
-        prompts: [N], tokens of the prompts of the rows that are to be computed, or of some of them.
-        rows: how many rows there are.
-        samples: answers of each row.
-        longest: `sampling.max_new_tokens`.
-        exact: every answer has just as many tokens.
-        width: the most tokens of a row in a forward.
-        least: the fewest tokens that a row gets in a forward; 0 for block diffusion.
-        places: what the engine has room for.
-        weight_bytes: of all models.
-        seen: what an earlier run has shown; None if there was none.
-        start_s: the seconds that the start has taken; None if it is to come.
-        compiled: whether a GPU's kernels have been compiled by an earlier start.
-        notes: further assumptions, which this work was made with.
+    With `exact` every answer has `longest` tokens. A row gets `least` to `width` tokens in a
+    forward; `least` is 0 for block diffusion. `start_s` is None if the start is to come, and
+    `compiled` says that an earlier start has compiled a GPU's kernels.
     """
 
     prompts: Ints
@@ -218,10 +195,10 @@ def _few(longest: int) -> Ints:
 
 
 def likely_share(longest: int) -> float:
-    """The mean length of answers of which nothing is known, over the longest that is allowed.
+    """The mean length of unknown answers, over the longest that is allowed: a half.
 
-    It is a half. Limits below 512 tokens are lower than what many answers need, so more of them
-    are reached: nine tenths at 32 tokens.
+    Limits below 512 tokens are lower than what many answers need, so more of them are reached: nine
+    tenths at 32 tokens.
     """
     return float(np.clip(0.9 - 0.1 * np.log2(longest / 32), 0.5, 0.9))
 

@@ -31,13 +31,8 @@ def job_device(config: JobConfig) -> str:
 
 
 def here(config: JobConfig, dtype: torch.dtype, seconds: float) -> Device | None:
-    """The device that a job runs on here; None if it is a GPU that is not known.
-
-    Args:
-        config: the job's configuration.
-        dtype: in which a CPU's products are measured.
-        seconds: for how long each of a CPU's three rates is measured.
-    """
+    """The device that a job runs on here; None if it is a GPU that is not known. Each rate of a CPU
+    is measured for `seconds`."""
     if job_device(config) == "cuda":
         return this_gpu()
     return measured_cpu(dtype, seconds)
@@ -57,21 +52,8 @@ def job_work(
     compiled: bool = True,
     notes: tuple[str, ...] = (),
 ) -> Work:
-    """What a job has to do.
-
-    Args:
-        config: the job's configuration.
-        opened: its models and strategy.
-        room: its engine.
-        memory: the engine's memory plan.
-        prompts: some whole prompts, which tell what all begin with.
-        lengths: tokens of the prompts, of all rows or of some.
-        rows: how many rows are to be computed.
-        seen: what an earlier run has shown.
-        start_s: the seconds that the start has taken; None if it is to come.
-        compiled: whether a GPU's kernels have been compiled by an earlier start.
-        notes: further assumptions.
-    """
+    """What a job has to do, with `rows` to compute and some whole prompts, which tell what all
+    begin with. `lengths` are the tokens of all prompts or of some; the rest is as in `Work`."""
     settings, sampling = room.settings, config.sampling
     block = settings.block_size
     prefix = common_prefix(prompts) // block * block if settings.prefix_caching else 0
@@ -101,8 +83,7 @@ def job_work(
 
 
 def step_cost(room: EngineEstimate, opened: OpenedJob, device: Device) -> StepCost:
-    """The time of the forwards of a job's target on a device, or on one for each rank. The ranks on
-    a CPU share it."""
+    """The time of the target's forwards on a device for each rank; on a CPU the ranks share one."""
     if not device.is_gpu:
         device = device.shared(room.sizes.ranks)
     return StepCost(room.sizes, device, opened.model.config.vocab_size)

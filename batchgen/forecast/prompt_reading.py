@@ -22,18 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a job does with a row before it reaches the model.
+    """What a job does with a row before it reaches the model; its calls raise RequestError.
 
-    Attributes:
-        source: the rows.
-        check: raises RequestError if the row's columns cannot be copied to the output.
-        size: as of `Prompt.size`.
-        text: as of `Prompt.text`.
-        token_ids: the whole prompt of a row.
-        fit: cuts a prompt, or raises RequestError, if it is longer than `room`.
-        constraint: of a row.
-        room: the most tokens of a prompt.
-        growth: how many times longer the tokenizer may make a text before it splits it.
+    `fit` cuts or refuses a prompt of more than `room` tokens. The tokenizer may make a text
+    `growth` times longer before it splits it.
     """
 
     source: RowSource | SteppedSource
@@ -71,11 +63,7 @@ def job_reading(config: JobConfig, opened: OpenedJob) -> Reading:
 
 
 def _growth(tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """How many times longer a text can get in UTF-8 before the tokenizer splits it.
-
-    Compatibility forms of Unicode make 33 bytes of a character of 3; other normalisations make a
-    text shorter, or lengthen what is one token anyway.
-    """
+    """How many times longer a text can get in UTF-8 before the tokenizer splits it."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return 1
     normalizer = repr(tokenizer.backend_tokenizer.normalizer)

@@ -20,13 +20,8 @@ _GRID = 65
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """What is still to be generated.
-
-    Attributes:
-        tokens: of all rows that run or wait.
-        drain: by how many tokens the last row of all is longer than the mean of those that run
-            beside it, when no further row waits.
-    """
+    """Tokens that all rows which run or wait will generate, and `drain`: by how many tokens the
+    last row of all is longer than the mean of those beside it, when no further row waits."""
 
     tokens: float
     drain: float
@@ -35,16 +30,12 @@ class Remaining:
 class AnswerLengths:
     """The lengths of the answers of a job, of which the short ones finish first.
 
-    The mean of the finished rows is too small as long as long ones still run. So the rows that run
-    count too, as rows that are at least as long as they are now: the product-limit estimator of
-    Kaplan and Meier (1958). At each length at which rows have finished, it multiplies the share of
-    longer answers by the share of the rows of that length or more that went on. Rows start in the
-    order of the data set, which knows nothing of the lengths, as that estimator asks for. Beyond
-    the longest row nothing is known; there answers go on to end with the mean probability per token
-    that they had in the last fifth of the lengths so far, up to `longest`.
-
-    Args:
-        longest: the most tokens of an answer, `sampling.max_new_tokens`.
+    The mean of the finished rows is too small while long ones still run. So running rows count as
+    rows of at least their present length: the product-limit estimator of Kaplan and Meier (1958).
+    At each length at which rows have finished, it multiplies the share of longer answers by the
+    share of rows of that length or more that went on. It asks that rows start in an order that
+    knows nothing of lengths, as the data set's. Beyond the longest row, answers end with the mean
+    probability per token of the last fifth of the lengths so far, up to `longest` tokens.
     """
 
     def __init__(self, longest: int) -> None:
@@ -56,12 +47,8 @@ class AnswerLengths:
         self._finished[min(length, self._longest)] += 1
 
     def remaining(self, running: Ints, waiting: float) -> Remaining | None:
-        """What is still to be generated; None before the first row has finished.
-
-        Args:
-            running: [B], tokens that the rows which run have generated so far.
-            waiting: how many rows have not begun.
-        """
+        """What is still to be generated, given [B] tokens of the running rows and the number of
+        rows that wait; None before the first row has finished."""
         if not self._finished.any():
             return None
         running = np.minimum(running, self._longest - 1)
@@ -79,11 +66,7 @@ class AnswerLengths:
         running: Ints,
         waits: bool,
     ) -> float:
-        """`Remaining.drain`: the mean of the largest of B rests, less the mean rest.
-
-        While rows wait, the rests of the rows that run at the end are not those of now; they are
-        those of rows that one meets at any moment, among which long ones are more often met.
-        """
+        """`Remaining.drain`: the mean of the largest of B rests, less the mean rest."""
         if not len(running):
             return 0.0
         after = np.linspace(0, self._longest, _GRID).astype(np.int64)
@@ -115,15 +98,9 @@ class TimeLeft:
 
     The tokens that are to come (`AnswerLengths`) take as long as those of the last half of the job
     so far, which reads prompts in the same measure. At the end fewer rows run than there are
-    places: from when the mean row has ended until the longest one has, the steps yield fewer
-    tokens. A GPU takes as long for a step of few rows as for one of many, a CPU does not;
-    `batch_share` says which it is, and so much of that time is added.
-
-    Args:
-        rows: how many rows are to be computed.
-        longest: the most tokens of an answer.
-        batch_share: the time of a decode step of one row over that of a full one, from 0 to 1.
-        now: seconds on the clock that `seconds` is given.
+    places, from the end of the mean row to that of the longest. A GPU takes as long for a step of
+    few rows as for one of many, a CPU does not: `batch_share`, the time of a step of one row over
+    that of a full one, says how much of that time is added.
     """
 
     def __init__(self, rows: int, longest: int, batch_share: float, now: float) -> None:
@@ -140,13 +117,8 @@ class TimeLeft:
             self._lengths.add(length)
 
     def seconds(self, now: float, generated: int, running: Ints) -> float | None:
-        """The seconds that are left; None as long as that cannot be told.
-
-        Args:
-            now: seconds on the clock.
-            generated: tokens that were generated in all, also of rows that run.
-            running: [B], tokens that each row which runs has generated.
-        """
+        """The seconds that are left at `now`, when `generated` tokens are there, also of running
+        rows, of which [B] have the tokens `running`; None as long as that cannot be told."""
         samples = self._samples
         samples.append((now, generated))
         while len(samples) > 2 and samples[1][0] <= (now + self._started) / 2:

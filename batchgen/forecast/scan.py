@@ -37,14 +37,8 @@ _FRAMES = 100
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The seconds of the processor that a scan may take: a busy machine takes longer and finds out
-    as much.
-
-    Attributes:
-        sample: for the sample.
-        rows: for all rows.
-        long_rows: for rows that may be too long.
-    """
+    """The seconds of the processor that a scan may take for the sample, for all rows, and for rows
+    that may be too long. A busy machine takes longer and finds out as much."""
 
     sample: float = 1.2
     rows: float = 5.0
@@ -53,13 +47,7 @@ class Budget:
 
 @dataclass
 class FoundRows:
-    """Some rows, of which the first are named.
-
-    Attributes:
-        message: why they are bad, as of the one that was found first; empty if they are not.
-        count: how many there are.
-        rows: index and id of some of them.
-    """
+    """Some rows: why the first is bad, if it is; how many; and index and id of some."""
 
     message: str = ""
     count: int = 0
@@ -77,33 +65,27 @@ class FoundRows:
 
 @dataclass(frozen=True, slots=True)
 class ReadRow:
-    """A row whose prompt was made.
+    """A row with its prompt as the model will read it, and its constraint.
 
-    Attributes:
-        ids: the prompt as the model will read it.
-        size: as of `Prompt.size`.
+    `whole` is the number of tokens before the prompt was cut, and `size` is `Prompt.size`.
     """
 
     row: Row
     ids: list[int]
+    whole: int
     size: int
+    constraint: Constraint | None
 
 
 @dataclass
 class Scan:
-    """What was found.
+    """What was found in the rows that were looked at.
 
-    Attributes:
-        num_rows: rows of the job; None for a stream whose end was not reached.
-        looked_at: how many of them were looked at.
-        tokenised: of how many good rows the tokens were counted; the others have an estimate.
-        sample: some of the rows that have a prompt, in the order of their indices.
-        lengths: [R], tokens of the prompts of all good rows that were looked at, by index.
-        longest: index, id and tokens of the longest prompts, the longest first.
-        bad: type of error → the rows that have it.
-        cut: how many prompts are longer than there is room and will be cut (`prompt.too_long`).
-        unsure: how many rows may be too long, and were not tokenised for want of time.
-        constraints: the different constraints of the rows, and the rows that have each.
+    `num_rows` is None for a stream whose end was not reached. `tokenised` good rows were counted,
+    the others have an estimate; `lengths` [R] are the tokens of all good rows by index, `longest`
+    has index, id and tokens. `sample` and `longest` are in order. `bad` has the rows of each type
+    of error, `constraints` those of each constraint. `cut` prompts will be cut to the room, and
+    `unsure` rows may be too long and were not tokenised for want of time.
     """
 
     num_rows: int | None
@@ -133,20 +115,14 @@ def scan_rows(
     budget: Budget | None = None,
     clock: Callable[[], float] = time.process_time,
 ) -> Scan:
-    """Go through the rows of a job.
+    """Go through the rows of a job, with `budget` in seconds of the clock.
 
     First comes a sample. If its speed says that all rows can be tokenised in time, they are. Else
     only the size of their text is taken, which finds the rows whose templates cannot be filled and
     tells by the sample how many tokens there are; rows with so much text that they may be too long
-    are then tokenised too, the longest first. If there is no time for that either, the sample is
-    all.
-
-    Args:
-        reading: what is done with a row.
-        budget: the seconds that it may take.
-        clock: tells the seconds that the budget is about.
+    are then tokenised, the longest first. Without time for that either, the sample is all.
     """
-    return _Scanner(reading, budget or Budget(), clock).scan()
+    return Scanner(reading, budget, clock).scan()
 
 
 def sample_indices(number: int, most: int = SAMPLE) -> list[int]:
@@ -165,11 +141,16 @@ class _Good:
     tokens: int
 
 
-class _Scanner:
-    """A scan while it runs."""
+class Scanner:
+    """A scan while it runs: of all rows, or of those that `look` is called with."""
 
-    def __init__(self, reading: Reading, budget: Budget, clock: Callable[[], float]) -> None:
-        self._reading, self._budget, self._clock = reading, budget, clock
+    def __init__(
+        self,
+        reading: Reading,
+        budget: Budget | None = None,
+        clock: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._reading, self._budget, self._clock = reading, budget or Budget(), clock
         self._found = Scan(reading.source.num_rows)
         self._good: list[_Good] = []  # in any order
         self._frame = 0  # the most bytes of a prompt that `size` does not count
@@ -183,7 +164,7 @@ class _Scanner:
             self._go_through(number, lambda at: (rows[i] for i in at), lambda: iter(rows))
         else:
             self._go_through(source.num_rows, source.rows_at, source.rows)
-        return self._finished()
+        return self.finished()
 
     def _go_through(
         self,
@@ -196,17 +177,16 @@ class _Scanner:
         seen: set[int] = set()
         for row in rows_at(sample_indices(number)):
             seen.add(row.index)
-            if (made := self._tokenise(row)) is not None:
+            if isinstance(made := self.look(row), ReadRow):
                 self._found.sample.append(made)
             if self._clock() - started > self._budget.sample:
                 break
-        self._found.looked_at = len(seen)
         left = number - len(seen)
         if not left:
             return
         each = (self._clock() - started) / len(seen)
         if each * left <= self._budget.rows:
-            look: Callable[[Row], object] = self._tokenise
+            look: Callable[[Row], object] = self.look
         elif self._seconds_of_size() * left <= self._budget.rows:
             look = self._size
         else:
@@ -214,53 +194,47 @@ class _Scanner:
         for row in rows():
             if row.index not in seen:
                 look(row)
-        self._found.looked_at = number
         if look == self._size:
             self._tokenise_long(rows_at)
 
-    def _tokenise(self, row: Row) -> ReadRow | None:
-        """Make the prompt of a row; None if it has an error, which is noted."""
+    def look(self, row: Row) -> ReadRow | RequestError:
+        """Make the prompt of a row, or note its error."""
         reading = self._reading
+        self._found.looked_at += 1
         try:
-            size = self._checked_size(row)
+            size, constraint = self._checked_size(row)
             ids = reading.token_ids(row)
+            if len(self._good) < _FRAMES and (text := reading.text(row)) is not None:
+                self._frame = max(self._frame, text_bytes(text) - size)
+            fitted = self._fitted(ids)
         except RequestError as error:
-            self._note(row, error)
-            return None
-        if len(self._good) < _FRAMES and (text := reading.text(row)) is not None:
-            self._frame = max(self._frame, text_bytes(text) - size)
-        if (fitted := self._fitted(row, ids)) is None:
-            return None
+            return self._note(row, error)
         self._good.append(_Good(row.index, row.id, size, len(fitted)))
-        return ReadRow(row, fitted, size)
+        return ReadRow(row, fitted, len(ids), size, constraint)
 
-    def _fitted(self, row: Row, ids: list[int]) -> list[int] | None:
-        """The prompt as the model will read it; None if it is refused, which is noted."""
-        try:
-            fitted = self._reading.fit(ids)
-        except RequestError as error:
-            self._note(row, error)
-            return None
+    def _fitted(self, ids: list[int]) -> list[int]:
+        """The prompt as the model will read it; RequestError if it is refused."""
+        fitted = self._reading.fit(ids)
         self._found.cut += len(fitted) < len(ids)
         return fitted
 
     def _size(self, row: Row) -> None:
         """Note the size of a row's prompt."""
+        self._found.looked_at += 1
         try:
-            self._good.append(_Good(row.index, row.id, self._checked_size(row), -1))
+            size, _ = self._checked_size(row)
         except RequestError as error:
             self._note(row, error)
+        else:
+            self._good.append(_Good(row.index, row.id, size, -1))
 
-    def _checked_size(self, row: Row) -> int:
-        """The size of a row's prompt.
-
-        Raises:
-            RequestError: the row has no prompt or no constraint, or its columns cannot be copied.
-        """
+    def _checked_size(self, row: Row) -> tuple[int, Constraint | None]:
+        """The size of a row's prompt and its constraint, which is noted; RequestError if it has no
+        prompt or no constraint, or its columns cannot be copied."""
         size, constraint = self._size_and_constraint(row)
         if constraint is not None:
             self._found.constraints.setdefault(constraint, FoundRows()).add(row)
-        return size
+        return size, constraint
 
     def _size_and_constraint(self, row: Row) -> tuple[int, Constraint | None]:
         self._reading.check(row)
@@ -276,15 +250,13 @@ class _Scanner:
             self._size_and_constraint(read.row)
         return (self._clock() - started) / max(len(some), 1)
 
-    def _note(self, row: Row, error: RequestError) -> None:
+    def _note(self, row: Row, error: RequestError) -> RequestError:
         self._found.bad.setdefault(error.type, FoundRows(str(error))).add(row)
+        return error
 
     def _tokenise_long(self, rows_at: Callable[[Sequence[int]], Iterator[Row]]) -> None:
-        """Count the tokens of the rows with the most text, and of all that may be too long.
-
-        No text has more tokens than bytes, if the tokenizer does not lengthen it first, so rows
-        with less text than that cannot be too long.
-        """
+        """Count the tokens of the rows with the most text, and of all that may be too long: no text
+        has more tokens than bytes, if the tokenizer does not lengthen it first."""
         reading = self._reading
         bound = reading.room // reading.growth - self._frame - _FRAME
         uncounted = [good for good in self._good if good.tokens < 0]
@@ -299,18 +271,14 @@ class _Scanner:
                 break
             done += 1
             try:
-                fitted = self._fitted(row, reading.token_ids(row))
+                good.tokens = len(self._fitted(reading.token_ids(row)))
             except RequestError as error:
                 self._note(row, error)
-                fitted = None
-            if fitted is None:
                 bad.add(row.index)
-            else:
-                good.tokens = len(fitted)
         self._found.unsure = sum(good.size > bound for good in wanted[done:])
         self._good = [good for good in self._good if good.index not in bad]
 
-    def _finished(self) -> Scan:
+    def finished(self) -> Scan:
         """Put everything into the order of the rows."""
         found, good = self._found, sorted(self._good, key=lambda good: good.index)
         found.tokenised = sum(one.tokens >= 0 for one in good)
@@ -326,13 +294,8 @@ class _Scanner:
 
 
 def estimated(sizes: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The tokens of prompts: those that were counted, and for the others a line through them.
-
-    The line is that of least squares. It does not fall and says at least one token.
-
-    Args:
-        sizes: [R], how much text each prompt has.
-        tokens: [R], how many tokens; -1 where they were not counted.
+    """The [R] tokens of prompts from the sizes of their texts: those that were counted, and where
+    `tokens` is -1 a line of least squares through them, which does not fall and says at least one.
     """
     known = tokens >= 0
     if known.all() or not known.any():

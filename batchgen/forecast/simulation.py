@@ -21,16 +21,11 @@ _REFILL_SHARE = 8
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """What the engine has room for.
+    """What the engine has room for: rows at once, tokens of the paged cache, and tokens of one
+    prefill.
 
-    Attributes:
-        rows: the most rows that run at once.
-        tokens: the tokens that the paged cache holds.
-        batched_tokens: the most tokens of one prefill.
-        prefix: how many tokens at the beginning of every prompt are in the cache from the first
-            row on.
-        samples: rows in a run that share one prompt.
-        block: tokens of a block of the cache, which is shared whole.
+    The first `prefix` tokens of every prompt are in the cache from the first row on; `samples` rows
+    in a run share one prompt, in whole blocks of `block` tokens.
     """
 
     rows: int
@@ -43,14 +38,8 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What a simulated run took.
-
-    Attributes:
-        seconds: of all forwards.
-        steps: how many decode steps there were.
-        mean_rows: how many rows a decode step had on average.
-        first_s: the seconds until the first row ended.
-    """
+    """What a simulated run took: seconds of all forwards and until the first row ended, decode
+    steps and their mean number of rows."""
 
     seconds: float
     steps: float
@@ -68,22 +57,13 @@ def play(
     per_forward: float = 1.0,
     width: int = 1,
 ) -> Played:
-    """Play a job.
+    """Play a job of [N] prompts and answers, in tokens; samples of a row follow each other.
 
-    A row starts when a place is free and the cache holds all rows that run with their whole
-    answers. It stays as many steps as it has tokens, or fewer if forwards yield several. Between
-    two ends of rows all steps have the same rows, so these are added up at once.
-
-    Args:
-        cost: the time of a forward.
-        places: what there is room for.
-        prompts: [N], tokens of the prompts, the samples of a row one after another.
-        answers: [N], tokens of the answers.
-        total: how many answers the job has, if these are only some of them. Then half of these are
-            played as well, and what the second half took is taken for all others: it has neither a
-            beginning nor an end.
-        per_forward: tokens that a row gets in a forward.
-        width: tokens of each row that a forward reads.
+    A row starts when a place is free and the cache holds all running rows with their whole answers.
+    It stays as many steps as it has tokens, or fewer with several `per_forward`; a forward reads
+    `width` tokens of it. Between two ends of rows all steps have the same rows, so they are added
+    up at once. With more answers in `total` than given, half of the given are played as well, and
+    the others take as long as the second half, which has neither a beginning nor an end.
     """
     number = len(prompts)
     whole = _Run(cost, places, per_forward, width).play(prompts, answers)

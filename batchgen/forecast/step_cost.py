@@ -26,22 +26,14 @@ _FULL_RATE_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What of a model decides the time of its forwards, in numbers of values unless it says bytes.
-    Of a model that is divided between ranks it is what one of them has.
+    """What decides the time of a model's forwards, on one of its ranks, in numbers of values unless
+    it says bytes.
 
-    Attributes:
-        layers: the number of layers.
-        dense: the weights of the layers that every token is multiplied by.
-        experts: the weights of all experts of all layers; 0 without experts.
-        expert_share: the share of the experts that one token goes through.
-        head: the weights of the layer that computes logits.
-        attention: additions and multiplications of one token with one token of its context, over
-            all layers.
-        token_bytes: what one token takes in the paged cache.
-        row_bytes: the state of one row, for models with recurrent layers.
-        dtype: of activations, and of weights that are not in FP8.
-        weight_dtype: of most weights of the layers.
-        ranks: between how many ranks the model is divided.
+    `dense` are the weights of layers that every token is multiplied by, `experts` those of all
+    experts, of which a token goes through `expert_share`; `head` computes logits. `attention`
+    counts additions and multiplications of one token with one of its context over all layers. A
+    token takes `token_bytes` in the paged cache, and a row `row_bytes` of state. Activations, and
+    weights that are not in FP8, have `dtype`; most weights of layers have `weight_dtype`.
     """
 
     layers: int
@@ -91,26 +83,16 @@ class ModelSizes:
         return self.dense + self.experts * self.expert_share
 
     def read(self, tokens: float) -> float:
-        """The mean number of the layers' weights that so many tokens are multiplied by together,
-        if each goes to experts of its own choice."""
+        """The mean number of the layers' weights that `tokens` together are multiplied by, if each
+        goes to experts of its own choice."""
         untouched: float = (1 - self.expert_share) ** tokens
         return self.dense + self.experts * (1 - untouched)
 
 
 @dataclass(frozen=True, slots=True)
 class _Reached:
-    """What the engine reaches of a device, as seen in docs/design/tried.md and by measurements.
-
-    Attributes:
-        bandwidth: share of the bandwidth at which weights are read.
-        products: share of the rate of products.
-        decode_attention: share of the bandwidth at which decode attention reads the cache.
-        prefill_attention: share of the rate of products that prefill attention reaches.
-        layer_s: seconds of a layer that do not depend on the tokens.
-        step_s: seconds of a step that do not depend on model or tokens.
-        logit_s: seconds for each logit that is sampled from.
-        sum_s: seconds of a sum over ranks, of which a layer has two.
-    """
+    """Shares of the device's rates that the engine was seen to reach (docs/design/tried.md), and
+    seconds of a layer, of a step, of a logit that is sampled from, and of a sum over ranks."""
 
     bandwidth: float
     products: float
@@ -128,14 +110,8 @@ _CPU = _Reached(0.7, 0.7, 0.2, 0.12, 250e-6, 1e-3, 4e-9, 200e-6)
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """The time of the forwards of one model on one device.
-
-    Attributes:
-        sizes: the model's.
-        device: where it runs.
-        factor: by what all times are multiplied, because a run showed it.
-        vocabulary: the number of logits of a token.
-    """
+    """The time of the forwards of one model on one device, times a factor that a run has shown;
+    `vocabulary` is the number of logits of a token."""
 
     sizes: ModelSizes
     device: Device
@@ -147,13 +123,8 @@ class StepCost:
         return replace(self, factor=self.factor * factor)
 
     def decode(self, rows: float, context: float, width: int = 1) -> float:
-        """Seconds of a decode step.
-
-        Args:
-            rows: how many rows it has.
-            context: the tokens in the cache that these rows read, together.
-            width: tokens of each row.
-        """
+        """Seconds of a decode step of rows with `width` tokens each, which together read `context`
+        tokens of the cache."""
         tokens = rows * width
         reached = self._reached
         cache = context * self.sizes.token_bytes + rows * 2 * self.sizes.row_bytes
@@ -162,14 +133,8 @@ class StepCost:
         return self.factor * (self._products(tokens, tokens) + attention + sampling + self._fixed)
 
     def prefill(self, tokens: float, rows: float, pairs: float, steps: float = 1) -> float:
-        """Seconds of prefills.
-
-        Args:
-            tokens: how many tokens they read, together.
-            rows: how many rows yield logits.
-            pairs: how many pairs of a token and one that it attends to there are.
-            steps: how many forwards they are.
-        """
+        """Seconds of prefills that together read `tokens`, yield logits for `rows` and have `pairs`
+        of a token and one that it attends to, in `steps` forwards."""
         reached = self._reached
         each = self._products(tokens / steps, rows / steps) + self._fixed
         rate = reached.prefill_attention * self.device.flops(self.sizes.dtype)
@@ -187,8 +152,7 @@ class StepCost:
         return reached.step_s + layers * reached.layer_s + sums
 
     def _products(self, tokens: float, logits: float) -> float:
-        """Seconds of the products with weights: of reading them or of multiplying, whichever is
-        longer."""
+        """Seconds of reading the weights or of multiplying by them, whichever takes longer."""
         sizes, device, reached = self.sizes, self.device, self._reached
         head = sizes.head * sizes.dtype.itemsize if logits else 0
         weights = sizes.read(tokens) * sizes.weight_dtype.itemsize + head

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from batchgen.shards.output_schema import FinishedRow
 
 LINE_SECONDS = 30.0
-SPEED_SECONDS = 10.0  # the speed that is shown is that of so many seconds
+SPEED_SECONDS = 10.0  # the speed that is shown is the mean over this time
 SHOWN_PROMPT, SHOWN_ANSWER, SHOWN_ERROR = 70, 200, 500  # characters
 _PROMPT_TOKENS = 64  # the last ones of a prompt, more than SHOWN_PROMPT characters need
 
 
 class Progress:
     """Shows how far the job is: a bar over the output rows, or a line every 30 seconds if there is
-    no terminal. Above it stand the first error of each type, and now and then a finished answer."""
+    no terminal, below the first error of each type and, now and then, a finished answer."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class Progress:
 
 
 class _Speed:
-    """Tokens per second in about the last SPEED_SECONDS, from totals that come now and then."""
+    """Tokens per second in about the last SPEED_SECONDS."""
 
     def __init__(self, started: float) -> None:
         self._samples = deque([(started, 0)])

@@ -13,11 +13,7 @@ from batchgen.util.paths import is_url
 
 
 def launch(config: JobConfig) -> Launched:
-    """Run a job by its launcher.
-
-    Raises:
-        ConfigError: the launcher cannot run this job, or not here.
-    """
+    """Run a job by its launcher; ConfigError if that cannot run this job, or not here."""
     launcher = check_launcher(config)
     assert launcher is not None
     if not is_url(config.output.dir) and Path(config.output.dir).is_dir():
@@ -26,14 +22,9 @@ def launch(config: JobConfig) -> Launched:
 
 
 def check_launcher(config: JobConfig, *, here: bool = False) -> Launcher | None:
-    """The job's launcher, if it has one, after what can be refused without a look at machines.
-
-    Args:
-        here: refuse what a command on this machine would refuse before it starts a worker, too.
-
-    Raises:
-        ConfigError: the launcher lacks its package, or the job cannot have several workers.
-    """
+    """The job's launcher, if it has one, after what can be refused without a look at machines: it
+    lacks its package, or the job cannot have several workers. With `here`, the launcher looks at
+    this one."""
     launcher = job_launcher(config)
     if launcher is None:
         return None

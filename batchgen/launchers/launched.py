@@ -26,9 +26,8 @@ COMPLETE = (0, 3)
 class LaunchedFolder:
     """What a launcher sees of the folder of its job.
 
-    While it holds the folder's lock together with the workers, one that is started again joins the
-    others, even if they have all ended in the meantime: so the job remembers which shards have
-    ended workers.
+    While it shares the folder's lock with the workers, one that is started again joins the others
+    even if all have ended meanwhile: so the job remembers which shards have ended workers.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,13 +94,10 @@ def counted_errors(beats: Iterable[Mapping[str, Any]]) -> int:
 
 
 def make_logs(out: Path, launcher: str) -> Path:
-    """Make a new folder for the logs of one launch.
+    """Make a new folder for the logs of one launch in a job's output folder, which need not be
+    there.
 
-    Args:
-        out: the job's output folder, which is made if it is not there.
-
-    Raises:
-        ConfigError: the folder cannot be written, or holds files that are no job's.
+    Raises ConfigError if that cannot be written, or holds files that are no job's.
     """
     # These load pyarrow, which the help on a launcher's keys need not wait for.
     from batchgen.folder.job_folder import refuse_foreign_files, unusable

@@ -57,11 +57,7 @@ class LocalLauncher(Launcher):
         return self.run(config, *self.workers_here(config))
 
     def workers_here(self, config: JobConfig) -> tuple[int, Sequence[str]]:
-        """How many workers this machine has for a job, and the GPUs that they share.
-
-        Raises:
-            ConfigError: it cannot be said how many.
-        """
+        """How many workers this machine has for a job, and the GPUs that they share."""
         devices = [] if config.engine.device == "cpu" else visible_devices()
         ranks = config.engine.tensor_parallel
         count = self.workers or len(devices) // ranks
@@ -84,13 +80,8 @@ class LocalLauncher(Launcher):
         devices: Sequence[str],
         command: Command = worker_arguments,
     ) -> Launched:
-        """Run a job in `count` processes.
-
-        Args:
-            devices: the GPUs, of which workers take `engine.tensor_parallel` each in turns; empty
-                on a CPU.
-            command: what the processes run.
-        """
+        """Run a job in `count` processes of `command`, which take `engine.tensor_parallel` of the
+        devices each in turns; there are none on a CPU."""
         ranks = config.engine.tensor_parallel
         with tempfile.TemporaryDirectory(prefix="batchgen-") as name:
             job = Path(name) / "job.yaml"

@@ -27,13 +27,9 @@ _ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class End:
-    """How a process of a worker ended.
-
-    Attributes:
-        code: its exit code; None if it was killed, or lost with its machine.
-        how: the same in words, as they follow the worker's name.
-        process: the host and the number of the process, if they are known.
-    """
+    """How a process of a worker ended: its exit code, or None if it was killed or lost with its
+    machine; the words that follow the worker's name; and the host and number of the process, if
+    known."""
 
     code: int | None
     how: str
@@ -48,11 +44,7 @@ class Process(Protocol):
         ...
 
     def poll(self) -> End | None:
-        """How it ended; None if it has not.
-
-        Raises:
-            ConfigError: it cannot run where it was put, because of a mistake in the configuration.
-        """
+        """How it ended; None if it has not. ConfigError if it cannot run where it was put."""
         ...
 
     def stop(self, number: int) -> None:
@@ -61,10 +53,8 @@ class Process(Protocol):
 
 
 class WorkerProcess:
-    """A worker as a child of this process, which it does not outlive.
-
-    The child is a process group of its own, so that Ctrl-C reaches it through this process only.
-    """
+    """A worker as a child of this process, which it does not outlive, in a process group of its own
+    so that Ctrl-C reaches it through this process only."""
 
     def __init__(
         self,
@@ -118,11 +108,8 @@ def output_files(folder: Path, place: int) -> Output:
 
 
 def worker_arguments(job: Path, place: int) -> list[str]:
-    """The arguments with which the Python interpreter is the worker of a place.
-
-    Args:
-        job: a file with the text of `worker_job`, which is as trusted as the job was.
-    """
+    """The arguments with which the Python interpreter is the worker of a place; `job` is a file
+    with the text of `worker_job`, which is as trusted as the job was."""
     # Python would look for batchgen in the working directory first, where it may well be another
     # one; where this one is there, nothing else may say where it is.
     safe = [] if Path.cwd() == _ROOT else ["-P"]
@@ -130,11 +117,7 @@ def worker_arguments(job: Path, place: int) -> list[str]:
 
 
 def worker_job(config: JobConfig, heartbeat: float) -> str:
-    """The text of the job file that each worker runs.
-
-    Args:
-        config: of the job, with its launcher.
-        heartbeat: seconds between two heartbeats, if the job does not ask for more of them.
-    """
+    """The text of the job file that each worker runs, with at most `heartbeat` seconds between two
+    heartbeats."""
     workers = replace(config.workers, heartbeat=min(config.workers.heartbeat, heartbeat))
     return job_file_text(replace(config, launcher=None, workers=workers))

@@ -21,15 +21,11 @@ _STOPPED = End(143, "was stopped")
 
 @dataclass(frozen=True)
 class ActorJob:
-    """What an actor needs to run a worker.
+    """What an actor needs to run a worker: a job file in a folder that all nodes see, with its
+    text; the folder in which the worker starts (None for the one that Ray has prepared); and the
+    arguments of its interpreter.
 
-    Attributes:
-        file: the job file, in a folder that all nodes see.
-        text: what is in it.
-        folder: in which the worker starts; None for the one that Ray has prepared.
-        arguments: of the worker's interpreter.
-        seen_within: seconds after which a node must see the file: file systems of a network may be
-            late to tell of new ones.
+    A node must see the file within `seen_within` seconds: network file systems may be late.
     """
 
     file: Path
@@ -99,12 +95,8 @@ class ActorProcess:
     def __init__(
         self, job: ActorJob, options: Mapping[str, Any], heart: Heart, is_first: bool
     ) -> None:
-        """
-        Args:
-            options: of the actor: what it needs, and where it may be put.
-            is_first: whether no worker has run in this place before. Then a node that cannot run
-                workers is a mistake; later it is a loss.
-        """
+        """With `is_first`, no worker has run in this place before: then a node that cannot run
+        workers is a mistake; later it is a loss."""
         self._is_first = is_first
         self._heart = heart
         self._actor: Any = ray.remote(WorkerActor).options(max_concurrency=2, **options).remote(job)

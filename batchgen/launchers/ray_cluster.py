@@ -28,11 +28,8 @@ Need = Mapping[str, float]
 
 @contextmanager
 def cluster(given: str | None, runtime_env: Mapping[str, Any]) -> Iterator[None]:
-    """Be connected to the cluster at an address. One that was started for it ends with it.
-
-    Raises:
-        ConfigError: there is no such cluster, or Ray refuses `runtime_env`.
-    """
+    """Be connected to the cluster at an address; one that was started for it ends with it.
+    ConfigError if there is no such cluster, or Ray refuses `runtime_env`."""
     if ray.is_initialized():  # by a program that calls `run_job`
         yield
         return
@@ -71,11 +68,7 @@ def cluster(given: str | None, runtime_env: Mapping[str, Any]) -> Iterator[None]
 
 
 def _check_answers(address: str) -> None:
-    """Refuse an address where nothing listens, for which Ray itself would wait for many minutes.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Raise ConfigError where nothing listens: Ray would wait for minutes."""
     try:
         _listens(address.rpartition("://")[2], _ANSWER_SECONDS)
     except OSError as error:
@@ -83,11 +76,7 @@ def _check_answers(address: str) -> None:
 
 
 def _listens(address: str, seconds: float) -> bool:
-    """Whether somebody listens at HOST:PORT. An address of another form is none.
-
-    Raises:
-        OSError: nobody does.
-    """
+    """Whether an address is HOST:PORT; OSError if nobody listens there."""
     host, _, port = address.rpartition(":")
     if not (host and port.isascii() and port.isdecimal() and len(port) < 6):
         return False
@@ -96,10 +85,8 @@ def _listens(address: str, seconds: float) -> bool:
 
 
 class Heart:
-    """Whether the cluster's head lives. Without it calls to Ray neither end nor fail.
-
-    A head that this machine cannot reach (with `ray://`) is taken to live.
-    """
+    """Whether the cluster's head lives: without it calls to Ray neither end nor fail. A head that
+    this machine cannot reach (with `ray://`) is taken to live."""
 
     def __init__(self) -> None:
         self._address: str = ray.get_runtime_context().gcs_address
@@ -140,11 +127,8 @@ def living_nodes() -> tuple[list[dict[str, Any]], bool]:
 
 
 def count_workers(asked_for: int | None, nodes: Sequence[Mapping[str, Any]], need: Need) -> int:
-    """How many workers the job has, of which each takes `need`.
-
-    Raises:
-        ConfigError: the cluster is too small, or it cannot be said how many.
-    """
+    """How many workers the job has, of which each takes `need`. ConfigError if the cluster is too
+    small, or it cannot be said how many."""
     room = sum(_room(node["Resources"], need) for node in nodes)
     count = asked_for
     if count is None and "GPU" not in need:

@@ -41,11 +41,7 @@ class Shown:
         self._bar.close()
 
     def show(self, waiting: int) -> None:
-        """Show how far the job is, if it is time to.
-
-        Args:
-            waiting: how many workers still wait for a machine.
-        """
+        """Show how far the job is, if it is time to, and how many workers wait for a machine."""
         now = time.monotonic()
         if now - self._shown < (_BAR_SECONDS if self._is_terminal else _LINE_SECONDS):
             return

@@ -85,11 +85,7 @@ class SlurmLauncher(Launcher):
         return f"{where}: {', '.join(about)}"
 
     def launch(self, config: JobConfig, command: Command = worker_arguments) -> Launched:
-        """Submit the workers, which `command` names, and wait for the end unless `wait` is false.
-
-        Raises:
-            ConfigError: there is no Slurm here, or it refuses the job array.
-        """
+        """Submit the workers that `command` names, and wait for the end unless told not to."""
         from batchgen.launchers.slurm_task import Queue, SlurmTask, TaskProcess, submit
 
         self._check_cluster(config)

@@ -30,15 +30,11 @@ _CANCELLED = End(143, "was cancelled")
 class SlurmTask:
     """Runs a worker as a child of the task's own process.
 
-    Slurm says USR2 some time before it ends the task, because its time is over or another job is
-    to have the node. Submitit then calls `checkpoint`, which stops the worker in order, and
-    requeues the task; its next start goes on with the job. With SIGTERM alone Slurm leaves it to
-    itself to requeue the task, which it does with those that still run when it kills them.
-
-    Attributes:
-        arguments: of the worker's interpreter.
-        environment: variables that the worker has if the node does not set them.
-        own_group: whether the worker is out of the reach of Ctrl-C in this terminal.
+    Slurm says USR2 some time before it ends the task, because its time is over or another job is to
+    have the node. Submitit then calls `checkpoint`, which stops the worker in order, and requeues
+    the task; its next start goes on with the job. With SIGTERM alone Slurm itself requeues the
+    tasks that still run when it kills them. Variables of `environment` are set unless the node sets
+    them, and with `own_group` the worker is out of the reach of Ctrl-C in this terminal.
     """
 
     arguments: Sequence[str]

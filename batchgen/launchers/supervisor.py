@@ -26,14 +26,11 @@ _GRACE_SECONDS = 30.0
 
 @dataclass
 class Place:
-    """A worker's place, in which one process after the other may run.
+    """A worker's place, in which one process after the other may run, with the files that get what
+    it prints to stdout and stderr.
 
-    Attributes:
-        output: the files that get what it prints to stdout and stderr.
-        starts: how many processes were started there.
-        stopped: whether the present one was told to stop.
-        came_late: whether it ended because the others had completed the job.
-        end: of the last process; None while it runs.
+    `stopped` says that the present process was told to stop, `came_late` that it ended because the
+    others had completed the job; `end` is that of the last process, None while it runs.
     """
 
     number: int
@@ -65,11 +62,7 @@ class Place:
         return ended and not (self.is_clean or self.stopped or self.came_late)
 
     def printed(self, stream: int) -> str:
-        """What its processes have printed.
-
-        Args:
-            stream: 0 for stdout, 1 for stderr.
-        """
+        """What its processes have printed to stdout (0) or stderr (1)."""
         path = self.output[stream]
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
@@ -93,14 +86,8 @@ class Supervisor:
         title: str,
         patience: float = math.inf,
     ) -> None:
-        """
-        Args:
-            outputs: for each worker, the files that get what it prints.
-            start: starts a process in a place.
-            restarts: how often a worker is started again.
-            title: what is shown first.
-            patience: how many seconds workers that were told to stop are waited for.
-        """
+        """Each worker has its files in `outputs`, is started by `start` and again at most
+        `restarts` times. Workers that were told to stop are waited for `patience` seconds."""
         self._folder = folder
         self._places = [Place(number, output) for number, output in enumerate(outputs)]
         self._start_process = start
@@ -110,11 +97,8 @@ class Supervisor:
         self._complete_since: float | None = None
 
     def run(self) -> Launched:
-        """Run the job to its end, or until a signal.
-
-        Raises:
-            ConfigError: a worker cannot run where it was put.
-        """
+        """Run the job to its end, or until a signal. ConfigError if a worker cannot run where it
+        was put."""
         from batchgen.launchers.shown import Shown  # loads pyarrow
 
         with StopSignals() as signals:

@@ -28,12 +28,8 @@ _OPEN_SHARDS = 2
 
 @dataclass(frozen=True, slots=True)
 class RowBytes:
-    """What one answer takes on the disk on average.
-
-    Attributes:
-        shard: in a shard, compressed.
-        journal: in the journal, where rows of incomplete shards are kept.
-    """
+    """Bytes of one answer on average: in a shard, compressed, and in the journal of incomplete
+    shards."""
 
     shard: float
     journal: float
@@ -41,13 +37,8 @@ class RowBytes:
 
 @dataclass(frozen=True, slots=True)
 class DiskUse:
-    """What a job needs on its disk, in bytes.
-
-    Attributes:
-        output: the shards, when all rows are there.
-        journal: the most that is in the journal at a time.
-        free: what is free now.
-    """
+    """Bytes that a job needs on its disk: the whole output, the most that is in the journal at a
+    time, and what is free now."""
 
     output: Range
     journal: Range
@@ -74,18 +65,9 @@ def disk_use(
     folder: Path,
     decode: Callable[[list[int]], str] | None,
 ) -> DiskUse:
-    """What a job needs on its disk.
-
-    Args:
-        schema: of the output.
-        sample: rows with their prompts, and as finished rows without an answer.
-        generated: tokens of all answers.
-        answers: how many answers there are.
-        rows_per_shard: of the output.
-        samples: answers of each row.
-        folder: of the output; it need not be there.
-        decode: the text of tokens; None if the model has no tokenizer.
-    """
+    """What a job of `answers` with `generated` tokens in all needs on the disk of a folder that
+    need not be there. Rows of the sample are finished rows without an answer; `decode` makes text
+    of tokens."""
     lengths = [max(round(tokens / max(answers, 1)), 1) for tokens in _three(generated)]
     each = [row_bytes(schema, sample, length, decode) for length in lengths]
     open_answers = min(answers, _OPEN_SHARDS * rows_per_shard * samples)
@@ -102,7 +84,7 @@ def row_bytes(
     length: int,
     decode: Callable[[list[int]], str] | None,
 ) -> RowBytes:
-    """What an answer of so many tokens takes, by writing some.
+    """What an answer of `length` tokens takes, by writing some.
 
     The tokens of the prompts stand for those of answers, because their text compresses alike;
     values of other columns are random, which compress worst.

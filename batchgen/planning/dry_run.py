@@ -1,65 +1,33 @@
-"""`batchgen … --dry-run`: what a job would send to the model and how it would run, without it."""
+"""`batchgen … --dry-run`: a short plan, of what a job sends to the model and how it runs."""
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from batchgen.config.constraint_config import NoConstraintConfig
 from batchgen.config.job_config import COMMON_COLUMNS, JobConfig, SamplingConfig
-from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import beginning
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from batchgen.engine.constraint.constraint import Constraint
-    from batchgen.jobs.checked_rows import CheckedRows
-    from batchgen.jobs.job_parts import JobParts
+    from batchgen.forecast.prompt_reading import Reading
+    from batchgen.forecast.scan import Scan
     from batchgen.resolve.opened_job import OpenedJob
 
-SHOWN_ROWS = 3
-COUNTED_ROWS = 1000
-"""The prompts of so many rows are made and counted."""
-LONGEST_PROMPT = 2000
-"""Of a prompt of more characters the beginning and the end are shown."""
-LONGEST_VALUE = 200
-SHOWN_IDS = 200
-"""Without a tokenizer so many token ids of a prompt are shown."""
-
-
-@dataclass
-class _Seen:
-    """What was found out about the first rows.
-
-    Attributes:
-        lengths: tokens of each prompt.
-        cut: how many prompts were cut to leave room for the answer.
-        errors: how many rows have an error of which type, and the first message of each.
-        rows: how many rows were looked at.
-        signs: whether a shown prompt has signs for characters that one does not see.
-    """
-
-    lengths: list[int] = field(default_factory=list)
-    cut: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    messages: dict[str, str] = field(default_factory=dict)
-    rows: int = 0
-    signs: bool = False
+_SHOWN_ROWS = 3
+_COUNTED_ROWS = 1000
+_LONGEST_VALUE = 200
 
 
 def show(config: JobConfig) -> int:
     """Print the first prompts of a job as the model would read them, and what decides the answers.
 
-    Of the model only its configuration and its tokenizer are read, and nothing is written.
-
-    Returns:
-        The exit code: 3 if one of the first COUNTED_ROWS rows would get an error instead of an
-        answer before it reaches the model, else 0.
+    No weights are read and nothing is written. Returns the exit code: 3 if one of the first
+    _COUNTED_ROWS rows would get an error before it reaches the model, else 0.
 
     Raises:
         ConfigError: the job would be refused. If that is for what the output folder holds, it is
@@ -67,122 +35,75 @@ def show(config: JobConfig) -> int:
     """
     model, data = config.model.path, config.dataset.path or config.dataset.kind
     print(f"batchgen: reading model {model} and data set {data} …", file=sys.stderr, flush=True)
-    from batchgen.jobs.checked_rows import check_rows  # these take seconds: hence the line above
-    from batchgen.jobs.job_parts import parts_of
-    from batchgen.launchers.launch import check_launcher, described
-    from batchgen.planning.folder_state import folder_state
-    from batchgen.resolve.opened_job import open_job
+    from batchgen.launchers.launch import check_launcher  # these take seconds: hence the line above
+    from batchgen.planning.planner import opened_rows, output_folder
 
-    check_launcher(config, here=True)
-    opened = open_job(config)
-    with closing(parts_of(opened, config, {})) as parts:
-        rows = check_rows(config, parts)
-        try:
-            folder, refusal = folder_state(config, opened).text, None
-        except ConfigError as error:  # the prompts are worth a look all the same
-            folder, refusal = f"{config.output.dir}: refused", error
-        seen = _show_rows(config, opened, rows)
-    if seen.signs:
-        print("(␉ is a tab, · a space at the end of a line, other signs are control characters)\n")
-    lines = {
-        "prompts": _counts(config, opened, seen),
-        "model": _model(config, opened),
-        "strategy": _strategy(config, opened),
-        "sampling": _sampling(config),
-        "constraint": _constraint(config),
-        "data set": _dataset(config, parts),
-        "columns": ", ".join(_extra_columns(config)) or "those that every job has",
-        **({"launcher": who} if (who := described(config)) is not None else {}),
-        "output": folder,
-    }
+    launcher = check_launcher(config, here=True)
+    with opened_rows(config) as (opened, _, reading):
+        folder, refusal = output_folder(config, opened)
+        scan = _show_rows(config, opened, reading)
+        lines = {
+            "prompts": _prompts(scan, reading.room),
+            "model": _model(config, opened),
+            "strategy": ", ".join([opened.strategy.name, *_settings(config.strategy.options)]),
+            "sampling": _sampling(config),
+            "constraint": _constraint(config),
+            "data set": _dataset(config, opened.source.num_rows),
+            "columns": ", ".join(_extra_columns(config)) or "those that every job has",
+            **({} if launcher is None else {"launcher": launcher.described()}),
+            "output": folder.text,
+        }
     for name, value in lines.items():
         print(f"{name:<10}  {value}")
     if refusal is not None:
         raise refusal
     print("Nothing was run: this was --dry-run.")
-    return 3 if seen.errors else 0
+    return 3 if scan.bad else 0
 
 
-def _show_rows(config: JobConfig, opened: OpenedJob, rows: CheckedRows) -> _Seen:
-    """Print the first rows, and count the prompts of more."""
+def _show_rows(config: JobConfig, opened: OpenedJob, reading: Reading) -> Scan:
+    """Print the first rows, and look at more."""
     from batchgen.engine.base.outputs import RequestError
+    from batchgen.forecast.scan import Scanner
+    from batchgen.planning.plan_text import SIGNS, row_title, shown_prompt
 
     own = not isinstance(config.constraint, NoConstraintConfig) and config.params.constraint is None
-    room = opened.max_model_len - config.sampling.max_new_tokens
-    seen = _Seen()
-    for row in islice(opened.source.rows(), COUNTED_ROWS):
-        seen.rows += 1
-        title = f"row {row.index}" + ("" if row.id == str(row.index) else f" ({row.id})")
-        try:
-            opened.source.passthrough(row)
-            ids = rows.prompt(row)
-            constraint = rows.constraints.of(row)
-        except RequestError as error:
-            seen.errors[error.type] += 1
-            seen.messages.setdefault(error.type, str(error))
-            if row.index < SHOWN_ROWS:
-                print(f"{title}: no prompt, but the error {error.type}: {error}\n")
+    scanner, signs = Scanner(reading), False
+    for row in islice(opened.source.rows(), _COUNTED_ROWS):
+        found = scanner.look(row)
+        if row.index >= _SHOWN_ROWS:
             continue
-        seen.lengths.append(len(ids))
-        whole = len(opened.prompt.token_ids(row)) if len(ids) == room else len(ids)
-        seen.cut += whole > room
-        if row.index < SHOWN_ROWS:
-            cut = f", cut from {whole:,}" if whole > room else ""
-            print(f"{title}: {len(ids):,} tokens{cut}")
-            shown = shown_prompt(ids, opened.model.tokenizer)
-            print(shown)
-            seen.signs = seen.signs or not _SIGNS.isdisjoint(shown)
-            if own:
-                print(f"constraint  {_shown_constraint(constraint)}")
-            print()
-    return seen
+        if isinstance(found, RequestError):
+            print(f"{row_title(row)}: no prompt, but the error {found.type}: {found}\n")
+            continue
+        cut = f", cut from {found.whole:,}" if found.whole > len(found.ids) else ""
+        print(f"{row_title(row)}: {len(found.ids):,} tokens{cut}")
+        shown = shown_prompt(found.ids, opened.model.tokenizer)
+        print(shown)
+        signs = signs or not SIGNS.isdisjoint(shown)
+        if own:
+            print(f"constraint  {_shown_constraint(found.constraint)}")
+        print()
+    if signs:
+        print("(␉ is a tab, · a space at the end of a line, other signs are control characters)\n")
+    return scanner.finished()
 
 
-def shown_prompt(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """A prompt as the model reads it, with its special tokens, behind a bar at the left.
-
-    A line break of the prompt is a line break here. Other characters that one does not see have
-    signs of their own (␉ is a tab, · a space at the end of a line), so a backslash is a backslash.
-    """
-    if tokenizer is None:
-        shown = " ".join(map(str, ids[:SHOWN_IDS]))
-        return f"│ {shown}{' …' if len(ids) > SHOWN_IDS else ''}"
-    text = str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
-    parts = [text]
-    if len(text) > LONGEST_PROMPT:
-        half = LONGEST_PROMPT // 2
-        parts = [text[:half], text[-half:]]
-    blocks = ["\n".join(f"│ {_visible(line)}" for line in part.split("\n")) for part in parts]
-    left_out = f"\n⋮ {len(text) - LONGEST_PROMPT:,} characters more\n"
-    return left_out.join(blocks)
-
-
-def _visible(line: str) -> str:
-    """A line of text with signs for characters that are not seen."""
-    bare = line.rstrip(" ")
-    line = bare + "·" * (len(line) - len(bare))
-    return "".join(_PICTURE.get(c, c if c.isprintable() else f"<U+{ord(c):04X}>") for c in line)
-
-
-_PICTURE = {chr(code): chr(0x2400 + code) for code in range(32)} | {"\x7f": "␡"}
-"""The sign that Unicode has for each control character."""
-_SIGNS = {"·", *_PICTURE.values()}
-
-
-def _counts(config: JobConfig, opened: OpenedJob, seen: _Seen) -> str:
+def _prompts(scan: Scan, room: int) -> str:
     """The lengths of the prompts, and how many rows have none."""
     found = []
-    if lengths := seen.lengths:
-        mean = sum(lengths) / len(lengths)
-        found.append(f"{min(lengths):,} to {max(lengths):,} tokens, {mean:,.1f} on average,")
-    found.append(f"in the first {seen.rows:,} row{'s' * (seen.rows != 1)}")
-    room = opened.max_model_len - config.sampling.max_new_tokens
-    too_long = seen.errors["prompt_too_long"]
-    text = " ".join(found) + f"; {too_long or 'none'} too long (room for {room:,})"
-    if seen.cut:
-        text += f"; {seen.cut:,} cut to that"
-    for type, number in seen.errors.items():
-        text += f"\n{'':<10}  {number:,} with {type}: {_short(seen.messages[type])}"
+    if len(lengths := scan.lengths):
+        shortest, longest, mean = lengths.min(), lengths.max(), lengths.mean()
+        found.append(f"{shortest:,} to {longest:,} tokens, {mean:,.1f} on average,")
+    found.append(f"in the first {scan.looked_at:,} row{'s' * (scan.looked_at != 1)}")
+    too_long = scan.bad.get("prompt_too_long")
+    text = (
+        f"{' '.join(found)}; {too_long.count if too_long else 'none'} too long (room for {room:,})"
+    )
+    if scan.cut:
+        text += f"; {scan.cut:,} cut to that"
+    for type, bad in scan.bad.items():
+        text += f"\n{'':<10}  {bad.count:,} with {type}: {_short(bad.message)}"
     return text
 
 
@@ -196,10 +117,6 @@ def _model(config: JobConfig, opened: OpenedJob) -> str:
         f"{group.path}{revision}: {model.config.architecture}, {dtype}, at most "
         f"{opened.max_model_len:,} tokens a row"
     )
-
-
-def _strategy(config: JobConfig, opened: OpenedJob) -> str:
-    return ", ".join([opened.strategy.name, *_settings(config.strategy.options)])
 
 
 def _sampling(config: JobConfig) -> str:
@@ -228,8 +145,8 @@ def _shown_constraint(constraint: Constraint | None) -> str:
     return f"{constraint.kind}{after} {_short(constraint.text)}".rstrip()
 
 
-def _dataset(config: JobConfig, parts: JobParts) -> str:
-    group, number = config.dataset, parts.source.num_rows
+def _dataset(config: JobConfig, number: int | None) -> str:
+    group = config.dataset
     where = group.path or group.kind
     if number is None:
         return f"{where}: a stream of rows, {config.sampling.n} answers each"
@@ -253,5 +170,4 @@ def _plain(value: Any) -> Any:
 
 
 def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= LONGEST_VALUE else line[: LONGEST_VALUE - 1] + "…"
+    return beginning(text, _LONGEST_VALUE)

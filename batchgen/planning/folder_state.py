@@ -35,12 +35,10 @@ class FolderState(NamedTuple):
 
 
 def folder_state(config: JobConfig, opened: OpenedJob) -> FolderState:
-    """Say what the job would do with its folder.
+    """Say what the job would do with its folder; ConfigError if it would be refused for what is
+    there.
 
     The files of the model are not read, so a model that has changed is not found out here.
-
-    Raises:
-        ConfigError: the job would be refused because of what the folder holds.
     """
     with closing(open_storage(config.output.dir, config.workers)) as storage:
         return _state(config, opened, storage)

@@ -21,14 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """The different constraints of the rows.
-
-    Attributes:
-        distinct: how many there are.
-        compiled: how many of them were compiled.
-        slowest_s: the seconds of the one that took longest.
-        slowest: its kind and text.
-    """
+    """The different constraints of the rows, how many were compiled, and the kind and text of the
+    one that took longest."""
 
     distinct: int
     compiled: int = 0
@@ -40,24 +34,10 @@ class Constraints:
 class Plan:
     """What was found out about a job.
 
-    Attributes:
-        config: the job's.
-        model: the model's architecture.
-        data: what the data set is.
-        scan: of the rows.
-        prompts: title and text of the first prompts, with special tokens.
-        room: for the prompt, in tokens.
-        constraints: None without constraints.
-        engine: of the job.
-        memory: None if it does not fit.
-        folder: what lies in the output folder.
-        done: answers that are there already.
-        forecast: None if nothing can run, or the device is not known.
-        disk: None if no row has a prompt.
-        price: in the currency of `plan.price_per_hour`; None without that.
-        errors: why the job would be refused or is not worth a start.
-        warnings: what one should know.
-        seconds: that making the plan took.
+    `prompts` are titles and texts of the first prompts, `room` is that of a prompt in tokens, and
+    `folder` says what lies in the output folder, where `done` answers are. `memory` is None if it
+    does not fit, `forecast` if nothing can run or the device is not known. The job would be refused
+    or is not worth a start for `errors`. Making the plan took `seconds`.
     """
 
     config: JobConfig

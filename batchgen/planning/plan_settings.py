@@ -11,18 +11,7 @@ from batchgen.util.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """What a plan is made from besides the job.
-
-    Attributes:
-        like: the output folder of an earlier job, from which lengths and speed are taken. None
-            takes the job's own output folder if there is one with finished rows.
-        probe: run so many rows of the job, to see their lengths and the speed; 0 runs none and
-            loads no weights.
-        device: plan for this device, a name of `devices.DEVICES` or cpu; None plans for the device
-            that the job would run on here.
-        price_per_hour: the price of one such device for an hour, in any currency.
-        most_bad: the largest share of bad rows with which a plan still counts as good.
-    """
+    """What a plan is made from besides the job; `batchgen plan --help` says what each key means."""
 
     like: str | None = None
     probe: int = 0
@@ -49,14 +38,8 @@ class PlanSettings:
 
 
 def split_settings(arguments: Sequence[str]) -> tuple[PlanSettings, list[str]]:
-    """Separate the settings of the plan from the arguments of the job.
-
-    Returns:
-        The settings, and the other arguments in their order.
-
-    Raises:
-        ConfigError: a setting is unknown, or its value is of a wrong type or out of range.
-    """
+    """The settings of the plan, and the arguments of the job in their order. ConfigError for a
+    setting that is unknown, of a wrong type or out of range."""
     from batchgen.config.config_keys import nearest
     from batchgen.config.convert_value import build
     from batchgen.config.read_value import read_value

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
+from batchgen.dataset.row_source import Row
 from batchgen.forecast.forecast import Range
 from batchgen.forecast.scan import Scan
 from batchgen.launchers.launch import described
@@ -12,9 +14,16 @@ from batchgen.texts.text_table import counted
 from batchgen.util.duration import duration
 from batchgen.util.shorten import beginning, wrapped
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 WIDTH = 80
 _NAME = 11
 _ROWS_OF_TYPE = 5
+LONGEST_PROMPT = 2000
+"""A longer prompt, in characters, is shown by its beginning and its end."""
+_SHOWN_IDS = 200
+"""Token ids that are shown of a prompt without a tokenizer."""
 
 
 def plan_text(plan: Plan) -> str:
@@ -181,3 +190,38 @@ def _narrow(prompt: str) -> Iterator[str]:
         bar, text = (line[:2], line[2:]) if line.startswith("│ ") else ("", line)
         for part in wrapped(text, WIDTH - 2) or [""]:
             yield (bar + part).rstrip()
+
+
+def row_title(row: Row) -> str:
+    return f"row {row.index}" + ("" if row.id == str(row.index) else f" ({row.id})")
+
+
+def shown_prompt(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """A prompt as the model reads it, with its special tokens, behind a bar at the left.
+
+    Characters that one does not see have signs (␉ is a tab, · a space at the end of a line), so a
+    backslash is a backslash; a line break is one.
+    """
+    if tokenizer is None:
+        shown = " ".join(map(str, ids[:_SHOWN_IDS]))
+        return f"│ {shown}{' …' if len(ids) > _SHOWN_IDS else ''}"
+    text = str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+    parts = [text]
+    if len(text) > LONGEST_PROMPT:
+        half = LONGEST_PROMPT // 2
+        parts = [text[:half], text[-half:]]
+    blocks = ["\n".join(f"│ {_visible(line)}" for line in part.split("\n")) for part in parts]
+    left_out = f"\n⋮ {len(text) - LONGEST_PROMPT:,} characters more\n"
+    return left_out.join(blocks)
+
+
+def _visible(line: str) -> str:
+    """A line of text with signs for characters that are not seen."""
+    bare = line.rstrip(" ")
+    line = bare + "·" * (len(line) - len(bare))
+    return "".join(_PICTURE.get(c, c if c.isprintable() else f"<U+{ord(c):04X}>") for c in line)
+
+
+_PICTURE = {chr(code): chr(0x2400 + code) for code in range(32)} | {"\x7f": "␡"}
+"""The sign that Unicode has for each control character."""
+SIGNS = {"·", *_PICTURE.values()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import gettempdir
@@ -18,7 +18,7 @@ from batchgen.config.job_config import JobConfig
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.layers.fp8_format import has_fp8_units
 from batchgen.forecast.devices import DEVICES, Device, device_named
-from batchgen.forecast.engine_estimate import EngineEstimate, engine_room
+from batchgen.forecast.engine_estimate import EngineEstimate, estimate_engine
 from batchgen.forecast.forecast import Forecast, forecast
 from batchgen.forecast.planned_work import here, job_work, same_speed, step_cost
 from batchgen.forecast.scan import FoundRows, Scan, scan_rows
@@ -26,13 +26,17 @@ from batchgen.jobs.job_parts import parts_of
 from batchgen.kernels.compile_ahead import have_compiled
 from batchgen.planning.job_plan import Constraints, Plan
 from batchgen.planning.plan_settings import PlanSettings
+from batchgen.planning.plan_text import row_title, shown_prompt
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
 
 if TYPE_CHECKING:
     from batchgen.engine.memory.memory_plan import MemoryPlan
     from batchgen.forecast.calibration import Calibration
+    from batchgen.forecast.prompt_reading import Reading
+    from batchgen.jobs.job_parts import JobParts
     from batchgen.planning.disk import DiskUse
+    from batchgen.planning.folder_state import FolderState
     from batchgen.resolve.opened_job import OpenedJob
 
 SHOWN_PROMPTS = 2
@@ -42,51 +46,71 @@ _COMPILE_S = 2.0
 """After so many seconds no further constraint is compiled."""
 
 
+@contextmanager
+def opened_rows(config: JobConfig) -> Iterator[tuple[OpenedJob, JobParts, Reading]]:
+    """What a job runs on and how its rows are read; ConfigError for what a run refuses before it
+    looks into its folder."""
+    from batchgen.forecast.prompt_reading import job_reading
+    from batchgen.jobs.checked_rows import check_rows
+    from batchgen.resolve.opened_job import open_job
+
+    opened = open_job(config)
+    with closing(parts_of(opened, config, {})) as parts:
+        check_rows(config, parts)
+        yield opened, parts, job_reading(config, opened)
+
+
+def output_folder(config: JobConfig, opened: OpenedJob) -> tuple[FolderState, ConfigError | None]:
+    """What lies in the output folder, and why the job is refused for that, if it is."""
+    from batchgen.planning.folder_state import FolderState, folder_state
+
+    try:
+        return folder_state(config, opened), None
+    except ConfigError as error:  # the rows are worth a look all the same
+        return FolderState(f"{config.output.dir}: refused"), error
+
+
 def make_plan(config: JobConfig, settings: PlanSettings) -> Plan:
-    """Find out what a job will read, need and cost.
+    """Find out what a job will read, need and cost; ConfigError if there is nothing to plan.
 
     Nothing is written, and no weights are loaded but for `plan.probe`.
-
-    Raises:
-        ConfigError: there is a mistake in the configuration, the model or the data, so that there
-            is nothing to plan.
     """
     started = time.perf_counter()
     from batchgen.launchers.launch import check_launcher
-    from batchgen.resolve.opened_job import open_job
 
     if settings.device is not None:  # the job's own device need not be here
         config = replace(config, engine=replace(config.engine, device="auto"))
     check_launcher(config)
-    opened = open_job(config)
-    with closing(parts_of(opened, config, {})) as parts:
-        from batchgen.jobs.checked_rows import check_rows
-
-        check_rows(config, parts)  # refuses what a run refuses
-        return _Planner(config, settings, opened).plan(started)
+    with opened_rows(config) as (opened, parts, reading):
+        return _Planner(config, settings, opened, parts, reading).plan(started)
 
 
 class _Planner:
-    """Makes one plan."""
-
-    def __init__(self, config: JobConfig, settings: PlanSettings, opened: OpenedJob) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        settings: PlanSettings,
+        opened: OpenedJob,
+        parts: JobParts,
+        reading: Reading,
+    ) -> None:
         self._config, self._settings, self._opened = config, settings, opened
+        self._parts, self._reading = parts, reading
         self._errors: list[str] = []
         self._warnings: list[str] = []
 
     def plan(self, started: float) -> Plan:
-        from batchgen.forecast.prompt_reading import job_reading
-
-        config, opened = self._config, self._opened
-        reading = job_reading(config, opened)
-        folder, done = self._folder()
+        config, opened, reading = self._config, self._opened, self._reading
+        (folder, done), refusal = output_folder(config, opened)
+        if refusal is not None:
+            self._errors.append(str(refusal))
         scan = scan_rows(reading)
         constraints = self._constraints(scan)
         device = self._device()
         gpu_bytes = device.memory if device is not None and device.is_gpu else None
         # A GPU that is not in the table is this machine's.
         fp8 = has_fp8_units(torch.device("cuda")) if device is None else device.fp8
-        engine = engine_room(opened, config, gpu_bytes, native_fp8=fp8)
+        engine = estimate_engine(opened, config, gpu_bytes, native_fp8=fp8)
         memory = self._memory(engine, gpu_bytes)
         expected = None
         if memory is not None and device is not None and scan.sample:
@@ -116,17 +140,6 @@ class _Planner:
             warnings=self._warnings,
             seconds=time.perf_counter() - started,
         )
-
-    def _folder(self) -> tuple[str, int]:
-        """What lies in the output folder, and how many answers of this job."""
-        from batchgen.planning.folder_state import folder_state
-
-        try:
-            state = folder_state(self._config, self._opened)
-        except ConfigError as error:
-            self._errors.append(str(error))
-            return f"{self._config.output.dir}: refused", 0
-        return state.text, state.done
 
     def _device(self) -> Device | None:
         """The device to plan for; None if it is a GPU that is not in the table."""
@@ -201,8 +214,8 @@ class _Planner:
         return seen_in(own, same, device.name, config.output.dir) if is_there else None
 
     def _constraints(self, scan: Scan) -> Constraints | None:
-        """Compile the constraints of the rows that were looked at, those of most rows first. The
-        rows of one that cannot be enforced are bad."""
+        """Compile constraints, those of most rows first; rows of one that cannot be enforced are
+        bad."""
         if isinstance(self._config.constraint, NoConstraintConfig):
             return None
         compiled, slowest, slowest_s = 0, "", 0.0
@@ -231,11 +244,8 @@ class _Planner:
         return Constraints(len(scan.constraints), compiled, slowest_s, slowest)
 
     def _prompts(self, scan: Scan) -> Iterator[tuple[str, str]]:
-        from batchgen.planning.dry_run import shown_prompt
-
         for read in scan.sample[:SHOWN_PROMPTS]:
-            own = "" if read.row.id == str(read.row.index) else f" ({read.row.id})"
-            title = f"row {read.row.index}{own}: {len(read.ids):,} tokens"
+            title = f"{row_title(read.row)}: {len(read.ids):,} tokens"
             yield title, shown_prompt(read.ids, self._opened.model.tokenizer)
 
     def _disk(self, scan: Scan, expected: Forecast, done: int) -> DiskUse:
@@ -244,8 +254,7 @@ class _Planner:
         from batchgen.shards.output_schema import FinishedRow
 
         config, source = self._config, self._opened.source
-        parts = parts_of(self._opened, config, {})
-        schema = output_schema(config, parts)
+        schema = output_schema(config, self._parts)
         sample = [
             (read, FinishedRow(read.row.id, read.row.index, 0, source.passthrough(read.row)))
             for read in scan.sample[:200]
@@ -259,7 +268,7 @@ class _Planner:
             rows_per_shard=config.output.rows_per_shard,
             samples=config.sampling.n,
             folder=Path(gettempdir() if is_url(config.output.dir) else config.output.dir),
-            decode=parts.decode,
+            decode=self._parts.decode,
         )
 
     def _judge(self, scan: Scan, disk: DiskUse | None) -> None:

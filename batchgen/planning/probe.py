@@ -30,21 +30,13 @@ _FULL_TOKENS = 16
 def probe(
     config: JobConfig, opened: OpenedJob, sample: list[ReadRow], number: int, most_rows: int
 ) -> Calibration:
-    """Run some rows with all their samples, as the job would.
+    """Run `number` rows of the sample, spread over it, with all their samples, as the job would.
 
     They tell how long answers get. Where the job has more rows at once than these, the speed is
     that of a second run: copies of them fill the engine for a few steps. A step of 64 rows takes
-    far less than 16 times as long as one of 4, and how much less no model knows well.
-
-    Args:
-        config: the job's configuration.
-        opened: what it runs on; its weights are loaded.
-        sample: rows with their prompts, of which so many are run that are spread over all.
-        number: how many rows.
-        most_rows: answers that the job has, of which as many run at once as the engine has places.
-
-    Raises:
-        ConfigError: the engine cannot be built, or none of the rows can run.
+    far less than 16 times as long as one of 4, and how much less no model knows well. `most_rows`
+    is the number of the job's answers. ConfigError if the engine cannot be built, or no row can
+    run.
     """
     places = np.linspace(0, len(sample) - 1, min(number, len(sample))).round().astype(int)
     chosen = [sample[place] for place in sorted(set(places.tolist()))]

@@ -46,10 +46,7 @@ def is_up_to_date(storage: Storage) -> bool:
 
 def try_report(job: Path, decode: Decode | None = None, shown: str | None = None) -> Path | None:
     """Make the report of a finished job and return its path; None with a warning if that fails.
-
-    Args:
-        shown: what people call the job's folder, if it is not `job`.
-    """
+    `shown` is what people call the job's folder, if it is not `job`."""
     try:
         return make_report(job, decode)
     except Exception as error:  # a page for people must not fail hours of work that are done
@@ -79,11 +76,7 @@ def make_report(job: Path, decode: Decode | None = None) -> Path:
 
 
 def report_html(reader: JobFolderReader, decode: Decode | None = None) -> str:
-    """The text of the page, which has at most MOST_BYTES.
-
-    Raises:
-        JobError: a file is damaged, or says what no job writes.
-    """
+    """The text of the page, at most MOST_BYTES; as in `make_report`, JobError for damage."""
     try:
         return _html(reader, decode)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

@@ -75,9 +75,8 @@ class RowPrinter:
     """Prints rows of a job.
 
     Args:
-        columns: that the user named; None chooses those of the prompt, the text and the error, and
-            for JSON all.
-        as_json: print an object per row.
+        columns: that the user named; None chooses the columns of the prompt, the text and the
+            error, and for JSON all columns.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ _RIGHT = (Verdict("wrong", "wrong"), Verdict("right", "right"))
 
 @dataclass(frozen=True)
 class RowFacts:
-    """One sample of a row: those of its columns that were read, and its grades, if it has some."""
+    """One sample of a row: its columns, as far as they were read, and its grades."""
 
     row: Mapping[str, Any]
     grades: Mapping[str, Any] | None = None
@@ -91,7 +91,7 @@ class RowFacts:
 
     @property
     def verdict(self) -> Verdict:
-        """How the row fared. What nothing marks has its finish reason, and the kind `none`."""
+        """How the row fared: its finish reason, of the kind `none`, where nothing marks it."""
         if self.row["error"] is not None:
             return Verdict(self.row["error"]["type"], "bad")
         if (error := self.grade("grade_error")) is not None:

@@ -61,11 +61,7 @@ class RowPage:
     def html(
         self, facts: RowFacts, *, key: str, limits: Limits = WHOLE, with_prompt: bool = True
     ) -> Markup:
-        """The row without its heading.
-
-        Args:
-            key: makes ids unique in the page: letters, digits and `-`.
-        """
+        """The row without its heading; `key` (letters, digits, `-`) makes its ids unique."""
         return self.htmls(facts, key=key, limits=[limits], with_prompt=with_prompt)[0]
 
     def htmls(
@@ -77,11 +73,8 @@ class RowPage:
         enough: int = 0,
         with_prompt: bool = True,
     ) -> list[Markup]:
-        """The row within several limits, each narrower than the one before.
-
-        Args:
-            enough: HTML with fewer characters is the last one that is made.
-        """
+        """The row within several limits, each narrower than the one before, up to HTML with fewer
+        than `enough` characters."""
         facts = RowFacts(self.columns.read(facts.row), facts.grades)
         text: str | None = facts.row[self.columns.text]
         prompt = self._prompt.parts(facts.row) if with_prompt else []

@@ -46,8 +46,8 @@ def shortened(text: str, most: int | None, spans: Sequence[Span] = ()) -> Markup
     """A text as HTML in which spans stand out.
 
     Args:
-        most: about so many characters are shown: the beginning, the end, and what surrounds the
-            spans. Where something is left out, the text says how much. None shows all.
+        most: about how many characters are shown: the beginning, the end, and what surrounds the
+            spans. The text says how much is left out. None shows all.
         spans: inside the text; they may overlap.
     """
     cuts = {0, len(text)} | {at for span in spans for at in (span.start, span.end)}

@@ -44,7 +44,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class RowColumns:
+class SideBySide:
     """A row in one job or in two."""
 
     columns: list[Column]
@@ -54,7 +54,7 @@ class RowColumns:
 
 def row_columns(
     jobs: Sequence[JobView], samples: Sequence[list[RowFacts]], query: Mapping[str, str]
-) -> RowColumns:
+) -> SideBySide:
     """What the page of a row shows.
 
     Args:
@@ -81,7 +81,7 @@ def row_columns(
     (page, first), prompt = shown[0], Markup("")
     if is_common and page is not None and first is not None:
         prompt = page.prompt_html(first, key="ab")
-    return RowColumns(columns, prompt, _difference(jobs, chosen))
+    return SideBySide(columns, prompt, _difference(jobs, chosen))
 
 
 def _column(

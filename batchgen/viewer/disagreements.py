@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from batchgen.scoring.paired_comparison import Comparison, Question
 
 MOST_ANSWERS = 500_000
-"""Of each job: a comparison holds all marks in memory, about 1 kB for each."""
+"""Answers that each job may have: a comparison holds all marks in memory, about 1 kB each."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class FlippedRow:
     question: Question
     line: Line | None  # None if the row is gone
     samples: tuple[RowFacts | None, RowFacts | None]
-    """Of A and of B, those whose marks are farthest apart in the direction of the question."""
+    """One of A and one of B; their marks are farthest apart in the direction of the question."""
 
     @property
     def is_worse(self) -> bool:

@@ -132,10 +132,8 @@ class JobView:
         return RowPage(self.config, schema, self.decode() if tokens else None)
 
     def decode(self) -> Decode | None:
-        """The text of token ids; None if the tokenizer is not on this machine.
-
-        It is loaded when it is first asked for: that of a GGUF file takes seconds.
-        """
+        """The text of token ids; None if the tokenizer is not on this machine. It is loaded when it
+        is first asked for, which takes seconds for a GGUF file."""
         with self._lock:
             if self._decode is None:
                 from batchgen.texts.tokens.decode_tokens import job_decode

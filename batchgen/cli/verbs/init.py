@@ -27,11 +27,7 @@ _TOLD_BY_CHOICE = ("kind", "_target_")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the file and return the exit code. A file that is there already is left as it is.
-
-    Raises:
-        ConfigError: the file cannot be written, or an argument is wrong.
-    """
+    """Write the file and return the exit code. A file that is there already is left as it is."""
     parser = Parser(
         "init",
         "Write a job file with all keys and what they mean.",

@@ -42,11 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def lines(status: Status, num_shards: int | None) -> list[str]:
-    """What the verb prints below the first line.
-
-    Args:
-        num_shards: of the whole job; None if that is not known.
-    """
+    """What the verb prints below the first line, given the number of shards of the whole job."""
     if not status.workers:
         return []
     header = ("worker", "name", "state", "shards", "rows", "tokens/s", "heard of", "where")

@@ -40,7 +40,7 @@ _TAGS = {
 }  # fmt: skip
 """The elements that Markdown may become, by its token."""
 ELEMENTS = frozenset(_TAGS.values()) | {"hr", "br", "pre", "code", "span", "mark"}
-"""All elements besides those of formulas."""
+"""All elements outside of formulas."""
 
 
 @dataclass

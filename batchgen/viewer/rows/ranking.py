@@ -113,7 +113,7 @@ class Ranking:
                     return
 
     def _add(self, table: pa.Table) -> None:
-        """Keep those of these whole rows that are among the first."""
+        """Keep what is among the first rows in a table of whole rows."""
         self.searched += table.num_rows
         matches = self._wanted.matches(table, self._rows.text_column)
         if not matches.any():

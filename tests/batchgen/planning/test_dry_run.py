@@ -9,7 +9,7 @@ from real_job import contents, overrides
 from transformers import AutoTokenizer
 
 from batchgen.__main__ import run_command
-from batchgen.planning.dry_run import LONGEST_PROMPT, shown_prompt
+from batchgen.planning.plan_text import LONGEST_PROMPT, shown_prompt
 
 
 def shown(model: Path, text: str) -> str:
