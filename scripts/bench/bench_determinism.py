@@ -26,7 +26,6 @@ import gc
 import hashlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -408,9 +407,7 @@ def attention_lines() -> list[Line]:
                     if same < rows:
                         equal.append(f"{rows}×{width}: {same}")
                     if GPU:
-                        time = microseconds([launch], 1, replays=20, pick=statistics.median) / len(
-                            contexts.caches
-                        )
+                        time = microseconds([launch], 1) / len(contexts.caches)
                         micros.append(f"{rows}×{width}: {time:.1f}")
             lines.append(
                 Line("4", f"decode attention of {name}, rows × width", variant,

@@ -33,27 +33,6 @@ from workloads import MODELS, WORKLOADS
 
 from batchgen.engine.base.engine_config import EngineConfig
 
-PEERS: dict[tuple[str, str], dict[str, float]] = {
-    ("qwen3-0.6b", "mixed"): {"vLLM 0.23.0": 7.6, "lmdeploy 0.18.0": 10.2},
-    ("qwen3-8b", "mixed"): {"vLLM 0.23.0": 18.1, "lmdeploy 0.18.0": 21.3},
-    ("qwen3-8b", "decode"): {"vLLM 0.23.0": 38.0},
-    ("qwen3-8b", "prefill"): {"vLLM 0.23.0": 19.7},
-    ("qwen3-30b-a3b", "mixed"): {
-        "vLLM 0.26.0, H200, uniform routing": 25.4,
-        "vLLM 0.23.0, H200": 23.6,
-        "vLLM, H100": 51.6,
-    },
-    ("qwen3-30b-a3b", "decode"): {
-        "vLLM 0.26.0, H200, uniform routing": 32.7,
-        "vLLM 0.23.0, H200": 31.9,
-    },
-    ("qwen3-30b-a3b", "prefill"): {"vLLM 0.23.0, H200": 12.1},
-    ("hybrid-35b-a3b", "mixed"): {"vLLM 0.26.0, H200": 25.7},
-    ("hybrid-35b-a3b", "decode"): {"vLLM 0.26.0, H200": 37.8},
-    ("deepseek-v2-lite", "mixed"): {"vLLM 0.26.0, H200": 9.9},
-    ("deepseek-v2-lite", "prefill"): {"vLLM 0.26.0, H200": 9.0},
-}
-"""The seconds of other engines by model and workload, on an H100 80GB unless they say otherwise."""
 _ENGINE_OPTIONS: dict[str, Any] = {
     "max_num_seqs": int,
     "max_batched_tokens": int,
@@ -63,7 +42,7 @@ _ENGINE_OPTIONS: dict[str, Any] = {
 }
 
 
-def figures_of(run: Run, model: str) -> dict[str, Any]:
+def figures_of(run: Run) -> dict[str, Any]:
     tokens = run.prompt_tokens + run.output_tokens
     return asdict(run) | {
         "output_tokens_per_s": run.output_tokens / run.seconds,
@@ -71,7 +50,6 @@ def figures_of(run: Run, model: str) -> dict[str, Any]:
         "idle_seconds": run.idle,
         "floor_share": run.floor.total / run.seconds,
         "floor_share_here": run.floor_here and run.floor_here.total / run.seconds,
-        "peer_seconds": PEERS.get((model, run.workload), {}),
     }
 
 
@@ -86,10 +64,6 @@ def describe(run: Run, figures: dict[str, Any]) -> str:
             f"  floor {run.floor.total:.2f} s (share {figures['floor_share']:.3f}), at the rates "
             f"here {run.floor_here.total:.2f} s (share {figures['floor_share_here']:.3f})"
         )
-        lines += [
-            f"  {name}: {seconds} s, {seconds / run.seconds:.2f} times ours"
-            for name, seconds in figures["peer_seconds"].items()
-        ]
     host = run.seconds - prefill.seconds - decode.seconds - mixed.seconds - run.idle
     lines.append(
         f"  prefill {prefill.seconds:.3f} s in {prefill.steps} steps "
@@ -147,7 +121,7 @@ def make_bench(options: argparse.Namespace, quantization: str) -> Bench:
 
 
 def run_throughput(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run workloads, each beside the physical floor of its work and the times of other engines.
+    """Run workloads, each beside the physical floor of its work.
 
     Printed is how the time divides into prefill, decode and a device that waits for the host. Of a
     model with experts, random weights route less evenly than chance does (`--routing uniform`), and
@@ -178,7 +152,7 @@ def run_workloads(
     for name in options.workload:
         for _ in range(options.runs):
             run = bench.run(name, options.temperature, here)
-            runs.append(figures_of(run, options.model))
+            runs.append(figures_of(run))
             print(describe(run, runs[-1]), flush=True)
     for name in options.workload if options.profile else ():
         path = options.profile.with_name(f"{name}-{options.profile.name}")
@@ -221,20 +195,20 @@ def run_start_up(options: argparse.Namespace) -> list[dict[str, Any]]:
         f"kernels compiled ahead {ahead}, by the engine's launches {of_engine - ahead}, "
         f"by the request's {len(compiled) - of_engine}"
     )
-    return [
-        {
-            "model": options.model,
-            "engine_config": asdict(bench.engine.config),
-            "first_token_seconds": total,
-            "imports_seconds": imported,
-            "load_seconds": bench.load_seconds,
-            "engine_seconds": bench.engine_seconds,
-            "request_seconds": total - built,
-            "kernels_compiled_ahead": ahead,
-            "kernels_compiled_by_engine": of_engine - ahead,
-            "kernels_compiled_by_request": len(compiled) - of_engine,
-        }
-    ]
+    seconds = {
+        "first_token_seconds": total,
+        "imports_seconds": imported,
+        "load_seconds": bench.load_seconds,
+        "engine_seconds": bench.engine_seconds,
+        "request_seconds": total - built,
+    }
+    kernels = {
+        "kernels_compiled_ahead": ahead,
+        "kernels_compiled_by_engine": of_engine - ahead,
+        "kernels_compiled_by_request": len(compiled) - of_engine,
+    }
+    config = {"model": options.model, "engine_config": asdict(bench.engine.config)}
+    return [config | seconds | kernels]
 
 
 MODES = {

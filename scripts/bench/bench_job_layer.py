@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from itertools import cycle, islice
@@ -17,19 +20,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 from unittest.mock import patch
+from urllib.request import urlopen
 
+import pyarrow.parquet as pq
 from measuring import Mode, resident_mib, run_mode
-from modes import view
-from synthetic_job import InstantEngine, integer_steps, null_job
+from synthetic_job import InstantEngine, grade_job, integer_steps, null_job, write_job
 
-from batchgen.config.job_config import StepConfig
 from batchgen.grading.extract import Extract
 from batchgen.grading.grade import Grade
 from batchgen.grading.grade_rows import Grader
 from batchgen.jobs.graded_job import scores_of
 from batchgen.jobs.run_job import run_job
 
-GRADES = integer_steps("answer")
+KINDS = ("plain", "grades", "report", "grades and report")
+_MOST_MIB = 100
+"""By how much the server's memory may grow."""
 
 
 class Took(NamedTuple):
@@ -41,22 +46,13 @@ class Took(NamedTuple):
     grading: float
 
 
-def run_null_job(
-    folder: Path,
-    rows: int,
-    per_step: int,
-    post: tuple[StepConfig, ...] = (),
-    *,
-    report: bool = False,
-    quiet: bool = False,
-) -> Took:
-    """Run one job in an empty folder."""
+def run_null_job(folder: Path, rows: int, per_step: int, kind: str, *, shown: bool) -> Took:
+    """Run one job in an empty folder, and check that its memory is flat."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    engine = InstantEngine(per_step)
-    config, parts = null_job(folder, rows, engine, post, report=report)
-    before = resident_mib()
-    grading = 0.0
+    engine, before, grading = InstantEngine(per_step), resident_mib(), 0.0
+    post = integer_steps("answer") if "grades" in kind else ()
+    config, parts = null_job(folder, rows, engine, post, report="report" in kind)
 
     def timed_scores(*args: Any) -> Any:
         nonlocal grading
@@ -71,7 +67,7 @@ def run_null_job(
         result = run_job(config, parts)
     took = Took(time.perf_counter() - started, sum(os.times()[:4]) - cpu, grading)
     assert result.exit_code == 0, result.message
-    if quiet:
+    if not shown:
         return took
     early = max(mib for done, mib in engine.resident if done <= rows / 10)
     peak = max(mib for _, mib in engine.resident)
@@ -96,55 +92,47 @@ def run_jobs(options: argparse.Namespace) -> list[Any]:
     """Time `run_job` with an engine that costs nothing, and watch its memory.
 
     Rows are streamed from JSONL, and prompts are ready-made token ids, so the figures contain
-    neither tokenizing nor a model: reading, requests, journal and shards remain. The exit code is 1
-    if the resident memory grew by more than 10% after a tenth of the rows. With --grade and
-    --report the job runs again in every round with integer grades, with report.html or with both.
-    Printed is what these add to the plain job of the same round, by the clock and in CPU seconds of
-    this process and of all that it started. On a machine that is shared two jobs may differ by more
-    than that, so printed is also what grading and scoring took within its own job. Before the
-    rounds each kind runs once with few rows, so that none of them counts the imports.
+    neither tokenizing nor a model. The exit code is 1 if the resident memory grew by more than 10%
+    after a tenth of the rows. With --grade and --report the job runs again in every round with
+    integer grades, with report.html or with both. Printed is what these add to the plain job of the
+    same round, by the clock and in CPU seconds of this process and of all that it started. Two jobs
+    on a shared machine may differ by more than that, so printed is also what grading and scoring
+    took within its own job. Each kind first runs with few rows, so that none counts the imports.
     """
     # Memory is read about every 1000 rows, and once at least in the first tenth of them.
     least = 10 * (1000 + options.per_step)
     if options.rows < least:
         raise SystemExit(f"--rows must be at least {least}, or there is no figure at 10% of them")
-    more = {"grades": (GRADES, False), "report": ((), True), "grades and report": (GRADES, True)}
     kinds = [
-        name
-        for name, (post, report) in more.items()
-        if (options.grade or not post) and (options.report or not report)
+        kind
+        for kind in KINDS[1:]
+        if (options.grade or "grades" not in kind) and (options.report or "report" not in kind)
     ]
-    found: dict[str, list[Took]] = {name: [] for name in ("plain", *kinds)}
+    found: dict[str, list[Took]] = {kind: [] for kind in ("plain", *kinds)}
     with tempfile.TemporaryDirectory(prefix="bench_job_layer") as temporary:
         folder = Path(temporary) / "job"
-
-        def run_kind(name: str, rows: int) -> Took:
-            post, report = more[name]
-            return run_null_job(folder, rows, options.per_step, post, report=report, quiet=True)
-
-        for name in kinds:
-            run_kind(name, options.warm_up_rows)
+        for kind in kinds:
+            run_null_job(folder, options.warm_up_rows, options.per_step, kind, shown=False)
         for _ in range(options.rounds):
-            plain = run_null_job(folder, options.rows, options.per_step)
+            plain = run_null_job(folder, options.rows, options.per_step, "plain", shown=True)
             found["plain"].append(plain)
-            for name in kinds:
-                took = run_kind(name, options.rows)
+            for kind in kinds:
+                took = run_null_job(folder, options.rows, options.per_step, kind, shown=False)
                 own = took.grading / (took.seconds - took.grading)
                 added = Took(took.seconds / plain.seconds - 1, took.cpu / plain.cpu - 1, own)
-                found[name].append(added)
+                found[kind].append(added)
                 print(
-                    f"{name}: {took.seconds:.1f} s ({added.seconds:+.1%}), "
-                    f"{took.cpu:.1f} s CPU ({added.cpu:+.1%}); grading took {took.grading:.2f} s, "
-                    f"{own:.1%} of the rest of this job",
+                    f"{kind}: {took.seconds:.1f} s ({added.seconds:+.1%}), {took.cpu:.1f} s CPU "
+                    f"({added.cpu:+.1%}); grading took {took.grading:.2f} s, {own:.1%} of the rest",
                     flush=True,
                 )
-    for name in kinds:
-        clock, cpu, own = (median(values) for values in zip(*found[name], strict=True))
+    for kind in kinds:
+        clock, cpu, own = (median(values) for values in zip(*found[kind], strict=True))
         print(
-            f"{name} add {clock:.1%}, and {cpu:.1%} of CPU; grading takes {own:.1%} of the "
+            f"{kind} add {clock:.1%}, and {cpu:.1%} of CPU; grading takes {own:.1%} of the "
             f"rest of its job (medians of {options.rounds})"
         )
-    return [{name: [took._asdict() for took in all_took]} for name, all_took in found.items()]
+    return [{kind: [took._asdict() for took in all_took]} for kind, all_took in found.items()]
 
 
 FILLER = "the next step follows from the one before it. " * 24
@@ -159,11 +147,11 @@ MATHEMATICS = [
 
 
 def processor_seconds(pids: list[int]) -> float:
-    """What these processes and this one have spent so far."""
+    """Return what these processes and this one have spent so far."""
     ticks = 0
     for pid in pids:
-        with open(f"/proc/{pid}/stat") as file:
-            ticks += sum(map(int, file.read().rpartition(")")[2].split()[11:13]))
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += sum(map(int, fields[11:13]))
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -181,19 +169,18 @@ def run_grading(options: argparse.Namespace) -> list[Any]:
     a mix of equal texts, equal values and wrong answers, with numbers that no other row has, so
     that nothing is remembered.
     """
-    integers = ((f"{i % 999}", f"{i % 1000}") for i in range(options.integers))
-    mathematics = (
+    integers = [(f"{i % 999}", f"{i % 1000}") for i in range(options.integers)]
+    mathematics = [
         (target.replace("N", str(number)), answer.replace("N", str(number)))
         for number, (target, answer) in enumerate(islice(cycle(MATHEMATICS), options.math), 2)
-    )
+    ]
     found = []
-    for name, grade, pairs, count in (
-        ("integers", Grade(method="integer"), integers, options.integers),
-        ("mathematics", Grade(method="math"), mathematics, options.math),
+    for name, grade, pairs in (
+        ("integers", Grade(method="integer"), integers),
+        ("mathematics", Grade(method="math"), mathematics),
     ):
-        rows = (
-            (rf"{FILLER}So \boxed{{{answer}}}.", {"target": target}) for target, answer in pairs
-        )
+        rows = ((rf"{FILLER}So \boxed{{{said}}}.", {"target": target}) for target, said in pairs)
+        count = len(pairs)
         with Grader([Extract(), grade]) as grader:
             clock, spent = time.perf_counter(), processor_seconds(grader.pids)
             marks = [values["mark"] for values in grader.grade(rows)]
@@ -209,10 +196,95 @@ def run_grading(options: argparse.Namespace) -> list[Any]:
     return found
 
 
+def add_view_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, default=2_000_000)
+    parser.add_argument("--folder", type=Path, help="the job; written there if it is not there")
+
+
+def run_view(options: argparse.Namespace) -> list[Any]:
+    """Time the pages of `batchgen view` as a browser waits for them, and `batchgen report`.
+
+    A graded job with ids in no order is written (about 0.7 GB for 2 million rows, two minutes).
+    Beside the milliseconds stands the resident memory of the server. The exit code is 1 if the
+    first page takes over a second, the median of random rows over 100 ms, or the memory grows by
+    more than 100 MiB from the first page on, apart from the hashes of ids (4 bytes for each row).
+    """
+    program = [sys.executable, "-m", "batchgen"]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary, "out")
+        if not folder.exists():
+            write_job(folder, options.rows, 1, ids="shuffled")
+            grade_job(folder, scored=False)
+        began = time.perf_counter()
+        with subprocess.Popen(
+            [*program, "view", str(folder)], stdout=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                assert process.stdout is not None
+                url = process.stdout.readline().split(": ", 1)[1].split(" ")[0]
+                print(f"the server is there after {time.perf_counter() - began:.2f} s")
+                found, slow = _time_pages(folder, url, process.pid)
+            finally:
+                process.terminate()
+        began = time.perf_counter()
+        subprocess.run([*program, "report", str(folder)], check=True)
+        seconds = time.perf_counter() - began
+        size = (folder / "report.html").stat().st_size / 2**20
+        print(f"the report took {seconds:.0f} s, and has {size:.1f} MiB")
+    if slow:
+        raise SystemExit(1)
+    return [*found, {"name": "report", "ms": seconds * 1e3}]
+
+
+def _time_pages(folder: Path, url: str, pid: int) -> tuple[list[Any], bool]:
+    """Ask for pages of all kinds; returns their times, and whether a limit was passed."""
+    shards = sorted((folder / "data").iterdir())
+    rows = sum(pq.read_metadata(shard).num_rows for shard in shards)
+    last = pq.read_table(shards[-1], columns=["row_id"])["row_id"][-1].as_py()
+    draw = random.Random(0)
+    some = [draw.randrange(rows) for _ in range(100)]
+    pages = {
+        "first page": ["rows"],
+        "random rows": [f"row?n={n}" for n in some],
+        "their tokens": [f"row?n={n}&tokens=yes" for n in some],
+        "random pages of rows": [f"rows?from={n}" for n in some],
+        "rows with wrong answers": [f"rows?mark=wrong&from={n}" for n in some[:20]],
+        "rows with errors (one in 1,000)": [f"rows?reason=error&from={n}" for n in some[:5]],
+        "a text, 2 s of search": [f"rows?text=no+such+text&from={n}" for n in some[:5]],
+        "overview": [""] * 5,
+        "longest first, as far as 2 s go": ["rows?sort=longest"] * 2,
+        "wrong answers with votes": ["rows?mark=wrong&show=votes"] * 5,
+        "the id of the last row": [f"find?id={last}"],
+        "again": [f"find?id={last}"] * 3,
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for name, targets in pages.items():
+        times = sorted(_get_ms(url + target) for target in targets)
+        line = f"{name:<34}{median(times):>8.1f} ms"
+        line += f"  (slowest of {len(times)}: {times[-1]:.1f})" if len(times) > 1 else ""
+        mib = resident_mib(pid)
+        print(f"{line:<72}{mib:>6.0f} MiB")
+        found[name] = {"name": name, "ms": median(times), "slowest_ms": times[-1], "mib": mib}
+    start = found["first page"]["mib"]
+    grown, ids = (found[name]["mib"] - start for name in ("wrong answers with votes", "again"))
+    print(f"memory grew by {grown:.0f} MiB, and by {ids:.0f} with the ids")
+    slow = found["first page"]["ms"] > 1000 or found["random rows"]["ms"] > 100
+    return list(found.values()), slow or grown > _MOST_MIB
+
+
+def _get_ms(url: str) -> float:
+    """Read a page, and again as long as it goes on searching; returns milliseconds."""
+    began = time.perf_counter()
+    while True:
+        with urlopen(url, timeout=60) as answer:
+            if b'http-equiv="refresh"' not in answer.read():
+                return 1000 * (time.perf_counter() - began)
+
+
 MODES = {
     "job": Mode(add_job_arguments, run_jobs),
     "grading": Mode(add_grading_arguments, run_grading),
-    "view": Mode(view.add_view_arguments, view.run_view),
+    "view": Mode(add_view_arguments, run_view),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from measuring import Rates
@@ -32,47 +33,37 @@ class Floor:
         return self.prefill + self.decode
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """The layers with experts, the experts of one, those of a token, and one expert's weights."""
+class ExpertWeights(NamedTuple):
+    """The sizes of a model's experts."""
 
-    layers: int
-    experts: int
+    layers: int  # with experts
+    experts: int  # of a layer
     per_token: int
-    each: int
+    each: int  # weights of an expert
 
     @property
     def of_token(self) -> int:
-        """The weights that one token is multiplied by."""
         return self.layers * self.per_token * self.each
 
     def touched(self, tokens: int) -> float:
-        """The mean number of a layer's experts that `tokens` tokens go to, routed uniformly."""
+        """The mean number of a layer's experts that tokens go to if routed uniformly."""
         return self.experts * (1 - (1 - self.per_token / self.experts) ** tokens)
 
     def read(self, tokens: int) -> float:
-        """The mean number of weights that multiply `tokens` tokens, routed uniformly."""
         return self.layers * self.touched(tokens) * self.each
 
 
-@dataclass(frozen=True, slots=True)
-class Mixers:
-    """What the attention and the recurrences of all layers cost together.
-
-    `attention_flops` counts the operations for each pair of a token and one that it sees,
-    `state_flops` those of a token with the matrices of gated delta networks: two for each of their
-    values in each of three products. `kv_bytes` is of a token, `state_bytes` of a row.
-    """
+class Mixers(NamedTuple):
+    """What the attention and the recurrences of all layers cost together."""
 
     params: int
-    attention_flops: int
-    kv_bytes: int
-    state_bytes: int = 0
-    state_flops: int = 0
+    attention_flops: int  # of a pair of a token and one that it sees
+    kv_bytes: int  # of a token
+    state_bytes: int = 0  # of a row
+    state_flops: int = 0  # of a token: two for each value of a state in each of three products
 
 
 def mixers(config: ModelConfig) -> Mixers:
-    """Count what the attention and the recurrences of all layers cost."""
     family, size = config.family_as(DenseConfig), config.hidden_size
     if isinstance(family, LatentConfig):
         return _latent_mixers(config, family.latent)
@@ -110,10 +101,7 @@ def _latent_mixers(config: ModelConfig, shape: LatentShape) -> Mixers:
 
 
 def layer_params(config: ModelConfig) -> int:
-    """Count the weights in the matrix products of all layers, without experts.
-
-    Norms and embeddings are left out, as they cost next to nothing.
-    """
+    """Count the weights in the matrix products of all layers, without experts."""
     family, params = config.family_as(DenseConfig), mixers(config).params
     mlp = 3 * config.hidden_size * family.intermediate_size
     if not isinstance(family, MoEConfig):
@@ -135,14 +123,12 @@ def expert_weights(config: ModelConfig) -> ExpertWeights:
 def floor_seconds(
     config: ModelConfig, load: Sequence[BenchRequest], rates: Rates, *, in_fp8: bool = False
 ) -> Floor:
-    """Compute the physical floor of a workload's time on one GPU, in bfloat16 or FP8.
+    """Compute the physical floor of a workload's time on one GPU, with all requests in flight.
 
     Prefill takes the time of its operations: two per weight and token, causal attention and
-    recurrences. A decode step takes the longer of two times, that of reading all weights once and
-    that of multiplying by them, then reads every row's keys and values, and reads and writes its
-    states. It reads the experts that its rows go to, routed uniformly. All requests are in flight
-    at once, so a GPU whose memory does not hold them all cannot reach the floor. Layers in FP8
-    have half the bytes, and products with them run at twice the rate.
+    recurrences. A decode step takes the longer of reading all weights once (experts that its rows
+    go to, routed uniformly) and multiplying by them, then reads every row's keys and values, and
+    reads and writes its states. Layers in FP8 have half the bytes and twice the rate.
     """
     size, speed = (1, 2) if in_fp8 else (_BYTES_PER_VALUE, 1)
     body, experts = layer_params(config), expert_weights(config)

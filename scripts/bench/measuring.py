@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -129,8 +130,8 @@ def measure_rates() -> Rates | None:
     if DEVICE.type == "cpu":
         return None
     source = torch.randint(0, 2**31 - 1, (2**28,), dtype=torch.int32, device=DEVICE)
-    copy = queued([partial(torch.empty_like(source).copy_, source)])
-    product = queued([partial(torch.mm, *random_normal(2, 8192, 8192))])
+    copy = microseconds([partial(torch.empty_like(source).copy_, source)], 1)
+    product = microseconds([partial(torch.mm, *random_normal(2, 8192, 8192))], 1)
     rates = Rates(2e6 * source.nbytes / copy, 2e6 * 8192**3 / product)
     del source
     torch.cuda.empty_cache()  # the engine comes next, which sizes its KV cache by the free memory
@@ -182,11 +183,6 @@ def microseconds(runs: Sequence[Callable[[], object]], launches: int | None = No
     return statistics.median(event_times(graph.replay, 20)) * 1e3 / launches
 
 
-def queued(runs: Sequence[Callable[[], object]]) -> float:
-    """Return the microseconds of one run in a graph that launches each of the runs once."""
-    return microseconds(runs, 1)
-
-
 def random_normal(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
     return torch.randn(shape, dtype=dtype, device=DEVICE)
 
@@ -195,7 +191,8 @@ Launch = Callable[[Any, int], Any]
 """A kernel with given tiles, or its own for None, on the i-th of its inputs."""
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
     """A kernel to be timed, with the bytes that a launch must read and write and its operations.
 
     Its `count` inputs are not all in the L2 cache at once. `candidates` are the tiles that --tune

@@ -63,8 +63,6 @@ def integer_steps(target: str, **extract: object) -> tuple[StepConfig, ...]:
 
 @dataclass
 class Stats:
-    """The count that the job reads from an engine's statistics."""
-
     finished: int = 0
 
 
@@ -97,7 +95,7 @@ class InstantEngine:
         return np.zeros(len(self._waiting), np.int64)
 
     def close(self) -> None:
-        """It has nothing in the background."""
+        pass
 
     def step(self) -> list[RequestOutput]:
         done = self._waiting[: self._per_step]
@@ -127,7 +125,6 @@ def null_job(
     post: tuple[StepConfig, ...] = (),
     *,
     report: bool = False,
-    rows_per_shard: int = 1000,
 ) -> tuple[JobConfig, JobParts]:
     """A job whose rows and output are in the folder, for `run_job`."""
     path = folder / "rows.jsonl"
@@ -135,12 +132,7 @@ def null_job(
         for i in range(rows):
             row = {"question": f"What is {i} plus {i}? " * 4, "answer": str(2 * i)}
             file.write(json.dumps(row) + "\n")
-    out = OutputConfig(
-        dir=str(folder / "out"),
-        columns=("logprobs",),
-        report=report,
-        rows_per_shard=rows_per_shard,
-    )
+    out = OutputConfig(dir=str(folder / "out"), columns=("logprobs",), report=report)
     config = JobConfig(
         model=ModelGroup(path="none"),
         dataset=DatasetConfig(kind="files", path=str(path), streaming=True),
@@ -190,9 +182,7 @@ def write_job(
         output=OutputConfig(dir=str(folder), columns=("logprobs",), rows_per_shard=rows_per_shard),
     )
     (folder / "data").mkdir(parents=True)
-    table = pa.schema([("question", pa.string()), ("answer_is", pa.int64())])
-    schema = OutputSchema.build(table, [LOGPROBS], [], prompt_token_ids=False)
-    maker = _Shards(schema, samples, ids, texts, np.random.default_rng(seed), errors)
+    maker = _Shards(samples, ids, texts, np.random.default_rng(seed), errors)
     for shard, first in enumerate(range(0, rows, rows_per_shard)):
         data = maker.table(first, min(rows_per_shard, rows - first))
         pq.write_table(data, shard_path(folder / "data", shard), compression="zstd")
@@ -233,7 +223,6 @@ class _Shards:
 
     def __init__(
         self,
-        schema: OutputSchema,
         samples: int,
         ids: str,
         texts: Sequence[str],
@@ -241,7 +230,9 @@ class _Shards:
         share: float,
     ) -> None:
         self._random, self._share = random, share
-        self._schema, self._samples, self._ids, self._texts = schema, samples, ids, texts
+        table = pa.schema([("question", pa.string()), ("answer_is", pa.int64())])
+        self._schema = OutputSchema.build(table, [LOGPROBS], [], prompt_token_ids=False)
+        self._samples, self._ids, self._texts = samples, ids, texts
         letters = self._random.integers(97, 123, _CORPUS).astype(np.uint8)
         spaces = np.cumsum(self._random.integers(3, 10, _CORPUS // 6))
         letters[spaces[spaces < _CORPUS]] = ord(" ")

@@ -1,8 +1,5 @@
-"""The models and the offline workloads on which engines are compared.
-
-Every request is a list of random token ids with a fixed number of output tokens, and EOS is
-ignored, so all engines do the same work. A fixed seed draws lengths and ids.
-"""
+"""The models and the offline workloads on which engines are compared: random token ids from a fixed
+seed with fixed numbers of output tokens, so that all engines do the same work."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,12 +24,9 @@ PROMPT_VOCAB = 150_000
 """Prompts of Qwen3 have ids below this number, since its special tokens are above."""
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """The number of requests, and the shortest and longest prompt and output in tokens."""
-
+class Workload(NamedTuple):
     num_requests: int
-    input_lens: tuple[int, int]
+    input_lens: tuple[int, int]  # the shortest and the longest, in tokens
     output_lens: tuple[int, int]
 
 
@@ -193,10 +187,8 @@ class BenchRequest:
 
 
 def requests(name: str, vocab: int = PROMPT_VOCAB) -> list[BenchRequest]:
-    """Draw the requests of a workload, equal on every call; prompt ids are in [0, vocab).
-
-    Lengths differ between two values of `vocab` as well.
-    """
+    """Draw the requests of a workload, which depend on the name and on `vocab` alone; prompt ids
+    are in [0, vocab)."""
     load = WORKLOADS[name]
     draws = random.Random(0)
     prompts = [
@@ -214,10 +206,7 @@ def prompt_vocab(vocab_size: int) -> int:
 
 
 def write_config(model: str, folder: Path, **changes: int) -> Path:
-    """Make a checkpoint folder that `load_model(..., load_format="dummy")` takes; returns it.
-
-    `changes` replace entries of the model's config.json.
-    """
+    """Write the config.json of a model, with changed entries, into a folder; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODELS[model] | changes))
     return folder
@@ -232,10 +221,8 @@ def dummy_model(
     quantization: Quantization | None = None,
     **changes: int,
 ) -> CausalLM:
-    """Make a model of `MODELS` with random weights: in bfloat16 on a GPU, in float32 on a CPU.
-
-    `changes` replace entries of config.json, such as `vocab_size=300`.
-    """
+    """Make a model of `MODELS` with random weights, in bfloat16 on a GPU and float32 on a CPU, with
+    changed entries of config.json such as `vocab_size=300`."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(name, Path(folder), **changes)
@@ -251,7 +238,6 @@ def dummy_model(
 
 
 def model_config(name: str) -> ModelConfig:
-    """Read the configuration of a model of `MODELS`."""
     with tempfile.TemporaryDirectory() as folder:
         return load_config(write_config(name, Path(folder)), "dummy")
 

@@ -74,9 +74,8 @@ class DeltaLayers:
         count = 1 if shape.dim < 128 else max(1, -(-_STATE_BYTES // (shape.state_bytes * rows)))
         wide = partial(torch.empty, dtype=torch.float32, device=DEVICE)
         self.x, qkv = random_normal(2, tokens, shape.channels)
-        self.inputs = DeltaInputs(
-            qkv, *random_normal(2, tokens, heads), wide(heads).zero_(), wide(heads).fill_(-3)
-        )
+        a, b = random_normal(2, tokens, heads)
+        self.inputs = DeltaInputs(qkv, a, b, wide(heads).zero_(), wide(heads).fill_(-3))
         self.states = [wide(1 + rows, heads, size, size).normal_() for _ in range(count)]
         self.windows = [random_normal(1 + rows, 3, shape.channels) for _ in range(count)]
         self.weight, self.norm = random_normal(shape.channels, 4), wide(size).fill_(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -90,7 +91,7 @@ class Batch:
         weights = 3 * self.shape.hidden * self.shape.inner
         flops = 2 * weights * self.slots * value_bytes / 2  # FP8 has twice the rate of bfloat16
         moved = self.touched * weights * value_bytes
-        return self.case(name, run)._replace(num_bytes=moved, flops=flops)
+        return replace(self.case(name, run), num_bytes=moved, flops=flops)
 
 
 def expert_cases(options: argparse.Namespace) -> Iterator[Case]:

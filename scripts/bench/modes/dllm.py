@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from typing import Any
 
@@ -123,19 +124,16 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """
     model = dummy_model(options.model, DEVICE)
     found = []
-    for length in options.lengths:
-        for rows in options.batches:
-            step, tokens = measure_dllm(model, rows, length, options)
-            blocks = measure_ar(model, rows, length, options)
-            whole = measure_ar(model, -(-int(tokens) // length), length, options)
-            print(
-                f"{rows:4} rows, blocks of {length:2}: {step:7.2f} ms a step of {tokens:.0f} "
-                f"tokens; autoregressive {whole:7.2f} ms for as many (ratio {whole / step:.2f}), "
-                f"{blocks:7.2f} ms for the blocks alone (ratio {blocks / step:.2f})",
-                flush=True,
-            )
-            found.append(
-                {"rows": rows, "block_length": length, "tokens": tokens, "dllm": step}
-                | {"ar_blocks": blocks, "ar_all": whole}
-            )
+    for length, rows in itertools.product(options.lengths, options.batches):
+        step, tokens = measure_dllm(model, rows, length, options)
+        blocks = measure_ar(model, rows, length, options)
+        whole = measure_ar(model, -(-int(tokens) // length), length, options)
+        print(
+            f"{rows:4} rows, blocks of {length:2}: {step:7.2f} ms a step of {tokens:.0f} "
+            f"tokens; autoregressive {whole:7.2f} ms for as many (ratio {whole / step:.2f}), "
+            f"{blocks:7.2f} ms for the blocks alone (ratio {blocks / step:.2f})",
+            flush=True,
+        )
+        figures = {"rows": rows, "block_length": length, "tokens": tokens}
+        found.append(figures | {"dllm": step, "ar_blocks": blocks, "ar_all": whole})
     return found

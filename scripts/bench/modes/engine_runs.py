@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Iterable
@@ -186,6 +187,11 @@ class Bench:
             cached_tokens=stats.cached_tokens - before.cached_tokens,
             peak_kv_usage=stats.peak_kv_usage,
         )
+
+    def free(self) -> None:
+        """Drop the engine, so that its memory is there for another one; no more runs after that."""
+        del self.engine
+        gc.collect()
 
     def _floor(self, load: list[BenchRequest], rates: Rates) -> Floor:
         form = self.weights.form

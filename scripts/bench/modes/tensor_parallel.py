@@ -110,7 +110,8 @@ def _microseconds(run: Callable[[int], object]) -> float:
         graph.replay()
     end.record()
     torch.cuda.synchronize()
-    return round(start.elapsed_time(end) * 1e3 / (_REPEATS * _REPLAYS), 2)
+    milliseconds: float = start.elapsed_time(end)
+    return round(milliseconds * 1e3 / (_REPEATS * _REPLAYS), 2)
 
 
 def serve(recipe: BenchRecipe, ranks: int, results: Connection[Any, Any]) -> None:
