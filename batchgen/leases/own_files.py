@@ -30,15 +30,19 @@ that a folder still says whose it is if its deletion was interrupted."""
 def refuse_links(folder: Path) -> None:
     """Refuse a job's folder in which one of the job's own files or folders is a link or a pipe.
 
-    A stranger who made the folder could lead such a link to any file of the user's, which would
-    then be
-    shown, put into the report, or overwritten. The folder itself may be reached by links.
+    A stranger who made the folder could lead such a link to any file of the user's, which would then
+    be shown, put into the report, or overwritten. The folder itself may be reached by links, and logs
+    may have links to other logs, as submitit makes one to the script that it has submitted.
 
     Raises:
         ConfigError: there is a link or a pipe.
     """
     names = {LOCK, LOCKS, LOGS, *OWN}
+    logs = os.path.join(os.path.realpath(folder), LOGS, "")
     for entry in _odd([entry for entry in _entries(folder) if entry.name in names]):
+        if Path(entry.path).relative_to(folder).parts[0] == LOGS and entry.is_file():
+            if os.path.realpath(entry.path).startswith(logs):
+                continue
         what = "a link" if entry.is_symlink() else "neither a file nor a folder"
         raise ConfigError(
             f"{folder}: {os.path.relpath(entry.path, folder)} is {what}, and a job's own files are "

@@ -103,3 +103,18 @@ def test_a_temporary_name_may_lead_to_a_folder(tmp_path: Path) -> None:
     FakeJob(str(tmp_path / "out"), rows=3).run()
     assert (tmp_path / "theirs/file").exists()
     assert not os.path.lexists(tmp_path / "out/.README.md.1-aa.tmp")
+
+
+def test_a_log_may_be_a_link_to_another_log_and_to_nothing_else(foreign: Path) -> None:
+    """submitit leaves a link to the script that it has submitted, and Slurm's workers start."""
+    logs = foreign.parent / "out" / "logs" / "slurm-1"
+    logs.mkdir(parents=True)
+    (logs / "7_submission.sh").write_text("#!/bin/sh\n")
+    link = logs / ".submission_file_1.sh"
+    link.symlink_to(logs / "7_submission.sh")
+    refuse_links(foreign.parent / "out")
+    for target in (foreign, foreign.parent / "out" / "config.yaml", logs / "missing"):
+        link.unlink()
+        link.symlink_to(target)
+        with pytest.raises(ConfigError, match=r"\.submission_file_1\.sh is a link"):
+            refuse_links(foreign.parent / "out")
