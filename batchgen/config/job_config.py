@@ -19,7 +19,7 @@ from batchgen.config.prompt_config import PromptConfig as PromptConfig
 from batchgen.config.workers_config import WorkersConfig
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.sampling.sampling_params import LogprobsMode, SamplingParams
+from batchgen.engine.sampling.sampling_params import LogprobsMode, SamplingParams, SharedSampling
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_folder
 
@@ -58,23 +58,11 @@ class ModelGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingConfig:
-    """How tokens are chosen in every row; `SamplingParams` checks the ranges. Each sample of each
-    row gets its own seed from the job's."""
+class SamplingConfig(SharedSampling):
+    """How tokens are chosen in every row. Each sample of each row gets its own seed from the job's,
+    and `SamplingParams` checks the ranges."""
 
     temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    max_new_tokens: int = 256
-    min_new_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int = 0
     n: int = 1
 
     def __post_init__(self) -> None:
@@ -102,10 +90,12 @@ class StepConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherConfig(StepConfig):
     """What starts the workers of a job."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyConfig(StepConfig):
     """The decoding paradigm."""
 

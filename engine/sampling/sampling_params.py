@@ -10,13 +10,8 @@ LogprobsMode = Literal["raw", "processed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How one row is sampled and when it stops.
-
-    The filters apply in the order temperature, top_k, top_p, min_p. Tokens as likely as the last
-    one that a filter keeps are kept too, so no result depends on a sort order. Raises ValueError
-    for a value out of range; the message names it and says what is allowed.
-    """
+class SharedSampling:
+    """Options that a job's configuration has, too; `SamplingParams` checks their ranges."""
 
     temperature: float = 1.0  # divides the logits; 0 takes the most likely token (greedy)
     top_k: int = 0  # keep the k most likely tokens; 0: off
@@ -31,6 +26,17 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # ids that end the row, besides EOS
     ignore_eos: bool = False  # EOS is an ordinary token
     seed: int = 0  # 64 bits, of the row's random numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams(SharedSampling):
+    """How one row is sampled and when it stops.
+
+    The filters apply in the order temperature, top_k, top_p, min_p. Tokens as likely as the last
+    one that a filter keeps are kept too, so no result depends on a sort order. Raises ValueError
+    for a value out of range; the message names it and says what is allowed.
+    """
+
     logprobs: bool = False  # of every generated token
     top_logprobs: int = 0  # K, ids and log-probabilities of the most likely; 0: none
     logprobs_mode: LogprobsMode = "raw"  # raw: the model's distribution; processed: the sampled one
