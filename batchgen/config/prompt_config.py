@@ -13,7 +13,7 @@ TooLong = Literal["error", "truncate_left"]
 DEFAULT_USER = "{{ question }}"
 """The user's message where the configuration names nothing else."""
 DEFAULT_TEXT = "{{ prompt }}"
-"""The same for `prompt=text`."""
+"""The template of `prompt=text` where the configuration names nothing else."""
 RESERVED_TEMPLATE_KWARGS = {
     "conversation",
     "messages",

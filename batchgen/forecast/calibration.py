@@ -15,7 +15,7 @@ from batchgen.forecast.step_cost import StepCost
 Ints = npt.NDArray[np.int64]
 
 _MOST_READ = 200_000
-"""So many rows of an earlier job are read."""
+"""The most rows of an earlier job that are read."""
 _LEAST_SECONDS = 0.2
 """A run that took less says nothing of the speed."""
 _PLAUSIBLE = 20.0

@@ -257,7 +257,7 @@ def _of_speed(cost: StepCost, work: Work, factor: float | None) -> str:
 
 
 def _drawn(values: Ints, number: int, seed: int) -> Ints:
-    """So many values: all of them if there are as many, else drawn from them."""
+    """All values if there are `number` of them; else as many, drawn with a seed."""
     if len(values) == number:
         return values
     drawn: Ints = values[random_below(len(values), seed, (number,))]

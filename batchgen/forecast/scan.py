@@ -18,21 +18,21 @@ from batchgen.prompts.prompt_tokens import text_bytes
 from batchgen.util.random_bits import random_words
 
 SAMPLE = 800
-"""So many rows, drawn with a fixed seed over the whole data set, are looked at first."""
+"""Rows that are looked at first, drawn with a fixed seed over the whole data set."""
 STREAM = 5000
-"""Of a stream so many rows are read, if `dataset.limit` does not say fewer."""
+"""Streams: plan from the first 5,000 rows, or from `dataset.limit` if that is fewer."""
 LONGEST = 10
-"""So many of the longest prompts are named."""
+"""How many of the longest prompts are named."""
 _MOST_TEXT = 50
-"""So many of the rows with the most text are tokenised, to find the LONGEST."""
+"""Rows with the most text that are tokenised, to find the LONGEST."""
 _NAMED = 10
 _FRAME = 64
-"""A prompt may have so many tokens more than bytes of text: special ones that are added."""
+"""Tokens that a prompt may have beyond its bytes of text: special ones that are added."""
 _TIMED = 200
-"""So many rows are looked at again, to see how long that takes: a clock that is read for every row
-can take longer than the row."""
+"""Rows that are looked at again to time them: a clock that is read for every row can take longer
+than the row."""
 _FRAMES = 100
-"""Of so many prompts the text is compared with `Prompt.size`."""
+"""Prompts whose text is compared with `Prompt.size`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from batchgen.forecast.step_cost import StepCost
 Ints = npt.NDArray[np.int64]
 
 MOST_SIMULATED = 8_000
-"""Of longer jobs so many answers are played, and the others take as long as these."""
+"""Jobs with more answers: simulate this many and scale the time."""
 _REFILL_SHARE = 8
 """Prompts are read once an eighth of the places are free, or all that wait have a place, as
 `Scheduler` does."""

@@ -119,7 +119,7 @@ class StepCost:
     factor: float = 1.0
 
     def scaled(self, factor: float) -> StepCost:
-        """The same, times a factor that measurements have shown."""
+        """These costs times a factor that measurements have shown."""
         return replace(self, factor=self.factor * factor)
 
     def decode(self, rows: float, context: float, width: int = 1) -> float:

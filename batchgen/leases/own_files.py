@@ -30,9 +30,9 @@ that a folder still says whose it is if its deletion was interrupted."""
 def refuse_links(folder: Path) -> None:
     """Refuse a job's folder in which one of the job's own files or folders is a link or a pipe.
 
-    A stranger who made the folder could lead such a link to any file of the user's, which would then
-    be shown, put into the report, or overwritten. The folder itself may be reached by links, and logs
-    may have links to other logs, as submitit makes one to the script that it has submitted.
+    A stranger who made the folder could lead such a link to any file of the user's, which would
+    then be shown, put into the report, or overwritten. The folder itself may be reached by links,
+    and logs may have links to other logs: submitit makes one to the script that it has submitted.
 
     Raises:
         ConfigError: there is a link or a pipe.

@@ -21,9 +21,9 @@ from batchgen.util.random_bits import random_below, random_words
 
 _ROWS = 200
 _TOKENS = 100_000
-"""A sample has at most so many answers and so many generated tokens."""
+"""The most answers, and the most generated tokens, of a sample."""
 _OPEN_SHARDS = 2
-"""So many shards are incomplete at a time, as rows finish out of order."""
+"""Shards that are incomplete at a time, as rows finish out of order."""
 
 
 @dataclass(frozen=True, slots=True)
