@@ -176,7 +176,8 @@ def microseconds(runs: Sequence[Callable[[], object]], launches: int | None = No
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     launches = -(-launches // len(runs)) * len(runs)
-    with torch.cuda.graph(graph):
+    # Beside ranks of other GPUs another thread watches them meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for i in range(launches):
             runs[i % len(runs)]()
     graph.replay()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from measuring import DEVICE, commas
+from measuring import DEVICE, commas, microseconds
 from modes.routing import run_rows
 from workloads import dummy_model, prompt_vocab, requests
 
@@ -25,7 +25,6 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
 
 _SUM_ROWS, _HIDDEN, _VOCAB = (1, 4, 16, 64, 256), 4096, 151_936
-_REPEATS, _REPLAYS = 72, 20
 
 
 @dataclass(frozen=True)
@@ -79,39 +78,21 @@ def measure_sums(parallel: TensorParallel) -> list[dict[str, Any]]:
         if way == "nccl":
             group._one_shot = None
         for rows in _SUM_ROWS:
-            stream, partial = torch.zeros(2, rows, _HIDDEN, **where)
+            stream, part = torch.zeros(2, rows, _HIDDEN, **where)
             logits = torch.zeros(rows, _VOCAB // parallel.size, **where)
 
-            def add(i: int, stream: Any = stream, partial: Any = partial) -> object:
-                return group.add_sum_norm(stream, partial, i % 2, weight, 1e-6)
+            def add(i: int, stream: Any = stream, part: Any = part) -> object:
+                return group.add_sum_norm(stream, part, i % 2, weight, 1e-6)
 
             def gather(i: int, logits: Any = logits) -> object:
                 return group.gather(logits)
 
-            times = {"sum_us": _microseconds(add), "gather_us": _microseconds(gather)}
-            found.append({"sums": way, "rows": rows} | times)
+            # As many launches on every rank, whose lanes take turns.
+            sums, gathers = (
+                microseconds([partial(run, i) for i in range(2)], 72) for run in (add, gather)
+            )
+            found.append({"sums": way, "rows": rows, "sum_us": sums, "gather_us": gathers})
     return found
-
-
-def _microseconds(run: Callable[[int], object]) -> float:
-    """Return the microseconds of one of many runs, each of which is told its number."""
-    for i in range(4):
-        run(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Another thread watches the ranks meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for i in range(_REPEATS):
-            run(i)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    start.record()
-    for _ in range(_REPLAYS):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    milliseconds: float = start.elapsed_time(end)
-    return round(milliseconds * 1e3 / (_REPEATS * _REPLAYS), 2)
 
 
 def serve(recipe: BenchRecipe, ranks: int, results: Connection[Any, Any]) -> None:
