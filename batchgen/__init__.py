@@ -17,6 +17,8 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
 
 from typing import TYPE_CHECKING, Any
 
+from batchgen.util.versions import VERSION as __version__
+
 if TYPE_CHECKING:
     from batchgen.engine.constraint.constraint import Constraint
     from batchgen.folder.read_job import JobFolderReader
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
     from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
     from batchgen.strategies.dllm.strategy import DLLMStrategy
     from batchgen.util.errors import ConfigError, JobError
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",

@@ -28,10 +28,10 @@ def run_configured(config: JobConfig) -> Result:
         from batchgen.launchers.launch import launch
 
         return launch(config)
-    from batchgen import __version__
+    from batchgen.util.versions import VERSION
 
     print(
-        f"batchgen {__version__}: reading model {config.model.path} and data set "
+        f"batchgen {VERSION}: reading model {config.model.path} and data set "
         f"{config.dataset.path or config.dataset.kind} …",
         file=sys.stderr,
         flush=True,

@@ -1,25 +1,22 @@
-"""The versions of batchgen and its libraries, from their metadata: nothing is imported."""
+"""The versions of batchgen, which pyproject.toml reads from here, and of its libraries."""
 
 from __future__ import annotations
 
-import platform
-from importlib import metadata
-
-from batchgen import __version__
-
+VERSION = "0.1.0"
 _LIBRARIES = ("torch", "triton", "transformers", "xgrammar", "datasets", "pyarrow")
-
-
-def version(package: str) -> str:
-    """The version of an installed package; "not installed" if there is none."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def versions() -> str:
     """What `batchgen --version` prints: its own version on the first line, then the libraries'."""
-    lines = [f"batchgen {__version__}", f"{'python':<13} {platform.python_version()}"]
-    lines += [f"{name:<13} {version(name)}" for name in _LIBRARIES]
+    # Every `import batchgen` runs this file, and few want the metadata of packages.
+    import platform
+    from importlib import metadata
+
+    lines = [f"batchgen {VERSION}", f"{'python':<13} {platform.python_version()}"]
+    for name in _LIBRARIES:
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found = "not installed"
+        lines.append(f"{name:<13} {found}")
     return "\n".join(lines)
