@@ -28,7 +28,9 @@ class FaultyFiles(MemoryFileSystem):  # type: ignore[misc]
     cachable = False  # two objects are two stores
 
     def __init__(self, fault: Callable[[], str | None] = lambda: None) -> None:
-        super().__init__(global_store=False)
+        super().__init__()
+        self.store: dict[str, Any] = {}  # in older versions of fsspec, all would share one
+        self.pseudo_dirs = [""]
         self.fault = fault
         self.created: list[str] = []
         self.requests: dict[str, int] = {}
