@@ -44,6 +44,7 @@ BATCHGEN = {
     "util": "errors, paths, signals, digests, words",
     "config": "the keys of a job, their types and their values",
     "compose": "files and arguments become a configuration",
+    "templates": "templates and expressions that strangers may write, within bounds",
     "texts": "values, rows and tables as text",
     "texts/math": "formulas as MathML",
     "leases": "how processes that share a folder or a bucket agree",

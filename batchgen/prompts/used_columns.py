@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import TemplateError, nodes
 
-from batchgen.prompts.template_sandbox import BoundedEnvironment
+from batchgen.templates.template_sandbox import BoundedEnvironment
 
 _TEMPLATES = ("system", "user", "text")
 _COLUMN_KEYS = ("messages_column", "token_ids_column")
