@@ -11,6 +11,7 @@ from xxhash import xxh64_intdigest
 
 from batchgen.dataset.dataset_columns import column_path, feature_at, value_at
 from batchgen.steps.table_step import BadRow
+from batchgen.util.shorten import beginning
 
 
 def columns_of(names: str | Sequence[str]) -> tuple[str, ...]:
@@ -68,4 +69,4 @@ def draw(*parts: object) -> int:
 def shown(value: Any) -> str:
     """A value in a message."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}…"
+    return beginning(text, 60)
