@@ -21,7 +21,8 @@ from batchgen.engine.base.outputs import RequestError
 from batchgen.prompts.chat_templates import bound_chat_templates
 from batchgen.prompts.messages import checked_messages, known_roles, short
 from batchgen.prompts.prompt_tokens import TextTokens, not_empty, text_bytes
-from batchgen.prompts.row_templates import RENDER_ERRORS, RowTemplate, template_errors
+from batchgen.prompts.row_templates import RowTemplate, template_errors
+from batchgen.templates.template_sandbox import RENDER_ERRORS
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 

@@ -85,7 +85,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise TemplateSyntaxError(f"nothing may follow it, but {parser.stream.current} does", 1)
         target = nodes.Name(result, "store", lineno=1)
         tree = nodes.Template([nodes.Assign(target, expression, lineno=1)], lineno=1)
-        return tree.set_environment(self)
+        tree.set_environment(self)
+        return tree
 
     def _parse(self, source: str, *args: Any, **kwargs: Any) -> nodes.Template:
         if len(source) > _MOST_SOURCE:

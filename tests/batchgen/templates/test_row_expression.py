@@ -47,7 +47,7 @@ def test_an_expression_has_a_value(source: str, value: Any) -> None:
 def test_it_tells_which_columns_and_fields_it_reads() -> None:
     expression = RowExpression("w", "meta.lang == 'en' and row.mark > 0 and meta['size']", COLUMNS)
     assert expression.names == ("mark", "meta")
-    assert expression.attributes("meta") == {"lang", "size"}
+    assert expression.attributes("meta") == frozenset(("lang", "size"))
     assert RowExpression("w", "meta and meta.lang", COLUMNS).attributes("meta") is None
     assert RowExpression("w", "row|length", COLUMNS).names == COLUMNS
     assert RowExpression("w", "row_id ~ row_index", COLUMNS).names == ()
