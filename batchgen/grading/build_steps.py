@@ -40,9 +40,7 @@ def post_steps(configs: Sequence[StepConfig]) -> tuple[PostStep, ...]:
     return steps
 
 
-def described(
-    configs: Sequence[StepConfig], steps: Sequence[_Versioned]
-) -> list[dict[str, Any]]:
+def described(configs: Sequence[StepConfig], steps: Sequence[_Versioned]) -> list[dict[str, Any]]:
     """Each step's class, options and version as plain values: what its columns follow from."""
     return [
         {"_target_": config.target, "version": step.version, **_plain(config.options)}

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from batchgen.ngrams.word_ngrams import Hashes, ngram_hashes
 from batchgen.steps.side_table import open_table
 from batchgen.steps.table_step import KEPT, BadRow, Dropped, Pass, StepRow, TableStep, Taken, Tools
 from batchgen.steps.values import field_of, value_of
-from batchgen.steps.word_ngrams import Hashes, ngram_hashes
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ class Against(TableStep):
     """Takes out rows that have `ngram` words in a row in common with a text of another data set.
 
     So training data are kept apart from a benchmark. Case and punctuation do not count. A text that
-    is shorter than `ngram` words is found where a row has just these words. The other data set takes
-    12 bytes of memory for each of its words.
+    is shorter than `ngram` words is found where a row has just these words. The other data set
+    takes 12 bytes of memory for each of its words.
 
     Attributes:
         path: files, a job's folder or a data set of the hub.

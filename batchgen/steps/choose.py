@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Filter(TableStep):
-    """Keeps the rows for which a condition holds. A row in which it has no value, because it reads a
-    null or because of its types, becomes an error row.
+    """Keeps the rows for which a condition holds. A row in which it has no value, because of a null
+    or because of types, becomes an error row.
 
     Attributes:
-        where: a Jinja expression over the columns, such as `language == 'en' and text|length > 200`.
+        where: a Jinja expression over the columns: `language == 'en' and text|length > 200`.
             `row_id` is the row's id, and `row` has all columns: `row['a name']`.
     """
 
@@ -114,10 +114,10 @@ class Keep(TableStep):
     """Keeps a share of the rows, or the first ones. Give one of the two options.
 
     Attributes:
-        share: from 0 to 1. The hash of a row's id decides, so a row stays whatever others there are,
-            and 0.2 has all rows of 0.1.
-        rows: how many of the first rows stay. When they are there, no further row of the data set is
-            read.
+        share: from 0 to 1. The hash of a row's id decides, so a row stays whatever others there
+            are, and 0.2 has all rows of 0.1.
+        rows: how many of the first rows stay. When they are there, no further row of the data set
+            is read.
     """
 
     stable = True

@@ -30,8 +30,8 @@ class Chunk(TableStep):
     its id.
 
     Tokens are those of the job's tokenizer. A piece ends between paragraphs where there is such a
-    place in its second half, else between lines, sentences or words. The whole text is not copied to
-    the output any more, and prompts have it still unless the piece takes its place.
+    place in its second half, else between lines, sentences or words. The whole text is not copied
+    to the output any more, and prompts have it still unless the piece takes its place.
 
     Attributes:
         column: the text.
@@ -99,10 +99,6 @@ class Chunk(TableStep):
             )
         return _Chunks(self, tools.tokenizer)
 
-    def stored_values(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Where the piece stands in the text."""
-        return {name: values[name] for name in (self._start, self._end)}
-
     def restored(self, fields: Mapping[str, Any], k: int, stored: Mapping[str, Any]) -> Any:
         """The piece, which is cut out of the text again."""
         return {self.name: field_of(fields, self.column)[stored[self._start] : stored[self._end]]}
@@ -166,9 +162,9 @@ class _Chunks:
 
 def token_places(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """The first character of each token of a text, and the one behind its last."""
-    offsets = tokenizer(
-        text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-    )["offset_mapping"]
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)[
+        "offset_mapping"
+    ]
     return [start for start, _ in offsets], [end for _, end in offsets]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchgen.steps.kept_rows import HashTable, KeptRows
-from batchgen.steps.near_duplicates import NearDuplicates
+from batchgen.ngrams.kept_rows import HashTable, KeptRows
+from batchgen.ngrams.near_duplicates import NearDuplicates
+from batchgen.ngrams.word_ngrams import ngram_hashes
 from batchgen.steps.table_step import KEPT, BadRow, Dropped, Pass, StepRow, TableStep, Taken, Tools
 from batchgen.steps.values import columns_of, digest, key_text, value_of
-from batchgen.steps.word_ngrams import ngram_hashes
 from batchgen.util.errors import ConfigError
 
 
@@ -18,8 +18,8 @@ class Dedupe(TableStep):
     """Takes out rows whose values were there before; the first row stays.
 
     Nearly the same are texts whose sets of word n-grams have a Jaccard similarity (those in both
-    over those in any) of `near` or more. They are found by MinHash, 95 of 100 pairs that are just as
-    similar as `near` and nearly all that are more similar, and then compared in full, so none is
+    over those in any) of `near` or more. They are found by MinHash, 95 of 100 pairs that are just
+    as similar as `near` and nearly all that are more similar, and then compared in full, so none is
     taken out that is less similar. Case and punctuation do not count. A million rows take about
     100 MB of memory, and 8 bytes of a temporary file for each word.
 
@@ -56,7 +56,7 @@ class Dedupe(TableStep):
 
 
 class _Exact:
-    """The values that were there so far: 20 bytes of memory a row, and 16 on the disk with its id."""
+    """The values that were there so far: 20 bytes of memory a row, on the disk 16 and its id."""
 
     full = False
 

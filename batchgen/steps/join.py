@@ -130,7 +130,7 @@ class _Join:
         self._highs, self._lows = self._highs[self._order], self._lows[self._order]
         self._refuse_repeated()
         self._table = _joined(tables)
-        self._missing = {name: None for name in step._columns.values()}
+        self._missing = dict.fromkeys(step._columns.values())
 
     def _values(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         return {ours: field_of(fields, name) for name, ours in self._step._columns.items()}
@@ -144,7 +144,10 @@ class _Join:
         wanted = {(int(self._highs[i]), int(self._lows[i])) for i in at[:_MOST_NAMED]}
         named = dict[str, None]()
         for row in step._table.rows():
-            if _has(row.fields, theirs) and _numbers(digest(key_text(row.fields, theirs))) in wanted:
+            if (
+                _has(row.fields, theirs)
+                and _numbers(digest(key_text(row.fields, theirs))) in wanted
+            ):
                 named[", ".join(shown(field_of(row.fields, name)) for name in theirs)] = None
         more = f" and {len(at) - len(wanted):,} more" if len(at) > len(wanted) else ""
         raise ConfigError(
@@ -165,7 +168,9 @@ class _Join:
         key = ", ".join(shown(field_of(fields, name)) for name in self._names)
         if self._step.missing == "drop":
             return Dropped(f"no {key} in {self._step.path}")
-        raise BadRow(f"{self._step.path} has no row with {key} in {', '.join(self._step._on.values())}")
+        raise BadRow(
+            f"{self._step.path} has no row with {key} in {', '.join(self._step._on.values())}"
+        )
 
     def close(self) -> None:
         pass

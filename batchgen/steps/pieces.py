@@ -1,4 +1,4 @@
-"""Steps that add pieces to rows, such as personas and styles: some by chance, or all combinations."""
+"""Steps that add pieces to rows, such as personas and styles: by chance, or all combinations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Pieces(TableStep):
         for name, given in self.pieces.items():
             if not isinstance(given, (list, tuple, str)) or not given:
                 raise ConfigError(
-                    f"{name} must be a list of pieces or the path of a file with them, got {given!r}"
+                    f"{name} must be a list of pieces or the path of a file, got {given!r}"
                 )
 
     def made(self, features: Features) -> Features:

@@ -86,10 +86,6 @@ class Explode(TableStep):
             )
         return [{self.name: item} for item in items] or Dropped("the list is empty")
 
-    def stored_values(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Nothing: the item is in the data set."""
-        return {}
-
     def restored(self, fields: Mapping[str, Any], k: int, stored: Mapping[str, Any]) -> Any:
         """The item, which the data set has."""
         return {self.name: field_of(fields, self.column)[k]}

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 from datasets import Features
 
-from batchgen.dataset.row_source import has_json, storage_type
+from batchgen.dataset.feature_types import has_json, storage_type
 
 
 class Storing:

@@ -41,7 +41,7 @@ class BadRow(Exception):
 KEPT: Sequence[Mapping[str, Any]] = ({},)
 """What a step returns for a row that stays as it is."""
 Taken = Sequence[Mapping[str, Any]] | Dropped
-"""The values of the step's columns, once for each row that the row becomes; or why it is dropped."""
+"""The values of the step's columns, for each row that the row becomes; or why it is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ class TableStep:
         return Features({})
 
     def stored(self, features: Features) -> Features:
-        """What the row index keeps of a row that the step made: by default the values of all its
-        columns."""
+        """What the row index keeps of the values that `take` gave for a row: by default those of
+        all columns."""
         return self.made(features)
 
     def fingerprints(self) -> Mapping[str, str]:
@@ -139,10 +139,6 @@ class TableStep:
 
     def close(self) -> None:
         """See `Pass`."""
-
-    def stored_values(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What is kept of the values that `take` gave for a row."""
-        return values
 
     def restored(self, fields: Mapping[str, Any], k: int, stored: Mapping[str, Any]) -> Any:
         """The values of the step's columns, made again for row number `k` of those that `take` made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from datasets import Features
@@ -84,6 +85,7 @@ class Chain:
         made: what the columns hold that steps add or replace.
         stored: what the row index keeps of a row.
         uncopied: the columns that are not copied to the output.
+        columns: for each step the names of those that it makes, and of what is stored of it.
         levels: how many numbers `#k` ids get.
         has_state: whether steps remember rows.
     """
@@ -93,6 +95,7 @@ class Chain:
         self.names = [f"rows[{number}] {type(step).__name__}" for number, step in enumerate(steps)]
         self.uncopied = set[str]()
         self._features: list[Features] = []
+        self.columns: list[tuple[Sequence[str], Sequence[str]]] = []
         for name, step in zip(self.names, steps, strict=True):
             before = Features({**features, **self.made})
             self._features.append(before)
@@ -106,6 +109,7 @@ class Chain:
                     f"{name} makes the column {twice[0]!r}, which a step before makes: give it "
                     "another name"
                 )
+            self.columns.append((tuple(made), tuple(stored)))
             self.made = Features({**self.made, **made})
             self.stored = Features({**self.stored, **stored})
             if isinstance(step, TableStep):
@@ -129,10 +133,10 @@ class Chain:
         """The fields of a row of the job, made again from the data set's row."""
         fields: Mapping[str, Any] = row.fields
         levels = iter(made.path)
-        for step in self.steps:
+        for step, (_, stored) in zip(self.steps, self.columns, strict=True):
             if isinstance(step, TableStep):
                 k = next(levels) if step.splits else 0
-                if new := step.restored(fields, k, made.stored):
+                if new := step.restored(fields, k, {name: made.stored[name] for name in stored}):
                     fields = {**fields, **new}
             else:
                 fields = {**fields, **step.apply(row.index, fields)}
@@ -216,11 +220,21 @@ class ChainPass:
                 if len(count.examples) < MOST_EXAMPLES:
                     count.examples.append(dropped)
             elif table.splits:
-                found += [_below(item, k, table, values) for k, values in enumerate(taken)]
+                below = (_below(item, k) for k in range(len(taken)))
+                found += map(self._with, below, repeat(number), taken)
             else:
                 (values,) = taken
-                found.append(_with(item, table, values) if values else item)
+                found.append(self._with(item, number, values))
         return found
+
+    def _with(self, item: _Item, number: int, values: Mapping[str, Any]) -> _Item:
+        """A row with the values of a step's columns."""
+        if not values:
+            return item
+        made, stored = self._chain.columns[number]
+        fields = {**item.fields, **{name: values[name] for name in made}}
+        kept = {**item.stored, **{name: values[name] for name in stored}}
+        return _Item(fields, item.path, kept, item.failure)
 
 
 def path_id(row_id: str, path: Sequence[int]) -> str:
@@ -233,18 +247,9 @@ def failure_of(failure: Failure | None) -> RequestError | None:
     return None if failure is None else RequestError(failure.type, failure.message)
 
 
-def _below(
-    item: _Item, k: int, table: TableStep | None = None, values: Mapping[str, Any] | None = None
-) -> _Item:
+def _below(item: _Item, k: int) -> _Item:
     """Row number `k` of those that a step made of one."""
-    below = _Item(item.fields, (*item.path, k), item.stored, item.failure)
-    return below if table is None or not values else _with(below, table, values)
-
-
-def _with(item: _Item, table: TableStep, values: Mapping[str, Any]) -> _Item:
-    """A row with the values of a step's columns."""
-    stored = {**item.stored, **table.stored_values(values)}
-    return _Item({**item.fields, **values}, item.path, stored, item.failure)
+    return _Item(item.fields, (*item.path, k), item.stored, item.failure)
 
 
 def _made(step: Step, features: Features) -> tuple[Features, Features]:

@@ -2,8 +2,8 @@
 
 The hashes of a text's word n-grams fall into K bins by their upper bits, and each bin keeps the
 smallest one; an empty bin takes the value of another, drawn by its number alone. Two texts agree in
-a bin with the probability of their Jaccard similarity. The bins are grouped into 8 bands of r: texts
-that agree in a whole band are compared in full.
+a bin with the probability of their Jaccard similarity. The bins are grouped into 8 bands of r, and
+texts that agree in a whole band are compared in full.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.steps.kept_rows import HashTable, KeptRows
-from batchgen.steps.word_ngrams import Hashes, jaccard, mixed
+from batchgen.ngrams.kept_rows import HashTable, KeptRows
+from batchgen.ngrams.word_ngrams import Hashes, jaccard, mixed
 
 BANDS = 8
 FOUND = 0.95

@@ -65,7 +65,7 @@ def _built(number: int, config: StepConfig) -> Step:
 
 
 def _gathered(cls: type[TableStep], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options by the names of the class: `as` is `as_`, and what is no option goes to `rest`."""
+    """The options as the class has them: `as` is `as_`, and what is no option goes to `rest`."""
     named = {f"{key}_" if keyword.iskeyword(key) else key: v for key, v in options.items()}
     if cls.rest is None:
         return named
