@@ -27,7 +27,7 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
 if TYPE_CHECKING:
-    from batchgen.dataset.row_source import Row
+    from batchgen.dataset.source import Row
 
 
 _MOST_SHOWN = 1000
