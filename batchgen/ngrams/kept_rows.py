@@ -79,7 +79,7 @@ class HashTable:
 
     def _view(self) -> None:
         """Views that give and take Python's integers, several times as fast as those of numpy."""
-        self._tags_view, self._rows_view = memoryview(self._tags), memoryview(self._rows)
+        self._tags_view, self._rows_view = self._tags.data, self._rows.data
 
 
 class KeptRows:

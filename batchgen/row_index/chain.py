@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from datasets import Features
 
 from batchgen.dataset.dataset_columns import column_path
-from batchgen.dataset.row_source import Row
+from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import RequestError
 from batchgen.grading.choices import BadChoices, RowStep
 from batchgen.grading.step import arrow_schema
@@ -168,7 +168,9 @@ class ChainPass:
 
     def take(self, row: Row) -> list[MadeRow]:
         """The rows of the job that the next row of the data set becomes."""
-        items = [_Item(row.fields, (), {})]
+        bad = row.failure
+        failure = None if bad is None else Failure(bad.type, str(bad))
+        items = [_Item(row.fields, (), {}, failure)]
         for number, table in enumerate(self._tables):
             count = self.counts[number]
             count.rows_in += len(items)

@@ -115,7 +115,7 @@ class _Join:
     def __init__(self, step: Join, tools: Tools) -> None:
         self._step, self._names = step, tuple(step._on)
         self._own_id = _ROW_ID in step._on and _ROW_ID not in tools.features
-        self._storing = Storing(step.made(tools.features))  # type: ignore[arg-type]
+        self._storing = Storing(step.made(tools.features))
         theirs = tuple(step._on.values())
         keys, tables = bytearray(), []
         with of_table(step.path):

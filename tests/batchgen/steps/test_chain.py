@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from batchgen.dataset.row_source import Row
+from batchgen.dataset.source import Row
 from batchgen.grading.choices import OrderChoices
 from batchgen.row_index.chain import Chain, MadeRow, Step, path_id
 from batchgen.steps.against import Against
@@ -362,7 +362,7 @@ def test_a_failed_row_goes_through_to_the_end() -> None:
         FEATURES,
     )
     running = chain.start()
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"number": None, "items": ["a"]},
         {"number": 4, "items": ["b", "b"]},
         {"number": 5, "items": ["c"]},
