@@ -26,7 +26,7 @@ def column_path(name: str, features: Mapping[str, Any]) -> tuple[str, ...] | Non
 
 
 def named_path(key: str, name: str, features: Mapping[str, Any]) -> tuple[str, ...]:
-    """The path of the column that a key of the configuration names; ConfigError if it is not there."""
+    """The path of the column that a key of the configuration names, or ConfigError."""
     path = column_path(name, features)
     if path is None:
         raise ConfigError(
