@@ -14,7 +14,7 @@ from batchgen.config.constraint_config import (
 )
 from batchgen.constraint.timed_checks import TimedConstraints
 from batchgen.dataset.dataset_columns import feature_at, named_path, value_at
-from batchgen.dataset.row_source import Row
+from batchgen.dataset.source import Row
 from batchgen.dataset.stored_json import without_filled_nulls
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.base.outputs import RequestError

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from batchgen.config.job_config import JobConfig
 from batchgen.constraint.row_constraints import RowConstraints
-from batchgen.dataset.row_source import Row, RowSource
-from batchgen.dataset.row_steps import SteppedSource
+from batchgen.dataset.source import Row, Source
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.prompts.row_prompts import fit_prompt
 
@@ -28,7 +27,7 @@ class Reading:
     `growth` times longer before it splits it.
     """
 
-    source: RowSource | SteppedSource
+    source: Source
     check: Callable[[Row], object]
     size: Callable[[Row], int]
     text: Callable[[Row], str | None]

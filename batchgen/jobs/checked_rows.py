@@ -9,7 +9,7 @@ from batchgen.compose.load_config import growing, identity
 from batchgen.config.constraint_config import JsonConstraintConfig, JsonSchemaConstraintConfig
 from batchgen.config.job_config import PARSED, JobConfig
 from batchgen.constraint.row_constraints import RowConstraints
-from batchgen.dataset.row_source import Row
+from batchgen.dataset.source import Row
 from batchgen.jobs.job_parts import JobParts
 from batchgen.prompts.row_prompts import fit_prompt
 from batchgen.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from batchgen.config.job_config import JobConfig
 from batchgen.constraint.row_constraints import RowConstraints
-from batchgen.dataset.row_source import Row, RowSource
-from batchgen.dataset.row_steps import SteppedSource
+from batchgen.dataset.source import Row, Source
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.requests import sample_params
@@ -117,7 +116,7 @@ class Generation:
     def __init__(
         self,
         config: JobConfig,
-        source: RowSource | SteppedSource,
+        source: Source,
         prompt: Callable[[Row], list[int]],
         constraints: RowConstraints,
         engine: Engine,

@@ -14,8 +14,7 @@ from batchgen.resolve.opened_job import OpenedJob, open_job
 from batchgen.texts.tokens.decode_tokens import decode_with
 
 if TYPE_CHECKING:
-    from batchgen.dataset.row_source import RowSource
-    from batchgen.dataset.row_steps import SteppedSource
+    from batchgen.dataset.source import Source
     from batchgen.forecast.forecast import Forecast
     from batchgen.jobs.generation import Engine
 
@@ -44,7 +43,7 @@ class JobParts:
         predict: what an attempt will take, from its engine, its answers and its seconds so far.
     """
 
-    source: RowSource | SteppedSource
+    source: Source
     prompt: Prompt
     bos_id: int | None
     max_model_len: int

@@ -21,7 +21,7 @@ from batchgen.templates.template_sandbox import RENDER_ERRORS
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
-    from batchgen.dataset.row_source import Row
+    from batchgen.dataset.source import Row
 
 Messages = list[dict[str, Any]]
 

@@ -22,7 +22,7 @@ from batchgen.prompts.row_templates import RowTemplate
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
-    from batchgen.dataset.row_source import Row
+    from batchgen.dataset.source import Row
 
 
 _MOST_SHOWN = 1000

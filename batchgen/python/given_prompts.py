@@ -16,7 +16,7 @@ from batchgen.util.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from batchgen.dataset.row_source import Row
+    from batchgen.dataset.source import Row
 
 Conversation = Sequence[Mapping[str, Any]]
 """Messages {"role": …, "content": …}; the model answers the last one."""

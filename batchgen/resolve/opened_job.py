@@ -46,8 +46,7 @@ from batchgen.util.fingerprint import fingerprint_files, fingerprint_text
 if TYPE_CHECKING:
     import torch
 
-    from batchgen.dataset.row_source import RowSource
-    from batchgen.dataset.row_steps import SteppedSource
+    from batchgen.dataset.source import Source
 
 _SAID_BY_CLASS = ("name", "step_inputs", "decide")
 """Attributes that every strategy's own class has: what the base class cannot say for it."""
@@ -75,7 +74,7 @@ class OpenedJob:
     strategy: Strategy
     context_columns: Sequence[OutputColumn]
     compiler: GrammarCompiler | None
-    source: RowSource | SteppedSource
+    source: Source
     prompt: Prompt
     dtype: torch.dtype
     max_model_len: int
@@ -157,12 +156,11 @@ def open_job(config: JobConfig) -> OpenedJob:
     from batchgen.dataset.row_source import open_dataset
     from batchgen.grading.build_steps import check_scored
 
-    data = open_dataset(config.dataset)
-    source: RowSource | SteppedSource = data
+    source: Source = open_dataset(config.dataset)
     if config.rows:
         from batchgen.dataset.row_steps import SteppedSource
 
-        source = SteppedSource(data, row_steps(config.rows))
+        source = SteppedSource(source, row_steps(config.rows))
     check_fields(post, source.schema.names)
     check_scored(post, config.score, source.schema.names)
     with _named("engine"):

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from batchgen.compose.compose_config import compose
 from batchgen.compose.load_config import identity, resolved
 from batchgen.config.prompt_config import ChatPromptConfig
-from batchgen.dataset.row_source import Row
+from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.loading.tokenizer import load_tokenizer
 from batchgen.prompts.chat_prompt import ChatPrompt
