@@ -87,7 +87,7 @@ def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = (
     config = JobConfig(
         model=build(ModelGroup, groups["model"], "model"),
         dataset=build(DatasetConfig, groups["dataset"], "dataset"),
-        rows=_build_steps(groups["rows"], "rows"),
+        rows=step_configs(groups["rows"], "rows"),
         prompt=_build_prompt(groups["prompt"]),
         sampling=build(SamplingConfig, groups["sampling"], "sampling"),
         strategy=StrategyConfig(**_target_and_options(groups["strategy"], "strategy.")),
@@ -95,7 +95,7 @@ def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = (
         engine=build(EngineGroup, groups["engine"], "engine"),
         workers=build(WorkersConfig, groups["workers"], "workers"),
         launcher=_build_launcher(groups["launcher"]),
-        post=_build_steps(groups["post"], "post"),
+        post=step_configs(groups["post"], "post"),
         score=build(ScoreConfig, groups["score"], "score"),
         output=build(OutputConfig, groups["output"], "output"),
         progress=build(ProgressConfig, groups["progress"], "progress"),
@@ -200,7 +200,7 @@ def _target_and_options(values: dict[str, Any], prefix: str) -> dict[str, Any]:
     return {"target": target, "options": options}
 
 
-def _build_steps(values: Any, key: str) -> tuple[StepConfig, ...]:
+def step_configs(values: Any, key: str) -> tuple[StepConfig, ...]:
     """The steps of one of STEP_LISTS."""
     short = "[{Filter: {where: …}}] or " if key == "rows" else ""
     form = f"{key} must be a list of steps such as {short}[{{_target_: package.module.Class}}]"

@@ -14,7 +14,7 @@ from batchgen.config.job_config import JobConfig
 from batchgen.dataset.row_digest import rows_digest
 from batchgen.folder.changed_row import changed_row
 from batchgen.folder.dataset_card import unfinished_card
-from batchgen.folder.job_folder import JobFolder, refuse_shrinking
+from batchgen.folder.job_folder import JobFolder, finished_rows, refuse_shrinking
 from batchgen.folder.job_metrics import Metrics
 from batchgen.forecast.forecast import Forecast
 from batchgen.grades.background_grading import grading_beside
@@ -243,7 +243,8 @@ def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFold
     )
     try:
         if indexed is not None:
-            indexed.open_index(storage, alone=folder.exclusive)
+            finished = partial(finished_rows, storage)
+            indexed.open_index(storage, alone=folder.exclusive, finished=finished)
         if folder.exclusive:
             refuse_shrinking(storage, most_rows(config, parts.source.num_rows))
     except BaseException:

@@ -37,8 +37,11 @@ def step_fingerprints(configs: Sequence[StepConfig], steps: Sequence[Step]) -> d
         target = said["_target_"]
         found[f"version of {short.get(target, target)}"] = str(said["version"])
         if isinstance(step, TableStep):
-            for name, digest in step.fingerprints().items():
-                found[f"rows[{number}] {name}"] = digest
+            try:
+                given = step.fingerprints()
+            except ConfigError as error:
+                raise ConfigError(f"rows[{number}] {type(step).__name__}: {error}") from None
+            found |= {f"rows[{number}] {name}": digest for name, digest in given.items()}
     return found
 
 

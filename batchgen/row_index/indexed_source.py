@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -25,7 +26,7 @@ from batchgen.row_index.index_files import (
 from batchgen.row_index.make_index import make_index
 from batchgen.steps.stored_values import Storing
 from batchgen.storage.job_storage import Storage
-from batchgen.util.errors import JobError
+from batchgen.util.errors import ConfigError, JobError
 
 _BATCH = 256
 """Rows of the job that are made at a time."""
@@ -83,10 +84,13 @@ class IndexedSource:
         first = self.data.funnel or (Left("data set", facts.read_rows),)
         return (*first, *(Left(step.name, step.rows_out) for step in facts.steps))
 
-    def open_index(self, storage: Storage, *, alone: bool) -> None:
+    def open_index(
+        self, storage: Storage, *, alone: bool, finished: Callable[[], int] = lambda: 0
+    ) -> None:
         """Have the row index in a job's folder: make it, add new rows to it, or read it.
 
-        Unless this worker is `alone` in the folder, another one has made it.
+        Unless this worker is `alone` in the folder, another one has made it. `finished` tells up to
+        which number rows of the job are finished; it is asked if the data set has become shorter.
 
         Raises:
             ConfigError: the steps leave no row, or a step cannot start.
@@ -96,13 +100,16 @@ class IndexedSource:
             return
         folder = self._folder(storage)
         facts = IndexFacts.parse(storage.read(storage.path / ROW_INDEX))
-        if facts is not None and (facts.key != self._key or facts.data_rows > self.data.num_rows):
+        if facts is not None and facts.key != self._key:
             facts = None
         try:
             reader = None if facts is None else self._checked(folder, facts)
         except JobError:
             if not alone:
                 raise
+            facts = reader = None
+        if reader is not None and reader.facts.data_rows > self.data.num_rows:
+            self._refuse_shorter(reader, self.data.num_rows, finished())
             facts = reader = None
         if alone and (reader is None or reader.facts.data_rows < self.data.num_rows):
             if facts is None:
@@ -190,6 +197,19 @@ class IndexedSource:
         reader = IndexReader(folder, facts)
         reader.check()
         return reader
+
+    @staticmethod
+    def _refuse_shorter(reader: IndexReader, data_rows: int, finished: int) -> None:
+        """Refuse a data set without rows from which finished rows of the job come."""
+        numbers = range(reader.facts.rows)
+        left = bisect_left(numbers, data_rows, key=lambda number: reader.row(number).index)
+        if finished > left:
+            raise ConfigError(
+                f"dataset.limit: the steps make {left:,} rows of the first {data_rows:,} of the "
+                f"data set, but rows up to number {finished:,} are finished, and a job can grow "
+                f"but not shrink: use dataset.limit={reader.facts.data_rows} or more, or another "
+                "output.dir"
+            )
 
     def _field(self, name: str) -> pa.Field:
         """The Arrow field of a column that steps make."""
