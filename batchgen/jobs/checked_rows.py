@@ -12,7 +12,6 @@ from batchgen.constraint.row_constraints import RowConstraints
 from batchgen.dataset.source import Row
 from batchgen.jobs.job_parts import JobParts
 from batchgen.prompts.row_prompts import fit_prompt
-from batchgen.row_index.open_rows import data_of
 from batchgen.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.shards.parsed_column import ParsedColumn
 from batchgen.storage.manifest import ROWS, Manifest
@@ -92,6 +91,8 @@ def fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[in
 
 def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Manifest:
     """The manifest of a job as it is asked for, without digests of its rows."""
+    from batchgen.row_index.open_rows import data_of  # it loads the libraries of the data
+
     source, given = data_of(parts.source), parts.fingerprints
     return Manifest.build(
         identity(config, [name for name in given if name.endswith("_model")]),

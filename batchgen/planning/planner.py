@@ -52,12 +52,13 @@ def opened_rows(config: JobConfig) -> Iterator[tuple[OpenedJob, JobParts, Readin
     looks into its folder."""
     from batchgen.forecast.prompt_reading import job_reading
     from batchgen.jobs.checked_rows import check_rows
-    from batchgen.planning.folder_state import find_rows
     from batchgen.resolve.opened_job import open_job
 
     opened = open_job(config)
     with closing(parts_of(opened, config, {})) as parts:
         check_rows(config, parts)
+        from batchgen.planning.folder_state import find_rows  # it loads the libraries of the data
+
         find_rows(config, opened.source)
         yield opened, parts, job_reading(config, opened)
 

@@ -56,9 +56,8 @@ def _built(number: int, config: StepConfig) -> Step:
             "row may depend on the rows up to this one alone (batchgen.TableStep)"
         )
     name = {target: f"{place}.{short}" for short, target in ROW_STEPS.items()}.get(config.target)
-    options = _gathered(cls, config.options)
     try:
-        step: TableStep = cls(**strategy_options(cls, options, name or place))
+        step: TableStep = cls(**_options(cls, config.options, name or place))
     except ValueError as error:
         message = str(error)
         if not message.startswith(place):
@@ -67,13 +66,12 @@ def _built(number: int, config: StepConfig) -> Step:
     return step
 
 
-def _gathered(cls: type[TableStep], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as the class has them: `as` is `as_`, and what is no option goes to `rest`."""
-    named = {f"{key}_" if keyword.iskeyword(key) else key: v for key, v in options.items()}
-    if cls.rest is None:
-        return named
-    known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    found = {key: value for key, value in named.items() if key in known}
-    if more := {key: value for key, value in options.items() if key not in known}:
-        found[cls.rest] = {**(found.get(cls.rest) or {}), **more}
-    return found
+def _options(cls: type[TableStep], given: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The arguments of the class: `as` is `as_` there, and what is no option goes to `rest`."""
+    named = {f"{key}_" if keyword.iskeyword(key) else key: v for key, v in given.items()}
+    if cls.rest is not None:
+        known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if more := {key: value for key, value in given.items() if key not in known}:
+            kept = {key: value for key, value in named.items() if key in known}
+            named = {**kept, cls.rest: {**(kept.get(cls.rest) or {}), **more}}
+    return strategy_options(cls, named, place)

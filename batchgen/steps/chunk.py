@@ -38,7 +38,7 @@ class Chunk(TableStep):
         tokens: the most tokens of a piece.
         overlap: about how many tokens at the end of a piece stand again at the beginning of the
             next one; at most half of `tokens`.
-        as_: (written `as`) the column that gets the piece; null for that of the text itself.
+        as_: the column that gets the piece; null for that of the text itself.
     """
 
     stable = True

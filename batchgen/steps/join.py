@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from batchgen.steps.side_table import of_table, open_table
-from batchgen.steps.stored_values import Storing
 from batchgen.steps.table_step import BadRow, Dropped, Pass, StepRow, TableStep, Taken, Tools
 from batchgen.steps.values import columns_of, digest, feature_of, field_of, key_text, shown
 from batchgen.util.errors import ConfigError
@@ -115,6 +114,8 @@ class _Join:
     def __init__(self, step: Join, tools: Tools) -> None:
         self._step, self._names = step, tuple(step._on)
         self._own_id = _ROW_ID in step._on and _ROW_ID not in tools.features
+        from batchgen.steps.stored_values import Storing  # it loads datasets
+
         self._storing = Storing(step.made(tools.features))
         theirs = tuple(step._on.values())
         keys, tables = bytearray(), []

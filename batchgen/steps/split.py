@@ -23,7 +23,7 @@ class Explode(TableStep):
 
     Attributes:
         column: the list. The path of a list inside a struct has dots: `plan.questions`.
-        as_: (written `as`) the column that gets the item; null for that of the list itself.
+        as_: the column that gets the item; null for that of the list itself.
         most: a row with a longer list becomes an error row.
     """
 
