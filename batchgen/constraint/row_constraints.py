@@ -13,15 +13,13 @@ from batchgen.config.constraint_config import (
     job_constraint,
 )
 from batchgen.constraint.timed_checks import TimedConstraints
-from batchgen.dataset.dataset_columns import column_path, feature_at, value_at
+from batchgen.dataset.dataset_columns import feature_at, named_path, value_at
 from batchgen.dataset.source import Row
 from batchgen.dataset.stored_json import without_filled_nulls
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.constraint.json_schema.json_text import compact_json
-from batchgen.util.errors import ConfigError
-from batchgen.util.shorten import some_names
 
 MAX_CACHED = 4096
 """How many different cells of the column are kept with the constraints that were made of them."""
@@ -51,13 +49,8 @@ class RowConstraints:
         if self._column is None:
             return
         assert not isinstance(config, NoConstraintConfig)
-        path = column_path(self._column, features)
-        if path is None:
-            raise ConfigError(
-                f"constraint.column: the data set has no column {self._column!r}: choose among "
-                f"{some_names(features, self._column)}"
-            )
-        self._path, self._feature = path, feature_at(features, path)
+        self._path = named_path("constraint.column", self._column, features)
+        self._feature = feature_at(features, self._path)
         # Many rows often hold the same constraint, and a schema takes time to check.
         self._made = lru_cache(MAX_CACHED)(TimedConstraints(config).make)
 
