@@ -61,6 +61,7 @@ BATCHGEN = {
     "model": "a model's files and what the engine makes of them",
     "texts/tokens": "token ids as text for people",
     "grades": "grading of a whole job, and its files",
+    "publish": "sets and trainers' files out of complete jobs, and the hub",
     "scoring": "scores, intervals and comparisons",
     "resolve": "a configuration becomes an opened job",
     "rows": "one row as HTML and as text",
@@ -75,6 +76,7 @@ BATCHGEN = {
     "viewer": "the pages of `batchgen view`",
     "cli": "the command line",
     "cli/verbs": "a module for each verb",
+    "cli/verbs/publishing": "the verbs that write data for others",
     "": "the command",
 }
 """Folders of batchgen/, in the same way."""
