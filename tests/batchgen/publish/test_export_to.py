@@ -151,7 +151,11 @@ def test_tools_are_json_and_reasoning_is_a_key_of_the_answer(tmp_path: Path) -> 
 
 @SUFFIXES
 def test_dpo_pairs_the_answers_of_a_row(tmp_path: Path, suffix: str) -> None:
-    texts = [["no", "yes", "yes", "No"], ["yes", "yes", "yes", "yes"], [None, "no", "yes", None]]
+    texts: list[list[str | None]] = [
+        ["no", "yes", "yes", "No"],
+        ["yes"] * 4,
+        [None, "no", "yes", None],
+    ]
     job = job_of(tmp_path / "job", texts, in_shard=4)
     out = tmp_path / f"out.{suffix}"
     assert run("export", job, "--to", "dpo", "--by", "mark", "--pairs", 2, "--out", out) == 0
@@ -432,10 +436,9 @@ def test_pairs_differ_by_the_gap_and_are_all_there_are(
     assert len(found) == len(set(found)) == min(most, len(every))
     assert set(found) <= set(every)
     if found:  # the first pair is as far apart as any
-        assert scores[found[0][0]] - scores[found[0][1]] == max(  # type: ignore[operator]
-            scores[i] - scores[j]
-            for i, j in every  # type: ignore[operator]
-        )
+        numbers = [score or 0.0 for score in scores]
+        apart = [numbers[i] - numbers[j] for i, j in (found[0], *every)]
+        assert apart[0] == max(apart)
     assert pairs(scores, texts, gap, most) == found
 
 
