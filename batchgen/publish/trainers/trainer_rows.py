@@ -202,15 +202,16 @@ class TrainerRows:
         return adjacent_groups(members) if together else scattered_groups(members)
 
     def _key(self, row: FoundRow) -> str:
-        source = row.variables.get("source")
-        has_source = isinstance(source, dict) and "row_id" in source
+        """What the rows have in common among which pairs are found, or of which a mean is made."""
+        found = row.variables.get("source")
+        source = found if isinstance(found, dict) and "row_id" in found else None
         if not self._asked.across:
             if not self._rows.is_set:
                 return str(row.variables["row_index"])
-            return json_text(
-                [source.get("job"), source["row_id"]] if has_source else row.variables["id"]
-            )
-        if not has_source:
+            if source is None:
+                return str(row.variables["id"])
+            return json_text([source.get("job"), source["row_id"]])
+        if source is None:
             raise ConfigError(
                 f"--across is for rows that say in the column source what they were made of, as "
                 f"those of dataset=job do, and those of {self._rows.given} do not"
