@@ -64,6 +64,8 @@ BATCHGEN = {
     "model": "a model's files and what the engine makes of them",
     "texts/tokens": "token ids as text for people",
     "grades": "grading of a whole job, and its files",
+    "publish": "sets of rows out of complete jobs",
+    "publish/trainers": "files that trainers read",
     "scoring": "scores, intervals and comparisons",
     "resolve": "a configuration becomes an opened job",
     "rows": "one row as HTML and as text",
@@ -78,6 +80,7 @@ BATCHGEN = {
     "viewer": "the pages of `batchgen view`",
     "cli": "the command line",
     "cli/verbs": "a module for each verb",
+    "cli/verbs/publishing": "the verbs that write data for others",
     "": "the command",
 }
 """Folders of batchgen/, in the same way."""

@@ -50,6 +50,7 @@ _NOT_DECIDING = {
 _NEWER = {
     "model": ("quantization",),
     "prompt": ("messages", "continue", "tools_column"),
+    "sampling": ("column",),
 }
 """Keys that came later: without a value they are no part of a job's identity."""
 _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
@@ -143,8 +144,8 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
         groups[name] = {key: value for key, value in groups[name].items() if key not in keys}
     if not config.rows:
         del groups["rows"]
-    for name, keys in _NEWER.items():  # folders of jobs from before there were the keys lack them
-        for key in keys:
+    for name, newer in _NEWER.items():  # folders of jobs from before there were the keys lack them
+        for key in newer:
             if not groups[name].get(key):
                 groups[name].pop(key, None)
     # What becomes of finished rows does not change them.

@@ -148,14 +148,13 @@ class ChatPrompt:
 
     def _render(self, messages: Messages, tools: Sequence[Any] | None = None) -> str:
         goes_on = self._config.continue_
-        given = {} if tools is None else {"tools": tools}
+        given: dict[str, Any] = {**self._kwargs, **({} if tools is None else {"tools": tools})}
         text = self._tokenizer.apply_chat_template(
             messages,
             tokenize=False,
             add_generation_prompt=not goes_on,
             continue_final_message=goes_on,
             **given,
-            **self._kwargs,
         )
         assert isinstance(text, str)
         return text

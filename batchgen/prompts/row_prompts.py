@@ -91,6 +91,18 @@ def build_prompt(
     return ChatPrompt(config, tokenizer, columns, room)
 
 
+def prompt_room(max_model_len: int, max_new_tokens: int) -> int:
+    """How many tokens a prompt may have, or RequestError (prompt_too_long) if the answer may have
+    all."""
+    if max_new_tokens >= max_model_len:
+        raise RequestError(
+            "prompt_too_long",
+            f"an answer of {max_new_tokens} tokens leaves no room for a prompt: both together have "
+            f"at most {max_model_len}",
+        )
+    return max_model_len - max_new_tokens
+
+
 def fit_prompt(
     ids: list[int], max_len: int, too_long: TooLong, bos_id: int | None = None
 ) -> list[int]:

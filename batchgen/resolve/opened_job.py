@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import lcm
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from batchgen.compose.experiments import choices_with
 from batchgen.compose.load_config import identity
-from batchgen.config.constraint_config import ConstraintConfig, NoConstraintConfig
+from batchgen.config.constraint_config import NoConstraintConfig
 from batchgen.config.job_config import (
     COMMON_COLUMNS,
     PARSED,
@@ -82,6 +82,14 @@ class OpenedJob:
     max_model_len: int
     step_fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise ValueError if parameters of a row cannot be honoured; the message names one."""
+        model = self.model
+        vocab_size, columns = model.config.vocab_size, self.context_columns
+        check_params(params, self.strategy, vocab_size, model.tokenizer, columns)
+        if params.constraint is not None and self.compiler is None:
+            model.grammar_compiler()  # says why there is none
+
     def fingerprints(self, config: JobConfig) -> dict[str, str]:
         """Digests of what decides the answers besides configuration and data set. Every file of the
         models is
@@ -147,7 +155,7 @@ def open_job(config: JobConfig) -> OpenedJob:
     context_columns = [column for column in of_model if column.name in config.output.columns]
     _check_columns(config.output.columns, strategy, of_model, model.config.architecture)
     params = config.params
-    compiler = _compiler(config.constraint, params.constraint, model)
+    compiler = _compiler(config, params.constraint, model)
     with _named("sampling"):
         strictest = _strictest(config, params)
         vocab_size = model.config.vocab_size
@@ -241,11 +249,13 @@ def _strictest(config: JobConfig, params: SamplingParams) -> SamplingParams:
 
 
 def _compiler(
-    config: ConstraintConfig, constraint: Constraint | None, model: OpenedModel
+    config: JobConfig, constraint: Constraint | None, model: OpenedModel
 ) -> GrammarCompiler | None:
-    """The compiler for the rows' constraints; it has compiled the one of the
-    job, if there is one."""
-    if isinstance(config, NoConstraintConfig):
+    """The compiler for the rows' constraints, which has compiled that of the job; None if there are
+    none, or if only single rows would need one that the model cannot have."""
+    if isinstance(config.constraint, NoConstraintConfig):
+        with suppress(ValueError):
+            return None if config.sampling.column is None else model.grammar_compiler()
         return None
     with _named("constraint"):
         compiler = model.grammar_compiler()

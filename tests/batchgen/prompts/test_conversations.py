@@ -137,7 +137,8 @@ def test_tools_reach_the_chat_template(smollm2: PreTrainedTokenizerBase) -> None
     assert made.token_ids(row(q1="Hi", tools=TOOLS)) == expected
     assert made.token_ids(row(q1="Hi", tools=json.dumps(TOOLS))) == expected
     without = oracle(smollm2, ("user", "Hi"), chat_template=WITH_TOOLS)
-    for none in (None, [], "[]"):
+    nothing: list[Any] = [None, [], "[]"]
+    for none in nothing:
         assert made.token_ids(row(q1="Hi", tools=none)) == without
     assert made.size(row(q1="Hi", tools=TOOLS)) > made.size(row(q1="Hi", tools=None))
     assert not prompt(smollm2, WITH_TOOLS, user="Hi", tools_column="tools").is_constant
