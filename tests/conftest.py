@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -126,6 +127,16 @@ any_time = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", any_time, max_examples=40)
 settings.register_profile("all", any_time, max_examples=1000)
 settings.load_profile("quick")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what all tests have imported out of every collection of garbage, as it is much."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
