@@ -44,6 +44,7 @@ BATCHGEN = {
     "util": "errors, paths, signals, digests, words",
     "config": "the keys of a job, their types and their values",
     "compose": "files and arguments become a configuration",
+    "templates": "templates and expressions that strangers may write, within bounds",
     "texts": "values, rows and tables as text",
     "texts/math": "formulas as MathML",
     "leases": "how processes that share a folder or a bucket agree",
@@ -60,6 +61,8 @@ BATCHGEN = {
     "model": "a model's files and what the engine makes of them",
     "texts/tokens": "token ids as text for people",
     "grades": "grading of a whole job, and its files",
+    "publish": "sets of rows out of complete jobs",
+    "publish/trainers": "files that trainers read",
     "scoring": "scores, intervals and comparisons",
     "resolve": "a configuration becomes an opened job",
     "rows": "one row as HTML and as text",
@@ -74,6 +77,7 @@ BATCHGEN = {
     "viewer": "the pages of `batchgen view`",
     "cli": "the command line",
     "cli/verbs": "a module for each verb",
+    "cli/verbs/publishing": "the verbs that write data for others",
     "": "the command",
 }
 """Folders of batchgen/, in the same way."""

@@ -20,7 +20,7 @@ from batchgen.config.constraint_config import (
     NoConstraintConfig,
     with_contents,
 )
-from batchgen.config.convert_value import MISSING, build, check_keys, convert
+from batchgen.config.convert_value import MISSING, build, check_keys, convert, key_of
 from batchgen.config.job_config import (
     PROMPT_KINDS,
     DatasetConfig,
@@ -47,6 +47,12 @@ _NOT_DECIDING = {
     "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report"},
 }
 """Keys of each group that decide nothing about the content of a row."""
+_NEWER = {
+    "model": ("quantization",),
+    "prompt": ("messages", "continue", "tools_column"),
+    "sampling": ("column",),
+}
+"""Keys that came later: without a value they are no part of a job's identity."""
 _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
 
 
@@ -113,6 +119,7 @@ def constraint_config(values: dict[str, Any]) -> ConstraintConfig:
 def resolved(config: JobConfig) -> dict[str, Any]:
     """The configuration as plain values, under the keys that users write."""
     groups = dataclasses.asdict(config)
+    groups["prompt"] = {key_of(name): value for name, value in groups["prompt"].items()}
     for name in ("strategy", "launcher"):
         groups[name] = _with_target(groups[name] or {"target": None, "options": {}})
     for name in STEP_LISTS:
@@ -137,8 +144,10 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
         groups[name] = {key: value for key, value in groups[name].items() if key not in keys}
     if not config.rows:
         del groups["rows"]
-    if config.model.quantization is None:  # as in folders of jobs from before there was the key
-        del groups["model"]["quantization"]
+    for name, newer in _NEWER.items():  # folders of jobs from before there were the keys lack them
+        for key in newer:
+            if not groups[name].get(key):
+                groups[name].pop(key, None)
     # What becomes of finished rows does not change them.
     for name in ("post", "score", "progress", "workers", "launcher"):
         del groups[name]

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from batchgen.config.constraint_config import CONSTRAINT_KINDS
+from batchgen.config.convert_value import key_of
 from batchgen.config.job_config import (
     PROMPT_KINDS,
     DatasetConfig,
@@ -51,8 +52,8 @@ _DECLARED: dict[str, Sequence[type]] = {
 that load torch; conf/strategy/ has their names and defaults."""
 
 _WITH_ESCAPES = {
-    *("prompt.user", "prompt.system", "prompt.text", "dataset.delimiter"),
-    *("sampling.stop", "constraint.start_after", "constraint.choices"),
+    *("prompt.user", "prompt.system", "prompt.text", "prompt.messages"),
+    *("dataset.delimiter", "sampling.stop", "constraint.start_after", "constraint.choices"),
 }
 _LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
@@ -106,7 +107,8 @@ def declared_type(key: str) -> Any:
     has the type of its default, if that says one."""
     group, _, name = key.partition(".")
     declaring = _launchers() if group == "launcher" else _DECLARED.get(group, ())
-    hints = [get_type_hints(cls).get(name) for cls in declaring]
+    declared = [get_type_hints(cls) for cls in declaring]
+    hints = [{key_of(field): hint for field, hint in each.items()}.get(name) for each in declared]
     if found := [hint for hint in hints if hint is not None]:
         return found[0]
     if group == "strategy":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -15,6 +14,7 @@ from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.dataset_columns import column_path, feature_at, value_at
 from batchgen.dataset.dataset_files import LoadedDataset, load_split, quiet
 from batchgen.dataset.row_ids import IdSet, check_unique, duplicate_error
+from batchgen.dataset.source import Left, ReadJob, Row
 from batchgen.dataset.stored_json import stored_field
 from batchgen.engine.base.outputs import RequestError
 from batchgen.tables.read_errors import READ_ERRORS, unreadable
@@ -26,24 +26,6 @@ BATCH = 256  # rows that are read at a time
 FIRST_ROWS = 1000  # that tell the features of a stream which does not name them itself
 PLAIN = (Value, ClassLabel, Json, Translation, TranslationVariableLanguages)
 """Features whose values are numbers, strings, lists and dicts; images and audio are none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row of the data set.
-
-    Attributes:
-        index: its position in the data set, where the first row has 0.
-        id: the value of `dataset.id_column` as text, or the index if there is no such column.
-        fields: the values of its columns. Dates are datetimes, labels are numbers, and JSON is
-            parsed. Images, audio and the like are left out.
-        failure: why the row can have no prompt, if a step of `rows` failed in it.
-    """
-
-    index: int
-    id: str
-    fields: dict[str, Any]
-    failure: RequestError | None = None
 
 
 def open_dataset(config: DatasetConfig) -> RowSource:
@@ -76,6 +58,9 @@ class RowSource:
         num_rows: how many rows there are, None for a stream.
         fingerprint: equal for equal rows on every machine. Data of the hub is known by its commit.
     """
+
+    jobs: tuple[ReadJob, ...] = ()
+    funnel: tuple[Left, ...] = ()
 
     def __init__(self, loaded: LoadedDataset, config: DatasetConfig) -> None:
         self._config, self._files = config, loaded.files

@@ -150,9 +150,8 @@ class _Attempt:
         self._signals.deferred = True
         self._note_engine(engine)
         expected = self._predict(engine)
-        prompt, constraints, _ = self._rows
         generation = Generation(
-            self._config, self._parts.source, prompt, constraints, engine, writer, metrics
+            self._config, self._parts.source, self._rows.request, engine, writer, metrics
         )
         shown = Progress(
             metrics.attempt.rows_total,
@@ -160,7 +159,7 @@ class _Attempt:
             self._config.progress.show,
             self._parts.decode,
             resumed_errors=metrics.tally.totals.error_rows,
-            longest=self._config.sampling.max_new_tokens,
+            longest=self._longest(),
             expected=expected,
         )
         metrics.begin()
@@ -168,6 +167,12 @@ class _Attempt:
             if not generation.run(self._todo, self._signals, progress):
                 return self._stopped()
         return None
+
+    def _longest(self) -> int:
+        """The most tokens that an answer can have."""
+        sampling = self._config.sampling
+        of_rows = sampling.column is not None
+        return self._parts.max_model_len if of_rows else sampling.max_new_tokens
 
     def _note_engine(self, engine: Engine) -> None:
         """Record what the answers depend on in writer, metrics and manifest; show the memory."""

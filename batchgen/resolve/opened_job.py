@@ -6,14 +6,14 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import lcm
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.compose.experiments import choices_with
-from batchgen.config.constraint_config import ConstraintConfig, NoConstraintConfig
+from batchgen.config.constraint_config import NoConstraintConfig
 from batchgen.config.job_config import (
     COMMON_COLUMNS,
     PARSED,
@@ -46,8 +46,7 @@ from batchgen.util.fingerprint import fingerprint_files, fingerprint_text
 if TYPE_CHECKING:
     import torch
 
-    from batchgen.dataset.row_source import RowSource
-    from batchgen.dataset.row_steps import SteppedSource
+    from batchgen.dataset.source import Source
 
 _SAID_BY_CLASS = ("name", "step_inputs", "decide")
 """Attributes that every strategy's own class has: what the base class cannot say for it."""
@@ -75,10 +74,18 @@ class OpenedJob:
     strategy: Strategy
     context_columns: Sequence[OutputColumn]
     compiler: GrammarCompiler | None
-    source: RowSource | SteppedSource
+    source: Source
     prompt: Prompt
     dtype: torch.dtype
     max_model_len: int
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise ValueError if parameters of a row cannot be honoured; the message names one."""
+        model = self.model
+        vocab_size, columns = model.config.vocab_size, self.context_columns
+        check_params(params, self.strategy, vocab_size, model.tokenizer, columns)
+        if params.constraint is not None and self.compiler is None:
+            model.grammar_compiler()  # says why there is none
 
     def fingerprints(self, config: JobConfig) -> dict[str, str]:
         """Digests of what decides the answers besides configuration and data set. Every file of the
@@ -147,7 +154,7 @@ def open_job(config: JobConfig) -> OpenedJob:
     context_columns = [column for column in of_model if column.name in config.output.columns]
     _check_columns(config.output.columns, strategy, of_model, model.config.architecture)
     params = config.params
-    compiler = _compiler(config.constraint, params.constraint, model)
+    compiler = _compiler(config, params.constraint, model)
     with _named("sampling"):
         strictest = _strictest(config, params)
         vocab_size = model.config.vocab_size
@@ -157,12 +164,11 @@ def open_job(config: JobConfig) -> OpenedJob:
     from batchgen.dataset.row_source import open_dataset
     from batchgen.grading.build_steps import check_scored
 
-    data = open_dataset(config.dataset)
-    source: RowSource | SteppedSource = data
+    source: Source = open_dataset(config.dataset)
     if config.rows:
         from batchgen.dataset.row_steps import SteppedSource
 
-        source = SteppedSource(data, row_steps(config.rows))
+        source = SteppedSource(source, row_steps(config.rows))
     check_fields(post, source.schema.names)
     check_scored(post, config.score, source.schema.names)
     with _named("engine"):
@@ -234,11 +240,13 @@ def _strictest(config: JobConfig, params: SamplingParams) -> SamplingParams:
 
 
 def _compiler(
-    config: ConstraintConfig, constraint: Constraint | None, model: OpenedModel
+    config: JobConfig, constraint: Constraint | None, model: OpenedModel
 ) -> GrammarCompiler | None:
-    """The compiler for the rows' constraints; it has compiled the one of the
-    job, if there is one."""
-    if isinstance(config, NoConstraintConfig):
+    """The compiler for the rows' constraints, which has compiled that of the job; None if there are
+    none, or if only single rows would need one that the model cannot have."""
+    if isinstance(config.constraint, NoConstraintConfig):
+        with suppress(ValueError):
+            return None if config.sampling.column is None else model.grammar_compiler()
         return None
     with _named("constraint"):
         compiler = model.grammar_compiler()
