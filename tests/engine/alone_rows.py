@@ -9,7 +9,7 @@ from engine_rows import Request
 
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
+from batchgen.engine.models.sparse.moe_model import ROUTED_EXPERTS
 from batchgen.engine.sampling.sampling_params import SamplingParams
 
 Run = Callable[[LLMEngine, Sequence[Request]], list[RequestOutput]]

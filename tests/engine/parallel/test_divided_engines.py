@@ -15,7 +15,7 @@ from qwen_mtp import TheirHead
 from ranked_engines import Case, run_divided
 
 from batchgen.engine.base.outputs import RequestOutput
-from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
+from batchgen.engine.models.sparse.moe_model import ROUTED_EXPERTS
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
