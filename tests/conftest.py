@@ -314,10 +314,12 @@ def _random_hybrid(kind: str, config: dict[str, Any]) -> PreTrainedModel:
 def _random_variant(kind: str, config: dict[str, Any]) -> PreTrainedModel:
     values = _SIZES | {"pad_token_id": None} | config
     if kind == "smollm3":
-        plain = {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": False}
+        plain: dict[str, Any] = {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": False}
         return SmolLM3ForCausalLM(SmolLM3Config(**plain | values))
     if kind == "olmo3":
-        layers = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        layers: dict[str, Any] = {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
+        }
         return Olmo3ForCausalLM(Olmo3Config(**{"sliding_window": 256} | layers | values))
     if kind == "glm4_moe":
         return Glm4MoeForCausalLM(Glm4MoeConfig(**_MOE_V3 | values))

@@ -29,7 +29,7 @@ class Ministral3ForCausalLM(DenseForCausalLM):
         parameters: dict[str, Any] = dict(hf.rope_parameters)
         parameters.pop("max_position_embeddings", None)  # the model's own, once more
         beta = parameters.pop("llama_4_scaling_beta", None)
-        original = parameters.get("original_max_position_embeddings")
+        original: Any = parameters.get("original_max_position_embeddings")
         return dense_config(
             hf,
             cls,

@@ -41,6 +41,9 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"split_experts": False, "moe_intermediate_size": 128}),
     ("deepseek_v3", {}),
     ("glm4_moe_lite", {}),
+    ("glm4_moe", {}),
+    ("minimax_m2", {}),
+    ("olmo3", {}),
     ("qwen3_next", {}),
     ("qwen3_5_moe", {}),
 ]

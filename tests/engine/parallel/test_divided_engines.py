@@ -110,6 +110,8 @@ def test_two_ranks_say_what_one_says(tiny_model: TinyModel) -> None:
                 strategy=ARSpecStrategy("ngram", adaptive=False, ngram_min=1),
             ),
             Case(tiny_model("qwen3", vocab_size=WIDTH), constrained(6), has_text=True),
+            # The ranks share norms over all heads, and these norms stand behind a layer's parts.
+            Case(tiny_model("olmo3"), rows(5)),
         ],
         2,
     )
@@ -132,6 +134,13 @@ def all_cases(tiny_model: TinyModel, heads: Path) -> list[Case]:
         Case(tiny_model("deepseek_v2"), rows(6), columns=(ROUTED_EXPERTS,)),
         Case(tiny_model("deepseek_v3"), rows(6), load_format="dummy"),
         Case(tiny_model("glm4_moe_lite"), rows(6)),
+        Case(tiny_model("glm4_moe"), rows(6), columns=(ROUTED_EXPERTS,)),
+        Case(tiny_model("minimax_m2"), rows(6), columns=(ROUTED_EXPERTS,)),
+        Case(tiny_model("minimax_m2"), rows(6), load_format="dummy"),
+        Case(tiny_model("ministral3"), rows(6)),
+        Case(tiny_model("mistral3"), rows(6)),
+        Case(tiny_model("olmo3"), rows(6)),
+        Case(tiny_model("smollm3"), rows(6)),
         preempted(llama),
         Case(llama, spec, strategy=ARSpecStrategy("draft"), draft=llama, adaptive=True),
         Case(
