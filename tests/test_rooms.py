@@ -63,6 +63,7 @@ BATCHGEN = {
     "grades": "grading of a whole job, and its files",
     "publish": "sets of rows out of complete jobs",
     "publish/trainers": "files that trainers read",
+    "publish/hub": "folders pushed to the hub",
     "scoring": "scores, intervals and comparisons",
     "resolve": "a configuration becomes an opened job",
     "rows": "one row as HTML and as text",
