@@ -199,7 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
         return 200, {"commitUrl": f"{self.hub.url}/datasets/{name}/commit/{sha}", "commitOid": sha}
 
     def _resolve(self, path: str, _: bytes) -> tuple[Any, ...]:
-        _, _, user, name, _, _, file = path.split("/", 6)
+        user, name, _resolve, _head, file = path.split("/", 6)[2:]
         repo = self.hub.repos[f"{user}/{name}"]
         if file not in repo.files:
             return 404, {"error": "no such file"}, {"X-Error-Code": "EntryNotFound"}

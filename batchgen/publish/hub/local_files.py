@@ -91,11 +91,8 @@ class PushedFolder:
         Args:
             complete: whether the job is complete, and its grades and figures are final.
         """
-        if self._reader is None:
-            names = (CARD, SET_FILE)
-        else:
-            names = (CARD, _MANIFEST, *_BESIDE)
-        for name in names:
+        beside = () if self._reader is None else _BESIDE
+        for name in (CARD, self.identity_file, *beside):
             if (self.path / name).is_file():
                 yield LocalFile(name, self.path / name)
         folders = ("data", GRADES) if complete else ("data",)

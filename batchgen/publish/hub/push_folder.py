@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from logging import CRITICAL
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -52,10 +53,11 @@ class FolderPush:
             JobError: the hub refuses or cannot be reached.
         """
         from huggingface_hub import HfApi, get_token
-        from huggingface_hub.utils import disable_progress_bars, logging
+        from huggingface_hub.utils.logging import set_verbosity
+        from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()
-        logging.set_verbosity(logging.CRITICAL)
+        set_verbosity(CRITICAL)
         if get_token() is None:
             raise ConfigError(
                 "push: nobody is logged in to the hub here: run `hf auth login` first, with a "

@@ -28,7 +28,6 @@ SET = "me/answers"
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub on which this process is logged in; nothing waits for long."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import _http
 
     with hub_server() as found:
         monkeypatch.setattr(constants, "ENDPOINT", found.url)
@@ -38,7 +37,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         )
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setattr(_http.time, "sleep", lambda _: None)
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
         yield found
 
 
