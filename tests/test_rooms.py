@@ -61,6 +61,7 @@ BATCHGEN = {
     "model": "a model's files and what the engine makes of them",
     "texts/tokens": "token ids as text for people",
     "grades": "grading of a whole job, and its files",
+    "upstream": "rows that are answers of other jobs",
     "scoring": "scores, intervals and comparisons",
     "resolve": "a configuration becomes an opened job",
     "rows": "one row as HTML and as text",

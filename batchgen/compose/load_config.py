@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.compose.trust import Trust
 from batchgen.compose.value_references import refuse_resolvers
-from batchgen.config.config_keys import STEP_LISTS, launcher_target
+from batchgen.config.config_keys import STEP_LISTS, choice_values, launcher_target
 from batchgen.config.constraint_config import (
     CONSTRAINT_KINDS,
     ConstraintConfig,
@@ -47,6 +47,12 @@ _NOT_DECIDING = {
     "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report"},
 }
 """Keys of each group that decide nothing about the content of a row."""
+_ADDED = {
+    "model": ("quantization",),
+    "dataset": ("rename", "rows", "best", "where", "text_as", "errors"),
+    "sampling": ("stream",),
+}
+"""Keys that are no part of the identity as long as they are null."""
 _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
 
 
@@ -113,6 +119,8 @@ def constraint_config(values: dict[str, Any]) -> ConstraintConfig:
 def resolved(config: JobConfig) -> dict[str, Any]:
     """The configuration as plain values, under the keys that users write."""
     groups = dataclasses.asdict(config)
+    data = groups["dataset"]  # each kind has keys of its own
+    groups["dataset"] = {key: data[key] for key in choice_values("dataset", data["kind"])}
     for name in ("strategy", "launcher"):
         groups[name] = _with_target(groups[name] or {"target": None, "options": {}})
     for name in STEP_LISTS:
@@ -135,10 +143,12 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
     groups["strategy"] = {k: v for k, v in groups["strategy"].items() if k not in fingerprinted}
     for name, keys in _NOT_DECIDING.items():
         groups[name] = {key: value for key, value in groups[name].items() if key not in keys}
+    for group, added in _ADDED.items():  # as in folders of jobs from before there were the keys
+        for key in added:
+            if groups[group].get(key, 0) is None:
+                del groups[group][key]
     if not config.rows:
         del groups["rows"]
-    if config.model.quantization is None:  # as in folders of jobs from before there was the key
-        del groups["model"]["quantization"]
     # What becomes of finished rows does not change them.
     for name in ("post", "score", "progress", "workers", "launcher"):
         del groups[name]
@@ -148,7 +158,7 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
 def growing(config: JobConfig) -> dict[str, Any]:
     """What may change while a job goes on in its folder, and is worth being remembered."""
     groups = resolved(config)
-    return {f"{name}.{key}": groups[name][key] for name, key in _REMEMBERED}
+    return {f"{name}.{key}": groups[name].get(key) for name, key in _REMEMBERED}
 
 
 def job_file_text(config: JobConfig) -> str:

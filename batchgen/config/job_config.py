@@ -64,8 +64,10 @@ class SamplingConfig(SharedSampling):
 
     temperature: float = 0.0
     n: int = 1
+    stream: str | None = None
 
     def __post_init__(self) -> None:
+        _check(self.stream != "", "sampling.stream", "null or a name", self.stream)
         _check(self.n >= 1, "sampling.n", "at least 1", self.n)
         _check(self.n <= _MOST_SAMPLES, "sampling.n", f"at most {_MOST_SAMPLES:,}", self.n)
 
@@ -232,7 +234,7 @@ class JobConfig:
         may be a large schema.
         """
         values = asdict(self.sampling)
-        del values["n"]
+        del values["n"], values["stream"]
         columns = self.output.columns
         try:
             constraint = job_constraint(self.constraint)

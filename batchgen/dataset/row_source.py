@@ -8,14 +8,14 @@ from typing import Any
 
 import pyarrow as pa
 from datasets import ClassLabel, Dataset, Features, Value
-from datasets.features import Json, LargeList, List, Translation, TranslationVariableLanguages
+from datasets.features import Json, Translation, TranslationVariableLanguages
 
 from batchgen.config.dataset_config import DatasetConfig
-from batchgen.dataset.dataset_columns import column_path, feature_at, value_at
+from batchgen.dataset.dataset_columns import column_path, feature_at, renamed, value_at
 from batchgen.dataset.dataset_files import LoadedDataset, load_split, quiet
 from batchgen.dataset.row_ids import IdSet, check_unique, duplicate_error
 from batchgen.dataset.source import Left, ReadJob, Row
-from batchgen.dataset.stored_json import stored_field
+from batchgen.dataset.stored_json import has_json, inner_features, stored_field
 from batchgen.engine.base.outputs import RequestError
 from batchgen.tables.read_errors import READ_ERRORS, unreadable
 from batchgen.tables.table_formats import check_width, reason
@@ -70,13 +70,17 @@ class RowSource:
         if features is None:
             with self._reading("its first rows"):
                 features = _features_of(list(data.take(FIRST_ROWS)))
-        check_width(len(features), config.path or "the data")
+        check_width(len(features), config.shown)
+        if config.rename:
+            names = renamed(config.rename, features)
+            data = data.rename_columns(dict(config.rename))
+            features = Features({names[name]: feature for name, feature in features.items()})
         odd = [name for name, feature in features.items() if not _is_plain(feature)]
         self.columns = tuple(name for name in features if name not in odd)
         self._check_columns(features, odd)
         self._id_path = self._find_id({name: features[name] for name in self.columns})
         self._data = data.select_columns(list(self.columns)) if odd else data
-        self._json = Features({n: features[n] for n in self.columns if _has_json(features[n])})
+        self._json = Features({n: features[n] for n in self.columns if has_json(features[n])})
         self.features = Features({name: features[name] for name in self.columns})
         copied = self.columns if config.columns is None else config.columns
         self.schema = pa.schema([self._field(name) for name in copied])
@@ -268,22 +272,9 @@ def _is_plain(feature: Any) -> bool:
     """Whether the values of a feature are numbers, strings, lists and dicts of Python."""
     return (
         isinstance(feature, PLAIN)
-        if (inner := _inner(feature)) is None
+        if (inner := inner_features(feature)) is None
         else all(map(_is_plain, inner))
     )
-
-
-def _has_json(feature: Any) -> bool:
-    return isinstance(feature, Json) or any(map(_has_json, _inner(feature) or ()))
-
-
-def _inner(feature: Any) -> list[Any] | None:
-    """The features of which a struct or a list consists; None of any other feature."""
-    if isinstance(feature, dict):
-        return list(feature.values())
-    if isinstance(feature, (List, LargeList)):
-        return [feature.feature]
-    return feature if isinstance(feature, list) else None
 
 
 def _storage(kind: pa.DataType) -> pa.DataType:

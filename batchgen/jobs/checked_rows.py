@@ -9,12 +9,13 @@ from batchgen.compose.load_config import growing, identity
 from batchgen.config.constraint_config import JsonConstraintConfig, JsonSchemaConstraintConfig
 from batchgen.config.job_config import PARSED, JobConfig
 from batchgen.constraint.row_constraints import RowConstraints
+from batchgen.dataset.seed_stream import depth_of, stream_of
 from batchgen.dataset.source import Row
 from batchgen.jobs.job_parts import JobParts
 from batchgen.prompts.row_prompts import fit_prompt
 from batchgen.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.shards.parsed_column import ParsedColumn
-from batchgen.storage.manifest import ROWS, Manifest
+from batchgen.storage.manifest import READ_JOB, ROWS, Manifest
 from batchgen.util.errors import ConfigError
 
 
@@ -92,9 +93,16 @@ def fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[in
 def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Manifest:
     """The manifest of a job as it is asked for, without digests of its rows."""
     source, given = parts.source, parts.fingerprints
+    groups = identity(config, [name for name in given if name.endswith("_model")])
+    if (stream := stream_of(config.sampling.stream, source.jobs)) is not None:
+        groups["sampling"]["stream"] = stream
+    if depth := depth_of(source.jobs):
+        groups["dataset"]["depth"] = depth
+    many = len(source.jobs) > 1
+    jobs = {f"{READ_JOB} {job.name}" if many else READ_JOB: job.digest for job in source.jobs}
     return Manifest.build(
-        identity(config, [name for name in given if name.endswith("_model")]),
-        {"dataset": source.fingerprint, **given},
+        groups,
+        {"dataset": source.fingerprint, **given, **jobs},
         {field.name: str(field.type) for field in schema.arrow},
         {**growing(config), ROWS: source.num_rows},
     )

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from batchgen.config.job_config import JobConfig
 from batchgen.constraint.row_constraints import RowConstraints
+from batchgen.dataset.seed_stream import stream_of, stream_seed
 from batchgen.dataset.source import Row, Source
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.constraint.constraint import Constraint
@@ -128,7 +129,9 @@ class Generation:
         self._source = source
         self._prompt = prompt
         self._constraints = constraints
-        self._params = config.params
+        stream = stream_of(config.sampling.stream, source.jobs)
+        seed = stream_seed(config.sampling.seed, stream)
+        self._params = dataclasses.replace(config.params, seed=seed)
         self._writer = writer
         self._samples = config.sampling.n
         self._metrics = metrics

@@ -153,10 +153,10 @@ def open_job(config: JobConfig) -> OpenedJob:
         check_params(strictest, strategy, vocab_size, model.tokenizer, context_columns)
     _check_parsed(config, model.tokenizer)
     # After all that is checked without it: it takes seconds to load datasets and pyarrow.
-    from batchgen.dataset.row_source import open_dataset
     from batchgen.grading.build_steps import check_scored
+    from batchgen.upstream.open_source import open_source
 
-    source: Source = open_dataset(config.dataset)
+    source = open_source(config)
     if config.rows:
         from batchgen.dataset.row_steps import SteppedSource
 
