@@ -25,6 +25,16 @@ def column_path(name: str, features: Mapping[str, Any]) -> tuple[str, ...] | Non
     return None
 
 
+def named_path(key: str, name: str, features: Mapping[str, Any]) -> tuple[str, ...]:
+    """The path of the column that a key of the configuration names, or ConfigError."""
+    path = column_path(name, features)
+    if path is None:
+        raise ConfigError(
+            f"{key}: the data set has no column {name!r}: choose among {some_names(features, name)}"
+        )
+    return path
+
+
 def feature_at(feature: Any, keys: list[str] | tuple[str, ...]) -> Any:
     """What lies below some keys of a feature, None if nothing can; below JSON of several types it
     is JSON."""

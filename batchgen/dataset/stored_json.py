@@ -12,20 +12,6 @@ from datasets.features import Json, LargeList, List
 _KEY = "feature"
 
 
-def has_json(feature: Any) -> bool:
-    """Whether a feature is JSON of several types, or has such JSON inside."""
-    return isinstance(feature, Json) or any(map(has_json, inner_features(feature) or ()))
-
-
-def inner_features(feature: Any) -> list[Any] | None:
-    """The features of which a struct or a list consists; None for any other feature."""
-    if isinstance(feature, dict):
-        return list(feature.values())
-    if isinstance(feature, (List, LargeList)):
-        return [feature.feature]
-    return feature if isinstance(feature, list) else None
-
-
 def stored_field(name: str, feature: Any, type: pa.DataType) -> pa.Field:
     """The Arrow field of an output column; its metadata keeps the feature of the data set's
     column."""

@@ -13,8 +13,9 @@ from datasets import Features
 from datasets.features import List
 
 from batchgen.config.dataset_config import DatasetConfig
+from batchgen.dataset.feature_types import has_json
 from batchgen.dataset.source import Row
-from batchgen.dataset.stored_json import has_json, stored_feature
+from batchgen.dataset.stored_json import stored_feature
 from batchgen.engine.base.outputs import RequestError
 from batchgen.upstream.chosen_answers import Choice, Ints
 from batchgen.upstream.job_columns import (
