@@ -95,7 +95,9 @@ def row_request(
 
 def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Manifest:
     """The manifest of a job as it is asked for, without digests of its rows."""
-    source, given = parts.source, parts.fingerprints
+    from batchgen.row_index.open_rows import data_of  # it loads the libraries of the data
+
+    source, given = data_of(parts.source), parts.fingerprints
     return Manifest.build(
         identity(config, [name for name in given if name.endswith("_model")]),
         {"dataset": source.fingerprint, **given},

@@ -77,7 +77,6 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
     """What a job runs on that has been opened; `fingerprints` are those of models, dtype and
     constraint."""
     tokenizer = opened.model.tokenizer
-    compiler = opened.compiler
     return JobParts(
         source=opened.source,
         prompt=opened.prompt,
@@ -91,9 +90,18 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         **({} if opened.reasoning is None else {"split": opened.reasoning.split}),
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),
-        close=lambda: None if compiler is None else compiler.close(),
+        close=partial(_close, opened),
         predict=partial(_predict, config, opened),
     )
+
+
+def _close(opened: OpenedJob) -> None:
+    from batchgen.row_index.indexed_source import IndexedSource
+
+    if opened.compiler is not None:
+        opened.compiler.close()
+    if isinstance(opened.source, IndexedSource):
+        opened.source.close()
 
 
 def _predict(

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.publish.finished_rows import FinishedRows, FoundRow
-from batchgen.templates.row_expression import ExpressionFailed, RowExpression
+from batchgen.publish.row_values import is_true, number, value_of
 from batchgen.texts.row_json import json_text
 from batchgen.util.errors import ConfigError
 
@@ -61,45 +61,6 @@ class Places:
 
     def __len__(self) -> int:
         return len(self.job)
-
-
-def where_text(key: str, row: FoundRow) -> str:
-    """How a message names a row."""
-    name = row.variables.get("row_id", row.variables.get("id", row.place))
-    return f"{key}, row {name!r} of shard {row.shard}"
-
-
-def is_true(expression: RowExpression, row: FoundRow) -> bool:
-    """Whether an expression is true in a row; ConfigError if it has no value there."""
-    return bool(expression_value(expression, row))
-
-
-def number(expression: RowExpression, row: FoundRow) -> float | None:
-    """What an expression is in a row, as a number; None for null and for what is not a number.
-
-    Raises:
-        ConfigError: it has no value in the row, or one of another type.
-    """
-    value = expression_value(expression, row)
-    if value is None:
-        return None
-    if not isinstance(value, (bool, int, float)):
-        raise ConfigError(
-            f"{where_text(expression.source, row)}: it must be a number or null, and is "
-            f"{type(value).__name__} {str(value)[:80]!r}"
-        )
-    return None if math.isnan(value) else float(value)
-
-
-def expression_value(expression: RowExpression, row: FoundRow) -> Any:
-    """What an expression is in a row; ConfigError, which names the row, if it has no value."""
-    try:
-        return expression.value(row.variables, str(row.variables.get("row_id", "")))
-    except ExpressionFailed as error:
-        raise ConfigError(
-            f"{where_text(str(error), row)}: mend the expression, or let it pass such rows over "
-            "(`x is not none and …`)"
-        ) from None
 
 
 def value_digest(value: Any) -> bytes:
@@ -217,7 +178,7 @@ class _Pass:
 
     def _add(self, kept: _Kept, row: FoundRow) -> None:
         by = number(self._of["by"], row) if "by" in self._of else None
-        value = expression_value(self._of["dedupe"], row) if "dedupe" in self._of else None
+        value = value_of(self._of["dedupe"], row) if "dedupe" in self._of else None
         kept.add(self._number, row, by, None if value is None else value_digest(value))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -157,12 +157,3 @@ def write_folder(
             (folder / name).write_text(text + "\n", encoding="utf-8")
             fsync_path(folder / name)
     return writer.rows
-
-
-def column_lines(schema: pa.Schema) -> Sequence[str]:
-    """The table of columns for a card."""
-    lines = ["| column | type | meaning |", "|---|---|---|"]
-    for field in schema:
-        meaning = (field.metadata or {}).get(b"meaning", b"").decode()
-        lines.append(f"| `{field.name}` | `{field.type}` | {meaning} |")
-    return lines

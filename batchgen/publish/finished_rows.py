@@ -42,13 +42,22 @@ class FoundRow:
     variables: Mapping[str, Any]
 
 
+def row_name(row: FoundRow) -> str:
+    """How a message names a row, as far as its id was read."""
+    found = row.variables
+    name = found.get("row_id", found.get("id"))
+    return f"row {row.place} of shard {row.shard}" if name is None else f"row {name!r}"
+
+
 class FinishedRows:
     """Rows that will not change any more, in their order.
 
     Attributes:
         given: the folder as the user named it.
+        manifest: what a job's manifest.json holds; empty for a set.
         facts: what a set's SET_FILE holds; None for a job.
-        config: the configuration by group; of a set, that of the job it came from, if it was one.
+        config: the configuration by group; of a set, that of its jobs, if they had equal
+            prompts, else empty.
     """
 
     def __init__(
@@ -70,6 +79,7 @@ class FinishedRows:
 
     @property
     def is_set(self) -> bool:
+        """Whether the rows are those of a set."""
         return self.facts is not None
 
     def _names(self, folder: str) -> list[str]:
@@ -91,6 +101,11 @@ class FinishedRows:
         with CheckedFile(self.storage.parquet(parts[self.shards[0]])) as file:
             fields = [field for field in file.schema if field.name not in ROW_KEYS]
         return pa.schema(fields)
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """What metrics.json holds; empty for a set."""
+        return {} if self.is_set else JobFolderReader(self.path, self.storage).metrics
 
     @cached_property
     def digest(self) -> str:
@@ -180,12 +195,18 @@ def _bytes_digest(source: Source) -> str:
     return known.hexdigest()
 
 
+def is_set(given: str) -> bool:
+    """Whether a folder is one that `select` or `export` wrote."""
+    if is_url(given):
+        return False
+    path = user_path(given, "OUT")
+    return (path / SET_FILE).is_file() and not (path / "manifest.json").exists()
+
+
 def open_rows(given: str) -> FinishedRows:
     """The rows of a complete job or of a set, or a ConfigError that says what to do."""
-    if not is_url(given):
-        path = user_path(given, "OUT")
-        if (path / SET_FILE).is_file() and not (path / "manifest.json").exists():
-            return _open_set(given, path)
+    if is_set(given):
+        return _open_set(given, user_path(given, "OUT"))
     reader = open_job(given)
     refuse_incomplete(reader, given)
     return FinishedRows(given, reader.storage, reader.config, reader.text_column, reader.manifest)
@@ -225,6 +246,7 @@ def _open_set(given: str, path: Path) -> FinishedRows:
             f"{given} is an export for a trainer ({facts['kind']}): give the job or the set that "
             "it was made of"
         )
-    jobs = facts["jobs"]
-    config = jobs[0].get("config", {}) if len(jobs) == 1 else {}
+    configs = [one.get("config") or {} for one in facts["jobs"]]
+    prompts = [config.get("prompt") for config in configs]
+    config = configs[0] if all(prompt == prompts[0] for prompt in prompts) else {}
     return FinishedRows(given, FolderStorage(path), config, facts["text_column"], {}, facts)

@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-
-from batchgen.folder.how_to_read import how_to_read
-from batchgen.publish.chosen_rows import Choice, Funnel, choose
-from batchgen.publish.data_folder import column_lines, is_there, request_digest, write_folder
-from batchgen.publish.finished_rows import SET_FORMAT, FinishedRows
+from batchgen.publish.chosen_rows import Choice, choose
+from batchgen.publish.data_folder import is_there, request_digest, write_folder
+from batchgen.publish.finished_rows import SET_FILE, SET_FORMAT, FinishedRows
+from batchgen.publish.set_card import job_lineage, set_card
 from batchgen.publish.set_rows import set_columns, set_schema, set_tables
 from batchgen.util.errors import ConfigError
-
-_GROUPS = ("model", "dataset", "rows", "prompt", "strategy", "sampling", "constraint", "post")
-"""What a set keeps of the configuration of each job."""
-_NOT_KEPT = ("row_digests", "history")
-"""Parts of a manifest that grow with the rows, or that are for people."""
-_HEADER = """\
----
-configs:
-- config_name: default
-  data_files:
-  - split: train
-    path: data/*.parquet
-tags:
-- batchgen
-- synthetic
-dataset_info:
-  description: Written by batchgen ({mark}).
----
-"""
 
 
 @dataclass(frozen=True)
@@ -93,20 +71,14 @@ def select(
     }
 
     def card(rows: int) -> str:
-        return set_card(out.name, request, lineage, funnel, rows, schema, str(out))
+        about = (
+            f"{rows:,} rows, chosen by `batchgen select`. `{SET_FILE}` has the manifests of the "
+            "jobs that they came from."
+        )
+        return set_card(out, request, about, lineage, funnel.steps, schema)
 
     rows = write_folder(out, schema, set_tables(jobs, taken, places, schema), facts, card)
     return Selected(rows, funnel.steps, made=True)
-
-
-def job_lineage(job: FinishedRows) -> dict[str, Any]:
-    """What a folder remembers of a job, or of a set, that its rows came from."""
-    found: dict[str, Any] = {"path": job.given, "digest": job.digest}
-    if job.facts is not None:
-        return {**found, "set": dict(job.facts)}
-    manifest = {key: value for key, value in job.manifest.items() if key not in _NOT_KEPT}
-    config = {key: job.config[key] for key in _GROUPS if job.config.get(key)}
-    return {**found, "config": config, "manifest": manifest}
 
 
 def _prefixes(jobs: Sequence[FinishedRows]) -> list[str]:
@@ -120,61 +92,3 @@ def _prefixes(jobs: Sequence[FinishedRows]) -> list[str]:
             "move one of them"
         )
     return [f"{name}/" for name in names]
-
-
-def set_card(
-    name: str,
-    mark: str,
-    lineage: Sequence[Mapping[str, Any]],
-    funnel: Funnel,
-    rows: int,
-    schema: pa.Schema,
-    folder: str,
-) -> str:
-    """The README.md of a set. Its text depends on the rows alone, and on where they came from."""
-    reading = [f"- {reader}: `{line}`" for reader, line in how_to_read(folder).items()]
-    parts = [
-        _HEADER.format(mark=mark),
-        f"# {name}",
-        "",
-        f"{rows:,} rows, chosen by `batchgen select`. `selection.json` has the manifests of the "
-        "jobs that they came from.",
-        "",
-        "## Lineage",
-        "",
-        *lineage_lines(lineage),
-        "",
-        "## How the rows were chosen",
-        "",
-        "| step | rows left |",
-        "|---|---|",
-        *(f"| `{step}` | {left:,} |" for step, left in funnel.steps),
-        "",
-        "## Columns",
-        "",
-        *column_lines(schema),
-        "",
-        "## How to read it",
-        "",
-        *reading,
-    ]
-    return "\n".join(parts)
-
-
-def lineage_lines(lineage: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each job: its model, its data set and how it sampled, and its digest."""
-    lines = []
-    for one in lineage:
-        if "set" in one:
-            lines += lineage_lines(one["set"]["jobs"])
-            continue
-        config = one["config"]
-        model, dataset = config.get("model") or {}, config.get("dataset") or {}
-        sampling = ", ".join(f"{k}={v}" for k, v in (config.get("sampling") or {}).items())
-        revision = f" at `{model['revision']}`" if model.get("revision") else ""
-        lines.append(
-            f"- `{one['path']}`: model `{model.get('path')}`{revision}, data set "
-            f"`{dataset.get('path') or dataset.get('kind')}`, sampling `{sampling}`, digest "
-            f"`{one['digest']}`"
-        )
-    return lines

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.compose.experiments import choices_with
+from batchgen.compose.load_config import identity
 from batchgen.config.constraint_config import NoConstraintConfig
 from batchgen.config.job_config import (
     COMMON_COLUMNS,
@@ -34,7 +35,7 @@ from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.prefill_policy import check_chunk_sizes
 from batchgen.engine.strategy import Strategy
-from batchgen.grading.build_steps import check_fields, described, post_steps, row_steps
+from batchgen.grading.build_steps import check_fields, post_steps
 from batchgen.model.engine_recipe import EngineRecipe
 from batchgen.model.model_source import model_files
 from batchgen.model.open_model import OpenedModel, open_model
@@ -66,9 +67,10 @@ class OpenedJob:
         compiler: compiles the rows' constraints; None if there are none.
         source: the rows.
         prompt: makes the token ids of a row.
-        reasoning: tells thoughts from answers; None if the job does not ask for that.
         dtype: that of weights and activations.
         max_model_len: how many tokens prompt and answer may have together.
+        step_fingerprints: versions of the steps of `rows`, and digests of what they read.
+        reasoning: tells thoughts from answers; None if the job does not ask for that.
     """
 
     model: OpenedModel
@@ -80,6 +82,7 @@ class OpenedJob:
     prompt: Prompt
     dtype: torch.dtype
     max_model_len: int
+    step_fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reasoning: ReasoningMarkers | None = None
 
     def check_params(self, params: SamplingParams) -> None:
@@ -106,9 +109,7 @@ class OpenedJob:
         if (constraint := config.params.constraint) is not None:
             # The configuration is compared without the order of keys, in which the row writes them.
             found["constraint"] = fingerprint_text(constraint.text)
-        for step in described(config.rows, row_steps(config.rows)):
-            found[f"version of {step['_target_']}"] = str(step["version"])
-        return found
+        return {**found, **self.step_fingerprints}
 
     def build_engine(self, config: JobConfig) -> LLMEngine:
         """Load the weights of all models and make the engine."""
@@ -166,12 +167,11 @@ def open_job(config: JobConfig) -> OpenedJob:
     # After all that is checked without it: it takes seconds to load datasets and pyarrow.
     from batchgen.dataset.row_source import open_dataset
     from batchgen.grading.build_steps import check_scored
+    from batchgen.row_index.open_rows import behind_steps
 
     source: Source = open_dataset(config.dataset)
-    if config.rows:
-        from batchgen.dataset.row_steps import SteppedSource
-
-        source = SteppedSource(source, row_steps(config.rows))
+    of_data = identity(config)["dataset"]
+    source, of_steps = behind_steps(source, config.rows, of_data, model.tokenizer)
     check_fields(post, source.schema.names)
     check_scored(post, config.score, source.schema.names)
     with _named("engine"):
@@ -204,6 +204,7 @@ def open_job(config: JobConfig) -> OpenedJob:
         prompt,
         dtype,
         max_model_len,
+        of_steps,
         _reasoning(config, model),
     )
     with _named("engine"):

@@ -42,7 +42,7 @@ def test_the_columns(
     assert "reasoning" not in table(plain)[0]
     assert (out / "report.html").is_file()
     capsys.readouterr()
-    assert show.main([str(out), "-n", "1"]) == 0
+    assert show.main([str(out)]) == 0
     assert "reasoning" in capsys.readouterr().out
 
 

@@ -1,28 +1,32 @@
-"""`batchgen export OUT`: the rows of a job as JSON lines or CSV, in constant memory."""
+"""`batchgen export OUT`: the rows of a job as files for other programs, in constant memory."""
 
 from __future__ import annotations
 
-import gzip
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from batchgen.cli.job_outcome import column_list, verb
 from batchgen.cli.verb_table import Parser
 from batchgen.folder.open_folder import open_job
-from batchgen.folder.read_job import JobFolderReader
+from batchgen.publish.finished_rows import is_set, open_rows
+from batchgen.publish.row_values import rows_where
+from batchgen.publish.trainers.export_files import text_file
+from batchgen.publish.trainers.trainer_export import export_for
+from batchgen.publish.trainers.trainer_rows import FORMATS, Asked
 from batchgen.texts.row_json import row_reader
-from batchgen.texts.row_writers import WRITERS, WriteRow, spreadsheet
-from batchgen.util.errors import ConfigError, JobError
+from batchgen.texts.row_writers import WRITERS, spreadsheet
+from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_path
+from batchgen.util.shorten import some_names
 
 _ABOUT = """\
-Write the finished rows of a job, in the order of the data set, as JSON lines or CSV. The job may
-still run; then the rows that are finished are written.
+Write the rows of a job, or of a set that `select` made, in their order. Without --to and --where
+the job may still run; then the rows that are finished are written.
 
 jsonl  an object per row, with all columns unless --columns names some
 csv    a header and a line per row; lists and other nested values are JSON in their cells, a missing
@@ -30,13 +34,54 @@ csv    a header and a line per row; lists and other nested values are JSON in th
        these, --quote-formulas puts an apostrophe before such a text, which they do not show
 txt    the generated text alone, or the one column that --columns names: a row per line, newlines
        as \\n
+
+With --to, complete jobs become what trainers read, as JSON lines or, by the name of --out, as
+Parquet or as a folder with shards and a card. Rows with an error are left out, and counted.
+
+sft     messages, or prompt and completion of a plain text; tools, if the prompts had some
+dpo     prompt, chosen, rejected, score_chosen, score_rejected: of each input row up to --pairs
+        pairs of answers of which --by says that one is better, by --gap at least
+kto     prompt, completion, label (--label: an expression)
+grpo    prompt, answer, pass_rate, row_id: a row for each input row; pass_rate is the mean of --by
+prm     prompt, completions, labels: one text and whether it is right for each step
+openai  the result lines of an OpenAI batch: id, custom_id, response, error
+
+The prompt is what the job's configuration says, made again of the columns of the row, and the
+answer is the generated text. --messages gives other messages, a template for each.
 """
 
 
 @verb
 def main(arguments: Sequence[str]) -> int:
+    given = _parser().parse_args(arguments)
+    path = None if given.file is None else user_path(given.file, "--out")
+    if given.to is not None:
+        return _for_trainers(given, path)
+    for name in (*_STRINGS, *_NUMBERS, "across"):
+        if name != "where" and getattr(given, name) not in (None, False):
+            raise ConfigError(f"export --{name} needs --to, which says what it is for")
+    return _as_text(given, path)
+
+
+_STRINGS = {
+    "where": ("EXPR", "which rows: an expression over their columns and grades"),
+    "messages": ("YAML", "messages with their templates; the last, the assistant's, is the answer"),
+    "reasoning": ("COLUMN", "the column that becomes reasoning_content of the answer"),
+    "by": ("COLUMN", "dpo: by what answers are better; grpo: what is right (default: mark)"),
+    "label": ("EXPR", "kto: which answers are good"),
+    "answer": ("COLUMN", "grpo: what is right (default: target)"),
+    "steps": ("COLUMN", "prm: the list of steps (default: steps)"),
+    "labels": ("COLUMN", "prm: the list of which steps are right (default: labels)"),
+}
+_NUMBERS: dict[str, tuple[type, str, str]] = {
+    "gap": (float, "G", "dpo: by how much answers of a pair differ at least"),
+    "pairs": (int, "K", "dpo: how many pairs a row gives at most (default: 1)"),
+}
+
+
+def _parser() -> Parser:
     parser = Parser("export", _ABOUT)
-    parser.add_argument("out", metavar="OUT", help="the job's output.dir")
+    parser.add_argument("out", metavar="OUT", help="the job's output.dir, or the folder of a set")
     parser.add_argument(
         "--format", choices=[*WRITERS], help="default: by the file's name, or jsonl"
     )
@@ -48,41 +93,82 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--quote-formulas", action="store_true", help="in CSV for spreadsheets, see above"
     )
-    given = parser.parse_args(arguments)
-    reader = open_job(given.out)
-    path = None if given.file is None else user_path(given.file, "--out")
+    parser.add_argument("--to", choices=FORMATS, help="what trainers read, see above")
+    for name, (metavar, help) in _STRINGS.items():
+        parser.add_argument(f"--{name}", metavar=metavar, help=help)
+    for name, (kind, metavar, help) in _NUMBERS.items():
+        parser.add_argument(f"--{name}", metavar=metavar, type=kind, help=help)
+    parser.add_argument(
+        "--across", action="store_true",
+        help="dpo: pairs of answers that other jobs gave to one row; see `dataset=job`",
+    )  # fmt: skip
+    return parser
+
+
+def _for_trainers(given: Namespace, path: Path | None) -> int:
+    for name in ("format", "columns", "quote_formulas"):
+        if getattr(given, name):
+            raise ConfigError(
+                f"export --{name.replace('_', '-')} is not for --to {given.to}, whose columns are "
+                "those that trainers read; --out says by its name whether they are Parquet"
+            )
+    options = {name: getattr(given, name) for name in (*_STRINGS, *_NUMBERS)}
+    asked = Asked(to=given.to, across=given.across, **options)
+    done = export_for(open_rows(given.out), asked, path)
+    if not done.made:
+        print(f"{given.file} has these rows already.", file=sys.stderr)
+        return 0
+    left_out = "".join(f"; {count:,} left out {why}" for why, count in done.left_out.items())
+    if path is not None or left_out:
+        print(f"{done.rows:,} rows in {given.file or 'all'}{left_out}", file=sys.stderr)
+    return 0
+
+
+def _as_text(given: Namespace, path: Path | None) -> int:
+    """Write the columns of the rows as they are."""
     form = given.format or _format_of(path)
-    columns = given.columns or ([reader.text_column] if form == "txt" else None)
     if given.quote_formulas and form != "csv":
         raise ConfigError(f"export --quote-formulas is for CSV, and the format is {form}")
-    if form == "txt" and columns is not None and len(columns) != 1:
+    source = _columns_of(given, form)
+    if form == "txt" and len(source.schema) != 1:
         raise ConfigError("export --format txt writes one column: name one in --columns")
-    schema = reader.fields(columns)
-    if schema is None:
-        shown = reader.storage.shown
-        raise ConfigError(f"no row of {shown} is finished yet: there is nothing to export")
-    with _opened(path) as file:
-        writer = spreadsheet if given.quote_formulas else WRITERS[form]
-        count = _write(reader, schema, writer, file)
+    with text_file(path) as file:
+        write = (spreadsheet if given.quote_formulas else WRITERS[form])(file, source.schema.names)
+        count = 0
+        for row in source.rows:
+            write(row)
+            count += 1
     if path is not None:
         print(f"{count:,} rows in {given.file}", file=sys.stderr)
     return 0
 
 
-def _write(
-    reader: JobFolderReader,
-    schema: pa.Schema,
-    writer: Callable[[TextIO, Sequence[str]], WriteRow],
-    file: TextIO,
-) -> int:
-    """Write all rows and return their number."""
-    read = row_reader(schema)
-    write = writer(file, schema.names)
-    count = 0
-    for row in reader.rows(schema.names):
-        write(read(row))
-        count += 1
-    return count
+class _Source(NamedTuple):
+    """The rows to write, with the columns of a schema."""
+
+    schema: pa.Schema
+    rows: Iterator[Mapping[str, Any]]
+
+
+def _columns_of(given: Namespace, form: str) -> _Source:
+    """The rows of a job that may still run, or those of which an expression is true."""
+    if given.where is not None or is_set(given.out):
+        rows = open_rows(given.out)
+        names = given.columns or ([rows.text_column] if form == "txt" else rows.schema.names)
+        if unknown := [name for name in names if name not in rows.schema.names]:
+            raise ConfigError(
+                f"the rows of {given.out} have no column {unknown[0]!r}: choose among "
+                f"{some_names(rows.schema.names, unknown[0])}"
+            )
+        schema = pa.schema([rows.schema.field(name) for name in names])
+        return _Source(schema, rows_where(rows, given.where, names))
+    reader = open_job(given.out)
+    columns = given.columns or ([reader.text_column] if form == "txt" else None)
+    schema = reader.fields(columns)
+    if schema is None:
+        shown = reader.storage.shown
+        raise ConfigError(f"no row of {shown} is finished yet: there is nothing to export")
+    return _Source(schema, map(row_reader(schema), reader.rows(schema.names)))
 
 
 def _format_of(path: Path | None) -> str:
@@ -96,29 +182,3 @@ def _format_of(path: Path | None) -> str:
             f"--out {path.name}: its name does not say the format: add --format jsonl, csv or txt"
         )
     return name
-
-
-@contextmanager
-def _opened(path: Path | None) -> Iterator[TextIO]:
-    """The new file to write to, or standard output. A file is removed if its end is not written."""
-    if path is None:
-        yield sys.stdout
-        return
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    try:
-        file = opener(path, "xt", encoding="utf-8", newline="")
-    except FileExistsError:
-        raise ConfigError(
-            f"--out {path} is there already: choose another name, or delete it first"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"--out {path} cannot be written: {error.strerror}") from None
-    try:
-        with file:
-            yield file
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise JobError(f"cannot write {path}: {error.strerror or error}") from error
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
