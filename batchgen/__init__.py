@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from batchgen.python.llm import LLM
     from batchgen.python.output import Output
     from batchgen.python.params import SamplingParams
+    from batchgen.python.scored import Score
     from batchgen.strategies.ar.strategy import ARStrategy
     from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
     from batchgen.strategies.dllm.strategy import DLLMStrategy
@@ -51,6 +52,7 @@ __all__ = [
     "PostStep",
     "RowStep",
     "SamplingParams",
+    "Score",
     "__version__",
     "run_job",
     "same_math",
@@ -73,6 +75,7 @@ _HOME = {
     "PostStep": "batchgen.grading.step",
     "RowStep": "batchgen.grading.choices",
     "SamplingParams": "batchgen.python.params",
+    "Score": "batchgen.python.scored",
     "run_job": "batchgen.python.job_calls",
     "same_math": "batchgen.grading.mathematics.same",
 }

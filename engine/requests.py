@@ -86,8 +86,8 @@ def output_columns(
 _ANSWER_OR_TOKENS = (
     "an answer was given, and max_new_tokens is not 0: a row either scores an answer or generates "
     "tokens, so set max_new_tokens to 0 or leave the answer out",
-    "max_new_tokens is 0, and no answer was given that could be scored: give an answer, or set "
-    "max_new_tokens to 1 or more",
+    "max_new_tokens is 0, and no answer was given that could be scored: give an answer (in "
+    "Python with LLM.score), or set max_new_tokens to 1 or more",
 )
 
 

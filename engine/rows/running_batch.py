@@ -16,6 +16,7 @@ from batchgen.engine.base.outputs import HostOutput, RequestError
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.token_logs import TokenLogs
+from batchgen.engine.sampling.sampler import ANSWER_REST_PROBS, ANSWER_TOP_LOGPROBS, rest_probs
 
 BatchSlots = npt.NDArray[np.int64]
 """The batch slots of some rows, [R] int64."""
@@ -238,7 +239,11 @@ class RunningBatch:
         for i in np.flatnonzero(self.epochs[slots] == epochs).tolist():
             rows = slice(ends[i] - counts[i], ends[i])
             seq = self[slots[i]]
-            seq.add_scores({name: values[rows, 0] for name, values in step.columns.items()})
+            columns = {name: values[rows, 0] for name, values in step.columns.items()}
+            if (most := seq.params.top_logprobs) > 0:
+                best = columns[ANSWER_TOP_LOGPROBS][:, :most]
+                columns[ANSWER_REST_PROBS.name] = rest_probs(best)
+            seq.add_scores(columns)
             seq.num_broken_scores += int(step.failed[rows].sum())
             if seq.next_scored == seq.num_tokens:
                 if seq.num_broken_scores:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,6 +31,11 @@ TOP_LOGPROB_IDS = OutputColumn("top_logprob_ids", np.dtype(np.int32), (0,))
 
 _ANSWER = "answer_"
 """What the names of columns of answer scope begin with."""
+ANSWER_LOGPROBS = _ANSWER + LOGPROBS.name
+ANSWER_TOP_LOGPROBS = _ANSWER + TOP_LOGPROBS.name
+ANSWER_TOP_LOGPROB_IDS = _ANSWER + TOP_LOGPROB_IDS.name
+ANSWER_REST_PROBS = OutputColumn("answer_rest_probs", np.dtype(np.float32), scope="answer")
+"""The probability of all tokens but the K most likely ones at each position of an answer."""
 _INF = float("inf")
 
 
@@ -57,6 +63,7 @@ def requested_columns(params: SamplingParams) -> tuple[OutputColumn, ...]:
         columns.append(replace(TOP_LOGPROB_IDS, tail_shape=tail))
     if params.scores_answer:
         columns = [replace(c, name=_ANSWER + c.name, scope="answer") for c in columns]
+        columns += [ANSWER_REST_PROBS] if params.top_logprobs else []
     return tuple(columns)
 
 
@@ -186,6 +193,12 @@ def describe(
         ids, values = kernels.top_logprobs(source, sampling.max_top_logprobs)
         columns |= {TOP_LOGPROB_IDS.name: ids, TOP_LOGPROBS.name: values}
     return columns
+
+
+def rest_probs(top_logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return the probability of all tokens but the K whose log-probabilities [N, K] are given."""
+    rest = 1 - np.exp(top_logprobs.astype(np.float64)).sum(1)
+    return rest.clip(0).astype(np.float32)
 
 
 def score(

@@ -59,6 +59,8 @@ def check(found: Sequence[RequestOutput], asked: Sequence[Scored], reference: Re
         np.testing.assert_array_equal(output.columns["answer_top_logprob_ids"], order)
         best = np.take_along_axis(expected, order, 1)
         np.testing.assert_allclose(output.columns["answer_top_logprobs"], best, atol=1e-5, rtol=0)
+        rest = 1 - np.exp(best.astype(float)).sum(1)
+        np.testing.assert_allclose(output.columns["answer_rest_probs"], rest, atol=1e-5)
 
 
 def test_every_family_is_tried(tiny_model: TinyModel) -> None:
@@ -116,6 +118,7 @@ def test_probabilities_of_the_whole_vocabulary_add_up_to_one(tiny_model: TinyMod
         values = output.columns["answer_top_logprobs"]
         assert values.shape == (3, 128)
         np.testing.assert_allclose(np.exp(values.astype(float)).sum(1), 1, atol=1e-5)
+        assert output.columns["answer_rest_probs"].max() < 1e-5
     raw, processed = (output.columns["answer_logprobs"] for output in found)
     assert np.abs(raw - processed).max() > 0.01
 
