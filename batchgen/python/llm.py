@@ -268,7 +268,7 @@ class LLM:
         return self._stream(read, call.params_of(len(read)), PromptIds(self.tokenizer, {}))
 
     @overload
-    def score(
+    def score(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
         self,
         prompts: str | Sequence[int] | Conversation,
         answers: str | Sequence[int],
@@ -326,7 +326,8 @@ class LLM:
         """
         if "max_new_tokens" in options or "n" in options:
             raise ValueError("score generates nothing: leave out n and max_new_tokens")
-        params = SamplingParams(**{**options, "max_new_tokens": 0})
+        options["max_new_tokens"] = 0
+        params = SamplingParams(**options)
         asked, given = read_prompts(prompts), read_answers(answers)
         pairs = pairs_of(asked, given)
         self.engine  # noqa: B018  (raises an error if it was closed)

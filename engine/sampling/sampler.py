@@ -198,7 +198,8 @@ def describe(
 def rest_probs(top_logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Return the probability of all tokens but the K whose log-probabilities [N, K] are given."""
     rest = 1 - np.exp(top_logprobs.astype(np.float64)).sum(1)
-    return rest.clip(0).astype(np.float32)
+    clipped: npt.NDArray[np.float32] = rest.clip(0).astype(np.float32)
+    return clipped
 
 
 def score(

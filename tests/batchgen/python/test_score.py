@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,11 +33,15 @@ def test_scores_are_nested_as_prompts_and_answers_are(llm: LLM) -> None:
     assert one.logprob == pytest.approx(one.logprobs.sum())
     assert one.perplexity == pytest.approx(math.exp(-one.logprobs.mean()))
     many = llm.score("ab", [" cd", " e"])
-    paired = llm.score(["ab", "ab"], [" cd", one.token_ids])
+    both: list[Any] = [" cd", one.token_ids]
+    paired = llm.score(["ab", "ab"], both)
     assert [score.answer for score in many] == [" cd", " e"]
-    for score in (many[0], *paired, llm.score("ab", np.array(one.token_ids))):
+    array: Any = np.array(one.token_ids)
+    same: list[Score] = [many[0], *paired, llm.score("ab", array)]
+    for score in same:
         np.testing.assert_array_equal(score.logprobs, one.logprobs)
-    assert llm.score([], []) == [] and llm.score("ab", []) == []
+    none: list[str] = []
+    assert llm.score(none, none) == [] and llm.score("ab", none) == []
     (listed,) = llm.score(["ab"], [" cd"])
     np.testing.assert_array_equal(listed.logprobs, one.logprobs)
 
@@ -57,7 +62,8 @@ def test_what_was_generated_is_scored_with_its_bits(llm: LLM) -> None:
 
 
 def test_answers_that_cannot_be_scored_have_an_error(llm: LLM) -> None:
-    scores = llm.score("ab", ["c", "", [5] * 300, 7.5, [10**6]])  # type: ignore[list-item]
+    answers: list[Any] = ["c", "", [5] * 300, 7.5, [10**6]]
+    scores = llm.score("ab", answers)
     errors = [None if score.error is None else score.error.type for score in scores]
     assert errors == [None, "empty_answer", "answer_too_long", "bad_answer", "bad_token_ids"]
     assert math.isnan(scores[1].perplexity) and scores[1].token_ids == []
