@@ -42,7 +42,12 @@ VERBS = {
     "status": Verb("batchgen.cli.verbs.status", "OUT", "say what each worker of a job does"),
     "show": Verb("batchgen.cli.verbs.show", "OUT", "print rows of a job, also while it runs"),
     "view": Verb("batchgen.cli.verbs.view", "OUT [OUT2]", "look at rows in a browser"),
-    "export": Verb("batchgen.cli.verbs.export", "OUT", "write a job's rows as JSON lines or CSV"),
+    "export": Verb(
+        "batchgen.cli.verbs.publishing.export", "OUT", "write a job's rows as JSON lines or CSV"
+    ),
+    "select": Verb(
+        "batchgen.cli.verbs.publishing.select", "OUT…", "write a new set of the rows of jobs"
+    ),
     "grade": Verb("batchgen.cli.verbs.grade", "OUT", "grade a job's answers, without the model"),
     "score": Verb("batchgen.cli.verbs.score", "OUT", "score a graded job, with intervals"),
     "compare": Verb("batchgen.cli.verbs.compare", "A B", "compare the scores of two jobs by row"),

@@ -13,6 +13,7 @@ _FIXED = ("kind", "_target_")
 _BY_KEY = {
     ("model", "path"): "hf",
     ("dataset", "path"): "files",
+    ("prompt", "messages"): "messages",
     ("prompt", "messages_column"): "messages",
     ("launcher", "workers"): "local",
     ("launcher", "restarts"): "local",

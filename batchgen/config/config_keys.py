@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from batchgen.config.constraint_config import CONSTRAINT_KINDS
+from batchgen.config.convert_value import key_of
 from batchgen.config.job_config import (
     PROMPT_KINDS,
     DatasetConfig,
@@ -29,6 +30,19 @@ from batchgen.util.errors import ConfigError
 
 STEP_LISTS = ("rows", "post")
 """The keys of a job that are no groups: each is a list of steps `{_target_: …, KEY: VALUE}`."""
+ROW_STEPS = {
+    "Filter": "batchgen.steps.choose.Filter",
+    "Keep": "batchgen.steps.choose.Keep",
+    "Balance": "batchgen.steps.choose.Balance",
+    "Dedupe": "batchgen.steps.dedupe.Dedupe",
+    "Against": "batchgen.steps.against.Against",
+    "Explode": "batchgen.steps.split.Explode",
+    "Chunk": "batchgen.steps.chunk.Chunk",
+    "Join": "batchgen.steps.join.Join",
+    "Pick": "batchgen.steps.pieces.Pick",
+    "Cross": "batchgen.steps.pieces.Cross",
+}
+"""Steps of `rows` that have a short name: `{Filter: {where: …}}` for `{_target_: …, where: …}`."""
 PARTS = tuple(field.name for field in dataclasses.fields(JobConfig))
 """The groups and the lists of steps, in the order in which a job file has them."""
 GROUPS = tuple(name for name in PARTS if name not in STEP_LISTS)
@@ -51,8 +65,8 @@ _DECLARED: dict[str, Sequence[type]] = {
 that load torch; conf/strategy/ has their names and defaults."""
 
 _WITH_ESCAPES = {
-    *("prompt.user", "prompt.system", "prompt.text", "dataset.delimiter"),
-    *("sampling.stop", "constraint.start_after", "constraint.choices"),
+    *("prompt.user", "prompt.system", "prompt.text", "prompt.messages"),
+    *("dataset.delimiter", "sampling.stop", "constraint.start_after", "constraint.choices"),
 }
 _LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
@@ -106,7 +120,8 @@ def declared_type(key: str) -> Any:
     has the type of its default, if that says one."""
     group, _, name = key.partition(".")
     declaring = _launchers() if group == "launcher" else _DECLARED.get(group, ())
-    hints = [get_type_hints(cls).get(name) for cls in declaring]
+    declared = [get_type_hints(cls) for cls in declaring]
+    hints = [{key_of(field): hint for field, hint in each.items()}.get(name) for each in declared]
     if found := [hint for hint in hints if hint is not None]:
         return found[0]
     if group == "strategy":

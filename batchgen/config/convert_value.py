@@ -35,14 +35,21 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
     """An instance of a dataclass, whose fields are the keys of the group `prefix`; ConfigError if a
     key is unknown or missing, or its value is of another type than the field."""
     assert dataclasses.is_dataclass(cls)
-    hints = get_type_hints(cls)
+    hints = {key_of(name): hint for name, hint in get_type_hints(cls).items()}
+    fields = {key_of(f.name): f.name for f in dataclasses.fields(cls)}
     required = [
-        f.name
+        key_of(f.name)
         for f in dataclasses.fields(cls)
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
     check_keys(values, known=list(hints), required=required, prefix=f"{prefix}.")
-    return cls(**{key: convert(v, hints[key], f"{prefix}.{key}") for key, v in values.items()})
+    converted = {key: convert(v, hints[key], f"{prefix}.{key}") for key, v in values.items()}
+    return cls(**{fields[key]: value for key, value in converted.items()})
+
+
+def key_of(field: str) -> str:
+    """The key that users write for a field; a word of Python's own has a _ behind it there."""
+    return field.removesuffix("_")
 
 
 def check_keys(

@@ -64,6 +64,7 @@ class SamplingConfig(SharedSampling):
 
     temperature: float = 0.0
     n: int = 1
+    column: str | None = None
 
     def __post_init__(self) -> None:
         _check(self.n >= 1, "sampling.n", "at least 1", self.n)
@@ -223,6 +224,18 @@ class JobConfig:
             )
         _ = self.params  # making them checks the ranges of the group sampling
 
+    @property
+    def constrained(self) -> bool:
+        """Whether rows can have a constraint."""
+        return self.constraint.kind != "none" or self.sampling.column is not None
+
+    @property
+    def constraint_marker(self) -> str:
+        """What ends free text before what a row's constraint asks for; empty for none."""
+        constraint = self.constraint
+        own = None if isinstance(constraint, NoConstraintConfig) else constraint.start_after
+        return own or ""
+
     @cached_property
     def params(self) -> SamplingParams:
         """The sampling parameters that all requests of the job share.
@@ -232,7 +245,7 @@ class JobConfig:
         may be a large schema.
         """
         values = asdict(self.sampling)
-        del values["n"]
+        del values["n"], values["column"]
         columns = self.output.columns
         try:
             constraint = job_constraint(self.constraint)

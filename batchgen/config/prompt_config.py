@@ -14,6 +14,8 @@ DEFAULT_USER = "{{ question }}"
 """The user's message where the configuration names nothing else."""
 DEFAULT_TEXT = "{{ prompt }}"
 """The template of `prompt=text` where the configuration names nothing else."""
+DEFAULT_MESSAGES = "messages"
+"""The column of conversations where the configuration names nothing else."""
 RESERVED_TEMPLATE_KWARGS = {
     "conversation",
     "messages",
@@ -28,7 +30,7 @@ RESERVED_TEMPLATE_KWARGS = {
     "max_length",
     "tokenizer_kwargs",
 }
-"""Arguments that prompts.py itself gives to the tokenizer's `apply_chat_template`."""
+"""Arguments that chat_prompt.py itself gives to the tokenizer's `apply_chat_template`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,30 +46,64 @@ class ChatPromptConfig:
     user_file: str | None = None
     system: str | None = None
     system_file: str | None = None
+    messages: tuple[Mapping[str, str], ...] | None = None
     messages_column: str | None = None
+    tools_column: str | None = None
+    continue_: bool = False
     template_kwargs: Mapping[str, Any] | None = None
     too_long: TooLong = "error"
 
     def __post_init__(self) -> None:
-        given = [k for k in ("user", "user_file") if getattr(self, k) is not None]
-        if given and self.messages_column is not None:
+        if self.messages is not None and self.messages_column == DEFAULT_MESSAGES:
+            object.__setattr__(self, "messages_column", None)
+        ways = ("user", "user_file", "messages", "messages_column")
+        first, *others = [k for k in ways if getattr(self, k) is not None] or ["user"]
+        if others and others != ["user_file"]:
             raise ConfigError(
-                f"prompt.{given[0]} and prompt.messages_column are both set: choose one "
-                f"(prompt.{given[0]}=null drops it)"
+                f"prompt.{first} and prompt.{others[-1]} are both set: choose one "
+                f"(prompt.{first}=null drops it)"
             )
         user = template_text("prompt.user", self.user, self.user_file)
-        if user is None and self.messages_column is None:
+        if first == "user" and user is None:
             user = DEFAULT_USER
+        self._check_turns()
         system = template_text("prompt.system", self.system, self.system_file)
         for key, value in {"user": user, "system": system}.items():
             object.__setattr__(self, key, value)
             object.__setattr__(self, f"{key}_file", None)
-        reserved = sorted(RESERVED_TEMPLATE_KWARGS & set(self.template_kwargs or {}))
-        if reserved:
+        check_template_kwargs(self.template_kwargs, tools=self.tools_column is not None)
+
+    def _check_turns(self) -> None:
+        """Check the messages that the configuration gives, and whether a last one can go on."""
+        for position, message in enumerate(self.messages or ()):
+            if len(message) != 1:
+                raise ConfigError(
+                    f"prompt.messages[{position}] must be one role with its template, such as "
+                    f"{{user: '{{{{ question }}}}'}}, got {dict(message)!r}"
+                )
+        if self.messages is not None and not self.messages:
+            raise ConfigError("prompt.messages must have at least one message")
+        roles = [role for message in self.messages or () for role in message]
+        if roles[:1] == ["system"] and (self.system or self.system_file) is not None:
+            raise ConfigError("prompt.system and a system message in prompt.messages: choose one")
+        last = None if self.messages_column is not None else (roles or ["user"])[-1]
+        if self.continue_ and last not in (None, "assistant"):
             raise ConfigError(
-                f"prompt.template_kwargs must not set {', '.join(reserved)}: batchgen sets it; "
-                "give only the template's own options, such as enable_thinking"
+                f"prompt.continue goes on with the assistant's last message, and the last one here "
+                f"is of {last}: end prompt.messages with {{assistant: …}}, or take "
+                "prompt.messages_column"
             )
+
+
+def check_template_kwargs(given: Mapping[str, Any] | None, *, tools: bool = False) -> None:
+    """Refuse options of the chat template that batchgen sets itself; `tools` is one of them where
+    rows bring their own."""
+    reserved = RESERVED_TEMPLATE_KWARGS | ({"tools"} if tools else set())
+    if found := sorted(reserved & set(given or {})):
+        raise ConfigError(
+            f"prompt.template_kwargs must not set {', '.join(found)}: batchgen sets it; give only "
+            "the template's own options, such as enable_thinking"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The constraint of each row: the job's, or what a column of the dataset holds for the row."""
+"""The constraint that a column of the data set holds for each row."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from batchgen.config.constraint_config import (
     ConstraintConfig,
     NoConstraintConfig,
     constraint_column,
-    job_constraint,
 )
 from batchgen.constraint.timed_checks import TimedConstraints
-from batchgen.dataset.dataset_columns import column_path, feature_at, value_at
-from batchgen.dataset.row_source import Row
+from batchgen.dataset.dataset_columns import feature_at, named_path, value_at
+from batchgen.dataset.source import Row
 from batchgen.dataset.stored_json import without_filled_nulls
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.constraint.json_schema.json_text import compact_json
-from batchgen.util.errors import ConfigError
-from batchgen.util.shorten import some_names
 
 MAX_CACHED = 4096
 """How many different cells of the column are kept with the constraints that were made of them."""
@@ -35,39 +32,26 @@ _MUST_HOLD = {
 
 
 class RowConstraints:
-    """Tells what the output of each row must look like."""
+    """Tells what the output of each row must look like, where a column of the data set says it."""
 
     def __init__(self, config: ConstraintConfig, features: Mapping[str, Any]) -> None:
-        """Read the job's constraint; `features` says what the library datasets takes the columns to
-        hold.
-
-        Raises:
-            ConfigError: the data set does not have the column that the job names.
-            ConstraintError: the job's constraint cannot be enforced.
-        """
+        """`features` says what the library datasets takes the columns to hold. ConfigError if the
+        data set does not have the column that the job names."""
         self._column = constraint_column(config)
-        self._job = job_constraint(config)
         self._kind = config.kind
         if self._column is None:
             return
         assert not isinstance(config, NoConstraintConfig)
-        path = column_path(self._column, features)
-        if path is None:
-            raise ConfigError(
-                f"constraint.column: the data set has no column {self._column!r}: choose among "
-                f"{some_names(features, self._column)}"
-            )
-        self._path, self._feature = path, feature_at(features, path)
+        self._path = named_path("constraint.column", self._column, features)
+        self._feature = feature_at(features, self._path)
         # Many rows often hold the same constraint, and a schema takes time to check.
         self._made = lru_cache(MAX_CACHED)(TimedConstraints(config).make)
 
     def of(self, row: Row) -> Constraint | None:
-        """The constraint of a row, or None if it may write anything; RequestError (bad_constraint)
-        for
-        a cell
-        that holds none."""
+        """The constraint that a row has of its own, None if it has none; RequestError
+        (bad_constraint) for a cell that holds none."""
         if self._column is None:
-            return self._job
+            return None
         try:
             text = cell_text(self._kind, value_at(row.fields, self._path), self._feature)
             return None if text is None else self._made(text)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import some_names
+
 
 def column_path(name: str, features: Mapping[str, Any]) -> tuple[str, ...] | None:
     """The keys that lead from a row to the value that a name with dots means: the name of the
@@ -20,6 +23,16 @@ def column_path(name: str, features: Mapping[str, Any]) -> tuple[str, ...] | Non
         if column in features and (not keys or feature_at(features[column], keys) is not None):
             return (column, *keys)
     return None
+
+
+def named_path(key: str, name: str, features: Mapping[str, Any]) -> tuple[str, ...]:
+    """The path of the column that a key of the configuration names, or ConfigError."""
+    path = column_path(name, features)
+    if path is None:
+        raise ConfigError(
+            f"{key}: the data set has no column {name!r}: choose among {some_names(features, name)}"
+        )
+    return path
 
 
 def feature_at(feature: Any, keys: list[str] | tuple[str, ...]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 from datasets import Features
 
-from batchgen.dataset.row_source import Row, RowSource
+from batchgen.dataset.source import Row, Source
 from batchgen.engine.base.outputs import RequestError
 from batchgen.grading.choices import BadChoices, RowStep
 from batchgen.grading.step import arrow_schema
@@ -26,7 +26,7 @@ class SteppedRow(Row):
 
 
 class SteppedSource:
-    """A `RowSource` whose rows went through steps, one after the other.
+    """A `Source` whose rows went through steps, one after the other.
 
     A column that a step writes replaces one of the data set with the same name. A row in which a
     step
@@ -35,7 +35,7 @@ class SteppedSource:
     of the data set: the steps are part of the job's configuration.
     """
 
-    def __init__(self, source: RowSource, steps: Sequence[RowStep]) -> None:
+    def __init__(self, source: Source, steps: Sequence[RowStep]) -> None:
         """Check that every column which a step reads is one of the data set or of a step before
         it."""
         self._source, self._steps = source, tuple(steps)
@@ -57,13 +57,15 @@ class SteppedSource:
         self.schema = pa.schema([*kept, *self._made.values()])
         self.num_rows = source.num_rows
         self.fingerprint = source.fingerprint
+        self.jobs = source.jobs
+        self.funnel = source.funnel
 
     def rows(self, start: int = 0) -> Iterator[Row]:
-        """See `RowSource`; the columns of the steps are added."""
+        """See `Source`; the columns of the steps are added."""
         return self._stepped(self._source.rows(start))
 
     def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
-        """See `RowSource`; the columns of the steps are added."""
+        """See `Source`; the columns of the steps are added."""
         return self._stepped(self._source.rows_at(indices))
 
     def _stepped(self, rows: Iterator[Row]) -> Iterator[Row]:
@@ -77,12 +79,12 @@ class SteppedSource:
             yield SteppedRow(row.index, row.id, fields, failure, given=row)
 
     def passthrough(self, row: Row) -> dict[str, Any]:
-        """See `RowSource`; the steps' columns are null in a row in which a step failed."""
+        """See `Source`; the steps' columns are null in a row in which a step failed."""
         assert isinstance(row, SteppedRow)
         values = self._source.passthrough(row.given)
         ok = row.failure is None
         return values | {name: row.fields[name] if ok else None for name in self._made}
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """The rows as the data set has them, as of `RowSource`."""
+        """The rows as the data set has them, as of `Source`."""
         return self._source.tables(stop, size)

@@ -13,6 +13,7 @@ from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.forecast.engine_estimate import estimate_engine
 from batchgen.forecast.forecast import Forecast, forecast
 from batchgen.forecast.planned_work import here, job_work, step_cost
+from batchgen.forecast.prompt_reading import job_reading
 from batchgen.forecast.scan import sample_indices
 from batchgen.util.errors import ConfigError, JobError
 
@@ -36,19 +37,32 @@ def predict(
         return None
     source = opened.source
     assert source.num_rows is not None
+    reading = job_reading(config, opened)
     prompts: list[list[int]] = []
+    most: list[int] = []
     try:
         for row in source.rows_at(sample_indices(source.num_rows, _ROWS)):
             # A row without a prompt will say so itself.
             with suppress(RequestError):
-                prompts.append(opened.prompt.token_ids(row))
+                params = reading.sampling(row)
+                prompts.append(reading.token_ids(row))
+                most.append(params.max_new_tokens)
     except (ConfigError, JobError):  # The job tells of it when it comes to that row.
         return None
     if not prompts:
         return None
     room = estimate_engine(opened, config, memory.total, native_fp8=device.fp8)
-    longest = opened.max_model_len - config.sampling.max_new_tokens
-    lengths = np.minimum(np.array([len(ids) for ids in prompts], np.int64), longest)
+    lengths = np.minimum(np.array([len(ids) for ids in prompts], np.int64), reading.room)
     rows = -(-answers // config.sampling.n)
-    work = job_work(config, opened, room, memory, prompts, lengths, rows, start_s=start_s)
+    work = job_work(
+        config,
+        opened,
+        room,
+        memory,
+        prompts,
+        lengths,
+        rows,
+        longest=-(-sum(most) // len(most)),
+        start_s=start_s,
+    )
     return forecast(step_cost(room, opened, device), work)

@@ -47,13 +47,15 @@ def job_work(
     lengths: Ints,
     rows: int,
     *,
+    longest: int | None = None,
     seen: Calibration | None = None,
     start_s: float | None = None,
     compiled: bool = True,
     notes: tuple[str, ...] = (),
 ) -> Work:
     """What a job has to do, with `rows` to compute and some whole prompts, which tell what all
-    begin with. `lengths` are the tokens of all prompts or of some; the rest is as in `Work`."""
+    begin with. `lengths` are the tokens of all prompts or of some, `longest` the mean of the most
+    tokens of an answer, where rows have their own; the rest is as in `Work`."""
     settings, sampling = room.settings, config.sampling
     block = settings.block_size
     prefix = common_prefix(prompts) // block * block if settings.prefix_caching else 0
@@ -69,7 +71,7 @@ def job_work(
         prompts=lengths,
         rows=rows,
         samples=sampling.n,
-        longest=sampling.max_new_tokens,
+        longest=longest or sampling.max_new_tokens,
         exact=sampling.ignore_eos and not (sampling.stop or sampling.stop_token_ids),
         width=room.width,
         least=opened.strategy.least_tokens,

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from batchgen.config.job_config import JobConfig
-from batchgen.constraint.row_constraints import RowConstraints
-from batchgen.dataset.row_source import Row, RowSource
-from batchgen.dataset.row_steps import SteppedSource
-from batchgen.engine.constraint.constraint import Constraint
-from batchgen.prompts.row_prompts import fit_prompt
+from batchgen.constraint.row_params import RowParams
+from batchgen.dataset.source import Row, Source
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.prompts.row_prompts import fit_prompt, prompt_room
 
 if TYPE_CHECKING:
     from batchgen.resolve.opened_job import OpenedJob
@@ -24,17 +22,19 @@ if TYPE_CHECKING:
 class Reading:
     """What a job does with a row before it reaches the model; its calls raise RequestError.
 
-    `fit` cuts or refuses a prompt of more than `room` tokens. The tokenizer may make a text
-    `growth` times longer before it splits it.
+    `fit` cuts or refuses a prompt that leaves an answer no room. `room` is what the job's longest
+    answer leaves for a prompt. The tokenizer may make a text `growth` times longer before it splits
+    it.
     """
 
-    source: RowSource | SteppedSource
+    source: Source
     check: Callable[[Row], object]
     size: Callable[[Row], int]
     text: Callable[[Row], str | None]
     token_ids: Callable[[Row], list[int]]
-    fit: Callable[[list[int]], list[int]]
-    constraint: Callable[[Row], Constraint | None]
+    sampling: Callable[[Row], SamplingParams]
+    fit: Callable[[list[int], SamplingParams], list[int]]
+    constrained: Callable[[Row, SamplingParams], SamplingParams]
     room: int
     growth: int = 1
 
@@ -44,19 +44,22 @@ def job_reading(config: JobConfig, opened: OpenedJob) -> Reading:
     source, prompt, tokenizer = opened.source, opened.prompt, opened.model.tokenizer
     room = opened.max_model_len - config.sampling.max_new_tokens
     assert room >= 1
+    params = RowParams(config, source.features, opened.check_params)
+    bos_id = None if tokenizer is None else tokenizer.bos_token_id
+
+    def fit(ids: list[int], params: SamplingParams) -> list[int]:
+        most = prompt_room(opened.max_model_len, params.max_new_tokens)
+        return fit_prompt(ids, most, config.prompt.too_long, bos_id)
+
     return Reading(
         source=source,
         check=source.passthrough,
         size=prompt.size,
         text=prompt.text,
         token_ids=prompt.token_ids,
-        fit=partial(
-            fit_prompt,
-            max_len=room,
-            too_long=config.prompt.too_long,
-            bos_id=None if tokenizer is None else tokenizer.bos_token_id,
-        ),
-        constraint=RowConstraints(config.constraint, source.features).of,
+        sampling=params.sampling,
+        fit=fit,
+        constrained=params.constrained,
         room=room,
         growth=_growth(tokenizer),
     )

@@ -10,9 +10,10 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.dataset.row_source import Row
+from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.forecast.prompt_reading import Reading
 from batchgen.prompts.prompt_tokens import text_bytes
 from batchgen.util.random_bits import random_words
@@ -65,7 +66,7 @@ class FoundRows:
 
 @dataclass(frozen=True, slots=True)
 class ReadRow:
-    """A row with its prompt as the model will read it, and its constraint.
+    """A row with its prompt as the model will read it, and its parameters.
 
     `whole` is the number of tokens before the prompt was cut, and `size` is `Prompt.size`.
     """
@@ -74,7 +75,7 @@ class ReadRow:
     ids: list[int]
     whole: int
     size: int
-    constraint: Constraint | None
+    params: SamplingParams
 
 
 @dataclass
@@ -85,7 +86,8 @@ class Scan:
     the others have an estimate; `lengths` [R] are the tokens of all good rows by index, `longest`
     has index, id and tokens. `sample` and `longest` are in order. `bad` has the rows of each type
     of error, `constraints` those of each constraint. `cut` prompts will be cut to the room, and
-    `unsure` rows may be too long and were not tokenised for want of time.
+    `unsure` rows may be too long and were not tokenised for want of time. `longest_answer` is the
+    mean over the good rows of the most tokens that an answer may have, rounded up.
     """
 
     num_rows: int | None
@@ -97,6 +99,7 @@ class Scan:
     bad: dict[str, FoundRows] = field(default_factory=dict)
     cut: int = 0
     unsure: int = 0
+    longest_answer: int = 0
     constraints: dict[Constraint, FoundRows] = field(default_factory=dict)
 
     @property
@@ -133,11 +136,13 @@ def sample_indices(number: int, most: int = SAMPLE) -> list[int]:
 
 @dataclass(slots=True)
 class _Good:
-    """A row that has a prompt; `tokens` is -1 where they were not counted."""
+    """A row that has a prompt; `tokens` is -1 where they were not counted, and `longest` the most
+    tokens of its answer."""
 
     index: int
     id: str
     size: int
+    longest: int
     tokens: int
 
 
@@ -202,19 +207,19 @@ class Scanner:
         reading = self._reading
         self._found.looked_at += 1
         try:
-            size, constraint = self._checked_size(row)
+            size, params = self._checked_size(row)
             ids = reading.token_ids(row)
             if len(self._good) < _FRAMES and (text := reading.text(row)) is not None:
                 self._frame = max(self._frame, text_bytes(text) - size)
-            fitted = self._fitted(ids)
+            fitted = self._fitted(ids, params)
         except RequestError as error:
             return self._note(row, error)
-        self._good.append(_Good(row.index, row.id, size, len(fitted)))
-        return ReadRow(row, fitted, len(ids), size, constraint)
+        self._good.append(_Good(row.index, row.id, size, params.max_new_tokens, len(fitted)))
+        return ReadRow(row, fitted, len(ids), size, params)
 
-    def _fitted(self, ids: list[int]) -> list[int]:
+    def _fitted(self, ids: list[int], params: SamplingParams) -> list[int]:
         """The prompt as the model will read it; RequestError if it is refused."""
-        fitted = self._reading.fit(ids)
+        fitted = self._reading.fit(ids, params)
         self._found.cut += len(fitted) < len(ids)
         return fitted
 
@@ -222,32 +227,34 @@ class Scanner:
         """Note the size of a row's prompt."""
         self._found.looked_at += 1
         try:
-            size, _ = self._checked_size(row)
+            size, params = self._checked_size(row)
         except RequestError as error:
             self._note(row, error)
         else:
-            self._good.append(_Good(row.index, row.id, size, -1))
+            self._good.append(_Good(row.index, row.id, size, params.max_new_tokens, -1))
 
-    def _checked_size(self, row: Row) -> tuple[int, Constraint | None]:
-        """The size of a row's prompt and its constraint, which is noted; RequestError if it has no
-        prompt or no constraint, or its columns cannot be copied."""
-        size, constraint = self._size_and_constraint(row)
-        if constraint is not None:
-            self._found.constraints.setdefault(constraint, FoundRows()).add(row)
-        return size, constraint
+    def _checked_size(self, row: Row) -> tuple[int, SamplingParams]:
+        """The size of a row's prompt and its parameters, whose constraint is noted; RequestError if
+        it has no prompt or none such, or its columns cannot be copied."""
+        size, params = self._size_and_params(row)
+        if params.constraint is not None:
+            self._found.constraints.setdefault(params.constraint, FoundRows()).add(row)
+        return size, params
 
-    def _size_and_constraint(self, row: Row) -> tuple[int, Constraint | None]:
-        self._reading.check(row)
+    def _size_and_params(self, row: Row) -> tuple[int, SamplingParams]:
+        reading = self._reading
+        reading.check(row)
         if row.failure is not None:
             raise row.failure
-        return self._reading.size(row), self._reading.constraint(row)
+        params = reading.sampling(row)
+        return reading.size(row), reading.constrained(row, params)
 
     def _seconds_of_size(self) -> float:
         """How long a row takes of which only the size is looked at."""
         some = self._found.sample[:_TIMED]
         started = self._clock()
         for read in some:
-            self._size_and_constraint(read.row)
+            self._size_and_params(read.row)
         return (self._clock() - started) / max(len(some), 1)
 
     def _note(self, row: Row, error: RequestError) -> RequestError:
@@ -271,7 +278,7 @@ class Scanner:
                 break
             done += 1
             try:
-                good.tokens = len(self._fitted(reading.token_ids(row)))
+                good.tokens = len(self._fitted(reading.token_ids(row), reading.sampling(row)))
             except RequestError as error:
                 self._note(row, error)
                 bad.add(row.index)
@@ -284,6 +291,7 @@ class Scanner:
         found.tokenised = sum(one.tokens >= 0 for one in good)
         sizes = np.array([one.size for one in good], np.int64)
         counted = np.array([one.tokens for one in good], np.int64)
+        found.longest_answer = -(-sum(one.longest for one in good) // max(len(good), 1))
         found.lengths = np.minimum(estimated(sizes, counted), self._reading.room)
         order = np.argsort(-found.lengths, kind="stable")[:LONGEST]
         found.longest = [(good[i].index, good[i].id, int(found.lengths[i])) for i in order]

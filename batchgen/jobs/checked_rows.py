@@ -8,10 +8,11 @@ from typing import NamedTuple
 from batchgen.compose.load_config import growing, identity
 from batchgen.config.constraint_config import JsonConstraintConfig, JsonSchemaConstraintConfig
 from batchgen.config.job_config import PARSED, JobConfig
-from batchgen.constraint.row_constraints import RowConstraints
-from batchgen.dataset.row_source import Row
+from batchgen.constraint.row_params import RowParams
+from batchgen.dataset.source import Row
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.jobs.job_parts import JobParts
-from batchgen.prompts.row_prompts import fit_prompt
+from batchgen.prompts.row_prompts import fit_prompt, prompt_room
 from batchgen.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.shards.parsed_column import ParsedColumn
 from batchgen.storage.manifest import ROWS, Manifest
@@ -19,11 +20,10 @@ from batchgen.util.errors import ConfigError
 
 
 class CheckedRows(NamedTuple):
-    """What a job makes of each row: its prompt (see `fitted_prompt`), its constraint, its output
+    """What a job makes of each row: the prompt and the parameters of its requests, and its output
     columns."""
 
-    prompt: Callable[[Row], list[int]]
-    constraints: RowConstraints
+    request: Callable[[Row], tuple[list[int], SamplingParams]]
     schema: OutputSchema
 
 
@@ -31,14 +31,10 @@ def check_rows(config: JobConfig, parts: JobParts) -> CheckedRows:
     """Make what is needed for each row; this refuses what can be refused without the folder.
 
     Raises:
-        ConfigError: prompts have no room, the rows lack the column of their constraints, or columns
-            have the same name.
+        ConfigError: prompts have no room, the rows lack the column of their constraints or options,
+            or columns have the same name.
     """
-    return CheckedRows(
-        fitted_prompt(config, parts),
-        RowConstraints(config.constraint, parts.source.features),
-        output_schema(config, parts),
-    )
+    return CheckedRows(row_request(config, parts), output_schema(config, parts))
 
 
 def most_rows(config: JobConfig, num_rows: int | None) -> int | None:
@@ -58,40 +54,47 @@ def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
         parts.columns,
         parts.counts,
         prompt_token_ids=PROMPT_TOKEN_IDS in columns,
-        constrained=constraint.kind != "none",
+        constrained=config.constrained,
         parsed=parsed,
         text_column=config.output.text_column,
     )
 
 
-def fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[int]]:
-    """A function from a row to its prompt, cut or refused so that the longest answer has room.
-    Otherwise an
+def row_request(
+    config: JobConfig, parts: JobParts
+) -> Callable[[Row], tuple[list[int], SamplingParams]]:
+    """A function from a row to its prompt and its parameters, which raises RequestError for a row
+    that has none. A prompt is cut or refused so that the longest answer has room: otherwise an
     answer could end at the model's limit, and nobody would see why.
 
     Raises:
         ConfigError: the longest answer leaves no room for any prompt.
     """
-    room = parts.max_model_len - config.sampling.max_new_tokens
-    if room < 1:
+    if parts.max_model_len - config.sampling.max_new_tokens < 1:
         raise ConfigError(
             f"sampling.max_new_tokens={config.sampling.max_new_tokens} leaves no room for a "
             f"prompt: both together have at most {parts.max_model_len} tokens; lower it, or "
             "raise engine.max_model_len if the model allows it"
         )
+    own = RowParams(config, parts.source.features, parts.check_params)
 
-    def token_ids(row: Row) -> list[int]:
+    def request(row: Row) -> tuple[list[int], SamplingParams]:
         if row.failure is not None:
             raise row.failure
+        params = own.sampling(row)
+        room = prompt_room(parts.max_model_len, params.max_new_tokens)
         ids = parts.prompt.token_ids(row)
-        return fit_prompt(ids, room, config.prompt.too_long, parts.bos_id)
+        ids = fit_prompt(ids, room, config.prompt.too_long, parts.bos_id)
+        return ids, own.constrained(row, params)
 
-    return token_ids
+    return request
 
 
 def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Manifest:
     """The manifest of a job as it is asked for, without digests of its rows."""
-    source, given = parts.source, parts.fingerprints
+    from batchgen.row_index.open_rows import data_of  # it loads the libraries of the data
+
+    source, given = data_of(parts.source), parts.fingerprints
     return Manifest.build(
         identity(config, [name for name in given if name.endswith("_model")]),
         {"dataset": source.fingerprint, **given},

@@ -10,11 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.config.job_config import JobConfig
-from batchgen.constraint.row_constraints import RowConstraints
-from batchgen.dataset.row_source import Row, RowSource
-from batchgen.dataset.row_steps import SteppedSource
+from batchgen.dataset.source import Row, Source
 from batchgen.engine.base.outputs import RequestError, RequestOutput
-from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.requests import sample_params
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.folder.job_metrics import Metrics
@@ -100,7 +97,7 @@ class _Request:
     sample_index: int
     fields: Mapping[str, Any]
     prompt: list[int]
-    constraint: Constraint | None
+    params: SamplingParams
     error: RequestError | None
 
     def finished(
@@ -117,18 +114,16 @@ class Generation:
     def __init__(
         self,
         config: JobConfig,
-        source: RowSource | SteppedSource,
-        prompt: Callable[[Row], list[int]],
-        constraints: RowConstraints,
+        source: Source,
+        request: Callable[[Row], tuple[list[int], SamplingParams]],
         engine: Engine,
         writer: OutputWriter,
         metrics: Metrics,
     ) -> None:
-        """Prepare to run rows. `prompt` gives the token ids of a row, or raises RequestError if it
-        has none."""
+        """Prepare to run rows. `request` gives the prompt and the parameters of a row, or raises
+        RequestError if it has none."""
         self._source = source
-        self._prompt = prompt
-        self._constraints = constraints
+        self._request = request
         self._params = config.params
         self._writer = writer
         self._samples = config.sampling.n
@@ -217,7 +212,7 @@ class Generation:
     def _submit(self, request: _Request) -> RequestError | None:
         request_id = f"{request.row_index}.{request.sample_index}"
         key = request.row_id, request.sample_index
-        params = sample_params(self._params, *key, constraint=request.constraint)
+        params = sample_params(request.params, *key)
         try:
             self._engine.add_request(request_id, request.prompt, params)
         except RequestError as error:
@@ -234,17 +229,16 @@ class Generation:
                 continue
             row, samples = task
             prompt: list[int] = []
-            constraint: Constraint | None = None
+            params = self._params
             fields: Mapping[str, Any] = dict.fromkeys(self._source.schema.names)
             failure: RequestError | None = None
             try:
                 fields = self._source.passthrough(row)
-                prompt = self._prompt(row)
-                constraint = self._constraints.of(row)
+                prompt, params = self._request(row)
             except RequestError as error:
                 failure = error
             for sample in samples:
-                yield _Request(row.id, row.index, sample, fields, prompt, constraint, failure)
+                yield _Request(row.id, row.index, sample, fields, prompt, params, failure)
 
     def _count(self, finished: Sequence[FinishedRow]) -> None:
         self._metrics.tally.add(finished)

@@ -118,4 +118,4 @@ def _count_shards(config: JobConfig, parts: JobParts, folder: JobFolder) -> Tall
 
 def new_tally(config: JobConfig, parts: JobParts) -> Tally:
     names = [count.name for count in parts.counts]
-    return Tally(names, constrained=config.constraint.kind != "none")
+    return Tally(names, constrained=config.constrained)

@@ -8,14 +8,14 @@ from batchgen.config.job_config import JobConfig
 from batchgen.engine.base.outputs import OutputColumn, RowCount
 from batchgen.engine.requests import output_columns
 from batchgen.engine.rows.stopping import decode
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.prompts.row_prompts import Prompt
 from batchgen.resolve.opened_job import OpenedJob, open_job
 from batchgen.texts.tokens.decode_tokens import decode_with
 
 if TYPE_CHECKING:
-    from batchgen.dataset.row_source import RowSource
-    from batchgen.dataset.row_steps import SteppedSource
+    from batchgen.dataset.source import Source
     from batchgen.forecast.forecast import Forecast
     from batchgen.jobs.generation import Engine
 
@@ -36,6 +36,7 @@ class JobParts:
         columns: the per-token columns that the engine returns for this job's parameters.
         fingerprints: digests of what decides the answers besides configuration and data set, by
             name: the files of the models, the dtype, the constraint.
+        check_params: raises ValueError for parameters of a row that cannot be honoured.
         build_engine: loads the weights. It is called last, and only if there are rows to compute.
         strategy: declares counts per row, which become columns, and lines for the job's summary.
         decode: the text of token ids, to show prompts to people; None without a tokenizer.
@@ -44,13 +45,14 @@ class JobParts:
         predict: what an attempt will take, from its engine, its answers and its seconds so far.
     """
 
-    source: RowSource | SteppedSource
+    source: Source
     prompt: Prompt
     bos_id: int | None
     max_model_len: int
     columns: Sequence[OutputColumn]
     fingerprints: Mapping[str, str]
     build_engine: Callable[[], Engine]
+    check_params: Callable[[SamplingParams], None] = lambda _: None
     strategy: Strategy | None = None
     decode: Callable[[list[int]], str] | None = None
     decode_all: Callable[[list[int]], str] | None = None
@@ -73,7 +75,6 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
     """What a job runs on that has been opened; `fingerprints` are those of models, dtype and
     constraint."""
     tokenizer = opened.model.tokenizer
-    compiler = opened.compiler
     return JobParts(
         source=opened.source,
         prompt=opened.prompt,
@@ -82,12 +83,22 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         columns=output_columns(config.params, opened.strategy, opened.context_columns),
         fingerprints=fingerprints,
         build_engine=partial(opened.build_engine, config),
+        check_params=opened.check_params,
         strategy=opened.strategy,
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),
-        close=lambda: None if compiler is None else compiler.close(),
+        close=partial(_close, opened),
         predict=partial(_predict, config, opened),
     )
+
+
+def _close(opened: OpenedJob) -> None:
+    from batchgen.row_index.indexed_source import IndexedSource
+
+    if opened.compiler is not None:
+        opened.compiler.close()
+    if isinstance(opened.source, IndexedSource):
+        opened.source.close()
 
 
 def _predict(

@@ -82,7 +82,7 @@ def _show_rows(config: JobConfig, opened: OpenedJob, reading: Reading) -> Scan:
         print(shown)
         signs = signs or not SIGNS.isdisjoint(shown)
         if own:
-            print(f"constraint  {_shown_constraint(found.constraint)}")
+            print(f"constraint  {_shown_constraint(found.params.constraint)}")
         print()
     if signs:
         print("(␉ is a tab, · a space at the end of a line, other signs are control characters)\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from batchgen.dataset.row_source import Row
+from batchgen.dataset.source import Row
 from batchgen.forecast.forecast import Range
 from batchgen.forecast.scan import Scan
 from batchgen.launchers.launch import described

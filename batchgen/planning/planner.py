@@ -57,6 +57,9 @@ def opened_rows(config: JobConfig) -> Iterator[tuple[OpenedJob, JobParts, Readin
     opened = open_job(config)
     with closing(parts_of(opened, config, {})) as parts:
         check_rows(config, parts)
+        from batchgen.planning.folder_state import find_rows  # it loads the libraries of the data
+
+        find_rows(config, opened.source)
         yield opened, parts, job_reading(config, opened)
 
 
@@ -180,6 +183,7 @@ class _Planner:
             [read.ids for read in scan.sample[:50]],
             scan.lengths,
             max(round(answering), 1),
+            longest=scan.longest_answer,
             seen=self._seen(scan, device),
             # After the probe, which compiles what the job needs.
             compiled=self._settings.device is None and have_compiled(),
@@ -216,7 +220,7 @@ class _Planner:
     def _constraints(self, scan: Scan) -> Constraints | None:
         """Compile constraints, those of most rows first; rows of one that cannot be enforced are
         bad."""
-        if isinstance(self._config.constraint, NoConstraintConfig):
+        if not scan.constraints and isinstance(self._config.constraint, NoConstraintConfig):
             return None
         compiled, slowest, slowest_s = 0, "", 0.0
         refused = FoundRows()

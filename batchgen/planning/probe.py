@@ -40,23 +40,23 @@ def probe(
     """
     places = np.linspace(0, len(sample) - 1, min(number, len(sample))).round().astype(int)
     chosen = [sample[place] for place in sorted(set(places.tolist()))]
-    samples, longest = config.sampling.n, config.sampling.max_new_tokens
+    samples = config.sampling.n
     # A start that compiles kernels says nothing of the job's, which finds them compiled.
     tells_start = job_device(config) == "cpu" or have_compiled()
     started = time.perf_counter()
     engine = opened.build_engine(config)
     start_s = time.perf_counter() - started if tells_start else None
     with closing(engine):
-        run = _Run(config, opened, engine)
+        run = _Run(engine)
         run.answers(chosen[:1], samples, _WARM_UP_TOKENS)
-        answers, counts = run.counted(chosen, samples, longest)
+        answers, counts = run.counted(chosen, samples)
         if not answers:
             raise ConfigError(f"plan.probe={number}: none of the rows can run: leave it out")
         full, together = None, min(engine.max_num_seqs, most_rows)
         if together > len(answers):
             copies = -(-together // len(chosen))
             run.answers(chosen, copies, _WARM_UP_TOKENS)
-            full = run.counted(chosen, copies, min(longest, _FULL_TOKENS))[1]
+            full = run.counted(chosen, copies, _FULL_TOKENS)[1]
     prompts = np.array([len(read.ids) for read in chosen], np.int64)
     source = f"a probe of {len(chosen):,} row{'s' * (len(chosen) != 1)}"
     return Calibration(source, prompts, np.array(answers, np.int64), counts, start_s, full)
@@ -65,19 +65,16 @@ def probe(
 class _Run:
     """Runs rows in the engine of a job."""
 
-    def __init__(self, config: JobConfig, opened: OpenedJob, engine: LLMEngine) -> None:
-        from batchgen.constraint.row_constraints import RowConstraints
-
-        self._config, self._engine = config, engine
-        self._constraints = RowConstraints(config.constraint, opened.source.features)
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
 
     def counted(
-        self, rows: list[ReadRow], samples: int, longest: int
+        self, rows: list[ReadRow], samples: int, most: int | None = None
     ) -> tuple[list[int], RunCounts]:
         """Run rows to their ends; returns the tokens of the answers and what the engine counted."""
         before = dataclasses.replace(self._engine.stats)
         started = time.perf_counter()
-        answers = self.answers(rows, samples, longest)
+        answers = self.answers(rows, samples, most)
         seconds, stats = time.perf_counter() - started, self._engine.stats
         return answers, RunCounts(
             seconds,
@@ -89,19 +86,18 @@ class _Run:
             stats.decode_rows - before.decode_rows,
         )
 
-    def answers(self, rows: list[ReadRow], samples: int, longest: int) -> list[int]:
-        """Run rows to their ends; returns the tokens of the answers."""
-        config, engine = self._config, self._engine
-        least = min(config.sampling.min_new_tokens, longest)
+    def answers(self, rows: list[ReadRow], samples: int, most: int | None = None) -> list[int]:
+        """Run rows to their ends, or to `most` tokens; returns the tokens of the answers."""
+        engine = self._engine
         for read in rows:
+            longest = min(read.params.max_new_tokens, most or read.params.max_new_tokens)
             for sample in range(samples):
                 params = sample_params(
-                    config.params,
+                    read.params,
                     read.row.id,
                     sample,
-                    constraint=self._constraints.of(read.row),
                     max_new_tokens=longest,
-                    min_new_tokens=least,
+                    min_new_tokens=min(read.params.min_new_tokens, longest),
                 )
                 try:
                     engine.add_request(f"{read.row.index}.{sample}", read.ids, params)

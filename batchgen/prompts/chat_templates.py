@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.utils import chat_template_utils
 
-from batchgen.prompts.template_sandbox import BoundedEnvironment
+from batchgen.templates.template_sandbox import BoundedEnvironment
 
 _COMPILED = 128
 """Chat templates that are kept compiled."""

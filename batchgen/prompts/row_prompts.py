@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jinja2 import UndefinedError
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.config.prompt_config import (
-    ChatPromptConfig,
     PromptConfig,
     TextPromptConfig,
     TokensPromptConfig,
     TooLong,
 )
-from batchgen.dataset.dataset_columns import column_path, value_at
+from batchgen.dataset.dataset_columns import named_path, value_at
 from batchgen.engine.base.outputs import RequestError
-from batchgen.prompts.chat_templates import bound_chat_templates
-from batchgen.prompts.messages import checked_messages, known_roles, short
+from batchgen.prompts.chat_prompt import ChatPrompt
+from batchgen.prompts.messages import short
 from batchgen.prompts.prompt_tokens import TextTokens, not_empty, text_bytes
-from batchgen.prompts.row_templates import RENDER_ERRORS, RowTemplate, template_errors
+from batchgen.prompts.row_templates import RowTemplate
 from batchgen.util.errors import ConfigError
-from batchgen.util.shorten import some_names
 
 if TYPE_CHECKING:
-    from batchgen.dataset.row_source import Row
+    from batchgen.dataset.source import Row
 
 
 _MOST_SHOWN = 1000
@@ -95,6 +91,18 @@ def build_prompt(
     return ChatPrompt(config, tokenizer, columns, room)
 
 
+def prompt_room(max_model_len: int, max_new_tokens: int) -> int:
+    """How many tokens a prompt may have, or RequestError (prompt_too_long) if the answer may have
+    all."""
+    if max_new_tokens >= max_model_len:
+        raise RequestError(
+            "prompt_too_long",
+            f"an answer of {max_new_tokens} tokens leaves no room for a prompt: both together have "
+            f"at most {max_model_len}",
+        )
+    return max_model_len - max_new_tokens
+
+
 def fit_prompt(
     ids: list[int], max_len: int, too_long: TooLong, bos_id: int | None = None
 ) -> list[int]:
@@ -131,116 +139,6 @@ def constant_prompt_warning(prompt: Prompt, row: Row) -> str:
         f"written {{{{ name }}}}, a file of a template is named with prompt.user_file or "
         f"prompt.text_file). The first prompt:\n{shown}"
     )
-
-
-class ChatPrompt:
-    """A conversation in the model's chat format, up to where the model's answer starts.
-
-    The tokenizer adds no special tokens to the text, because the chat template writes a BOS itself
-    where the model wants one.
-    """
-
-    def __init__(
-        self,
-        config: ChatPromptConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        columns: Mapping[str, Any],
-        room: int | None = None,
-    ) -> None:
-        bound_chat_templates()
-        self._config, self._tokenizer = config, tokenizer
-        self._tokens = TextTokens(tokenizer, room)
-        self._kwargs = dict(config.template_kwargs or {})
-        self._roles = known_roles(self._chat_template())
-        if config.messages_column is not None:
-            self._path = _path("prompt.messages_column", config.messages_column, columns)
-        self._user = _template("prompt.user", config.user, columns)
-        self._system = _template("prompt.system", config.system, columns)
-        self._try_roles()
-
-    @property
-    def is_constant(self) -> bool:
-        templates = [template for template in (self._user, self._system) if template is not None]
-        return self._user is not None and not any(t.uses_columns for t in templates)
-
-    def token_ids(self, row: Row) -> list[int]:
-        messages = self._messages(row)
-        if self._user is not None:
-            self._tokens.refuse_long(messages[-1]["content"])  # before it is copied for each mark
-        return self._tokens.of(self._rendered(messages), add_special_tokens=False)
-
-    def size(self, row: Row) -> int:
-        messages = self._messages(row)
-        if self._user is not None:
-            return sum(text_bytes(message["content"]) for message in messages)
-        return text_bytes(str(messages))
-
-    def text(self, row: Row) -> str:
-        return self._rendered(self._messages(row))
-
-    def _rendered(self, messages: list[dict[str, Any]]) -> str:
-        """The text of a conversation, or RequestError if the chat template does not take it."""
-        try:
-            with template_errors("the model's chat template"):
-                return self._render(messages)
-        except UndefinedError as error:
-            text = f"the model's chat template: {error.message}"
-            raise RequestError("template_error", text) from None
-
-    def _messages(self, row: Row) -> list[dict[str, Any]]:
-        """The conversation of a row, with the system message."""
-        column = self._config.messages_column
-        if self._user is not None:
-            messages = [{"role": "user", "content": self._user.render(row.fields, row.index)}]
-        else:
-            assert column is not None
-            value = value_at(row.fields, self._path)
-            messages = checked_messages(value, column, self._roles)
-        if self._system is not None:
-            if messages[0]["role"] == "system":
-                raise RequestError(
-                    "bad_messages",
-                    f"the row's messages have a system message of their own ({column}): set "
-                    "prompt.system=null, or take it out of the row",
-                )
-            messages.insert(
-                0, {"role": "system", "content": self._system.render(row.fields, row.index)}
-            )
-        return messages
-
-    def _render(self, messages: list[dict[str, Any]]) -> str:
-        text = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self._kwargs
-        )
-        assert isinstance(text, str)
-        return text
-
-    def _chat_template(self) -> str:
-        """The source of the chat template; of one with several parts, that of all of them."""
-        template = self._kwargs.get("chat_template", self._tokenizer.chat_template)
-        if template is None:
-            raise ConfigError(
-                "prompt.kind=chat: the model's tokenizer has no chat template: use prompt=text and "
-                "write the whole prompt"
-            )
-        source = "".join(template.values()) if isinstance(template, Mapping) else str(template)
-        for name in self._kwargs:
-            if name != "chat_template" and not re.search(rf"\b{re.escape(name)}\b", source):
-                raise ConfigError(
-                    f"prompt.template_kwargs.{name}: the model's chat template knows no such option"
-                )
-        return source
-
-    def _try_roles(self) -> None:
-        """Refuse a system message before the job starts, if the chat template takes none."""
-        roles = ["system"] * (self._system is not None) + ["user"]
-        try:
-            self._render([{"role": role, "content": "text"} for role in roles])
-        except RENDER_ERRORS as error:
-            raise ConfigError(
-                f"prompt: the model's chat template cannot take the roles {' and '.join(roles)}: "
-                f"{' '.join(str(error).split())}"
-            ) from None
 
 
 class TextPrompt:
@@ -282,7 +180,7 @@ class TokensPrompt(Prompt):
         self, config: TokensPromptConfig, vocab_size: int, columns: Mapping[str, Any]
     ) -> None:
         self._column, self._vocab_size = config.token_ids_column, vocab_size
-        self._path = _path("prompt.token_ids_column", self._column, columns)
+        self._path = named_path("prompt.token_ids_column", self._column, columns)
 
     def token_ids(self, row: Row) -> list[int]:
         ids = value_at(row.fields, self._path)
@@ -299,17 +197,3 @@ class TokensPrompt(Prompt):
                     f"an id of the model, 0 to {self._vocab_size - 1}",
                 )
         return not_empty(ids)
-
-
-def _template(key: str, source: str | None, columns: Collection[str]) -> RowTemplate | None:
-    return None if source is None else RowTemplate(key, source, columns)
-
-
-def _path(key: str, name: str, columns: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where in a row the column lies that a key names."""
-    path = column_path(name, columns)
-    if path is None:
-        raise ConfigError(
-            f"{key}: the data set has no column {name!r}: choose among {some_names(columns, name)}"
-        )
-    return path

@@ -9,22 +9,10 @@ from typing import Any
 
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, UndefinedError, nodes
 
-from batchgen.prompts.template_bounds import TemplateLimit
-from batchgen.prompts.template_sandbox import BoundedEnvironment
+from batchgen.templates.template_bounds import TemplateLimit
+from batchgen.templates.template_sandbox import RENDER_ERRORS, BoundedEnvironment
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
-
-RENDER_ERRORS = (
-    TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-"""What rendering a template can raise: Jinja's errors, and those of the user's expressions."""
 
 
 class _NullOutput(Exception):

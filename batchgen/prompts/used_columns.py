@@ -7,19 +7,29 @@ from typing import Any
 
 from jinja2 import TemplateError, nodes
 
-from batchgen.prompts.template_sandbox import BoundedEnvironment
+from batchgen.templates.template_sandbox import BoundedEnvironment
 
 _TEMPLATES = ("system", "user", "text")
-_COLUMN_KEYS = ("messages_column", "token_ids_column")
+"""The keys that are one template each."""
+COLUMN_KEYS = ("messages_column", "tools_column", "token_ids_column")
+"""The keys of the group `prompt` that name a column."""
 
 
 def used_columns(prompt: Mapping[str, Any]) -> list[str]:
     """The columns that the group `prompt` of a config.yaml uses, in order; a nested field counts as
     its
     column. A template that does not compile names none."""
-    named = [name for key in _TEMPLATES for name in _variables(prompt.get(key))]
-    named += [column.split(".")[0] for key in _COLUMN_KEYS if (column := prompt.get(key))]
+    named = [name for _, source in prompt_templates(prompt) for name in _variables(source)]
+    named += [column.split(".")[0] for key in COLUMN_KEYS if (column := prompt.get(key))]
     return list(dict.fromkeys(named))
+
+
+def prompt_templates(prompt: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The templates of a group `prompt`, in the order of the prompt, each with the role or the key
+    that it is for."""
+    found = [(key, prompt.get(key)) for key in _TEMPLATES]
+    found += [item for message in prompt.get("messages") or () for item in message.items()]
+    return [(name, source) for name, source in found if isinstance(source, str)]
 
 
 def _variables(template: Any) -> list[str]:

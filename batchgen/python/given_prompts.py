@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from batchgen.config.prompt_config import ChatPromptConfig
 from batchgen.engine.base.outputs import RequestError
-from batchgen.prompts.row_prompts import ChatPrompt
+from batchgen.prompts.chat_prompt import ChatPrompt
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from batchgen.dataset.row_source import Row
+    from batchgen.dataset.source import Row
 
 Conversation = Sequence[Mapping[str, Any]]
 """Messages {"role": …, "content": …}; the model answers the last one."""

@@ -6,14 +6,15 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import lcm
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.compose.experiments import choices_with
-from batchgen.config.constraint_config import ConstraintConfig, NoConstraintConfig
+from batchgen.compose.load_config import identity
+from batchgen.config.constraint_config import NoConstraintConfig
 from batchgen.config.job_config import (
     COMMON_COLUMNS,
     PARSED,
@@ -34,7 +35,7 @@ from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.prefill_policy import check_chunk_sizes
 from batchgen.engine.strategy import Strategy
-from batchgen.grading.build_steps import check_fields, described, post_steps, row_steps
+from batchgen.grading.build_steps import check_fields, post_steps
 from batchgen.model.engine_recipe import EngineRecipe
 from batchgen.model.model_source import model_files
 from batchgen.model.open_model import OpenedModel, open_model
@@ -46,8 +47,7 @@ from batchgen.util.fingerprint import fingerprint_files, fingerprint_text
 if TYPE_CHECKING:
     import torch
 
-    from batchgen.dataset.row_source import RowSource
-    from batchgen.dataset.row_steps import SteppedSource
+    from batchgen.dataset.source import Source
 
 _SAID_BY_CLASS = ("name", "step_inputs", "decide")
 """Attributes that every strategy's own class has: what the base class cannot say for it."""
@@ -68,6 +68,7 @@ class OpenedJob:
         prompt: makes the token ids of a row.
         dtype: that of weights and activations.
         max_model_len: how many tokens prompt and answer may have together.
+        step_fingerprints: versions of the steps of `rows`, and digests of what they read.
     """
 
     model: OpenedModel
@@ -75,10 +76,19 @@ class OpenedJob:
     strategy: Strategy
     context_columns: Sequence[OutputColumn]
     compiler: GrammarCompiler | None
-    source: RowSource | SteppedSource
+    source: Source
     prompt: Prompt
     dtype: torch.dtype
     max_model_len: int
+    step_fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise ValueError if parameters of a row cannot be honoured; the message names one."""
+        model = self.model
+        vocab_size, columns = model.config.vocab_size, self.context_columns
+        check_params(params, self.strategy, vocab_size, model.tokenizer, columns)
+        if params.constraint is not None and self.compiler is None:
+            model.grammar_compiler()  # says why there is none
 
     def fingerprints(self, config: JobConfig) -> dict[str, str]:
         """Digests of what decides the answers besides configuration and data set. Every file of the
@@ -96,9 +106,7 @@ class OpenedJob:
         if (constraint := config.params.constraint) is not None:
             # The configuration is compared without the order of keys, in which the row writes them.
             found["constraint"] = fingerprint_text(constraint.text)
-        for step in described(config.rows, row_steps(config.rows)):
-            found[f"version of {step['_target_']}"] = str(step["version"])
-        return found
+        return {**found, **self.step_fingerprints}
 
     def build_engine(self, config: JobConfig) -> LLMEngine:
         """Load the weights of all models and make the engine."""
@@ -147,7 +155,7 @@ def open_job(config: JobConfig) -> OpenedJob:
     context_columns = [column for column in of_model if column.name in config.output.columns]
     _check_columns(config.output.columns, strategy, of_model, model.config.architecture)
     params = config.params
-    compiler = _compiler(config.constraint, params.constraint, model)
+    compiler = _compiler(config, params.constraint, model)
     with _named("sampling"):
         strictest = _strictest(config, params)
         vocab_size = model.config.vocab_size
@@ -156,13 +164,11 @@ def open_job(config: JobConfig) -> OpenedJob:
     # After all that is checked without it: it takes seconds to load datasets and pyarrow.
     from batchgen.dataset.row_source import open_dataset
     from batchgen.grading.build_steps import check_scored
+    from batchgen.row_index.open_rows import behind_steps
 
-    data = open_dataset(config.dataset)
-    source: RowSource | SteppedSource = data
-    if config.rows:
-        from batchgen.dataset.row_steps import SteppedSource
-
-        source = SteppedSource(data, row_steps(config.rows))
+    source: Source = open_dataset(config.dataset)
+    of_data = identity(config)["dataset"]
+    source, of_steps = behind_steps(source, config.rows, of_data, model.tokenizer)
     check_fields(post, source.schema.names)
     check_scored(post, config.score, source.schema.names)
     with _named("engine"):
@@ -186,7 +192,16 @@ def open_job(config: JobConfig) -> OpenedJob:
         print(f"batchgen: warning: {warning}", file=sys.stderr)
     others = open_others(strategy, model, max_model_len)
     job = OpenedJob(
-        model, others, strategy, context_columns, compiler, source, prompt, dtype, max_model_len
+        model,
+        others,
+        strategy,
+        context_columns,
+        compiler,
+        source,
+        prompt,
+        dtype,
+        max_model_len,
+        of_steps,
     )
     with _named("engine"):
         job.recipe(config).check()
@@ -234,11 +249,13 @@ def _strictest(config: JobConfig, params: SamplingParams) -> SamplingParams:
 
 
 def _compiler(
-    config: ConstraintConfig, constraint: Constraint | None, model: OpenedModel
+    config: JobConfig, constraint: Constraint | None, model: OpenedModel
 ) -> GrammarCompiler | None:
-    """The compiler for the rows' constraints; it has compiled the one of the
-    job, if there is one."""
-    if isinstance(config, NoConstraintConfig):
+    """The compiler for the rows' constraints, which has compiled that of the job; None if there are
+    none, or if only single rows would need one that the model cannot have."""
+    if isinstance(config.constraint, NoConstraintConfig):
+        with suppress(ValueError):
+            return None if config.sampling.column is None else model.grammar_compiler()
         return None
     with _named("constraint"):
         compiler = model.grammar_compiler()

@@ -7,12 +7,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.prompts.used_columns import used_columns
+from batchgen.prompts.used_columns import prompt_templates, used_columns
 from batchgen.texts.row_json import plain_text
 from batchgen.texts.tokens.token_boxes import Decode
 from batchgen.util.errors import ConfigError
 
-_TEMPLATES = ("system", "user", "text")
 Part = tuple[str, str]
 """The role of a speaker or the name of a column, and the text."""
 
@@ -39,11 +38,10 @@ class PromptText:
     ) -> list[tuple[str, Callable[[Mapping[str, Any], int], str]]]:
         from batchgen.prompts.row_templates import RowTemplate
 
-        given = [(key, config[key]) for key in _TEMPLATES if isinstance(config.get(key), str)]
         try:
             return [
                 (key, RowTemplate(f"prompt.{key}", source, self._names).render)
-                for key, source in given
+                for key, source in prompt_templates(config)
             ]
         except ConfigError:  # a column was not copied
             return []

@@ -9,12 +9,10 @@ from typing import Any
 
 from batchgen.engine.base.outputs import RequestError
 from batchgen.prompts.row_templates import RowTemplate
-from batchgen.prompts.used_columns import used_columns
+from batchgen.prompts.used_columns import COLUMN_KEYS, prompt_templates, used_columns
 from batchgen.scoring.graded_folder import GradedJob
 from batchgen.texts.row_json import json_text
 
-_TEMPLATES = ("system", "user", "text")
-_COLUMN_KEYS = ("messages_column", "token_ids_column")
 _KEYS = ("row_id", "row_index", "sample_index")
 
 
@@ -37,16 +35,15 @@ def _rendered(job: GradedJob) -> dict[str, str]:
     prompt = job.config["prompt"]
     names = job.columns[len(_KEYS) : job.columns.index(job.text_column)]
     parts: list[Callable[[Mapping[str, Any], int], Any]] = []
-    for key in _TEMPLATES:
-        if (source := prompt.get(key)) is not None:
-            parts.append(RowTemplate(f"prompt.{key}", source, names).render)
-    column = next((prompt[key] for key in _COLUMN_KEYS if prompt.get(key) is not None), None)
+    for key, source in prompt_templates(prompt):
+        parts.append(RowTemplate(f"prompt.{key}", source, names).render)
+    columns = [prompt[key] for key in COLUMN_KEYS if prompt.get(key) is not None]
     digests: dict[str, str] = {}
     for row in job.rows(list(dict.fromkeys([*_KEYS, *names]))):
         if row["row_id"] in digests:
             continue
         fields = {name: row[name] for name in names}
-        made: list[Any] = [None if column is None else [column, fields[column.split(".")[0]]]]
+        made: list[Any] = [[column, fields[column.split(".")[0]]] for column in columns] or [None]
         try:
             made += [render(fields, row["row_index"]) for render in parts]
         except RequestError as error:  # the row had no prompt, for the same reason
@@ -56,7 +53,8 @@ def _rendered(job: GradedJob) -> dict[str, str]:
 
 
 def _by_configuration(job: GradedJob) -> dict[str, str]:
-    prompt = {key: job.config["prompt"].get(key) for key in (*_TEMPLATES, *_COLUMN_KEYS)}
+    given = job.config["prompt"]
+    prompt = [prompt_templates(given), [given.get(key) for key in COLUMN_KEYS]]
     same = json.dumps([prompt, job.config.get("rows"), job.fingerprints["dataset"]], sort_keys=True)
     digest = _digest(same)
     return {row["row_id"]: digest for row in job.rows(["row_id"])}

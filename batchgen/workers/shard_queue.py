@@ -10,8 +10,7 @@ from batchgen.leases.lease_protocol import Task
 from batchgen.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from batchgen.dataset.row_source import Row, RowSource
-    from batchgen.dataset.row_steps import SteppedSource
+    from batchgen.dataset.source import Row, Source
     from batchgen.shards.output_writer import OutputWriter
 
 _BLOCK = 1000  # rows that are in memory while a shard is read backwards
@@ -29,7 +28,7 @@ class ShardQueue:
 
     def __init__(
         self,
-        source: RowSource | SteppedSource,
+        source: Source,
         writer: OutputWriter,
         worker: Worker,
         rows_per_shard: int,
@@ -174,7 +173,7 @@ class _Reader:
     """Reads a data set from any row on, without beginning anew where one read ends and the next
     begins: a stream can only be read from its start."""
 
-    def __init__(self, source: RowSource | SteppedSource) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
         self._iterator: Iterator[Row] = iter(())
         self._at = -1  # the index of the row that comes next

@@ -27,7 +27,8 @@ from batchgen.config.job_config import (
     StrategyConfig,
 )
 from batchgen.config.prompt_config import ChatPromptConfig, TextPromptConfig
-from batchgen.dataset.row_source import Row, open_dataset
+from batchgen.dataset.row_source import open_dataset
+from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import OutputColumn, RequestOutput
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.sampling.sampling_params import SamplingParams

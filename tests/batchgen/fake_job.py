@@ -32,7 +32,7 @@ from batchgen.config.job_config import (
     StrategyConfig,
 )
 from batchgen.config.prompt_config import ChatPromptConfig
-from batchgen.dataset.row_source import Row
+from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import OutputColumn, RequestError, RequestOutput
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.sampling.sampling_params import SamplingParams

@@ -192,7 +192,8 @@ def _config(path: Path) -> tuple[AnyConstraintConfig, str]:
     identity = Manifest.read(path / "manifest.json").identity
     config = constraint_config(identity.get("constraint", {"kind": "none"}))
     if isinstance(config, NoConstraintConfig):
-        raise ConfigError(f"the job in {path} has no constraint: there is nothing to check")
+        rows = "" if "column" not in identity["sampling"] else " for all rows"
+        raise ConfigError(f"the job in {path} has no constraint{rows}: there is nothing to check")
     metrics = path / "metrics.json"
     if not metrics.is_file() or json.loads(metrics.read_text("utf-8"))["status"] != "complete":
         raise ConfigError(f"the job in {path} is not complete: run its command again first")

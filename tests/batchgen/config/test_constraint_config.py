@@ -25,7 +25,7 @@ from batchgen.compose.load_config import constraint_config, identity, load_confi
 from batchgen.compose.trust import TYPED
 from batchgen.config.job_config import JobConfig
 from batchgen.constraint.row_constraints import RowConstraints
-from batchgen.dataset.row_source import Row
+from batchgen.dataset.source import Row
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.constraint.compiler import GrammarCompiler

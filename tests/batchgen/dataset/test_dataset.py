@@ -24,7 +24,8 @@ from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset import row_ids
 from batchgen.dataset.dataset_files import LoadedDataset
 from batchgen.dataset.row_ids import IdSet, check_unique
-from batchgen.dataset.row_source import Row, RowSource, open_dataset
+from batchgen.dataset.row_source import RowSource, open_dataset
+from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import RequestError
 from batchgen.util.errors import ConfigError, JobError
 

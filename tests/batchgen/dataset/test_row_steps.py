@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from batchgen.config.dataset_config import DatasetConfig
-from batchgen.dataset.row_source import Row, open_dataset
+from batchgen.dataset.row_source import open_dataset
 from batchgen.dataset.row_steps import SteppedSource
+from batchgen.dataset.source import Row
 from batchgen.grading.choices import OrderChoices
 from batchgen.util.errors import ConfigError
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
-from batchgen.dataset.row_source import Row
+from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.forecast.prompt_reading import Reading
 from batchgen.forecast.scan import (
     SAMPLE,
@@ -70,14 +71,18 @@ class Rows:
 
     def scan(self, budget: Budget | None = None, cuts: bool = False, growth: int = 1) -> Scan:
         too_long = "truncate_left" if cuts else "error"
+        choice = Constraint.make("choice", ["a"])
         reading = Reading(
             source=self,  # type: ignore[arg-type]
             check=lambda row: None,
             size=self.size,
             text=lambda row: "x" * (row.fields["length"] + 20),
             token_ids=self.token_ids,
-            fit=lambda ids: fit_prompt(ids, ROOM, too_long),  # type: ignore[arg-type]
-            constraint=lambda row: Constraint.make("choice", ["a"]) if row.index < 5 else None,
+            sampling=lambda row: SamplingParams(max_new_tokens=1 + row.index),
+            fit=lambda ids, _: fit_prompt(ids, ROOM, too_long),  # type: ignore[arg-type]
+            constrained=lambda row, params: (
+                replace(params, constraint=choice) if row.index < 5 else params
+            ),
             room=ROOM,
             growth=growth,
         )
@@ -99,6 +104,7 @@ def test_few_rows_are_all_tokenised() -> None:
     assert [read.row.index for read in scan.sample] == [i for i in range(200) if i != 13]
     assert [tokens for *_, tokens in scan.longest] == sorted(expected, reverse=True)[:10]
     assert {c.kind: found.count for c, found in scan.constraints.items()} == {"choice": 5}
+    assert scan.longest_answer == 101  # the mean of 1 to 200 without 14
 
 
 def test_many_rows_are_tokenised_if_there_is_time() -> None:

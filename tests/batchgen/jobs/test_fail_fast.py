@@ -98,7 +98,7 @@ def test_a_small_job_whose_rows_all_fail_begins_again(
     def run(job: FakeJob, prompt: _BadPrompt) -> JobResult:
         parts = replace(job.parts(), prompt=prompt)
         if stream:
-            parts.source.num_rows = None
+            parts.source.num_rows = None  # type: ignore[misc]
             parts.source.rows = _Stream(rows)  # type: ignore[method-assign]
         return run_job(job.config(), parts)
 

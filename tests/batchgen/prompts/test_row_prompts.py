@@ -17,7 +17,7 @@ from batchgen.config.prompt_config import (
     TextPromptConfig,
     TokensPromptConfig,
 )
-from batchgen.dataset.row_source import Row
+from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import RequestError
 from batchgen.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning, fit_prompt
 from batchgen.util.errors import ConfigError

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from output_rows import PER_SHARD, ROWS, all_rows, open_writer
 from synthetic_job import write_job
 
-from batchgen.cli.verbs import compare, export, grade, report, score, show, validate
+from batchgen.cli.verbs import compare, grade, report, score, show, validate
 from batchgen.cli.verbs.follow import NewRows
+from batchgen.cli.verbs.publishing import export
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.rows.job_rows import JobRows
 from batchgen.shards.checked_file import CheckedFile, DamagedFile, seal

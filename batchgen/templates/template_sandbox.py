@@ -12,13 +12,25 @@ from functools import wraps
 from types import BuiltinMethodType
 from typing import Any
 
-from jinja2 import Template, meta, nodes, pass_context
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes, pass_context
+from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from batchgen.prompts import template_bounds as bounds
+from batchgen.templates import template_bounds as bounds
 
+RENDER_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What rendering a template can raise: Jinja's errors, and those of the user's expressions."""
 _ROUND, _PRINTED, _SIZED, _MADE = " round", " printed", " sized", " made"
 """Filters that guard the tree. No template can name them, because of their space."""
 _MOST_SOURCE = 2**20
@@ -59,6 +71,22 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         with bounds.one_render():  # constants are computed here
             return super().compile(*args, **kwargs)
+
+    def parse_expression(self, source: str, result: str) -> nodes.Template:
+        """The tree of a template that sets the variable `result` to what an expression is."""
+        if len(source) > _MOST_SOURCE:
+            raise bounds.TemplateLimit(f"it has more than {_MOST_SOURCE:,} characters")
+        parser = Parser(self, source, state="variable")
+        try:
+            expression = parser.parse_expression()
+        except RecursionError:
+            raise bounds.TemplateLimit("it is nested too deeply") from None
+        if not parser.stream.eos:
+            raise TemplateSyntaxError(f"nothing may follow it, but {parser.stream.current} does", 1)
+        target = nodes.Name(result, "store", lineno=1)
+        tree = nodes.Template([nodes.Assign(target, expression, lineno=1)], lineno=1)
+        tree.set_environment(self)
+        return tree
 
     def _parse(self, source: str, *args: Any, **kwargs: Any) -> nodes.Template:
         if len(source) > _MOST_SOURCE:

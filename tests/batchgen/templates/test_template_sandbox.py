@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchgen.engine.base.outputs import RequestError
-from batchgen.prompts import template_bounds as bounds
 from batchgen.prompts.row_templates import RowTemplate
-from batchgen.prompts.template_bounds import TemplateLimit
-from batchgen.prompts.template_sandbox import BoundedEnvironment
 from batchgen.prompts.used_columns import used_columns
+from batchgen.templates import template_bounds as bounds
+from batchgen.templates.template_bounds import TemplateLimit
+from batchgen.templates.template_sandbox import BoundedEnvironment
 from batchgen.util.errors import ConfigError
 
 BIG = "b" * 100_000

@@ -1,0 +1,25 @@
+"""Cells that hold JSON, as values of nested columns or as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchgen.dataset.stored_json import without_filled_nulls
+from batchgen.engine.constraint.json_schema.json_text import parse_unique_json
+
+
+def json_cell(value: Any, feature: Any) -> Any:
+    """The JSON of a cell: a text is parsed, and the nulls are left out that Arrow adds where rows
+    have different keys. `feature` is the column's type, as the library datasets says it.
+
+    Raises:
+        ValueError: the cell holds text that is no JSON, or names a key twice.
+    """
+    if not isinstance(value, str):
+        return without_filled_nulls(value, feature)
+    try:
+        return parse_unique_json(value)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"it is not JSON: {error}") from None

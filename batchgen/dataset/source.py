@@ -1,0 +1,115 @@
+"""What a job needs of the rows that it reads, wherever they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Features
+
+    from batchgen.engine.base.outputs import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of the data set.
+
+    Attributes:
+        index: its position in the data set, where the first row has 0.
+        id: the value of `dataset.id_column` as text, or the index if there is no such column.
+        fields: the values of its columns. Dates are datetimes, labels are numbers, and JSON is
+            parsed. Images, audio and the like are left out.
+        failure: why the row can have no prompt, if that is known before one is made.
+    """
+
+    index: int
+    id: str
+    fields: dict[str, Any]
+    failure: RequestError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadJob:
+    """Another job whose rows are read.
+
+    Attributes:
+        name: what tells it from others that are read: the last names of its folder's path.
+        digest: of its identity, which growing does not change; 32 hex digits.
+        depth: how many jobs stand behind each other up to it: 1 if it reads no job itself.
+    """
+
+    name: str
+    digest: str
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """How many rows are left after a choice among rows, such as `dataset.where`."""
+
+    choice: str
+    rows: int
+
+
+class Source(Protocol):
+    """The rows of a job: at most `dataset.limit`, always in the same order.
+
+    A source is either random access (`num_rows` is known and every row can be read by its index) or
+    a stream, which is read from its start for every call of `rows`. While rows are read, a file
+    that cannot be read further raises ConfigError, and a network or a disk that fails JobError.
+    """
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of all columns that templates may use."""
+        ...
+
+    @property
+    def features(self) -> Features:
+        """What the columns hold, in the terms of datasets."""
+        ...
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns that are copied to the output."""
+        ...
+
+    @property
+    def num_rows(self) -> int | None:
+        """How many rows there are; None for a stream."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal rows on every machine."""
+        ...
+
+    @property
+    def jobs(self) -> tuple[ReadJob, ...]:
+        """The jobs whose rows these are, in their order; none for a data set."""
+        ...
+
+    @property
+    def funnel(self) -> tuple[Left, ...]:
+        """How many rows there were first, and how many each choice among them has left."""
+        ...
+
+    def rows(self, start: int = 0) -> Iterator[Row]:
+        """The rows from index `start` on."""
+        ...
+
+    def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
+        """The rows with these indices, in this order, of random access only."""
+        ...
+
+    def passthrough(self, row: Row) -> dict[str, Any]:
+        """The values of the columns that are copied to the output, or RequestError (bad_row)."""
+        ...
+
+    def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
+        """What is read of the rows before `stop`, in tables of `size` rows, of which the last one
+        may have fewer; of random access only."""
+        ...

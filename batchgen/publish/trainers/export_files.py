@@ -1,0 +1,98 @@
+"""Rows as a file of JSON lines or Parquet, or as a folder, in memory that does not grow."""
+
+from __future__ import annotations
+
+import gzip
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.publish.data_folder import ROWS_PER_GROUP
+from batchgen.texts.row_json import json_text
+from batchgen.util.errors import ConfigError, JobError
+
+Rows = Iterable[Mapping[str, Any]]
+JSON_NAMES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+
+
+def tables(rows: Rows, schema: pa.Schema) -> Iterator[pa.Table]:
+    """The rows as tables of ROWS_PER_GROUP; ConfigError if a value is of another type."""
+    known = iter(rows)
+    while found := list(islice(known, ROWS_PER_GROUP)):
+        for row in found:
+            _refuse_more(row, schema)
+        try:
+            yield pa.Table.from_pylist(found, schema=schema)
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise ConfigError(f"a row does not fit into Parquet ({error}): write .jsonl") from None
+
+
+def _refuse_more(row: Mapping[str, Any], schema: pa.Schema) -> None:
+    """Refuse messages with keys that the schema does not have, which Arrow would leave out."""
+    for field in schema:
+        value, kind = row[field.name], field.type
+        if isinstance(value, list) and pa.types.is_struct(kind.value_type):
+            known = {kind.value_type.field(i).name for i in range(kind.value_type.num_fields)}
+            for message in value:
+                if more := [key for key in message if key not in known]:
+                    raise ConfigError(
+                        f"a message has {more[0]!r} beside {', '.join(sorted(known))}, for which "
+                        "Parquet has no place here: write .jsonl"
+                    )
+
+
+def write_lines(rows: Rows, file: TextIO) -> int:
+    """Write the JSON of each row in a line; returns their number."""
+    count = 0
+    for row in rows:
+        file.write(json_text(dict(row)) + "\n")
+        count += 1
+    return count
+
+
+def write_parquet(rows: Rows, schema: pa.Schema, path: Path, about: Mapping[str, str]) -> int:
+    """Write a new Parquet file with some metadata; returns the number of rows."""
+    count = 0
+    schema = schema.with_metadata(about)
+    with new_file(path), pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for table in tables(rows, schema):
+            writer.write_table(table)
+            count += table.num_rows
+    return count
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[None]:
+    """Make a file that is not there yet, and remove it if the body does not end well."""
+    try:
+        path.open("xb").close()
+    except FileExistsError:
+        raise ConfigError(
+            f"--out {path} is there already: choose another name, or delete it first"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror}") from None
+    try:
+        yield
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise JobError(f"cannot write {path}: {error.strerror or error}") from error
+        raise
+
+
+@contextmanager
+def text_file(path: Path | None) -> Iterator[TextIO]:
+    """A new text file, compressed if its name ends in .gz, or standard output."""
+    if path is None:
+        yield sys.stdout
+        return
+    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    with new_file(path), opener(path, "wt", encoding="utf-8", newline="") as file:
+        yield file

@@ -1,0 +1,119 @@
+"""Rows of a job as the result lines of an OpenAI batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from hashlib import blake2b
+from itertools import groupby
+from typing import Any
+
+from batchgen.publish.finished_rows import FinishedRows, FoundRow
+from batchgen.publish.row_values import is_true
+from batchgen.publish.visible_columns import Wanted
+from batchgen.util.errors import ConfigError
+
+_READ = (
+    *("row_id", "row_index", "sample_index", "finish_reason", "error"),
+    *("num_prompt_tokens", "num_generated_tokens"),
+)
+
+
+class OpenAILines:
+    """A line for each input row, with a choice for each of its samples, in order.
+
+    A row of which no sample has an answer has an `error` and no `response`. Ids are digests of the
+    job and the row, so that the lines are equal each time.
+
+    Attributes:
+        left_out: why how many samples are not there; filled while the lines are made.
+    """
+
+    def __init__(self, rows: FinishedRows, where: str | None, reasoning: str | None) -> None:
+        """Raise ConfigError for a set, whose rows do not say how they ended."""
+        if rows.is_set:
+            raise ConfigError(f"--to openai is for jobs, and {rows.given} is a set: give its job")
+        columns = rows.columns
+        self._rows, self._reasoning, self.left_out = rows, reasoning, Counter[str]()
+        self._where = None if where is None else columns.expression("--where", where)
+        names = [*_READ, rows.text_column, *filter(None, [reasoning])]
+        if reasoning is not None and reasoning not in columns.names:
+            raise ConfigError(f"--reasoning: {rows.given} has no column {reasoning!r}")
+        self._wanted: Wanted = columns.named(names)
+        if self._where is not None:
+            self._wanted |= columns.read_by(self._where)
+        self._is_chat = (rows.config.get("prompt") or {}).get("kind") != "text"
+        model = rows.config.get("model") or {}
+        self._model = str(model.get("name") or model.get("path") or "")
+        self._created = _started(rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        found = self._rows.rows(self._wanted)
+        for _, samples in groupby(found, key=lambda row: row.variables["row_index"]):
+            kept = [row for row in samples if self._passes(row)]
+            if kept:
+                yield self._line(kept)
+
+    def _passes(self, row: FoundRow) -> bool:
+        if self._where is None or row.variables["error"] is not None:
+            return True
+        if not is_true(self._where, row):
+            self.left_out["by --where"] += 1
+            return False
+        return True
+
+    def _line(self, samples: Sequence[FoundRow]) -> dict[str, Any]:
+        rows = [row.variables for row in samples]
+        answered = [row for row in rows if row["error"] is None]
+        name = str(rows[0]["row_id"])
+        digest = blake2b(f"{self._rows.digest} {name}".encode(), digest_size=12).hexdigest()
+        line: dict[str, Any] = {
+            "id": f"batch_req_{digest}",
+            "custom_id": name,
+            "response": None,
+            "error": None,
+        }
+        if not answered:
+            error = rows[0]["error"]
+            line["error"] = {"code": error["type"], "message": error["message"]}
+            return line
+        prompt = answered[0]["num_prompt_tokens"] or 0
+        completion = sum(row["num_generated_tokens"] for row in answered)
+        body = {
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{digest}",
+            "object": "chat.completion" if self._is_chat else "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": [self._choice(row) for row in answered],
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+            },
+        }
+        line["response"] = {"status_code": 200, "request_id": f"req_{digest}", "body": body}
+        return line
+
+    def _choice(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        text = row[self._rows.text_column]
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if self._reasoning is not None:
+            message["reasoning_content"] = row[self._reasoning]
+        return {
+            "index": row["sample_index"],
+            **({"message": message} if self._is_chat else {"text": text}),
+            "logprobs": None,
+            # What ended before it was complete is `length` to programs that know OpenAI's words.
+            "finish_reason": "stop" if row["finish_reason"] == "stop" else "length",
+        }
+
+
+def _started(rows: FinishedRows) -> int:
+    """When the job was started, in seconds since 1970; 0 if that is not known."""
+    attempts = rows.metrics.get("attempts") or [{}]
+    try:
+        when = datetime.strptime(attempts[0]["started"], "%Y-%m-%dT%H:%M:%S%z")
+    except (KeyError, ValueError):
+        return 0
+    return int(when.timestamp())

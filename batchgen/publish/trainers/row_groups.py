@@ -1,0 +1,91 @@
+"""Rows that belong together, such as the samples of one input row, and pairs among them."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import groupby
+from typing import IO, Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A row of a group.
+
+    Attributes:
+        key: what the rows of its group have in common.
+        score: None if it has none.
+        content: what is made of it, as values that JSON has.
+    """
+
+    key: str
+    score: float | None
+    content: dict[str, Any]
+
+
+def adjacent_groups(members: Iterable[Member]) -> Iterator[list[Member]]:
+    """The groups of rows of which those with one key stand together."""
+    for _, found in groupby(members, key=lambda one: one.key):
+        yield list(found)
+
+
+def scattered_groups(members: Iterable[Member]) -> Iterator[list[Member]]:
+    """The groups of rows in any order, by the place of each group's first row.
+
+    What is made of the rows waits in a file without a name; 32 bytes a row are in memory.
+    """
+    keys, starts = bytearray(), array("q", [0])
+    with tempfile.TemporaryFile(prefix="batchgen-export-") as file:
+        for one in members:
+            keys += blake2b(one.key.encode(), digest_size=16).digest()
+            line = json.dumps([one.key, one.score, one.content], default=str).encode()
+            file.write(line)
+            starts.append(starts[-1] + len(line))
+        if not keys:
+            return
+        digests = np.frombuffer(bytes(keys), np.uint64).reshape(-1, 2)
+        order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable
+        ordered = digests[order]
+        is_first = np.append(True, np.any(ordered[1:] != ordered[:-1], axis=1))
+        groups = np.split(order, np.flatnonzero(is_first)[1:])
+        groups.sort(key=lambda rows: int(rows[0]))
+        for rows in groups:
+            yield [_read(file, starts[row], starts[row + 1]) for row in rows.tolist()]
+
+
+def _read(file: IO[bytes], start: int, stop: int) -> Member:
+    file.seek(start)
+    return Member(*json.loads(file.read(stop - start)))
+
+
+def pairs(
+    scores: Sequence[float | None], same: Sequence[object], gap: float, most: int
+) -> list[tuple[int, int]]:
+    """Up to `most` pairs (better, worse) of the members of a group whose scores differ by at least
+    `gap`, and differ at all, and that are not the `same`.
+
+    Pairs of members that are in few pairs yet come first, then those that are farther apart, then
+    those whose members come first. So the result depends on the order alone.
+    """
+    found = [
+        (b - a, i, j)
+        for i, b in enumerate(scores)
+        for j, a in enumerate(scores)
+        if a is not None and b is not None and b > a and b - a >= gap and same[i] != same[j]
+    ]
+    found.sort(key=lambda one: (-one[0], one[1], one[2]))
+    used = [0] * len(scores)
+    taken: list[tuple[int, int]] = []
+    while found and len(taken) < most:
+        best = min(range(len(found)), key=lambda at: used[found[at][1]] + used[found[at][2]])
+        _, i, j = found.pop(best)
+        used[i] += 1
+        used[j] += 1
+        taken.append((i, j))
+    return taken
