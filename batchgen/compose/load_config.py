@@ -52,6 +52,7 @@ _NEWER = {
     "dataset": ("rename", "rows", "best", "where", "text_as", "errors"),
     "prompt": ("messages", "continue", "tools_column"),
     "sampling": ("column", "stream"),
+    "output": ("reasoning_end", "reasoning_start"),
 }
 """Keys that came later: without a value they are no part of a job's identity."""
 _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -97,6 +99,9 @@ class JobSource:
 
     def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
         """See `Source`."""
+        if all(map(operator.lt, indices, itertools.islice(indices, 1, None))):
+            yield from self._as_rows(self._tables(indices))
+            return
         for start in range(0, len(indices), _AT_ONCE):
             asked = indices[start : start + _AT_ONCE]
             found = {row.index: row for row in self._as_rows(self._tables(sorted(set(asked))))}
