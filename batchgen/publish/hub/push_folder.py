@@ -9,7 +9,7 @@ from logging import CRITICAL
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from batchgen.publish.hub.local_files import LocalFile, PushedFolder, identity_in
+from batchgen.publish.hub.pushed_files import LocalFile, PushedFolder, identity_in
 from batchgen.util.errors import ConfigError, JobError
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from hub_server import TOKEN, Hub, Repo, hub_server
 
 from batchgen.__main__ import run_command
 from batchgen.publish.hub import push_folder
-from batchgen.publish.hub.local_files import PushedFolder
 from batchgen.publish.hub.push_folder import FolderPush
+from batchgen.publish.hub.pushed_files import PushedFolder
 from batchgen.util.errors import JobError
 
 SET = "me/answers"

@@ -27,8 +27,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--private", action="store_true", help="make the data set a private one")
     parser.add_argument("--while-running", action="store_true", help="see above")
     given = parser.parse_args(arguments)
-    from batchgen.publish.hub.local_files import PushedFolder
     from batchgen.publish.hub.push_folder import FolderPush
+    from batchgen.publish.hub.pushed_files import PushedFolder
 
     folder = PushedFolder(given.dir)
     if not given.while_running:
