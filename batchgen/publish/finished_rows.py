@@ -65,7 +65,7 @@ class FinishedRows:
         manifest: Mapping[str, Any], facts: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.given, self.storage, self.path = given, storage, storage.path
-        self.config = {k: v for k, v in config.items() if isinstance(v, (dict, list))}
+        self.config = config
         self.text_column, self.manifest = text_column, manifest
         self.facts = facts
         self._checked: set[int] = set()
@@ -104,6 +104,11 @@ class FinishedRows:
         with CheckedFile(self.storage.parquet(parts[self.shards[0]])) as file:
             fields = [field for field in file.schema if field.name not in ROW_KEYS]
         return pa.schema(fields)
+
+    def group(self, name: str) -> dict[str, Any]:
+        """A group of the configuration; empty if there is none."""
+        found = self.config.get(name)
+        return found if isinstance(found, dict) else {}
 
     @property
     def metrics(self) -> Mapping[str, Any]:

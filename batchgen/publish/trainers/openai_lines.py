@@ -43,8 +43,8 @@ class OpenAILines:
         self._wanted: Wanted = columns.named(names)
         if self._where is not None:
             self._wanted |= columns.read_by(self._where)
-        self._is_chat = (rows.config.get("prompt") or {}).get("kind") != "text"
-        model = rows.config.get("model") or {}
+        self._is_chat = rows.group("prompt").get("kind") != "text"
+        model = rows.group("model")
         self._model = str(model.get("name") or model.get("path") or "")
         self._created = _started(rows)
 
