@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from synthetic_job import grade_job, write_job
+from written_job import grade_job, write_job
 
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.util.errors import ConfigError
