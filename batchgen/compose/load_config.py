@@ -49,7 +49,7 @@ _NOT_DECIDING = {
 """Keys of each group that decide nothing about the content of a row."""
 _NEWER = {
     "model": ("quantization",),
-    "prompt": ("messages", "continue", "tools_column"),
+    "prompt": ("messages", "continue", "tools_column", "answer"),
     "sampling": ("column",),
 }
 """Keys that came later: without a value they are no part of a job's identity."""

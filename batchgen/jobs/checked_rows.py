@@ -19,11 +19,18 @@ from batchgen.storage.manifest import ROWS, Manifest
 from batchgen.util.errors import ConfigError
 
 
-class CheckedRows(NamedTuple):
-    """What a job makes of each row: the prompt and the parameters of its requests, and its output
-    columns."""
+class RowRequest(NamedTuple):
+    """What the requests of a row ask for."""
 
-    request: Callable[[Row], tuple[list[int], SamplingParams]]
+    prompt: list[int]
+    params: SamplingParams
+    answer: list[int] | None = None  # the tokens that are scored; None if the row generates
+
+
+class CheckedRows(NamedTuple):
+    """What a job makes of each row: what its requests ask for, and its output columns."""
+
+    request: Callable[[Row], RowRequest]
     schema: OutputSchema
 
 
@@ -57,12 +64,11 @@ def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
         constrained=config.constrained,
         parsed=parsed,
         text_column=config.output.text_column,
+        answers=parts.answer is not None,
     )
 
 
-def row_request(
-    config: JobConfig, parts: JobParts
-) -> Callable[[Row], tuple[list[int], SamplingParams]]:
+def row_request(config: JobConfig, parts: JobParts) -> Callable[[Row], RowRequest]:
     """A function from a row to its prompt and its parameters, which raises RequestError for a row
     that has none. A prompt is cut or refused so that the longest answer has room: otherwise an
     answer could end at the model's limit, and nobody would see why.
@@ -78,14 +84,16 @@ def row_request(
         )
     own = RowParams(config, parts.source.features, parts.check_params)
 
-    def request(row: Row) -> tuple[list[int], SamplingParams]:
+    def request(row: Row) -> RowRequest:
         if row.failure is not None:
             raise row.failure
         params = own.sampling(row)
-        room = prompt_room(parts.max_model_len, params.max_new_tokens)
+        answer = None if parts.answer is None else parts.answer(row)
+        behind = params.max_new_tokens if answer is None else len(answer)
+        room = prompt_room(parts.max_model_len, behind)
         ids = parts.prompt.token_ids(row)
         ids = fit_prompt(ids, room, config.prompt.too_long, parts.bos_id)
-        return ids, own.constrained(row, params)
+        return RowRequest(ids, own.constrained(row, params), answer)
 
     return request
 

@@ -15,6 +15,7 @@ from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.requests import sample_params
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.folder.job_metrics import Metrics
+from batchgen.jobs.checked_rows import RowRequest
 from batchgen.jobs.fail_fast import FailFast
 from batchgen.jobs.progress import Progress
 from batchgen.shards.output_schema import FinishedRow
@@ -34,9 +35,13 @@ class Engine(Protocol):
     """What a job needs of the engine."""
 
     def add_request(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        answer_token_ids: list[int] | None = None,
     ) -> None:
-        """Queue a request.
+        """Queue a request, whose answer is scored if one is given.
 
         Raises:
             RequestError: it can never be served.
@@ -98,6 +103,7 @@ class _Request:
     fields: Mapping[str, Any]
     prompt: list[int]
     params: SamplingParams
+    answer: list[int] | None
     error: RequestError | None
 
     def finished(
@@ -115,13 +121,13 @@ class Generation:
         self,
         config: JobConfig,
         source: Source,
-        request: Callable[[Row], tuple[list[int], SamplingParams]],
+        request: Callable[[Row], RowRequest],
         engine: Engine,
         writer: OutputWriter,
         metrics: Metrics,
     ) -> None:
-        """Prepare to run rows. `request` gives the prompt and the parameters of a row, or raises
-        RequestError if it has none."""
+        """Prepare to run rows. `request` says what the requests of a row ask for, or raises
+        RequestError."""
         self._source = source
         self._request = request
         self._params = config.params
@@ -214,7 +220,7 @@ class Generation:
         key = request.row_id, request.sample_index
         params = sample_params(request.params, *key)
         try:
-            self._engine.add_request(request_id, request.prompt, params)
+            self._engine.add_request(request_id, request.prompt, params, request.answer)
         except RequestError as error:
             return error
         self._in_flight[request_id] = request
@@ -228,17 +234,16 @@ class Generation:
                 yield None
                 continue
             row, samples = task
-            prompt: list[int] = []
-            params = self._params
+            asked = RowRequest([], self._params)
             fields: Mapping[str, Any] = dict.fromkeys(self._source.schema.names)
             failure: RequestError | None = None
             try:
                 fields = self._source.passthrough(row)
-                prompt, params = self._request(row)
+                asked = self._request(row)
             except RequestError as error:
                 failure = error
             for sample in samples:
-                yield _Request(row.id, row.index, sample, fields, prompt, params, failure)
+                yield _Request(row.id, row.index, sample, fields, *asked, failure)
 
     def _count(self, finished: Sequence[FinishedRow]) -> None:
         self._metrics.tally.add(finished)
@@ -248,5 +253,6 @@ class Generation:
             if row.output is None:
                 attempt.error_rows += 1
             else:
-                attempt.prompt_tokens += len(row.output.prompt_token_ids)
+                given = (row.output.prompt_token_ids, row.output.answer_token_ids or ())
+                attempt.prompt_tokens += sum(map(len, given))
                 attempt.generated_tokens += len(row.output.token_ids)
