@@ -10,21 +10,13 @@ from batchgen.config.constraint_config import JsonConstraintConfig, JsonSchemaCo
 from batchgen.config.job_config import PARSED, JobConfig
 from batchgen.constraint.row_params import RowParams
 from batchgen.dataset.source import Row
-from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.jobs.job_parts import JobParts
+from batchgen.jobs.row_request import RowRequest
 from batchgen.prompts.row_prompts import fit_prompt, prompt_room
 from batchgen.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.shards.parsed_column import ParsedColumn
 from batchgen.storage.manifest import ROWS, Manifest
 from batchgen.util.errors import ConfigError
-
-
-class RowRequest(NamedTuple):
-    """What the requests of a row ask for."""
-
-    prompt: list[int]
-    params: SamplingParams
-    answer: list[int] | None = None  # the tokens that are scored; None if the row generates
 
 
 class CheckedRows(NamedTuple):

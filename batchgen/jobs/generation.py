@@ -15,9 +15,9 @@ from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.requests import sample_params
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.folder.job_metrics import Metrics
-from batchgen.jobs.checked_rows import RowRequest
 from batchgen.jobs.fail_fast import FailFast
 from batchgen.jobs.progress import Progress
+from batchgen.jobs.row_request import RowRequest
 from batchgen.shards.output_schema import FinishedRow
 from batchgen.shards.output_writer import OutputWriter
 from batchgen.util.signals import StopSignals
