@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from batchgen.config.job_config import JobConfig
-from batchgen.engine.base.outputs import OutputColumn, RowCount
+from batchgen.engine.base.outputs import OutputColumn, RequestOutput, RowCount
 from batchgen.engine.requests import output_columns
 from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
@@ -40,6 +40,7 @@ class JobParts:
         build_engine: loads the weights. It is called last, and only if there are rows to compute.
         strategy: declares counts per row, which become columns, and lines for the job's summary.
         answer: makes the token ids of a row's answer that is scored; None if rows generate.
+        split: the output with its thoughts taken out of the text, and the thoughts.
         decode: the text of token ids, to show prompts to people; None without a tokenizer.
         decode_all: the text with special tokens, to show single tokens.
         close: ends what works in the background.
@@ -56,6 +57,7 @@ class JobParts:
     check_params: Callable[[SamplingParams], None] = lambda _: None
     strategy: Strategy | None = None
     answer: Callable[[Row], list[int]] | None = None
+    split: Callable[[RequestOutput], tuple[RequestOutput, str | None]] = lambda o: (o, None)
     decode: Callable[[list[int]], str] | None = None
     decode_all: Callable[[list[int]], str] | None = None
     close: Callable[[], None] = lambda: None
@@ -88,6 +90,7 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         check_params=opened.check_params,
         strategy=opened.strategy,
         answer=None if opened.answer is None else opened.answer.token_ids,
+        **({} if opened.reasoning is None else {"split": opened.reasoning.split}),
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),
         close=partial(_close, opened),
