@@ -16,6 +16,7 @@ import pytest
 from forked import fork_server
 from stepped_job import STEPS, SteppedJob, data, dropped, index, write_rows
 
+from batchgen.cli.verbs import status
 from batchgen.row_index import index_files, make_index
 from batchgen.util.errors import ConfigError
 
@@ -48,6 +49,19 @@ def test_a_job_has_the_rows_that_steps_leave(job: SteppedJob) -> None:
     assert [a["rows_out"] for a in steps[:-1]] == [b["rows_in"] for b in steps[1:]]
     assert sum(step["dropped"] for step in steps) == len(dropped(job))
     assert {row["row_id"] for row in dropped(job)}.isdisjoint(row["row_id"] for row in found)
+
+
+def test_the_funnel_is_told_where_people_look(
+    job: SteppedJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(job, 60)
+    facts = "60 rows of the data set → Filter 53 → Explode 113 → "
+    assert facts in replace(job, report=True).run().message
+    assert facts in (Path(job.out) / "README.md").read_text()
+    page = (Path(job.out) / "report.html").read_text()
+    assert facts in page and "q3: not number != 3" in page
+    assert status.main([job.out]) == 0
+    assert f"\nsteps of rows: {facts}" in capsys.readouterr().out
 
 
 def test_dropped_rows_leave_the_tokens_of_others(job: SteppedJob, tmp_path: Path) -> None:
@@ -121,7 +135,7 @@ def test_steps_that_leave_nothing_say_what_they_took_out(job: SteppedJob, stream
     with pytest.raises(ConfigError) as raised:
         replace(job, steps=steps, streaming=streaming).run()
     said = str(raised.value)
-    assert "leave none of 12 rows: 12 rows → Filter 10 → Filter 0" in said
+    assert "leave no row: 12 rows of the data set → Filter 10 → Filter 0" in said
     assert "rows[0] Filter took out 2 of 12:\n    q0: not number > 0\n    q9: " in said
     assert "rows[1] Filter took out 10 of 10:\n    q1: not number > 90\n" in said
     assert said.count("not number > 90") == 3
