@@ -51,6 +51,7 @@ _NEWER = {
     "model": ("quantization",),
     "prompt": ("messages", "continue", "tools_column"),
     "sampling": ("column",),
+    "output": ("reasoning_end", "reasoning_start"),
 }
 """Keys that came later: without a value they are no part of a job's identity."""
 _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))

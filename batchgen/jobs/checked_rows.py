@@ -48,7 +48,9 @@ def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
     parsed = None
     if PARSED in columns:
         assert isinstance(constraint, (JsonConstraintConfig, JsonSchemaConstraintConfig))
-        parsed = ParsedColumn.build(config.params.constraint, constraint.start_after or "")
+        # Behind the thoughts the text begins with the JSON.
+        marker = "" if config.output.reasoning_end is not None else constraint.start_after or ""
+        parsed = ParsedColumn.build(config.params.constraint, marker)
     return OutputSchema.build(
         parts.source.schema,
         parts.columns,
@@ -56,6 +58,7 @@ def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
         prompt_token_ids=PROMPT_TOKEN_IDS in columns,
         constrained=config.constrained,
         parsed=parsed,
+        reasoning=config.output.reasoning_end is not None,
         text_column=config.output.text_column,
     )
 

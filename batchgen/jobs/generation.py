@@ -101,10 +101,13 @@ class _Request:
     error: RequestError | None
 
     def finished(
-        self, output: RequestOutput | None = None, error: RequestError | None = None
+        self,
+        output: RequestOutput | None = None,
+        error: RequestError | None = None,
+        thoughts: str | None = None,
     ) -> FinishedRow:
         return FinishedRow(
-            self.row_id, self.row_index, self.sample_index, self.fields, output, error
+            self.row_id, self.row_index, self.sample_index, self.fields, output, error, thoughts
         )
 
 
@@ -116,14 +119,15 @@ class Generation:
         config: JobConfig,
         source: Source,
         request: Callable[[Row], tuple[list[int], SamplingParams]],
+        split: Callable[[RequestOutput], tuple[RequestOutput, str | None]],
         engine: Engine,
         writer: OutputWriter,
         metrics: Metrics,
     ) -> None:
         """Prepare to run rows. `request` gives the prompt and the parameters of a row, or raises
-        RequestError if it has none."""
+        RequestError if it has none; `split` takes the thoughts out of an output's text."""
         self._source = source
-        self._request = request
+        self._request, self._split = request, split
         self._params = config.params
         self._writer = writer
         self._samples = config.sampling.n
@@ -147,7 +151,8 @@ class Generation:
             if self._in_flight:
                 for output in self._engine.step():
                     request = self._in_flight.pop(output.request_id)
-                    finished.append(request.finished(output=output))
+                    output, thoughts = self._split(output)
+                    finished.append(request.finished(output=output, thoughts=thoughts))
             elif not finished:
                 if held := self._first.ended(self._rows_total()):
                     self._write(held, progress)

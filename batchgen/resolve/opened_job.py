@@ -41,6 +41,7 @@ from batchgen.model.model_source import model_files
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
+from batchgen.texts.tokens.reasoning import ReasoningMarkers
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_files, fingerprint_text
 
@@ -69,6 +70,7 @@ class OpenedJob:
         dtype: that of weights and activations.
         max_model_len: how many tokens prompt and answer may have together.
         step_fingerprints: versions of the steps of `rows`, and digests of what they read.
+        reasoning: tells thoughts from answers; None if the job does not ask for that.
     """
 
     model: OpenedModel
@@ -81,6 +83,7 @@ class OpenedJob:
     dtype: torch.dtype
     max_model_len: int
     step_fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    reasoning: ReasoningMarkers | None = None
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError if parameters of a row cannot be honoured; the message names one."""
@@ -202,6 +205,7 @@ def open_job(config: JobConfig) -> OpenedJob:
         dtype,
         max_model_len,
         of_steps,
+        _reasoning(config, model),
     )
     with _named("engine"):
         job.recipe(config).check()
@@ -264,13 +268,22 @@ def _compiler(
     return compiler
 
 
+def _reasoning(config: JobConfig, model: OpenedModel) -> ReasoningMarkers | None:
+    """What tells thoughts from answers; None if the job does not ask for that."""
+    start, end = config.output.reasoning_start, config.output.reasoning_end
+    if end is None:
+        return None
+    size = model.config.vocab_size
+    return ReasoningMarkers(model.tokenizer, size, model.eos_token_ids, start=start, end=end)
+
+
 def _check_parsed(config: JobConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Check that `parsed` can find `start_after`, which texts do not show if it has special
     tokens."""
     if PARSED not in config.output.columns or isinstance(config.constraint, NoConstraintConfig):
         return
     marker = config.constraint.start_after
-    if marker is None or tokenizer is None:
+    if marker is None or tokenizer is None or config.output.reasoning_end is not None:
         return
     if marker not in decode(tokenizer, list(tokenizer.encode(marker, add_special_tokens=False))):
         raise ConfigError(
