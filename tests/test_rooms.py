@@ -64,6 +64,7 @@ BATCHGEN = {
     "model": "a model's files and what the engine makes of them",
     "texts/tokens": "token ids as text for people",
     "grades": "grading of a whole job, and its files",
+    "upstream": "rows that are answers of other jobs",
     "publish": "sets of rows out of complete jobs",
     "publish/trainers": "files that trainers read",
     "scoring": "scores, intervals and comparisons",

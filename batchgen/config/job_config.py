@@ -65,8 +65,10 @@ class SamplingConfig(SharedSampling):
     temperature: float = 0.0
     n: int = 1
     column: str | None = None
+    stream: str | None = None
 
     def __post_init__(self) -> None:
+        _check(self.stream != "", "sampling.stream", "null or a name", self.stream)
         _check(self.n >= 1, "sampling.n", "at least 1", self.n)
         _check(self.n <= _MOST_SAMPLES, "sampling.n", f"at most {_MOST_SAMPLES:,}", self.n)
 
@@ -267,7 +269,7 @@ class JobConfig:
         may be a large schema.
         """
         values = asdict(self.sampling)
-        del values["n"], values["column"]
+        del values["n"], values["column"], values["stream"]
         columns = self.output.columns
         try:
             constraint = job_constraint(self.constraint)

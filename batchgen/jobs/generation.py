@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.config.job_config import JobConfig
+from batchgen.dataset.seed_stream import stream_of, stream_seed
 from batchgen.dataset.source import Row, Source
 from batchgen.engine.base.outputs import RequestError, RequestOutput
-from batchgen.engine.requests import sample_params
+from batchgen.engine.requests import derive_seed
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.folder.job_metrics import Metrics
 from batchgen.jobs.fail_fast import FailFast
@@ -129,6 +130,7 @@ class Generation:
         self._source = source
         self._request, self._split = request, split
         self._params = config.params
+        self._stream = stream_of(config.sampling.stream, source.jobs)
         self._writer = writer
         self._samples = config.sampling.n
         self._metrics = metrics
@@ -217,7 +219,8 @@ class Generation:
     def _submit(self, request: _Request) -> RequestError | None:
         request_id = f"{request.row_index}.{request.sample_index}"
         key = request.row_id, request.sample_index
-        params = sample_params(request.params, *key)
+        seed = derive_seed(stream_seed(request.params.seed, self._stream), *key)
+        params = dataclasses.replace(request.params, seed=seed)
         try:
             self._engine.add_request(request_id, request.prompt, params)
         except RequestError as error:

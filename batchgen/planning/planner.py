@@ -127,7 +127,7 @@ class _Planner:
         return Plan(
             config=config,
             model=opened.model.config.architecture,
-            data=config.dataset.path or config.dataset.kind,
+            data=config.dataset.shown,
             scan=scan,
             prompts=list(self._prompts(scan)),
             room=reading.room,

@@ -165,13 +165,12 @@ def open_job(config: JobConfig) -> OpenedJob:
         check_params(strictest, strategy, vocab_size, model.tokenizer, context_columns)
     _check_parsed(config, model.tokenizer)
     # After all that is checked without it: it takes seconds to load datasets and pyarrow.
-    from batchgen.dataset.row_source import open_dataset
     from batchgen.grading.build_steps import check_scored
     from batchgen.row_index.open_rows import behind_steps
+    from batchgen.upstream.open_source import open_source
 
-    source: Source = open_dataset(config.dataset)
     of_data = identity(config)["dataset"]
-    source, of_steps = behind_steps(source, config.rows, of_data, model.tokenizer)
+    source, of_steps = behind_steps(open_source(config), config.rows, of_data, model.tokenizer)
     check_fields(post, source.schema.names)
     check_scored(post, config.score, source.schema.names)
     with _named("engine"):
