@@ -14,7 +14,7 @@ from batchgen.util.duration import duration
 if TYPE_CHECKING:
     from batchgen.engine.strategy import Strategy
     from batchgen.folder.read_job import JobFolderReader
-    from batchgen.folder.row_facts import IndexFacts
+    from batchgen.folder.row_funnel import IndexFacts
 
 _NOT_BEGUN = "not begun"
 

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
-from batchgen.folder.row_facts import IndexFacts
+from batchgen.folder.row_funnel import IndexFacts
 from batchgen.leases.failure_detector import read_beat
 from batchgen.leases.lease_files import DATA, JOURNAL, WORKERS, parse_worker
 from batchgen.leases.own_files import LOCK, ROW_INDEX, refuse_links

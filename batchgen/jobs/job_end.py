@@ -11,7 +11,7 @@ from batchgen.folder.dataset_card import dataset_card
 from batchgen.folder.job_folder import JobFolder
 from batchgen.folder.job_metrics import Metrics, Tally, Totals
 from batchgen.folder.job_summary import JobSummary, end_table
-from batchgen.folder.row_facts import IndexFacts
+from batchgen.folder.row_funnel import IndexFacts
 from batchgen.jobs.graded_job import graded_card, save_scores, scores_of
 from batchgen.jobs.job_parts import JobParts
 from batchgen.leases.own_files import ROW_INDEX

@@ -12,7 +12,7 @@ from datasets import Features
 from batchgen.dataset.dataset_columns import column_path
 from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import RequestError
-from batchgen.folder.row_facts import DroppedRow, StepCount
+from batchgen.folder.row_funnel import DroppedRow, StepCount
 from batchgen.grading.choices import BadChoices, RowStep
 from batchgen.grading.step import arrow_schema
 from batchgen.steps.table_step import BadRow, Dropped, Pass, StepRow, TableStep, Tools

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.folder.row_facts import DroppedRow, IndexFacts
+from batchgen.folder.row_funnel import DroppedRow, IndexFacts
 from batchgen.leases.fsync import fsync_path
 from batchgen.leases.own_files import ROW_INDEX, ROWS
 from batchgen.row_index.chain import Failure, MadeRow

@@ -15,7 +15,7 @@ import pyarrow as pa
 from batchgen.dataset.feature_types import has_json
 from batchgen.dataset.source import Left, Row, Source
 from batchgen.dataset.stored_json import stored_field
-from batchgen.folder.row_facts import IndexFacts
+from batchgen.folder.row_funnel import IndexFacts
 from batchgen.leases.own_files import ROW_INDEX
 from batchgen.row_index.chain import Chain, MadeRow, failure_of, path_id
 from batchgen.row_index.index_files import IndexFolder, IndexReader

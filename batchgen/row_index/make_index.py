@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from batchgen.dataset.source import Row, Source
-from batchgen.folder.row_facts import IndexFacts, Part
+from batchgen.folder.row_funnel import IndexFacts, Part
 from batchgen.row_index.chain import Chain, ChainPass, MadeRow
 from batchgen.row_index.index_files import DROPPED, GROUP, PART_ROWS, IndexFolder
 from batchgen.util.errors import JobError

@@ -53,6 +53,7 @@ class SteppedJob:
     rows_per_shard: int = 16
     step_s: float = 0.0
     report: bool = False
+    overwrite: bool = False
 
     def config(self) -> JobConfig:
         return JobConfig(
@@ -70,7 +71,10 @@ class SteppedJob:
             strategy=StrategyConfig(target="fake.Strategy"),
             engine=EngineGroup(max_num_seqs=8),
             output=OutputConfig(
-                dir=self.out, rows_per_shard=self.rows_per_shard, report=self.report
+                dir=self.out,
+                rows_per_shard=self.rows_per_shard,
+                report=self.report,
+                overwrite=self.overwrite,
             ),
         )
 

@@ -25,6 +25,61 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
+OWN_STEPS = '''
+from dataclasses import dataclass
+
+from datasets import Features, Value
+
+from batchgen import BadRow, Dropped, TableStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unsaid(TableStep):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryOther(TableStep):
+    """Takes out every other row."""
+
+    stable = True
+    has_state = True
+
+    def start(self, tools):
+        return Count()
+
+
+class Count:
+    full = False
+    rows = 0
+
+    def take(self, row):
+        self.rows += 1
+        return Dropped("an even one") if self.rows % 2 else [{}]
+
+    def close(self):
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halves(TableStep):
+    """Makes two rows of one."""
+
+    stable = True
+    splits = True
+    field_names = ("question", "number")
+
+    def made(self, features):
+        return Features({"half": Value("string")})
+
+    def take(self, row):
+        if row.fields["number"] == 5:
+            raise BadRow("the number is 5")
+        text = row.fields["question"]
+        return [{"half": text[:4]}, {"half": text[4:]}]
+'''
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> SteppedJob:
     return SteppedJob(str(tmp_path / "rows.jsonl"), str(tmp_path / "out"))
@@ -159,6 +214,39 @@ def test_bad_rows_are_error_rows(job: SteppedJob) -> None:
     assert "must hold a list, got null" in errors["none#0"]["message"]
     assert "1,001 items, more than most=1,000" in errors["many#0"]["message"]
     assert "null in this row: number" in errors["null#0"]["message"]
+
+
+def test_answers_of_another_job_are_joined(job: SteppedJob, tmp_path: Path) -> None:
+    write_rows(job, 12)
+    draft = replace(job, out=str(tmp_path / "draft"), steps=[{"Filter": {"where": "number < 6"}}])
+    assert draft.run().exit_code == 0
+    join = {"path": draft.out, "on": "row_id", "columns": {"text": "draft"}, "missing": "null"}
+    assert replace(job, steps=[{"Join": join}]).run().exit_code == 0
+    texts = {row["row_id"]: row["text"] for row in data(draft)}
+    assert {row["row_id"]: row["draft"] for row in data(job)} == {
+        f"q{i}": texts.get(f"q{i}") for i in range(12)
+    }
+    # Another generation of the drafts is another table, so the job is another one.
+    again = replace(draft, steps=[{"Filter": {"where": "number < 4"}}], overwrite=True)
+    assert again.run().exit_code == 0
+    with pytest.raises(ConfigError, match=r"fingerprint.rows\[0\] .*draft"):
+        replace(job, steps=[{"Join": join}]).run()
+
+
+def test_a_step_of_ones_own(job: SteppedJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(job, 12)
+    (folder := Path(job.rows).parent / "own").mkdir()
+    (folder / "own_steps.py").write_text(OWN_STEPS)
+    monkeypatch.syspath_prepend(str(folder))
+    steps = [{"_target_": "own_steps.EveryOther"}, {"_target_": "own_steps.Halves"}]
+    assert replace(job, steps=steps).run().exit_code == 3
+    found = {row["row_id"]: row["half"] for row in data(job)}
+    assert found["q1#0"] == "w0 w" and found["q1#1"].endswith("!") and "q0#0" not in found
+    assert [row["reason"] for row in dropped(job)] == ["an even one"] * 6
+    errors = [row["error"]["message"] for row in data(job) if row["error"]]
+    assert errors == ["rows[1] Halves: the number is 5"]
+    with pytest.raises(ConfigError, match=r"rows\[0\]._target_: own_steps.Unsaid must say `stable"):
+        replace(job, steps=[{"_target_": "own_steps.Unsaid"}]).run()
 
 
 def test_a_damaged_index_is_made_again(job: SteppedJob) -> None:
