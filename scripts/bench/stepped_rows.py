@@ -58,7 +58,7 @@ class StepClock:
 def time_steps(running: ChainPass) -> list[StepClock]:
     """Put a clock around each step."""
     clocks = [StepClock(step) for step in running._passes]
-    running._passes = clocks  # type: ignore[assignment]
+    running._passes = clocks
     return clocks
 
 
