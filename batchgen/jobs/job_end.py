@@ -71,7 +71,8 @@ def complete(
     metrics.tally = _count_shards(config, parts, folder)
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
     about = JobSummary(totals, config=resolved(config))
-    card = dataset_card(about, fingerprints, schema.arrow, shown)
+    funnel = [(left.choice, left.rows) for left in parts.source.funnel]
+    card = dataset_card(about, fingerprints, schema.arrow, shown, funnel)
     storage.write(folder.path / "README.md", graded_card(card, folder.path, shown))
     metrics.save("complete")
     folder.remove_journal()

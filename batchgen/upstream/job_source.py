@@ -35,6 +35,7 @@ from batchgen.util.shorten import some_names
 
 _AT_ONCE = 64
 """Rows that `rows_at` looks for together: each may lie in a row group of its own."""
+_TEXT_MEANING = "the text of the answer of another job that the row is made of"
 _TEXT, _ID = " text", " id"
 """Columns of answers that no data set has, because of their space."""
 
@@ -162,6 +163,8 @@ class JobSource:
             fields = [(grade, self._type(grade, f)) for grade, f in self._columns.grades.items()]
             return pa.field(name, pa.struct(fields), metadata={"meaning": "the grades there"})
         known = self._columns.flat[name]
+        if name == self._columns.text:
+            return pa.field(name, self._type(name, known), metadata={"meaning": _TEXT_MEANING})
         said = known.metadata or {}
         metadata = {key: said[key] for key in (b"meaning", b"feature") if key in said}
         return pa.field(name, self._type(name, known), metadata=metadata)
