@@ -101,7 +101,12 @@ def test_answers_of_a_row_can_be_lists(draft: Path) -> None:
 
 
 def test_the_best_answer_is_the_first_of_the_highest(tmp_path: Path) -> None:
-    scores = [[1.0, 3.0, 3.0], [None, float("nan"), None], [None, -1.0, 2.0], [0.5, 0.5, 0.0]]
+    scores: list[list[float | None]] = [
+        [1.0, 3.0, 3.0],
+        [None, float("nan"), None],
+        [None, -1.0, 2.0],
+        [0.5, 0.5, 0.0],
+    ]
     answers = [
         row(index, sample, f"t{sample}", score=scores[index][sample])
         for index in range(4)
