@@ -181,7 +181,7 @@ class Conversations:
 
 
 def value_at(fields: Mapping[str, Any], path: Sequence[str]) -> Any:
-    """What a column, or a field in it, holds; a column may be JSON text. None if it is not there."""
+    """What a column, maybe of JSON text, or a field in it holds; None if it is not there."""
     value: Any = fields
     for name in path:
         if isinstance(value, str):
