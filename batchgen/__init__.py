@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from batchgen.python.llm import LLM
     from batchgen.python.output import Output
     from batchgen.python.params import SamplingParams
+    from batchgen.python.scored import Score
     from batchgen.steps.table_step import BadRow, Dropped, StepRow, TableStep
     from batchgen.strategies.ar.strategy import ARStrategy
     from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
@@ -54,6 +55,7 @@ __all__ = [
     "PostStep",
     "RowStep",
     "SamplingParams",
+    "Score",
     "StepRow",
     "TableStep",
     "__version__",
@@ -80,6 +82,7 @@ _HOME = {
     "PostStep": "batchgen.grading.step",
     "RowStep": "batchgen.grading.choices",
     "SamplingParams": "batchgen.python.params",
+    "Score": "batchgen.python.scored",
     "StepRow": "batchgen.steps.table_step",
     "TableStep": "batchgen.steps.table_step",
     "run_job": "batchgen.python.job_calls",

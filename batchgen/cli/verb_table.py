@@ -36,6 +36,9 @@ class Verb:
 
 VERBS = {
     "init": Verb("batchgen.cli.verbs.init", "FILE", "write a commented job file"),
+    "batch": Verb(
+        "batchgen.cli.verbs.batch", "IN OUT", "run a batch file of OpenAI, and write its results"
+    ),
     "plan": Verb(
         "batchgen.cli.verbs.plan", "…", "what a job would read, need and cost, in seconds"
     ),
@@ -47,6 +50,9 @@ VERBS = {
     ),
     "select": Verb(
         "batchgen.cli.verbs.publishing.select", "OUT…", "write a new set of the rows of jobs"
+    ),
+    "push": Verb(
+        "batchgen.cli.verbs.publishing.push", "DIR USER/SET", "push rows to a data set of the hub"
     ),
     "grade": Verb("batchgen.cli.verbs.grade", "OUT", "grade a job's answers, without the model"),
     "score": Verb("batchgen.cli.verbs.score", "OUT", "score a graded job, with intervals"),

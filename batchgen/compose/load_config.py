@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.compose.trust import Trust
 from batchgen.compose.value_references import refuse_resolvers
-from batchgen.config.config_keys import ROW_STEPS, STEP_LISTS, launcher_target
+from batchgen.config.config_keys import ROW_STEPS, STEP_LISTS, choice_values, launcher_target
 from batchgen.config.constraint_config import (
     CONSTRAINT_KINDS,
     ConstraintConfig,
@@ -49,8 +49,10 @@ _NOT_DECIDING = {
 """Keys of each group that decide nothing about the content of a row."""
 _NEWER = {
     "model": ("quantization",),
-    "prompt": ("messages", "continue", "tools_column"),
-    "sampling": ("column",),
+    "dataset": ("rename", "rows", "best", "where", "text_as", "errors"),
+    "prompt": ("messages", "continue", "tools_column", "answer"),
+    "sampling": ("column", "stream"),
+    "output": ("reasoning_end", "reasoning_start"),
 }
 """Keys that came later: without a value they are no part of a job's identity."""
 _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
@@ -119,6 +121,8 @@ def constraint_config(values: dict[str, Any]) -> ConstraintConfig:
 def resolved(config: JobConfig) -> dict[str, Any]:
     """The configuration as plain values, under the keys that users write."""
     groups = dataclasses.asdict(config)
+    data = groups["dataset"]  # each kind has keys of its own
+    groups["dataset"] = {key: data[key] for key in choice_values("dataset", data["kind"])}
     groups["prompt"] = {key_of(name): value for name, value in groups["prompt"].items()}
     for name in ("strategy", "launcher"):
         groups[name] = _with_target(groups[name] or {"target": None, "options": {}})
@@ -157,7 +161,7 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
 def growing(config: JobConfig) -> dict[str, Any]:
     """What may change while a job goes on in its folder, and is worth being remembered."""
     groups = resolved(config)
-    return {f"{name}.{key}": groups[name][key] for name, key in _REMEMBERED}
+    return {f"{name}.{key}": groups[name].get(key) for name, key in _REMEMBERED}
 
 
 def job_file_text(config: JobConfig) -> str:

@@ -11,7 +11,7 @@ from datasets import Dataset, Features
 from datasets.features import Json
 
 from batchgen.config.dataset_config import DatasetConfig
-from batchgen.dataset.dataset_columns import column_path, feature_at, value_at
+from batchgen.dataset.dataset_columns import column_path, feature_at, renamed, value_at
 from batchgen.dataset.dataset_files import LoadedDataset, load_split, quiet
 from batchgen.dataset.feature_types import has_json, is_plain, storage_type
 from batchgen.dataset.row_ids import IdSet, check_unique, duplicate_error
@@ -69,7 +69,11 @@ class RowSource:
         if features is None:
             with self._reading("its first rows"):
                 features = _features_of(list(data.take(FIRST_ROWS)))
-        check_width(len(features), config.path or "the data")
+        check_width(len(features), config.shown)
+        if config.rename:
+            names = renamed(config.rename, features)
+            data = data.rename_columns(dict(config.rename))
+            features = Features({names[name]: feature for name, feature in features.items()})
         odd = [name for name, feature in features.items() if not is_plain(feature)]
         self.columns = tuple(name for name in features if name not in odd)
         self._check_columns(features, odd)

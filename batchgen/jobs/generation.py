@@ -10,13 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.config.job_config import JobConfig
+from batchgen.dataset.seed_stream import stream_of, stream_seed
 from batchgen.dataset.source import Row, Source
 from batchgen.engine.base.outputs import RequestError, RequestOutput
-from batchgen.engine.requests import sample_params
+from batchgen.engine.requests import derive_seed
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.folder.job_metrics import Metrics
 from batchgen.jobs.fail_fast import FailFast
 from batchgen.jobs.progress import Progress
+from batchgen.jobs.row_request import RowRequest
 from batchgen.shards.output_schema import FinishedRow
 from batchgen.shards.output_writer import OutputWriter
 from batchgen.util.signals import StopSignals
@@ -34,9 +36,13 @@ class Engine(Protocol):
     """What a job needs of the engine."""
 
     def add_request(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        answer_token_ids: list[int] | None = None,
     ) -> None:
-        """Queue a request.
+        """Queue a request, whose answer is scored if one is given.
 
         Raises:
             RequestError: it can never be served.
@@ -98,13 +104,17 @@ class _Request:
     fields: Mapping[str, Any]
     prompt: list[int]
     params: SamplingParams
+    answer: list[int] | None
     error: RequestError | None
 
     def finished(
-        self, output: RequestOutput | None = None, error: RequestError | None = None
+        self,
+        output: RequestOutput | None = None,
+        error: RequestError | None = None,
+        thoughts: str | None = None,
     ) -> FinishedRow:
         return FinishedRow(
-            self.row_id, self.row_index, self.sample_index, self.fields, output, error
+            self.row_id, self.row_index, self.sample_index, self.fields, output, error, thoughts
         )
 
 
@@ -115,16 +125,18 @@ class Generation:
         self,
         config: JobConfig,
         source: Source,
-        request: Callable[[Row], tuple[list[int], SamplingParams]],
+        request: Callable[[Row], RowRequest],
+        split: Callable[[RequestOutput], tuple[RequestOutput, str | None]],
         engine: Engine,
         writer: OutputWriter,
         metrics: Metrics,
     ) -> None:
-        """Prepare to run rows. `request` gives the prompt and the parameters of a row, or raises
-        RequestError if it has none."""
+        """Prepare to run rows. `request` says what the requests of a row ask for, or raises
+        RequestError; `split` takes the thoughts out of an output's text."""
         self._source = source
-        self._request = request
+        self._request, self._split = request, split
         self._params = config.params
+        self._stream = stream_of(config.sampling.stream, source.jobs)
         self._writer = writer
         self._samples = config.sampling.n
         self._metrics = metrics
@@ -147,7 +159,8 @@ class Generation:
             if self._in_flight:
                 for output in self._engine.step():
                     request = self._in_flight.pop(output.request_id)
-                    finished.append(request.finished(output=output))
+                    output, thoughts = self._split(output)
+                    finished.append(request.finished(output=output, thoughts=thoughts))
             elif not finished:
                 if held := self._first.ended(self._rows_total()):
                     self._write(held, progress)
@@ -212,9 +225,10 @@ class Generation:
     def _submit(self, request: _Request) -> RequestError | None:
         request_id = f"{request.row_index}.{request.sample_index}"
         key = request.row_id, request.sample_index
-        params = sample_params(request.params, *key)
+        seed = derive_seed(stream_seed(request.params.seed, self._stream), *key)
+        params = dataclasses.replace(request.params, seed=seed)
         try:
-            self._engine.add_request(request_id, request.prompt, params)
+            self._engine.add_request(request_id, request.prompt, params, request.answer)
         except RequestError as error:
             return error
         self._in_flight[request_id] = request
@@ -228,17 +242,16 @@ class Generation:
                 yield None
                 continue
             row, samples = task
-            prompt: list[int] = []
-            params = self._params
+            asked = RowRequest([], self._params)
             fields: Mapping[str, Any] = dict.fromkeys(self._source.schema.names)
             failure: RequestError | None = None
             try:
                 fields = self._source.passthrough(row)
-                prompt, params = self._request(row)
+                asked = self._request(row)
             except RequestError as error:
                 failure = error
             for sample in samples:
-                yield _Request(row.id, row.index, sample, fields, prompt, params, failure)
+                yield _Request(row.id, row.index, sample, fields, *asked, failure)
 
     def _count(self, finished: Sequence[FinishedRow]) -> None:
         self._metrics.tally.add(finished)
@@ -248,5 +261,6 @@ class Generation:
             if row.output is None:
                 attempt.error_rows += 1
             else:
-                attempt.prompt_tokens += len(row.output.prompt_token_ids)
+                given = (row.output.prompt_token_ids, row.output.answer_token_ids or ())
+                attempt.prompt_tokens += sum(map(len, given))
                 attempt.generated_tokens += len(row.output.token_ids)

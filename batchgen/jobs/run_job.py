@@ -153,8 +153,9 @@ class _Attempt:
         self._signals.deferred = True
         self._note_engine(engine)
         expected = self._predict(engine)
+        parts, request = self._parts, self._rows.request
         generation = Generation(
-            self._config, self._parts.source, self._rows.request, engine, writer, metrics
+            self._config, parts.source, request, parts.split, engine, writer, metrics
         )
         shown = Progress(
             metrics.attempt.rows_total,

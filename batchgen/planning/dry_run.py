@@ -13,6 +13,7 @@ from batchgen.config.job_config import COMMON_COLUMNS, JobConfig, SamplingConfig
 from batchgen.util.shorten import beginning
 
 if TYPE_CHECKING:
+    from batchgen.dataset.source import Source
     from batchgen.engine.constraint.constraint import Constraint
     from batchgen.forecast.prompt_reading import Reading
     from batchgen.forecast.scan import Scan
@@ -33,7 +34,7 @@ def show(config: JobConfig) -> int:
         ConfigError: the job would be refused. If that is for what the output folder holds, it is
             raised after all is printed.
     """
-    model, data = config.model.path, config.dataset.path or config.dataset.kind
+    model, data = config.model.path, config.dataset.shown
     print(f"batchgen: reading model {model} and data set {data} …", file=sys.stderr, flush=True)
     from batchgen.launchers.launch import check_launcher  # these take seconds: hence the line above
     from batchgen.planning.planner import opened_rows, output_folder
@@ -49,6 +50,7 @@ def show(config: JobConfig) -> int:
             "sampling": _sampling(config),
             "constraint": _constraint(config),
             "data set": _dataset(config, opened.source.num_rows),
+            **_funnel(opened.source),
             "columns": ", ".join(_extra_columns(config)) or "those that every job has",
             **({} if launcher is None else {"launcher": launcher.described()}),
             "output": folder.text,
@@ -147,11 +149,18 @@ def _shown_constraint(constraint: Constraint | None) -> str:
 
 def _dataset(config: JobConfig, number: int | None) -> str:
     group = config.dataset
-    where = group.path or group.kind
+    where = group.shown
     if number is None:
         return f"{where}: a stream of rows, {config.sampling.n} answers each"
     answers = number * config.sampling.n
     return f"{where}: {number:,} row{'s' * (number != 1)}, {answers:,} answer{'s' * (answers != 1)}"
+
+
+def _funnel(source: Source) -> dict[str, str]:
+    """How many rows each choice among them leaves."""
+    from batchgen.dataset.source import funnel_line
+
+    return {"steps": funnel_line(source.funnel)} if source.funnel else {}
 
 
 def _extra_columns(config: JobConfig) -> Iterator[str]:

@@ -22,7 +22,7 @@ from batchgen.jobs.job_parts import parts_of
 from batchgen.row_index.indexed_source import IndexedSource
 from batchgen.row_index.open_rows import data_of
 from batchgen.storage.job_storage import Storage
-from batchgen.storage.manifest import Manifest
+from batchgen.storage.manifest import READ_JOB, Manifest
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError, JobError
 
@@ -95,6 +95,10 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
 
 def _manifest(config: JobConfig, opened: OpenedJob, old: Manifest) -> Manifest:
     """The manifest of the job, if its models are those that the folder was made with."""
-    models = {name: text for name, text in old.fingerprints.items() if name != "dataset"}
+    models = {
+        name: text
+        for name, text in old.fingerprints.items()
+        if name != "dataset" and not name.startswith(READ_JOB)
+    }
     parts = parts_of(opened, config, models)
     return job_manifest(config, parts, output_schema(config, parts))

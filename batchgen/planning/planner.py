@@ -127,7 +127,7 @@ class _Planner:
         return Plan(
             config=config,
             model=opened.model.config.architecture,
-            data=config.dataset.path or config.dataset.kind,
+            data=config.dataset.shown,
             scan=scan,
             prompts=list(self._prompts(scan)),
             room=reading.room,
@@ -142,6 +142,7 @@ class _Planner:
             errors=self._errors,
             warnings=self._warnings,
             seconds=time.perf_counter() - started,
+            funnel=opened.source.funnel,
         )
 
     def _device(self) -> Device | None:

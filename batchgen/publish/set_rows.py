@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from batchgen.grades.grade_files import ROW_KEYS
 from batchgen.publish.chosen_rows import Places
 from batchgen.publish.data_folder import ROWS_PER_SHARD
 from batchgen.publish.finished_rows import FinishedRows
@@ -19,6 +20,8 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
 ID, SOURCE = "id", "source"
+INPUT_ID = "input_id"
+"""The name of a column `id` of the data set, from which the ids of the rows were not taken."""
 SOURCE_TYPE = pa.struct(
     [("job", pa.string()), ("row_id", pa.string()), ("sample_index", pa.int32())]
 )
@@ -69,6 +72,10 @@ def set_columns(
     grades: dict[str, str] = {}
     for name, is_grade in chosen:
         new = text_as if name == job.text_column and not is_grade else name
+        if name == ID and not is_grade:
+            if job.group("dataset").get("id_column") == ID:
+                continue  # what it holds is in the set's own
+            new = INPUT_ID
         if is_grade and new in data:
             new = f"grades_{name}"
         if new in data or new in grades or new == ID:
@@ -85,7 +92,12 @@ def _chosen(job: FinishedRows, named: Sequence[str] | None) -> list[tuple[str, b
     """The columns to take, by name, and whether each is one of the grades."""
     rows, grades = job.schema.names, job.columns.grades
     if named is None:
-        own = [f.name for f in job.schema if (f.metadata or {}).get(b"meaning") == _INPUT]
+        text = rows.index(job.text_column)
+        own = [
+            field.name
+            for place, field in enumerate(job.schema)
+            if (field.metadata or {}).get(b"meaning") == _INPUT or len(ROW_KEYS) <= place < text
+        ]
         return [*((n, False) for n in (*own, job.text_column)), *((n, True) for n in grades)]
     found = []
     for name in named:

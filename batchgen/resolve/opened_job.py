@@ -40,7 +40,9 @@ from batchgen.model.engine_recipe import EngineRecipe
 from batchgen.model.model_source import model_files
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
+from batchgen.prompts.answer_text import AnswerText
 from batchgen.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
+from batchgen.texts.tokens.reasoning import ReasoningMarkers
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_files, fingerprint_text
 
@@ -66,9 +68,11 @@ class OpenedJob:
         compiler: compiles the rows' constraints; None if there are none.
         source: the rows.
         prompt: makes the token ids of a row.
+        answer: makes those of the answer that is scored; None if rows generate.
         dtype: that of weights and activations.
         max_model_len: how many tokens prompt and answer may have together.
         step_fingerprints: versions of the steps of `rows`, and digests of what they read.
+        reasoning: tells thoughts from answers; None if the job does not ask for that.
     """
 
     model: OpenedModel
@@ -81,6 +85,8 @@ class OpenedJob:
     dtype: torch.dtype
     max_model_len: int
     step_fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    reasoning: ReasoningMarkers | None = None
+    answer: AnswerText | None = None
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError if parameters of a row cannot be honoured; the message names one."""
@@ -162,13 +168,12 @@ def open_job(config: JobConfig) -> OpenedJob:
         check_params(strictest, strategy, vocab_size, model.tokenizer, context_columns)
     _check_parsed(config, model.tokenizer)
     # After all that is checked without it: it takes seconds to load datasets and pyarrow.
-    from batchgen.dataset.row_source import open_dataset
     from batchgen.grading.build_steps import check_scored
     from batchgen.row_index.open_rows import behind_steps
+    from batchgen.upstream.open_source import open_source
 
-    source: Source = open_dataset(config.dataset)
     of_data = identity(config)["dataset"]
-    source, of_steps = behind_steps(source, config.rows, of_data, model.tokenizer)
+    source, of_steps = behind_steps(open_source(config), config.rows, of_data, model.tokenizer)
     check_fields(post, source.schema.names)
     check_scored(post, config.score, source.schema.names)
     with _named("engine"):
@@ -190,6 +195,10 @@ def open_job(config: JobConfig) -> OpenedJob:
     if prompt.is_constant:
         warning = constant_prompt_warning(prompt, next(source.rows()))
         print(f"batchgen: warning: {warning}", file=sys.stderr)
+    answer = None
+    if config.prompt.answer is not None:
+        of_rows = source.features
+        answer = AnswerText(config.prompt.answer, model.tokenizer, of_rows, max_model_len)
     others = open_others(strategy, model, max_model_len)
     job = OpenedJob(
         model,
@@ -202,6 +211,8 @@ def open_job(config: JobConfig) -> OpenedJob:
         dtype,
         max_model_len,
         of_steps,
+        _reasoning(config, model),
+        answer,
     )
     with _named("engine"):
         job.recipe(config).check()
@@ -264,13 +275,22 @@ def _compiler(
     return compiler
 
 
+def _reasoning(config: JobConfig, model: OpenedModel) -> ReasoningMarkers | None:
+    """What tells thoughts from answers; None if the job does not ask for that."""
+    start, end = config.output.reasoning_start, config.output.reasoning_end
+    if end is None:
+        return None
+    size = model.config.vocab_size
+    return ReasoningMarkers(model.tokenizer, size, model.eos_token_ids, start=start, end=end)
+
+
 def _check_parsed(config: JobConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Check that `parsed` can find `start_after`, which texts do not show if it has special
     tokens."""
     if PARSED not in config.output.columns or isinstance(config.constraint, NoConstraintConfig):
         return
     marker = config.constraint.start_after
-    if marker is None or tokenizer is None:
+    if marker is None or tokenizer is None or config.output.reasoning_end is not None:
         return
     if marker not in decode(tokenizer, list(tokenizer.encode(marker, add_special_tokens=False))):
         raise ConfigError(

@@ -37,6 +37,23 @@ _AFTER = (
     ("num_generated_tokens", pa.int32(), "length of token_ids"),
 )
 PROMPT_TOKEN_IDS = "prompt_token_ids"
+ANSWER_TOKEN_IDS = "answer_token_ids"
+_ANSWER = (
+    ANSWER_TOKEN_IDS,
+    pa.list_(pa.int32()),
+    "the given answer, each of whose tokens is scored; null on error",
+)
+_OF_ANSWERS = {
+    TEXT: "empty, as nothing is generated; null on error",
+    "finish_reason": "scored or error",
+}
+"""What columns mean where answers are scored."""
+REASONING = "reasoning"
+_REASONING = (
+    REASONING,
+    pa.string(),
+    "the thoughts before output.reasoning_end; null on error, and if the row has none",
+)
 _SATISFIED = (
     "constraint_satisfied",
     pa.bool_(),
@@ -58,6 +75,7 @@ class FinishedRow:
     fields: Mapping[str, Any]
     output: RequestOutput | None = None
     error: RequestError | None = None
+    reasoning: str | None = None
 
     @property
     def finish_reason(self) -> str:
@@ -79,6 +97,7 @@ class OutputSchema:
         columns: the per-token columns, in their order.
         counts: names of the strategy's counts, which are columns too.
         text_column: the name of the column of generated text.
+        reasoning: whether there is a column of thoughts.
     """
 
     arrow: pa.Schema
@@ -87,6 +106,7 @@ class OutputSchema:
     counts: tuple[str, ...]
     parsed: ParsedColumn | None
     text_column: str = TEXT
+    reasoning: bool = False
 
     @staticmethod
     def build(
@@ -96,14 +116,18 @@ class OutputSchema:
         prompt_token_ids: bool,
         *,
         constrained: bool = False,
+        reasoning: bool = False,
         parsed: ParsedColumn | None = None,
         text_column: str = TEXT,
+        answers: bool = False,
     ) -> "OutputSchema":
         """The schema of a job.
 
         Args:
             prompt_token_ids: whether to write the prompts.
+            reasoning: whether thoughts have a column of their own.
             constrained: whether a column says which rows satisfy their constraint.
+            answers: whether rows have given answers, which are scored.
 
         Raises:
             ConfigError: a column of the data set has the name of a column that batchgen writes, or
@@ -111,12 +135,20 @@ class OutputSchema:
         """
         before = [_field(*column) for column in _BEFORE]
         after = [
-            _field(text_column if name == TEXT else name, type, meaning)
+            _field(
+                text_column if name == TEXT else name,
+                type,
+                _OF_ANSWERS.get(name, meaning) if answers else meaning,
+            )
             for name, type, meaning in _AFTER
             if prompt_token_ids or name != PROMPT_TOKEN_IDS
         ]
+        if reasoning:
+            after.insert(1, _field(*_REASONING))
         if constrained:
             after.append(_field(*_SATISFIED))
+        if answers:
+            after.append(_field(*_ANSWER))
         if parsed is not None:
             after.append(_field(PARSED, parsed.type, parsed.meaning))
         not_run = "; null if the row failed before its first"
@@ -125,6 +157,8 @@ class OutputSchema:
         # Also columns that this job leaves out: a name shall mean the same in every output.
         taken = {name for name, *_ in _BEFORE + _AFTER} | {c.name for c in counts}
         taken |= {column.name for column in columns} | {_SATISFIED[0], PARSED}
+        taken |= {ANSWER_TOKEN_IDS} if answers else set()
+        taken |= {REASONING} if reasoning else set()
         taken.remove(TEXT)
         _check_clashes(passthrough.names, taken, text_column)
         # The metadata of the whole input schema is dropped: it describes the input's columns alone.
@@ -133,7 +167,9 @@ class OutputSchema:
         schema = pa.schema(before + given + after, metadata={"batchgen.schema": SCHEMA_VERSION})
         names = tuple(passthrough.names)
         names_of_counts = tuple(count.name for count in counts)
-        return OutputSchema(schema, names, tuple(columns), names_of_counts, parsed, text_column)
+        return OutputSchema(
+            schema, names, tuple(columns), names_of_counts, parsed, text_column, reasoning
+        )
 
     @property
     def token_bytes(self) -> int:
@@ -159,6 +195,8 @@ class OutputSchema:
             "num_generated_tokens": [len(o.token_ids) if o else 0 for o in outputs],
             "token_ids": _id_lists([o.token_ids if o else [] for o in outputs]),
         }
+        if self.reasoning:
+            values[REASONING] = [row.reasoning for row in rows]
         for name in self.passthrough:
             values[name] = [row.fields[name] for row in rows]
         for name in self.counts:
@@ -170,6 +208,8 @@ class OutputSchema:
                 o.constraint_satisfied if o and o.finish_reason != "error" else None
                 for o in outputs
             ]
+        if ANSWER_TOKEN_IDS in self.arrow.names:
+            values[ANSWER_TOKEN_IDS] = [o.answer_token_ids if o else None for o in outputs]
         if self.parsed is not None:
             values[PARSED] = self.parsed.array(outputs)
         if PROMPT_TOKEN_IDS in self.arrow.names:
@@ -216,7 +256,11 @@ def _column_field(column: OutputColumn) -> pa.Field:
     type = pa.from_numpy_dtype(column.dtype)
     for size in reversed(column.tail_shape):
         type = pa.list_(type, size)
-    rows = "generated token" if column.scope == "output" else "token that went through the model"
+    rows = {
+        "output": "generated token",
+        "context": "token that went through the model",
+        "answer": "token of the answer",
+    }[column.scope]
     metadata = {
         "meaning": f"{column.name}: one entry per {rows}",
         "scope": column.scope,

@@ -143,6 +143,7 @@ class FakeSource:
         [("question", pa.string()), ("number", pa.int64()), ("tags", pa.list_(pa.string()))]
     )
     features = Features.from_arrow_schema(schema)
+    jobs = funnel = ()
 
     def __init__(self, num_rows: int, limit: int | None = None, changed: int = -1) -> None:
         self.num_rows = num_rows if limit is None else min(num_rows, limit)
@@ -199,7 +200,11 @@ class FakeEngine:
     _running: dict[str, _Running] = field(default_factory=dict)
 
     def add_request(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        answer_token_ids: list[int] | None = None,
     ) -> None:
         assert request_id not in self._running
         if self.job.bad and prompt_token_ids[0] % BAD_REQUEST == 0:

@@ -137,11 +137,11 @@ def mixed_steps(monkeypatch: pytest.MonkeyPatch) -> list[MixedStep]:
     run_mixed, replay = ModelRunner.mixed, ForwardGraphs.mixed
 
     def record(
-        self: ModelRunner, decode: ModelInputs, prefill: PrefillInputs, all_hidden: bool
+        self: ModelRunner, decode: ModelInputs, prefill: PrefillInputs
     ) -> tuple[ModelOutput, ModelOutput]:
         inputs = prefill.inputs
         steps.append(MixedStep(decode.num_rows, inputs.num_rows, len(inputs.input_ids)))
-        return run_mixed(self, decode, prefill, all_hidden)
+        return run_mixed(self, decode, prefill)
 
     def record_replay(
         self: ForwardGraphs, decode: ModelInputs, prefill: ModelInputs

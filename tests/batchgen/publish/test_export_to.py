@@ -149,6 +149,18 @@ def test_tools_are_json_and_reasoning_is_a_key_of_the_answer(tmp_path: Path) -> 
         }  # fmt: skip
 
 
+def test_bodies_of_openai_have_their_messages_and_tools(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool]}
+    fields = [pa.field("body", pa.string(), metadata=INPUT)]
+    config = {"prompt": {"kind": "openai", "body_column": "body"}}
+    job = finished_job(tmp_path / "job", [row(0, body=json.dumps(body))], fields, config=config)
+    assert run("export", job, "--to", "sft", "--out", tmp_path / "out.jsonl") == 0
+    (found,) = exported(tmp_path / "out.jsonl")
+    assert [m["content"] for m in found["messages"]] == ["Hi", "yes"]
+    assert json.loads(found["tools"]) == [tool]
+
+
 @SUFFIXES
 def test_dpo_pairs_the_answers_of_a_row(tmp_path: Path, suffix: str) -> None:
     texts: list[list[str | None]] = [
@@ -192,10 +204,11 @@ def test_dpo_across_pairs_answers_that_two_writers_gave_to_one_row(tmp_path: Pat
              ("b", "q2", 0, 5), ("b", "q3", 0, 7)]  # fmt: skip
     rows: list[Row] = []
     for i, (writer, name, sample, score) in enumerate(given):
-        of = {"row_id": name, "sample_index": sample, "digest": "x"}
+        of = {"row_id": f"{writer}/{name}", "sample_index": sample, "digest": "x"}
         one = row(i, text=str(score), reply=f"{writer}{sample}", source=of, score=score)
         rows.append({**one, "row_id": f"{writer}/{name}#{sample}", "question": f"about {name}"})
-    job = finished_job(tmp_path / "judge", rows, fields)
+    config = {"dataset": {"kind": "job", "path": ["out/a", "out/b"]}}
+    job = finished_job(tmp_path / "judge", rows, fields, config=config)
     messages = '[{user: "{{ question }}"}, {assistant: "{{ reply }}"}]'
     asked = ("--to", "dpo", "--by", "score", "--gap", "2", "--across", "--messages", messages)
     assert run("export", job, *asked, "--pairs", 5, "--out", tmp_path / "out.jsonl") == 0
