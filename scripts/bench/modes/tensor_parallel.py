@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time a workload on one GPU and on two that divide the weights, each in a process of its own."""
+    """Time a workload on one GPU and on two that divide the weights, each in its own process."""
     recipe = BenchRecipe(options.model, options.workload, options.cache_gib)
     one, two = (measured(recipe, ranks) for ranks in (1, 2))
     found = {"one": one, "two": two, "times": one["seconds"] / two["seconds"]}
