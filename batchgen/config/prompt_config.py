@@ -51,6 +51,7 @@ class ChatPromptConfig:
     tools_column: str | None = None
     continue_: bool = False
     template_kwargs: Mapping[str, Any] | None = None
+    answer: str | None = None  # a template
     too_long: TooLong = "error"
 
     def __post_init__(self) -> None:
@@ -115,6 +116,7 @@ class TextPromptConfig:
     text: str | None = None
     text_file: str | None = None
     add_special_tokens: bool = True
+    answer: str | None = None  # a template
     too_long: TooLong = "error"
 
     def __post_init__(self) -> None:
@@ -129,8 +131,27 @@ class TokensPromptConfig:
 
     kind: Literal["tokens"] = "tokens"
     token_ids_column: str
+    answer: str | None = None  # a template
     too_long: TooLong = "error"
 
 
-PromptConfig = ChatPromptConfig | TextPromptConfig | TokensPromptConfig
-PROMPT_KINDS = {"chat": ChatPromptConfig, "text": TextPromptConfig, "tokens": TokensPromptConfig}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAIPromptConfig:
+    """The prompt is what the body of a request to OpenAI's API says."""
+
+    kind: Literal["openai"] = "openai"
+    body_column: str = "body"
+    template_kwargs: Mapping[str, Any] | None = None
+    too_long: TooLong = "error"
+
+    def __post_init__(self) -> None:
+        check_template_kwargs(self.template_kwargs, tools=True)
+
+
+PromptConfig = ChatPromptConfig | TextPromptConfig | TokensPromptConfig | OpenAIPromptConfig
+PROMPT_KINDS: dict[str, type[PromptConfig]] = {
+    "chat": ChatPromptConfig,
+    "text": TextPromptConfig,
+    "tokens": TokensPromptConfig,
+    "openai": OpenAIPromptConfig,
+}

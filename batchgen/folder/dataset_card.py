@@ -95,6 +95,7 @@ def dataset_card(
         *_rows(totals),
         f"Model: `{model['path']}`{revision}",
         f"Dataset: `{source}`{split}",
+        *_steps(job),
         *_constraint(job.group("constraint"), totals),
         f"Sampling: {', '.join(_assignments(job.group('sampling')))}",
         *(f"Fingerprint of {what}: `{digest}`" for what, digest in fingerprints.items()),
@@ -171,6 +172,17 @@ def _rows(totals: Totals) -> list[str]:
         kinds = ", ".join(f"{n:,} {kind}" for kind, n in totals.errors.items())
         facts.append(f"{totals.error_rows:,} rows have an `error` and no text: {kinds}.")
     return facts
+
+
+def _steps(job: JobSummary) -> list[str]:
+    """How many rows the steps of `rows` left."""
+    facts = job.row_facts
+    if facts is None:
+        return []
+    return [
+        f"Steps of rows: {facts.funnel}. `rows/` says where each row comes from, and which rows "
+        "were taken out at which step and why."
+    ]
 
 
 def _assignments(values: Mapping[str, Any]) -> list[str]:

@@ -28,7 +28,7 @@ def named_columns(groups: Mapping[str, Any]) -> frozenset[str] | None:
         except TemplateError:
             continue
         found |= {node.name for node in tree.find_all(nodes.Name)}
-        if is_template and any(node.name == "row" for node in tree.find_all(nodes.Name)):
+        if any(node.name == "row" for node in tree.find_all(nodes.Name)):
             fields = fields_read(tree, "row")
             if fields is None:
                 return None

@@ -2,6 +2,7 @@
 
 python scripts/bench/bench_job_layer.py job [--rows 200000] [--grade] [--report] [--rounds 3]
 python scripts/bench/bench_job_layer.py grading [--integers 100000] [--math 4000]
+python scripts/bench/bench_job_layer.py steps [--rows 1000000] [--without-dedupe]
 python scripts/bench/bench_job_layer.py view [--rows 2000000] [--folder FOLDER]
 """
 
@@ -24,6 +25,7 @@ from urllib.request import urlopen
 
 import pyarrow.parquet as pq
 from measuring import Mode, resident_mib, run_mode
+from stepped_rows import StepClock, stepped_job, time_steps
 from synthetic_job import InstantEngine, integer_steps, null_job
 
 from batchgen.grading.extract import Extract
@@ -31,6 +33,7 @@ from batchgen.grading.grade import Grade
 from batchgen.grading.grade_rows import Grader
 from batchgen.jobs.graded_job import scores_of
 from batchgen.jobs.run_job import run_job
+from batchgen.row_index.indexed_source import IndexedSource
 
 sys.path.append(str(Path(__file__).parents[2] / "tests/batchgen"))
 from written_job import grade_job, write_job
@@ -284,9 +287,66 @@ def _get_ms(url: str) -> float:
                 return 1000 * (time.perf_counter() - began)
 
 
+def add_steps_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--without-dedupe", action="store_true", help="leave out both kinds of it")
+
+
+def run_steps(options: argparse.Namespace) -> list[Any]:
+    """Time the steps of `rows` over rows of 1 kB, and a job of what they leave.
+
+    A tenth of the rows fails the filter, a tenth of the others are copies and a tenth nearly so.
+    Printed are the microseconds that each step takes for one of its rows, what the pass with the
+    writing of the index takes for a row of the data set, and the memory before, at the end of the
+    pass and at the peak of the job. The job runs with an engine that costs nothing.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench_job_layer") as temporary:
+        folder, engine = Path(temporary), InstantEngine(32)
+        config, parts = stepped_job(folder, options.rows, engine, dedupe=not options.without_dedupe)
+        source = parts.source
+        assert isinstance(source, IndexedSource)
+        for _ in source.data.rows(options.rows - 1000):
+            pass
+        before, clocks = resident_mib(), list[StepClock]()
+        make, open_index = source.chain.start, source.open_index
+        took: list[float] = []
+
+        def timed_start(tokenizer: Any = None) -> Any:
+            running = make(tokenizer)
+            clocks.extend(time_steps(running))
+            return running
+
+        def timed_open(*given: Any, **more: Any) -> None:
+            began = time.perf_counter()
+            open_index(*given, **more)
+            took.extend([time.perf_counter() - began, resident_mib()])
+
+        with patch.object(source.chain, "start", timed_start):
+            with patch.object(source, "open_index", timed_open):
+                began = time.perf_counter()
+                result = run_job(config, parts)
+                seconds = time.perf_counter() - began
+        assert result.exit_code == 0 and source.facts is not None
+        peak = max([took[1], *(mib for _, mib in engine.resident)])
+        print(source.facts.funnel)
+        found: dict[str, Any] = {"rows": options.rows, "before_mib": before, "peak_mib": peak}
+        for clock, step in zip(clocks, source.facts.steps, strict=True):
+            microseconds = clock.seconds / max(step.rows_in, 1) * 1e6
+            held = "" if clock.held is None else f", {clock.held() / step.rows_out:.0f} bytes a row"
+            print(f"{step.name}: {microseconds:.1f} us a row{held}")
+            found[step.name] = microseconds
+        found["pass_us"] = took[0] / options.rows * 1e6
+        print(f"the pass with its index: {found['pass_us']:.1f} us a row of the data set")
+        print(f"memory: {before:.0f} MiB before, {took[1]:.0f} MiB behind the pass, {peak:.0f} MiB")
+        left = source.facts.rows
+        print(f"the job of {left} rows took {(seconds - took[0]) / left * 1e6:.0f} us for each")
+    return [found]
+
+
 MODES = {
     "job": Mode(add_job_arguments, run_jobs),
     "grading": Mode(add_grading_arguments, run_grading),
+    "steps": Mode(add_steps_arguments, run_steps),
     "view": Mode(add_view_arguments, run_view),
 }
 

@@ -67,7 +67,13 @@ class InstantEngine:
         self._per_step = per_step
         self._waiting: list[str] = []
 
-    def add_request(self, request_id: str, prompt_token_ids: list[int], params: object) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: object,
+        answer_token_ids: list[int] | None = None,
+    ) -> None:
         assert isinstance(params, SamplingParams)
         self._waiting.append(request_id)
 

@@ -37,14 +37,17 @@ class OpenAILines:
         columns = rows.columns
         self._rows, self._reasoning, self.left_out = rows, reasoning, Counter[str]()
         self._where = None if where is None else columns.expression("--where", where)
-        names = [*_READ, rows.text_column, *filter(None, [reasoning])]
+        kind = rows.group("prompt").get("kind")
+        self._is_chat = kind != "text"
+        # A batch file may have requests of both kinds.
+        self._url = "url" if kind == "openai" and "url" in columns.names else None
+        names = [*_READ, rows.text_column, *filter(None, [reasoning, self._url])]
         if reasoning is not None and reasoning not in columns.names:
             raise ConfigError(f"--reasoning: {rows.given} has no column {reasoning!r}")
         self._wanted: Wanted = columns.named(names)
         if self._where is not None:
             self._wanted |= columns.read_by(self._where)
-        self._is_chat = (rows.config.get("prompt") or {}).get("kind") != "text"
-        model = rows.config.get("model") or {}
+        model = rows.group("model")
         self._model = str(model.get("name") or model.get("path") or "")
         self._created = _started(rows)
 
@@ -78,14 +81,15 @@ class OpenAILines:
             error = rows[0]["error"]
             line["error"] = {"code": error["type"], "message": error["message"]}
             return line
+        is_chat = self._is_chat and (self._url is None or "/chat/" in str(rows[0][self._url]))
         prompt = answered[0]["num_prompt_tokens"] or 0
         completion = sum(row["num_generated_tokens"] for row in answered)
         body = {
-            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{digest}",
-            "object": "chat.completion" if self._is_chat else "text_completion",
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{digest}",
+            "object": "chat.completion" if is_chat else "text_completion",
             "created": self._created,
             "model": self._model,
-            "choices": [self._choice(row) for row in answered],
+            "choices": [self._choice(row, is_chat) for row in answered],
             "usage": {
                 "prompt_tokens": prompt,
                 "completion_tokens": completion,
@@ -95,14 +99,14 @@ class OpenAILines:
         line["response"] = {"status_code": 200, "request_id": f"req_{digest}", "body": body}
         return line
 
-    def _choice(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _choice(self, row: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
         text = row[self._rows.text_column]
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if self._reasoning is not None:
             message["reasoning_content"] = row[self._reasoning]
         return {
             "index": row["sample_index"],
-            **({"message": message} if self._is_chat else {"text": text}),
+            **({"message": message} if is_chat else {"text": text}),
             "logprobs": None,
             # What ended before it was complete is `length` to programs that know OpenAI's words.
             "finish_reason": "stop" if row["finish_reason"] == "stop" else "length",
