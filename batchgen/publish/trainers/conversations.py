@@ -59,7 +59,7 @@ class Conversations:
         """
         self._rows, self._columns = rows, rows.columns
         self._text = rows.text_column
-        prompt = dict(rows.config.get("prompt") or {})
+        prompt = rows.group("prompt")
         given = None if messages is None else _parsed(messages)
         self._column: list[str] = []
         self._continues = False

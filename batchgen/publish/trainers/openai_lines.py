@@ -45,7 +45,7 @@ class OpenAILines:
         columns = rows.columns
         self._rows, self._reasoning, self.left_out = rows, reasoning, Counter[str]()
         self._where = None if where is None else columns.expression("--where", where)
-        kind = (rows.config.get("prompt") or {}).get("kind")
+        kind = rows.group("prompt").get("kind")
         self._is_chat = kind != "text"
         # A batch file may have requests of both kinds.
         self._url = "url" if kind == "openai" and "url" in columns.names else None
@@ -57,7 +57,7 @@ class OpenAILines:
         self._wanted: Wanted = columns.named(names)
         if self._where is not None:
             self._wanted |= columns.read_by(self._where)
-        model = rows.config.get("model") or {}
+        model = rows.group("model")
         self._model = str(model.get("name") or model.get("path") or "")
         self._created = _started(rows)
 

@@ -117,7 +117,7 @@ class TrainerRows:
 
     def _tools_column(self) -> list[str]:
         """The path of the column with the tools that the prompts offered; empty without one."""
-        prompt = self._rows.config.get("prompt") or {}
+        prompt = self._rows.group("prompt")
         path = str(prompt.get("tools_column") or "").split(".") if self._asked.to == "sft" else [""]
         if self._asked.messages is not None or path[0] not in self._rows.columns.names:
             return []
@@ -218,7 +218,7 @@ class TrainerRows:
                 f"those of dataset=job do, and those of {self._rows.given} do not"
             )
         name = str(source["row_id"])
-        return name.partition("/")[2] if _reads_several_jobs(self._rows.config) else name
+        return name.partition("/")[2] if _reads_several_jobs(self._rows.group("dataset")) else name
 
     def _dpo(self) -> Iterator[dict[str, Any]]:
         gap, most = self._asked.gap or 0.0, self._asked.pairs or 1
@@ -281,9 +281,8 @@ class TrainerRows:
             }
 
 
-def _reads_several_jobs(config: Mapping[str, Any]) -> bool:
+def _reads_several_jobs(dataset: Mapping[str, Any]) -> bool:
     """Whether the ids of a job's rows begin with the name of the job that they came from."""
-    dataset = config.get("dataset") or {}
     path = dataset.get("path")
     several = len(path) > 1 if isinstance(path, list) else has_magic(str(path))
     return dataset.get("kind") == "job" and several
