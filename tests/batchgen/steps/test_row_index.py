@@ -114,7 +114,7 @@ def test_the_funnel_is_told_where_people_look(
     assert facts in replace(job, report=True).run().message
     assert facts in (Path(job.out) / "README.md").read_text()
     page = (Path(job.out) / "report.html").read_text()
-    assert facts in page and "q3: not number != 3" in page
+    assert facts in page and "q3: number != 3 is false" in page
     assert status.main([job.out]) == 0
     assert f"\nsteps of rows: {facts}" in capsys.readouterr().out
 
@@ -191,9 +191,9 @@ def test_steps_that_leave_nothing_say_what_they_took_out(job: SteppedJob, stream
         replace(job, steps=steps, streaming=streaming).run()
     said = str(raised.value)
     assert "leave no row: 12 rows of the data set → Filter 10 → Filter 0" in said
-    assert "rows[0] Filter took out 2 of 12:\n    q0: not number > 0\n    q9: " in said
-    assert "rows[1] Filter took out 10 of 10:\n    q1: not number > 90\n" in said
-    assert said.count("not number > 90") == 3
+    assert "rows[0] Filter took out 2 of 12:\n    q0: number > 0 is false\n    q9: " in said
+    assert "rows[1] Filter took out 10 of 10:\n    q1: number > 90 is false\n" in said
+    assert said.count("number > 90 is false") == 3
     assert not (Path(job.out) / "rows.json").exists()
 
 
