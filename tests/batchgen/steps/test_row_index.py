@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from forked import fork_server
+from object_files import FaultyFiles, use
 from stepped_job import STEPS, SteppedJob, data, dropped, index, write_rows
 
 from batchgen.cli.verbs import status
@@ -231,6 +232,28 @@ def test_answers_of_another_job_are_joined(job: SteppedJob, tmp_path: Path) -> N
     assert again.run().exit_code == 0
     with pytest.raises(ConfigError, match=r"fingerprint.rows\[0\] .*draft"):
         replace(job, steps=[{"Join": join}]).run()
+
+
+def test_a_job_in_a_bucket_keeps_its_index_there(
+    job: SteppedJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second run finds all there; one that has grown reads the parts before and adds to them."""
+    use(monkeypatch, files := FaultyFiles())
+    stored = replace(job, out="memory://jobs/a")
+    for rows in (30, 30, 60):
+        write_rows(job, rows)
+        assert stored.run().exit_code == 0
+    assert job.run().exit_code == 0
+    names = {path.removeprefix("/jobs/a/") for path in files.store}
+    assert {"rows.json", "rows/part-00000.parquet", "rows/part-00001.parquet"} <= names
+    found = {Path(path).name: bytes(file.getbuffer()) for path, file in files.store.items()
+             if path.startswith("/jobs/a/data/")}  # fmt: skip
+    assert found == job.bytes()
+    (folder := tmp_path / "copy" / "rows").mkdir(parents=True)
+    for path, file in files.store.items():
+        if path.startswith("/jobs/a/rows/"):
+            (folder / Path(path).name).write_bytes(bytes(file.getbuffer()))
+    assert index(replace(job, out=str(tmp_path / "copy"))) == index(job)
 
 
 def test_a_step_of_ones_own(job: SteppedJob, monkeypatch: pytest.MonkeyPatch) -> None:
