@@ -1,10 +1,11 @@
-"""What the verbs `show` and `export` share: opening a job's folder, and errors as exit codes."""
+"""Opens a job's folder for those who read it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from batchgen.config.workers_config import WorkersConfig
+from batchgen.folder.job_summary import status_line
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError
@@ -31,3 +32,16 @@ def open_job(given: str) -> JobFolderReader:
 def open_folder(given: str, verb: str) -> JobFolderReader:
     """The reader of a job's folder for a verb that works on this machine alone."""
     return open_job(folder_here(given, f"batchgen {verb}"))
+
+
+def refuse_incomplete(reader: JobFolderReader, given: str) -> None:
+    """Raise ConfigError for a job that is not complete, with the command that completes it."""
+    status = reader.metrics.get("status")
+    if status == "complete":
+        return
+    do = f"complete it first: batchgen {given.rstrip('/')}/config.yaml output.dir={given}"
+    if status == "running":
+        do = f"wait until it is complete (batchgen status {given})"
+    elif not reader.storage.in_place:
+        do = "run its command again, which completes it"
+    raise ConfigError(f"the job is not complete ({status_line(reader, given)}): {do}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,7 +12,7 @@ import pyarrow as pa
 
 from batchgen.config.job_config import ScoreConfig, StepConfig
 from batchgen.grades.changed_marks import ChangedMarks
-from batchgen.grades.grade_files import ROW_KEYS, STEPS_KEY, Part, made_of
+from batchgen.grades.grade_files import ROW_KEYS, STEPS_KEY, Part, bytes_digest, made_of
 from batchgen.grades.grading_pass import GradingPass, Stopped, Witness
 from batchgen.grading.build_steps import check_fields, described, post_steps
 from batchgen.grading.grade_rows import Grader, StepChain
@@ -67,9 +66,7 @@ class JobGrades:
         stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         known, digest = self._digests.get(shard, (None, ""))
         if known != stamp:
-            with shard.open("rb") as file:
-                found = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-            digest = found.hexdigest()
+            digest = bytes_digest(shard)
             self._digests[shard] = stamp, digest
         return Part(shard, shard_path(self.path, number), digest)
 

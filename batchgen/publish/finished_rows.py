@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
-from batchgen.folder.open_folder import open_job
-from batchgen.folder.read_job import JobFolderReader
-from batchgen.grades.folder_grades import GRADES
-from batchgen.grades.grade_files import ROW_KEYS, SHARD_KEY
+from batchgen.folder.open_folder import open_job, refuse_incomplete
+from batchgen.grades.finished_shards import FinishedShards
+from batchgen.grades.visible_columns import VisibleColumns, Wanted
 from batchgen.leases.own_files import refuse_links
-from batchgen.publish.visible_columns import VisibleColumns, Wanted
-from batchgen.shards.checked_file import CheckedFile, Source
-from batchgen.shards.row_order import row_keys
-from batchgen.shards.shard_files import shard_files, shard_path
 from batchgen.storage.job_storage import FolderStorage, Storage
+from batchgen.texts.row_json import row_reader
 from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.fingerprint import fingerprint_text
 from batchgen.util.paths import is_url, user_path
 
 SET_FILE = "selection.json"
 """The file of a set that says which jobs its rows came from, and how they were chosen."""
 SET_FORMAT = 1
-BATCH = 256
-"""How many rows are in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -49,61 +41,37 @@ def row_name(row: FoundRow) -> str:
     return f"row {row.place} of shard {row.shard}" if name is None else f"row {name!r}"
 
 
-class FinishedRows:
+class FinishedRows(FinishedShards):
     """Rows that will not change any more, in their order.
 
     Attributes:
         given: the folder as the user named it.
         manifest: what a job's manifest.json holds; empty for a set.
         facts: what a set's SET_FILE holds; None for a job.
+        metrics: what metrics.json holds; empty for a set.
         config: the configuration by group; of a set, that of its jobs, if they had equal
             prompts, else empty.
     """
 
     def __init__(
         self, given: str, storage: Storage, config: Mapping[str, Any], text_column: str,
-        manifest: Mapping[str, Any], facts: Mapping[str, Any] | None = None,
+        manifest: Mapping[str, Any], metrics: Mapping[str, Any],
+        facts: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self.given, self.storage, self.path = given, storage, storage.path
-        self.config = config
-        self.text_column, self.manifest = text_column, manifest
-        self.facts = facts
-        self._checked: set[int] = set()
-        data = shard_files(self.path / "data", self._names("data"))
-        if not data:
-            raise ConfigError(f"{given} has no rows")
-        self.shards = list(data)
-        with CheckedFile(storage.parquet(data[self.shards[0]])) as file:
-            self.schema = file.schema
-        if text_column not in self.schema.names:
+        super().__init__(storage, given)
+        self.config, self.text_column = config, text_column
+        self.manifest, self.metrics, self.facts = manifest, metrics, facts
+        if facts is None:
+            self.check_job(text_column, metrics.get("rows"))
+        elif text_column not in self.schema.names:
             raise ConfigError(f"the rows of {given} have no column {text_column!r} of texts")
-        self.grade_schema = self._grades(list(data)) if facts is None else None
-        self.columns = VisibleColumns(self.schema, self.grade_schema)
+        grades = self.grade_schema.names if facts is None else ()
+        self.columns = VisibleColumns(self.schema.names, grades)
 
     @property
     def is_set(self) -> bool:
         """Whether the rows are those of a set."""
         return self.facts is not None
-
-    def _names(self, folder: str) -> list[str]:
-        try:
-            return self.storage.names(self.path / folder)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-
-    def _grades(self, shards: Collection[int]) -> pa.Schema | None:
-        """The columns of the grades; None if there are none."""
-        parts = shard_files(self.path / GRADES, self._names(GRADES))
-        if not parts:
-            return None
-        if missing := [number for number in shards if number not in parts]:
-            raise ConfigError(
-                f"{len(missing)} of {len(shards)} shards of {self.given} have no grades: run "
-                f"`batchgen grade {self.given}` first"
-            )
-        with CheckedFile(self.storage.parquet(parts[self.shards[0]])) as file:
-            fields = [field for field in file.schema if field.name not in ROW_KEYS]
-        return pa.schema(fields)
 
     def group(self, name: str) -> dict[str, Any]:
         """A group of the configuration; empty if there is none."""
@@ -111,96 +79,23 @@ class FinishedRows:
         return found if isinstance(found, dict) else {}
 
     @property
-    def metrics(self) -> Mapping[str, Any]:
-        """What metrics.json holds; empty for a set."""
-        return {} if self.is_set else JobFolderReader(self.path, self.storage).metrics
-
-    @cached_property
     def digest(self) -> str:
         """A digest of all shards and grades, from their checksums."""
-        known = hashlib.blake2b(digest_size=16)
-        for number in self.shards:
-            folders = ("data",) if self.grade_schema is None else ("data", GRADES)
-            for folder in folders:
-                with CheckedFile(self._file(folder, number)) as file:
-                    known.update(f"{folder} {number} {file.digest}\n".encode())
-        return known.hexdigest()
+        if not self.columns.grades:
+            return self.fingerprint
+        return fingerprint_text(self.fingerprint, self.grades_digest)
 
-    def num_rows(self, shard: int) -> int:
-        with CheckedFile(self._file("data", shard)) as file:
-            count: int = file.metadata.num_rows
-        return count
-
-    def _file(self, folder: str, number: int) -> Source:
-        return self.storage.parquet(shard_path(self.path / folder, number))
-
-    def tables(
-        self, shard: int, wanted: Wanted, size: int = BATCH
-    ) -> Iterator[tuple[pa.RecordBatch, pa.Table]]:
-        """The rows of a shard, and the grades beside them, without columns if none are wanted.
-
-        Raises:
-            ConfigError: the grades are of other rows than the shard has.
-        """
-        names = [name for name in self.schema.names if name in wanted.data]
-        made = [name for name in self.columns.grades if name in wanted.grades]
-        keys = [name for name in ROW_KEYS if made and name not in names]
-        grades = self._graded(shard, made) if made else None
-        start = 0
-        with CheckedFile(self._file("data", shard)) as file:
-            read = [*names, *keys] or [self.schema.names[0]]
-            for batch in file.batches(size, read):
-                found = pa.table({})
-                if grades is not None:
-                    found = grades.slice(start, batch.num_rows)
-                    if not np.array_equal(row_keys(batch), row_keys(found)):
-                        raise self._old_grades()
-                    found = found.select(made)
-                start += batch.num_rows
-                yield batch.select(names), found
-
-    def _graded(self, shard: int, names: list[str]) -> pa.Table:
-        source = self._file(GRADES, shard)
-        with CheckedFile(source) as file:
-            there = [*ROW_KEYS[1:], *names]
-            if any(name not in file.schema.names for name in there):
-                raise self._old_grades()
-            if shard not in self._checked:
-                made_of = (file.schema.metadata or {}).get(SHARD_KEY, b"").decode()
-                if made_of != _bytes_digest(self._file("data", shard)):
-                    raise self._old_grades()
-                self._checked.add(shard)
-            return file.read(there)
-
-    def _old_grades(self) -> ConfigError:
-        return ConfigError(
-            f"the grades of {self.given} are of other rows or steps: run `batchgen grade "
-            f"{self.given}` first"
-        )
-
-    def rows(self, wanted: Wanted, shards: Collection[int] | None = None) -> Iterator[FoundRow]:
+    def rows(self, wanted: Wanted) -> Iterator[FoundRow]:
         """The rows with some columns, in order."""
-        variables = self.columns.reader(wanted)
-        for shard in self.shards if shards is None else shards:
+        names, graded = self.columns.ordered(wanted)
+        parse = row_reader(pa.schema([self.schema.field(name) for name in names]))
+        for shard in range(len(self.shards)):
             place = 0
-            for batch, grades in self.tables(shard, wanted):
-                made = grades.to_pylist() if grades.num_columns else [{}] * batch.num_rows
-                fields = batch.to_pylist() if batch.num_columns else [{}] * batch.num_rows
-                for one, graded in zip(fields, made, strict=True):
-                    yield FoundRow(shard, place, variables(one, graded))
+            for table, grades in self.tables(shard, names, graded):
+                made = grades.to_pylist() if graded else [{}] * len(table)
+                for fields, one in zip(table.to_pylist(), made, strict=True):
+                    yield FoundRow(shard, place, self.columns.variables(parse(fields), one))
                     place += 1
-
-
-def _bytes_digest(source: Source) -> str:
-    """The digest of a shard that its grades remember."""
-    known = hashlib.blake2b(digest_size=16)
-    file = source.open("rb") if isinstance(source, Path) else source
-    try:
-        while block := file.read(2**20):
-            known.update(block)
-    finally:
-        file.close()
-    return known.hexdigest()
 
 
 def is_set(given: str) -> bool:
@@ -217,18 +112,8 @@ def open_rows(given: str) -> FinishedRows:
         return _open_set(given, user_path(given, "OUT"))
     reader = open_job(given)
     refuse_incomplete(reader, given)
-    return FinishedRows(given, reader.storage, reader.config, reader.text_column, reader.manifest)
-
-
-def refuse_incomplete(reader: JobFolderReader, given: str) -> None:
-    """Raise ConfigError for a job that is not complete, with the command that completes it."""
-    status = reader.metrics.get("status", "stopped")
-    if status != "complete":
-        raise ConfigError(
-            f"the job in {given} is not complete ({status}): the command that started it completes "
-            f"it; so does, where it was started, `batchgen {given.rstrip('/')}/config.yaml "
-            f"output.dir={given}`"
-        )
+    facts = reader.text_column, reader.manifest, reader.metrics
+    return FinishedRows(given, reader.storage, reader.config, *facts)
 
 
 def set_facts(path: Path) -> dict[str, Any]:
@@ -264,4 +149,5 @@ def _open_set(given: str, path: Path) -> FinishedRows:
     prompts = [config.get("prompt") for config in configs]
     is_one = configs and all(prompt == prompts[0] for prompt in prompts)
     config = configs[0] if is_one else {}
-    return FinishedRows(given, FolderStorage(path), config, facts.get("text_column", ""), {}, facts)
+    text = facts.get("text_column", "")
+    return FinishedRows(given, FolderStorage(path), config, text, {}, {}, facts)

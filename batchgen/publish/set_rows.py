@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 
 from batchgen.grades.grade_files import ROW_KEYS
+from batchgen.grades.visible_columns import Wanted
 from batchgen.publish.chosen_rows import Places
 from batchgen.publish.data_folder import ROWS_PER_SHARD
 from batchgen.publish.finished_rows import FinishedRows
-from batchgen.publish.visible_columns import Wanted
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
@@ -46,10 +46,8 @@ class SetColumns:
     def fields(self, job: FinishedRows) -> list[pa.Field]:
         """The fields of the set that this job fills."""
         found = [job.schema.field(old).with_name(new) for new, old in self.data.items()]
-        if job.grade_schema is not None:
-            made = self.grades.items()
-            found += [job.grade_schema.field(old).with_name(new) for new, old in made]
-        return found
+        made = self.grades.items()
+        return found + [job.grade_schema.field(old).with_name(new) for new, old in made]
 
     @property
     def wanted(self) -> Wanted:
@@ -187,20 +185,14 @@ def _found(
     for number, shard in np.unique(keys, axis=0).tolist() if len(ranks) else ():
         here = ranks[(keys[:, 0] == number) & (keys[:, 1] == shard)]
         here = here[np.argsort(places.place[here], kind="stable")]
-        at, start = places.place[here], 0
-        job, taken = jobs[number], columns[number]
-        for batch, grades in job.tables(shard, taken.wanted):
-            first, last = np.searchsorted(at, [start, start + batch.num_rows])
-            if first < last:
-                rows = pa.array(at[first:last] - start)
-                made = grades.take(rows) if grades.num_columns else grades
-                yield _table(batch.take(rows), made, taken, schema), here[first:last]
-            start += batch.num_rows
+        job, taken, done = jobs[number], columns[number], 0
+        names = job.columns.ordered(taken.wanted)
+        for rows, grades in job.tables(shard, *names, places.place[here]):
+            yield _table(rows, grades, taken, schema), here[done : done + len(rows)]
+            done += len(rows)
 
 
-def _table(
-    batch: pa.RecordBatch, grades: pa.Table, taken: SetColumns, schema: pa.Schema
-) -> pa.Table:
+def _table(batch: pa.Table, grades: pa.Table, taken: SetColumns, schema: pa.Schema) -> pa.Table:
     """Rows of a job as rows of the set."""
     ids = batch["row_id"].to_pylist()
     samples = batch["sample_index"].to_pylist()
@@ -210,7 +202,7 @@ def _table(
     pairs = zip(ids, ends, strict=True)
     found[ID] = pa.array([f"{taken.prefix}{row}{end}" for row, end in pairs])
     if taken.has_source:
-        parts = [pa.array([taken.name] * len(ids)), batch["row_id"], batch["sample_index"]]
+        parts = [pa.array([taken.name] * len(ids)), pa.array(ids), pa.array(samples, pa.int32())]
         found[SOURCE] = pa.StructArray.from_arrays(parts, fields=list(SOURCE_TYPE))
     arrays = [
         found[field.name] if field.name in found else pa.nulls(len(ids), field.type)

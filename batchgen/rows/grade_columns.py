@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.grades.folder_grades import JobGrades
+from batchgen.grades.grade_files import ROW_KEYS
 from batchgen.shards.checked_file import CheckedFile
 from batchgen.shards.row_order import KEYS, row_keys
 from batchgen.shards.shard_files import shard_path
@@ -21,7 +22,6 @@ PREFIX = "grades/"
 MARK, ANSWER, ANSWER_KEY, GRADE_ERROR = (
     PREFIX + name for name in ("mark", "answer", "answer_key", "grade_error")
 )
-_KEYS = ("row_id", *KEYS)
 _KEPT = 4
 """Shards whose grades stay in memory."""
 
@@ -53,7 +53,7 @@ class ShardGrades:
         changed = path.stat().st_mtime_ns if path.is_dir() else 0
         if changed != self._fields[0]:
             schema = self._job.schema()
-            fields = [] if schema is None else [f for f in schema if f.name not in _KEYS]
+            fields = [] if schema is None else [f for f in schema if f.name not in ROW_KEYS]
             self._fields = changed, [f.with_name(PREFIX + f.name) for f in fields]
         return self._fields[1]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from batchgen.folder.open_folder import open_folder
+from batchgen.folder.open_folder import open_folder, refuse_incomplete
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import short_user_path
 
@@ -27,11 +27,7 @@ class GradedJob:
         self.given = given
         self._reader = open_folder(given, verb)
         self.path = self._reader.path
-        status = self._reader.metrics.get("status", "stopped")
-        if status != "complete":
-            raise ConfigError(
-                f"the job in {given} is not complete ({status}): run its command again first"
-            )
+        refuse_incomplete(self._reader, given)
 
     def locked(self) -> FolderLock:
         """A lock on the folder, for writing grades or scores; ConfigError if a job runs there."""

@@ -30,7 +30,6 @@ _MARK = b"\xb6sums\x01\r\n"
 _END = struct.Struct("<I4s")  # what is behind the footer: its length, and b"PAR1"
 _AT_ONCE = 2**20
 _MOST_AT_END = 64 * 2**10  # what pyarrow reads first, from the end of a file
-_STEP = 2**20
 
 
 class DamagedFile(JobError):
@@ -58,7 +57,6 @@ class CheckedFile:
                 )
                 self.schema, self.metadata = self._file.schema_arrow, self._file.metadata
                 self._sums = None if end_of_sums is None else self._read_sums(end_of_sums)
-                self._end_of_sums = end_of_sums or 0
             except BaseException:
                 self._bytes.close()
                 raise
@@ -69,20 +67,6 @@ class CheckedFile:
     def __exit__(self, *_: object) -> None:
         self._file.close()
         self._bytes.close()
-
-    @property
-    def digest(self) -> str:
-        """A digest of what the file holds, made of its footer and the checksums of its chunks; of
-        all bytes, if it was not sealed."""
-        with _told(self._source):
-            known = blake2b(digest_size=16)
-            size, start = self._bytes.size, 0
-            if self._sums is not None:
-                known.update(b"".join(self._sums))
-                start = self._end_of_sums
-            for place in range(start, size, _STEP):
-                known.update(self._bytes.pread(place, min(_STEP, size - place)))
-            return known.hexdigest()
 
     def batches(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import pyarrow.compute as pc
 from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.row_ids import IdSet
 from batchgen.dataset.source import Left
+from batchgen.grades.visible_columns import Wanted
 from batchgen.shards.row_order import KEYS, row_keys
 from batchgen.templates.row_expression import ExpressionFailed
 from batchgen.upstream.job_columns import SAMPLE_INDEX, JobColumns, with_grades
@@ -59,12 +62,12 @@ class Choice:
         self.num_errors = 0
         self._where = self._best = None
         if config.where is not None:
-            self._where = columns.expression("dataset.where", config.where)
+            self._where = columns.seen.expression("dataset.where", config.where)
         if config.best is not None:
-            self._best = columns.expression("dataset.best", config.best)
+            self._best = columns.seen.expression("dataset.best", config.best)
         used = [one for one in (self._where, self._best) if one is not None]
-        names = {name for expression in used for name in expression.names}
-        self._rows, self._grades = columns.read(names)
+        wanted = reduce(or_, map(columns.seen.read_by, used), Wanted())
+        self._rows, self._grades = columns.seen.ordered(wanted)
 
     @property
     def reads_grades(self) -> bool:
@@ -125,16 +128,16 @@ class Choice:
         places = {name: self._columns.places[name][number] for name in self._rows}
         columns = [*_KEPT, *places.values()]
         first, last, last_row, ids = 0, -1, -1, IdSet()
-        for table, grades in job.answers(range(job.num_answers), columns, self._grades):
+        for table, grades in job.answers(range(job.total), columns, self._grades):
             keys = row_keys(table)
             if (np.diff(keys, prepend=last) <= 0).any():
-                raise JobError(f"{job.shown} is damaged: its answers are not in order")
+                raise JobError(f"{job.given} is damaged: its answers are not in order")
             rows = np.asarray(table["row_index"].to_numpy(), np.int64)
             begins = np.flatnonzero(np.diff(rows, prepend=last_row))
             for row_id in table["row_id"].take(pa.array(begins)).to_pylist():
                 if row_id is None or not ids.add(row_id):
                     raise ConfigError(
-                        f"dataset.path: two rows of {job.shown} have the id {row_id!r}: ids of "
+                        f"dataset.path: two rows of {job.given} have the id {row_id!r}: ids of "
                         "rows must differ"
                     )
             values = list[dict[str, Any]]()

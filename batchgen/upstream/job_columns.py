@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import pyarrow as pa
 
 from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.dataset_columns import renamed
+from batchgen.grades.visible_columns import GRADES, VisibleColumns
 from batchgen.shards.row_order import KEYS
-from batchgen.templates.row_expression import RowExpression
 from batchgen.upstream.other_job import OtherJob
 from batchgen.util.errors import ConfigError
-from batchgen.util.shorten import some_names
 
-GRADES = "grades"
-"""The variable with all columns of the grades."""
 SOURCE = "source"
 """The output column that says of which answer a row is made."""
 SAMPLE_INDEX = "sample_index"
@@ -61,48 +59,23 @@ class JobColumns:
         free = {name: field for name, field in self.grades.items() if name not in self.fields}
         return {**self.fields, **free}
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names that templates and expressions see."""
-        return (*self.flat, *([GRADES] if self.grades else ()))
-
-    def expression(self, key: str, source: str) -> RowExpression:
-        """An expression over an answer; ConfigError if it names what data and grades both have."""
-        found = RowExpression(key, source, (*self.names, SAMPLE_INDEX))
-        for name in found.names:
-            if name in self.fields and name in self.grades:
-                raise ConfigError(
-                    f"{key}: {name} is a column of the data and one of the grades: write "
-                    f"{GRADES}.{name} for the grades, or rename the other one "
-                    f"('dataset.rename={{{name}: NAME}}')"
-                )
-        for name in found.attributes(GRADES) or ():
-            if name not in self.grades:
-                raise ConfigError(
-                    f"{key}: the grades have no column {name!r}: choose among "
-                    f"{some_names(self.grades, name)}"
-                )
-        return found
+    @cached_property
+    def seen(self) -> VisibleColumns:
+        """What templates and expressions see; expressions over an answer also SAMPLE_INDEX."""
+        return VisibleColumns([*self.fields], [*self.grades], (SAMPLE_INDEX,))
 
     def read(self, names: Collection[str] | None) -> tuple[list[str], list[str]]:
         """The columns of the rows and of the grades that are read where these names are used, or
         all (None)."""
         if names is None:
-            names = [name for name in self.names if name not in self.by_token]
-        rows = [name for name in self.fields if name in names]
-        all_grades = GRADES in names
-        grades = [
-            name
-            for name in self.grades
-            if all_grades or (name in names and name not in self.fields)
-        ]
-        return rows, grades
+            names = [name for name in self.seen.names if name not in self.by_token]
+        return self.seen.ordered(self.seen.named(names))
 
 
 def with_grades(table: pa.Table, grades: pa.Table) -> pa.Table:
     """The table with the columns of the grades: all of them as the struct GRADES, and each under
     its name where the table has no such column."""
-    names = [name for name in grades.column_names if name not in KEYS]
+    names = grades.column_names
     if not names:
         return table
     columns = [grades[name].combine_chunks() for name in names]
@@ -169,7 +142,7 @@ def _of_job(job: OtherJob, config: DatasetConfig) -> JobColumns:
         tuple(names[field.name] for field in given),
         frozenset(names[field.name] for field in own if _is_by_token(field)),
         names[text],
-        {field.name: field for field in job.grades},
+        {field.name: field for field in job.grade_schema},
     )
 
 
@@ -190,7 +163,7 @@ def _new_names(job: OtherJob, config: DatasetConfig, places: Sequence[str]) -> d
         )
     if text_as in places and text_as not in rename:
         raise ConfigError(
-            f"dataset.text_as={text_as} is the name of another column of {job.shown}: choose "
+            f"dataset.text_as={text_as} is the name of another column of {job.given}: choose "
             f"another name, or rename that column ('dataset.rename={{{text_as}: NAME}}')"
         )
     return {**rename, job.text_column: text_as}
@@ -209,7 +182,7 @@ def _check_given(
     both = ",".join(name for name in names if name not in odd)
     raise ConfigError(
         f"dataset.path: the column {odd[0]!r} is {ours.get(odd[0], 'absent')} in "
-        f"{first_job.shown} and {theirs.get(odd[0], 'absent')} in {job.shown}: choose the columns "
+        f"{first_job.given} and {theirs.get(odd[0], 'absent')} in {job.given}: choose the columns "
         f"to copy among those that they share ('dataset.columns=[{both}]')"
     )
 

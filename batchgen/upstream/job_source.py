@@ -19,9 +19,9 @@ from batchgen.dataset.feature_types import has_json
 from batchgen.dataset.source import Row
 from batchgen.dataset.stored_json import stored_feature
 from batchgen.engine.base.outputs import RequestError
+from batchgen.grades.visible_columns import GRADES
 from batchgen.upstream.chosen_answers import Choice, Ints
 from batchgen.upstream.job_columns import (
-    GRADES,
     SAMPLE_INDEX,
     SOURCE,
     SOURCE_FIELD,
@@ -75,7 +75,7 @@ class JobSource:
         self._read, self._grades = known.read(used)
         choice = Choice(config, known)
         graded = choice.reads_grades or bool(self._grades)
-        prints = [job.check_grades() if graded else "" for job in jobs]
+        prints = [job.grades_digest if graded else "" for job in jobs]
         self._chosen = [choice.of(job, number) for number, job in enumerate(jobs)]
         self._ends = np.cumsum([len(chosen.ends) for chosen in self._chosen]).tolist()
         self.jobs = tuple(job.read for job in jobs)
@@ -146,8 +146,8 @@ class JobSource:
         if config.text_as is not None:
             names.append(config.text_as)
         for name in config.columns or ():
-            if name not in known.names:
-                near = some_names(known.names, name)
+            if name not in known.seen.names:
+                near = some_names(known.seen.names, name)
                 raise ConfigError(f"dataset.columns: no column {name!r}: choose among {near}")
         names = names if config.columns is None else list(config.columns)
         if SOURCE in names:
@@ -283,7 +283,7 @@ class JobSource:
 
 def _nothing_left(jobs: Sequence[OtherJob], choice: Choice) -> str:
     """Why there are no rows, with examples of what was left out."""
-    names = ", ".join(job.shown for job in jobs)
+    names = ", ".join(job.given for job in jobs)
     steps = "; ".join(f"{left.choice}: {left.rows:,}" for left in choice.funnel)
     examples = "".join(f"\n  {example}" for example in choice.examples)
     shown = f"; dataset.where left out, for example:{examples}" if examples else ""

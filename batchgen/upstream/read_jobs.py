@@ -6,9 +6,8 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
-from batchgen.config.workers_config import WorkersConfig
+from batchgen.folder.open_folder import open_job, refuse_incomplete
 from batchgen.folder.read_job import JobFolderReader
-from batchgen.storage.open_storage import open_storage
 from batchgen.upstream.other_job import OtherJob
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url, user_folder
@@ -56,14 +55,13 @@ def _folders(path: str) -> list[str]:
 
 def _reader(folder: str) -> JobFolderReader:
     try:
-        if is_url(folder):
-            storage = open_storage(folder, WorkersConfig())
-            return JobFolderReader(storage.path, storage)
-        return JobFolderReader(Path(folder))
+        reader = open_job(folder)
     except ConfigError as error:
         raise ConfigError(
             f"{_KEY}: {error} (dataset=job reads the folders of jobs, dataset=files reads files)"
         ) from None
+    refuse_incomplete(reader, folder)
+    return reader
 
 
 def _is_same(folder: str, own: str) -> bool:

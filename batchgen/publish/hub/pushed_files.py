@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchgen.folder.open_folder import open_folder
+from batchgen.folder.open_folder import open_folder, refuse_incomplete
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.grades.folder_grades import GRADES
-from batchgen.publish.finished_rows import SET_FILE, is_set, refuse_incomplete, set_facts
+from batchgen.publish.finished_rows import SET_FILE, is_set, set_facts
 from batchgen.shards.shard_files import shard_files
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import folder_here, user_path

@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
+from batchgen.grades.visible_columns import Wanted
 from batchgen.prompts.row_templates import RowTemplate
 from batchgen.prompts.used_columns import used_columns
 from batchgen.publish.finished_rows import FinishedRows, FoundRow, row_name
-from batchgen.publish.visible_columns import Wanted
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 

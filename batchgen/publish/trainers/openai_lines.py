@@ -9,10 +9,10 @@ from hashlib import blake2b
 from itertools import groupby
 from typing import Any
 
+from batchgen.grades.visible_columns import Wanted
 from batchgen.publish.finished_rows import FinishedRows, FoundRow
 from batchgen.publish.row_values import is_true
 from batchgen.publish.trainers.choice_logprobs import ChoiceLogprobs
-from batchgen.publish.visible_columns import Wanted
 from batchgen.util.errors import ConfigError
 
 _READ = (

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
-
 from batchgen.templates.row_expression import RowExpression
-from batchgen.texts.row_json import row_reader
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
@@ -34,10 +31,11 @@ class VisibleColumns:
     A column of the grades is `grades.mark`, and also `mark` if the rows have no such column.
     """
 
-    def __init__(self, data: pa.Schema, grades: pa.Schema | None) -> None:
-        self._schema = data
-        self.data = tuple(data.names)
-        self.grades = () if grades is None else tuple(grades.names)
+    def __init__(
+        self, data: Sequence[str], grades: Sequence[str], more: Sequence[str] = ()
+    ) -> None:
+        """The names of the columns; expressions can read `more` variables besides."""
+        self.data, self.grades, self._more = tuple(data), tuple(grades), tuple(more)
         self._both = frozenset(self.data) & frozenset(self.grades)
         self.has_grades = bool(self.grades) and GRADES not in self.data
         own = [name for name in self.grades if name not in self._both]
@@ -45,11 +43,11 @@ class VisibleColumns:
 
     def expression(self, key: str, source: str) -> RowExpression:
         """Compile an expression, or raise ConfigError, which names the `key`."""
-        found = RowExpression(key, source, self.names)
+        found = RowExpression(key, source, (*self.names, *self._more))
         for name in sorted(self._both & set(found.names)):
             if found.attributes(name) != frozenset():
                 raise ConfigError(
-                    f"{key}: {name!r} is a column of the rows and of their grades: write "
+                    f"{key}: {name} is a column of the data and one of the grades: write "
                     f"grades.{name} or row.{name}"
                 )
         for name in sorted(found.attributes(GRADES) or ()) if self.has_grades else ():
@@ -62,12 +60,11 @@ class VisibleColumns:
 
     def read_by(self, expression: RowExpression) -> Wanted:
         """Which columns an expression reads."""
-        wanted = self.named(expression.names)
-        fields = expression.attributes(GRADES)
-        if GRADES in expression.names and self.has_grades and fields:
-            plain = self.named([name for name in expression.names if name != GRADES])
-            return plain | Wanted(grades=fields)
-        return wanted
+        fields, of_row = expression.attributes(GRADES), expression.attributes("row")
+        if not self.has_grades or not fields or of_row is None or GRADES in of_row:
+            return self.named(expression.names)
+        plain = self.named([name for name in expression.names if name != GRADES])
+        return plain | Wanted(grades=fields)
 
     def named(self, names: Collection[str]) -> Wanted:
         """The columns with these names, which are all known."""
@@ -77,23 +74,16 @@ class VisibleColumns:
             grades = frozenset(self.grades)
         return Wanted(data, grades)
 
-    @property
-    def everything(self) -> Wanted:
-        return Wanted(frozenset(self.data), frozenset(self.grades))
+    def ordered(self, wanted: Wanted) -> tuple[list[str], list[str]]:
+        """Columns of the rows and of the grades, as these have them."""
+        return (
+            [name for name in self.data if name in wanted.data],
+            [name for name in self.grades if name in wanted.grades],
+        )
 
-    def reader(self, wanted: Wanted) -> Callable[[Mapping[str, Any], Mapping[str, Any]], Any]:
-        """A function that makes the variables of a row from its columns and its grades."""
-        parse = row_reader(pa.schema([self._schema.field(n) for n in self._ordered(wanted)]))
-        bare = [name for name in self.grades if name in wanted.grades and name not in self._both]
-
-        def variables(fields: Mapping[str, Any], grades: Mapping[str, Any]) -> dict[str, Any]:
-            found = parse(fields)
-            found |= {name: grades[name] for name in bare}
-            if self.has_grades:
-                found[GRADES] = grades
-            return found
-
-        return variables
-
-    def _ordered(self, wanted: Wanted) -> Sequence[str]:
-        return [name for name in self.data if name in wanted.data]
+    def variables(self, fields: Mapping[str, Any], grades: Mapping[str, Any]) -> dict[str, Any]:
+        """What expressions see of a row with these values, and of its grades."""
+        found = {**fields, **{name: grades[name] for name in grades if name not in self.data}}
+        if self.has_grades:
+            found[GRADES] = grades
+        return found

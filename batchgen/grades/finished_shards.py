@@ -1,0 +1,238 @@
+"""The shards of a complete job, or of a set of rows, with their grades beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchgen.folder.read_job import BATCH
+from batchgen.grades.folder_grades import GRADES
+from batchgen.grades.grade_files import ROW_KEYS, SHARD_KEY, STEPS_KEY, bytes_digest
+from batchgen.leases.lease_files import DATA
+from batchgen.shards.checked_file import CheckedFile, DamagedFile, Source, damaged
+from batchgen.shards.row_order import KEYS, row_keys
+from batchgen.shards.shard_files import shard_files, shard_path
+from batchgen.storage.job_storage import Storage
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.fingerprint import fingerprint_text
+
+_TYPES = {
+    "row_id": pa.string(),
+    "row_index": pa.int64(),
+    "sample_index": pa.int32(),
+    "finish_reason": pa.string(),
+}
+
+
+@dataclass(frozen=True)
+class FinishedShard:
+    """A shard as it was when its folder was opened.
+
+    Attributes:
+        first: how many rows stand in the shards before it.
+        ends: behind which of its rows each of its row groups ends.
+        digest: of all that the file holds.
+    """
+
+    first: int
+    ends: tuple[int, ...]
+    digest: str
+
+
+class FinishedShards:
+    """Rows that do not change any more, by shard, and what their grades say of each.
+
+    Attributes:
+        given: the folder, as people call it.
+        shards: by their number.
+        schema: the columns of the rows.
+        grade_schema: the columns of the grades, without those that every row has; empty without
+            grades.
+        total: how many rows there are, samples and errors included.
+        fingerprint: another one if any byte of the rows is another one.
+    """
+
+    def __init__(self, storage: Storage, given: str) -> None:
+        """Look at the ends of all files.
+
+        Raises:
+            ConfigError: there are no rows.
+            JobError: a file is damaged, or not there.
+        """
+        self.given, self.storage = given, storage
+        self.shards, self.schema = self._look_at_shards()
+        self.total = self.shards[-1].first + self.shards[-1].ends[-1]
+        self.fingerprint = fingerprint_text(*(shard.digest for shard in self.shards))
+        self.grade_schema, self._grades_fault = self._look_at_grades()
+
+    def check_job(self, text_column: str, rows: object) -> None:
+        """Raise JobError unless there are as many `rows` as a job counted, with its columns."""
+        for name, kind in {**_TYPES, text_column: pa.string()}.items():
+            if name not in self.schema.names or self.schema.field(name).type != kind:
+                raise damaged(self._source(DATA, 0), f"it has no column {name} of {kind}")
+        if rows != self.total:
+            raise JobError(
+                f"{self.given}: its shards hold {self.total:,} answers, and metrics.json says "
+                f"{rows}: shards are missing or of another job; run its command again"
+            )
+
+    @cached_property
+    def grades_digest(self) -> str:
+        """A digest of the grades, or ConfigError if some are missing, of other steps or of other
+        rows."""
+        digests = list[str]()
+        if self._grades_fault is not None:
+            raise self._unusable(self._grades_fault)
+        for number in range(len(self.shards)):
+            source = self._source(GRADES, number)
+            with CheckedFile(source) as file:
+                digests.append(file.content_digest())
+                made_of = (file.schema.metadata or {}).get(SHARD_KEY, b"")
+            paths = (shard_path(self.storage.path / name, number) for name in (DATA, GRADES))
+            written, graded = map(self.storage.modified, paths)
+            # A shard that is older than its grades is the one that they were made of.
+            if written is None or graded is None or written >= graded:
+                if made_of != bytes_digest(self._source(DATA, number)).encode():
+                    raise self._unusable("some are of other rows, which were computed since")
+        return fingerprint_text(*digests)
+
+    def tables(
+        self,
+        number: int,
+        columns: Sequence[str],
+        grades: Sequence[str] = (),
+        places: npt.NDArray[np.int64] | None = None,
+    ) -> Iterator[tuple[pa.Table, pa.Table]]:
+        """Some columns of a shard, and of its grades, in tables of at most BATCH rows.
+
+        Args:
+            columns: which columns; others may be there besides.
+            places: which of its rows, ascending; None for all.
+
+        Raises:
+            ConfigError: the grades cannot be used.
+            JobError: a file is damaged, or another one than when the folder was opened.
+        """
+        shard, first = self.shards[number], 0
+        graded = self._graded(number, grades) if grades else None
+        names = [*columns, *KEYS] if grades else columns
+        names = [*dict.fromkeys(names)] or self.schema.names[:1]
+        places = np.arange(shard.ends[-1]) if places is None else places
+        with CheckedFile(self._source(DATA, number)) as file:
+            if file.content_digest() != shard.digest:
+                raise JobError(
+                    f"{self.given} has changed while it was read: run the same command again"
+                )
+            for group, end in enumerate(shard.ends):
+                start, stop = np.searchsorted(places, [first, end])
+                for rows, at in _taken(file, group, names, places[start:stop], first):
+                    yield rows, self._beside(rows, at, graded, grades)
+                first = end
+
+    def _beside(
+        self, rows: pa.Table, places: pa.Array, graded: pa.Table | None, names: Sequence[str]
+    ) -> pa.Table:
+        """Some columns of the grades of rows at some places; no columns without grades."""
+        if graded is None:
+            return pa.table({})
+        grades = graded.take(places)
+        if (row_keys(grades) != row_keys(rows)).any():
+            raise self._unusable("some are of other rows")
+        return grades.select(names)
+
+    def _graded(self, number: int, names: Sequence[str]) -> pa.Table:
+        """Some columns of the grades of a shard, with KEYS."""
+        assert self.grades_digest
+        source, count = self._source(GRADES, number), self.shards[number].ends[-1]
+        with CheckedFile(source) as file:
+            if lacks := [name for name in (*names, *KEYS) if name not in file.schema.names]:
+                raise damaged(source, f"it has no column {lacks[0]}")
+            found = file.read([*dict.fromkeys([*names, *KEYS])])
+        if found.num_rows != count:
+            raise damaged(source, f"it has {found.num_rows} rows, and its shard {count}")
+        return found
+
+    def _look_at_shards(self) -> tuple[list[FinishedShard], pa.Schema]:
+        count = len(files := self._files(DATA))
+        if not files:
+            raise ConfigError(f"{self.given} has no rows: there are no shards in data/")
+        if files != list(range(count)):
+            raise JobError(
+                f"{self.given}: shards are missing in data/ ({count} are there): run its command "
+                "again, which computes what is not there"
+            )
+        shards, schema, first = list[FinishedShard](), pa.schema([]), 0
+        for number in files:
+            source = self._source(DATA, number)
+            with CheckedFile(source) as file:
+                schema = schema if number else file.schema
+                if not file.schema.equals(schema):
+                    raise damaged(source, "it has other columns than the shards before it")
+                shards.append(FinishedShard(first, _ends(file), file.content_digest()))
+            first += shards[-1].ends[-1]
+        return shards, schema
+
+    def _look_at_grades(self) -> tuple[pa.Schema, str | None]:
+        """The columns of the grades, and why they cannot be used, if they cannot."""
+        files, made, schema = self._files(GRADES), set[bytes | None](), pa.schema([])
+        try:
+            for number in files:
+                with CheckedFile(self._source(GRADES, number)) as file:
+                    made.add((file.schema.metadata or {}).get(STEPS_KEY))
+                    schema = schema if number else file.schema
+        except DamagedFile as error:
+            return schema, str(error)
+        schema = pa.schema([field for field in schema if field.name not in ROW_KEYS])
+        if files and (len(made) > 1 or files != list(range(len(self.shards)))):
+            return schema, "some shards have no grades, or such of other steps"
+        return schema, None
+
+    def _unusable(self, fault: str) -> ConfigError:
+        return ConfigError(
+            f"the grades of {self.given} cannot be used ({fault}): run "
+            f"`batchgen grade {self.given}` first"
+        )
+
+    def _files(self, folder: str) -> list[int]:
+        """The numbers of the files in a folder of shards, ascending."""
+        path = self.storage.path / folder
+        try:
+            return list(shard_files(path, self.storage.names(path)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def _source(self, folder: str, number: int) -> Source:
+        return self.storage.parquet(shard_path(self.storage.path / folder, number))
+
+
+def _taken(
+    file: CheckedFile,
+    group: int,
+    names: Sequence[str],
+    places: npt.NDArray[np.int64],
+    first: int,
+) -> Iterator[tuple[pa.Table, pa.Array]]:
+    """The rows at some places of a row group, which begins at `first`, and the places of each
+    table."""
+    at = 0
+    for batch in file.batches(BATCH, names, [group]) if len(places) else ():
+        stop = int(np.searchsorted(places, first + batch.num_rows))
+        if at < stop:
+            rows = pa.Table.from_batches([batch])
+            if stop - at < batch.num_rows:
+                rows = rows.take(pa.array(places[at:stop] - first))
+            yield rows, pa.array(places[at:stop])
+        first, at = first + batch.num_rows, stop
+        if at == len(places):
+            return
+
+
+def _ends(file: CheckedFile) -> tuple[int, ...]:
+    meta = file.metadata
+    sizes = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
+    return tuple(np.cumsum([0, *sizes]).tolist()[1:] or (0,))
