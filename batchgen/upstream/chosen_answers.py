@@ -20,6 +20,7 @@ from batchgen.dataset.source import Left
 from batchgen.grades.visible_columns import Wanted
 from batchgen.shards.row_order import KEYS, row_keys
 from batchgen.templates.row_expression import ExpressionFailed
+from batchgen.texts.row_json import json_readers
 from batchgen.upstream.job_columns import SAMPLE_INDEX, JobColumns, with_grades
 from batchgen.upstream.other_job import OtherJob
 from batchgen.util.errors import ConfigError, JobError
@@ -68,6 +69,11 @@ class Choice:
         used = [one for one in (self._where, self._best) if one is not None]
         wanted = reduce(or_, map(columns.seen.read_by, used), Wanted())
         self._rows, self._grades = columns.seen.ordered(wanted)
+        self._json = {
+            name: read
+            for name in self._rows
+            for read in json_readers(pa.schema([columns.fields[name]])).values()
+        }
 
     @property
     def reads_grades(self) -> bool:
@@ -147,6 +153,8 @@ class Choice:
                 values = with_grades(
                     pa.table({**own, **seen, "row_index": table["row_index"]}), grades
                 ).to_pylist()
+            for fields in values if self._json else ():
+                fields |= {name: read(fields[name]) for name, read in self._json.items()}
             yield first, table.select(_KEPT), values
             first, last, last_row = first + table.num_rows, int(keys[-1]), int(rows[-1])
 

@@ -159,7 +159,7 @@ class JobSource:
 
     def _field(self, name: str) -> pa.Field:
         """A column as it is copied: with what its metadata say of its content alone."""
-        if name == GRADES:
+        if name == GRADES and self._columns.grades:
             fields = [(grade, self._type(grade, f)) for grade, f in self._columns.grades.items()]
             return pa.field(name, pa.struct(fields), metadata={"meaning": "the grades there"})
         known = self._columns.flat[name]
@@ -272,7 +272,7 @@ class JobSource:
                 column = pa.concat_arrays(column.chunks)
             if name in once:
                 made[name] = column.take(begins)
-            elif name == GRADES:
+            elif name == GRADES and self._columns.grades:
                 names = [f.name for f in column.type]
                 inner = [pa.ListArray.from_arrays(ends, c) for c in column.flatten()]
                 made[name] = pa.StructArray.from_arrays(inner, names)

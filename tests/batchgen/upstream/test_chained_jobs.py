@@ -12,6 +12,7 @@ import pytest
 import yaml
 from object_files import FaultyFiles, use
 from real_job import ROWS, contents, overrides, run
+from viewed_page import read, site
 
 from batchgen.__main__ import run_command
 from batchgen.config.job_config import ScoreConfig, StepConfig
@@ -241,3 +242,20 @@ def test_columns_of_files_get_other_names(model: Path, rows: Path, tmp_path: Pat
     for rename, said in (("{p: x}", "no column 'p'"), ("{q: id}", "is a column already")):
         with pytest.raises(ConfigError, match=rf"dataset\.rename: .*{said}"):
             run(overrides(model, rows, tmp_path / "c", f"dataset.rename={rename}"))
+
+
+def test_copied_grades_are_a_column_that_pages_show_and_the_next_job_reads(
+    model: Path, draft: Path, tmp_path: Path
+) -> None:
+    JobGrades(draft).make([LENGTH], "text", ScoreConfig())
+    judge, last = tmp_path / "judge", tmp_path / "last"
+    prompt = "prompt.user='{{ q }} {{ text }}'"
+    assert run(reader(model, draft, judge, prompt, "dataset.columns=[q,grades]")).exit_code == 0
+    # The judge has no grades of its own: its column `grades` is one of its data.
+    assert run(reader(model, judge, last, prompt, "dataset.rows=rows")).exit_code == 0
+    grades = [one["grades"] for one in output_rows(last)]
+    assert "answer" in grades[0] and len(grades) == len(output_rows(draft)) * 2
+    for job in (judge, last):
+        page = read(site(job), "row?n=0").text
+        assert "source" in page and "r0" in page
+        assert run_command(["report", str(job)]) == 0

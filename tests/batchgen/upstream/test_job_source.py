@@ -155,7 +155,7 @@ def test_a_name_that_data_and_grades_have_is_refused_in_expressions(tmp_path: Pa
     job = finished_job(tmp_path / "a", answers, [field], graded=True)
     with pytest.raises(ConfigError, match=r"dataset\.where: answer is a column of the data and"):
         source(job, where="answer == 'yes'")
-    assert len(ids(source(job, where="grades.answer == 'yes'"))) == 3
+    assert len(ids(source(job, where="grades.answer == 'yes' and row.answer == 'gold'"))) == 3
     assert len(ids(source(job, where="answer == 'yes'", rename={"answer": "gold"}))) == 3
     one = next(source(job, named=["answer", "grades"]).rows())
     assert one.fields["answer"] == "gold" and one.fields["grades"]["answer"] == "yes"
@@ -395,3 +395,6 @@ def test_json_of_several_types_stays_json(tmp_path: Path) -> None:
     stored = [found.passthrough(one)["extra"] for one in rows]
     assert [None if one is None else json.loads(one) for one in stored] == values
     assert found.schema.field("extra").type == pa.string()
+    assert ids(source(job, where="extra is mapping and extra.a == 1")) == ["id0#0"]
+    renamed = source(job, where="more is mapping", rename={"extra": "more"})
+    assert ids(renamed) == ["id0#0"]
