@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from batchgen.python.llm import LLM
     from batchgen.python.output import Output
     from batchgen.python.params import SamplingParams
+    from batchgen.python.scored import Score
+    from batchgen.steps.table_step import BadRow, Dropped, StepRow, TableStep
     from batchgen.strategies.ar.strategy import ARStrategy
     from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
     from batchgen.strategies.dllm.strategy import DLLMStrategy
@@ -39,11 +41,13 @@ __all__ = [
     "ARSpecStrategy",
     "ARStrategy",
     "AnswerRow",
+    "BadRow",
     "Column",
     "CompleteJob",
     "ConfigError",
     "Constraint",
     "DLLMStrategy",
+    "Dropped",
     "GradeFailure",
     "JobError",
     "JobFolderReader",
@@ -51,6 +55,9 @@ __all__ = [
     "PostStep",
     "RowStep",
     "SamplingParams",
+    "Score",
+    "StepRow",
+    "TableStep",
     "__version__",
     "run_job",
     "same_math",
@@ -60,11 +67,13 @@ _HOME = {
     "ARSpecStrategy": "batchgen.strategies.ar_spec.strategy",
     "ARStrategy": "batchgen.strategies.ar.strategy",
     "AnswerRow": "batchgen.grading.step",
+    "BadRow": "batchgen.steps.table_step",
     "Column": "batchgen.grading.step",
     "CompleteJob": "batchgen.python.job_calls",
     "ConfigError": "batchgen.util.errors",
     "Constraint": "batchgen.engine.constraint.constraint",
     "DLLMStrategy": "batchgen.strategies.dllm.strategy",
+    "Dropped": "batchgen.steps.table_step",
     "GradeFailure": "batchgen.grading.step",
     "JobError": "batchgen.util.errors",
     "JobFolderReader": "batchgen.folder.read_job",
@@ -73,6 +82,9 @@ _HOME = {
     "PostStep": "batchgen.grading.step",
     "RowStep": "batchgen.grading.choices",
     "SamplingParams": "batchgen.python.params",
+    "Score": "batchgen.python.scored",
+    "StepRow": "batchgen.steps.table_step",
+    "TableStep": "batchgen.steps.table_step",
     "run_job": "batchgen.python.job_calls",
     "same_math": "batchgen.grading.mathematics.same",
 }

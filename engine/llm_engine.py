@@ -24,6 +24,7 @@ from batchgen.engine.engine_models import chunk_multiple, planned_uses
 from batchgen.engine.engine_stats import EngineStats
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
 from batchgen.engine.execution.model_runner import ModelRunner
+from batchgen.engine.memory.largest_steps import score_rows
 from batchgen.engine.memory.memory_plan import MemoryPlan, plan_memory
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
@@ -34,6 +35,7 @@ from batchgen.engine.rows.context_reader import ContextReader
 from batchgen.engine.rows.scheduled_batch import (
     DecodeBatch,
     PrefillBatch,
+    ScoreBatch,
 )
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_params import SamplingParams
@@ -49,9 +51,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A prefill or decode batch that was launched, and its results on their way to the host."""
+    """A batch, or the part of one, that was launched, and its results on their way to the host."""
 
-    batch: PrefillBatch | DecodeBatch
+    batch: PrefillBatch | DecodeBatch | ScoreBatch
     copy: HostCopy
 
 
@@ -125,7 +127,8 @@ class LLMEngine:
         self._models = [use.model for use in uses.values()]
         self.scheduler = self._make_scheduler(model, uses[TARGET])
         strategy.attach(self._runners)
-        self._launcher = StepLauncher(strategy, self._runner, timer)
+        rows = score_rows(model, self.config)
+        self._launcher = StepLauncher(strategy, self._runner, rows, timer)
         self._live: dict[str, Sequence] = {}
         special_ids = (*eos_token_ids, *model.config.never_generated)
         self._compiling = CompileQueue(compiler, tokenizer, self.vocab_size, special_ids)
@@ -201,9 +204,18 @@ class LLMEngine:
         return self.config.max_model_len
 
     def add_request(
-        self, request_id: str, prompt_token_ids: abc.Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: abc.Sequence[int],
+        params: SamplingParams,
+        answer_token_ids: abc.Sequence[int] | None = None,
     ) -> None:
         """Queue a request.
+
+        Args:
+            answer_token_ids: tokens behind the prompt that are scored instead of generating any:
+                the columns of answer scope say how likely each of them is. They must be given if
+                `params.max_new_tokens` is 0, and not otherwise.
 
         Raises:
             RequestError: the request can never be served; its `type` says why.
@@ -211,14 +223,15 @@ class LLMEngine:
         """
         if request_id in self._live:
             raise ValueError(f"request {request_id!r} is already running: ids must be unique")
-        seq = self._requests.sequence(request_id, list(prompt_token_ids), params)
+        answer = None if answer_token_ids is None else list(answer_token_ids)
+        seq = self._requests.sequence(request_id, list(prompt_token_ids), params, answer)
         if params.constraint is None:
             self.scheduler.add(seq)
         else:
             self._compiling.add(seq)
         self._live[request_id] = seq
         if self._leader is not None:
-            self._leader.post(Add(request_id, list(prompt_token_ids), params))
+            self._leader.post(Add(request_id, list(prompt_token_ids), params, answer))
 
     def abort(self, request_id: str) -> bool:
         """Drop a request. Returns False if there is no unfinished request with this id."""

@@ -25,6 +25,7 @@ class Add(NamedTuple):
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    answer_token_ids: list[int] | None
 
 
 class Abort(NamedTuple):
@@ -97,7 +98,11 @@ class Follower(Protocol):
     """The engine of a rank that does what rank 0 does."""
 
     def add_request(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        answer_token_ids: list[int] | None,
     ) -> None: ...
 
     def abort(self, request_id: str) -> bool: ...

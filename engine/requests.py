@@ -63,6 +63,11 @@ def check_params(
         raise ValueError(
             f"top_logprobs is {params.top_logprobs}, but the vocabulary has {vocab_size}"
         )
+    generated = [c.name for c in strategy.columns if c.name in params.columns]
+    if generated and params.scores_answer:
+        raise ValueError(
+            f"column {generated[0]} is of generated tokens, and max_new_tokens is 0: remove it"
+        )
     unknown = [i for i in params.stop_token_ids if i >= vocab_size]
     if unknown:
         raise ValueError(f"stop_token_ids {unknown} are not in the vocabulary of {vocab_size} ids")
@@ -76,6 +81,14 @@ def output_columns(
     declared = (*strategy.columns, *context_columns)
     own = (column for column in declared if column.name in params.columns)
     return (*requested_columns(params), *own)
+
+
+_ANSWER_OR_TOKENS = (
+    "an answer was given, and max_new_tokens is not 0: a row either scores an answer or generates "
+    "tokens, so set max_new_tokens to 0 or leave the answer out",
+    "max_new_tokens is 0, and no answer was given that could be scored: give an answer (in "
+    "Python with LLM.score), or set max_new_tokens to 1 or more",
+)
 
 
 class Requests:
@@ -105,8 +118,14 @@ class Requests:
         self._context_columns = tuple(context_columns)
         self._eos = {token_id: self._token_text(token_id) for token_id in eos_token_ids}
 
-    def sequence(self, request_id: str, prompt: list[int], params: SamplingParams) -> Sequence:
-        """Make the row of a request.
+    def sequence(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        answer: list[int] | None = None,
+    ) -> Sequence:
+        """Make the row of a request, whose `answer` is scored if there is one.
 
         Raises:
             RequestError: the request can never be served; its `type` says why.
@@ -115,7 +134,9 @@ class Requests:
         check_params(
             params, self._strategy, self._vocab_size, self._tokenizer, self._context_columns
         )
-        self._check_prompt(prompt, params)
+        if (answer is not None) != params.scores_answer:
+            raise ValueError(_ANSWER_OR_TOKENS[answer is None])
+        self._check_prompt(prompt, answer, params)
         rule = self._stop_rule(prompt, params)
         if params.constraint is not None and not rule.stop_ids:
             raise ValueError(
@@ -123,7 +144,8 @@ class Requests:
                 "ignore_eos to false, or give stop_token_ids"
             )
         columns = output_columns(params, self._strategy, self._context_columns)
-        return Sequence(request_id, prompt, params, rule, columns)
+        answer = answer or []
+        return Sequence(request_id, prompt + answer, params, rule, columns, len(answer))
 
     def output(self, seq: Sequence) -> RequestOutput:
         """Make the finished request of a row that has ended."""
@@ -139,7 +161,7 @@ class Requests:
             text = decode(self._tokenizer, shown)
         return RequestOutput(
             request_id=seq.request_id,
-            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
+            prompt_token_ids=seq.token_ids[: seq.answer_start],
             token_ids=token_ids,
             text=text,
             finish_reason=seq.finish_reason,
@@ -152,25 +174,39 @@ class Requests:
             constraint_satisfied=(
                 None if seq.params.constraint is None else seq.constraint_satisfied
             ),
+            answer_token_ids=(seq.token_ids[seq.answer_start :] if seq.num_answer_tokens else None),
         )
 
-    def _check_prompt(self, prompt: list[int], params: SamplingParams) -> None:
-        """Raise a RequestError if a prompt can never be served."""
+    def _check_prompt(
+        self, prompt: list[int], answer: list[int] | None, params: SamplingParams
+    ) -> None:
+        """Raise a RequestError if a prompt, or the answer behind it, can never be served."""
         if not prompt:
             raise RequestError("empty_prompt", "the prompt has no tokens")
-        bad = [i for i in prompt if not 0 <= i < self._vocab_size]
+        if answer is not None and not answer:
+            raise RequestError("empty_answer", "the answer has no tokens")
+        known = [*prompt, *(answer or ())]
+        bad = [i for i in known if not 0 <= i < self._vocab_size]
         if bad:
+            whose = "prompt" if answer is None else "prompt or answer"
             raise RequestError(
                 "bad_token_ids",
-                f"prompt token ids {bad[:5]} are not in the vocabulary of {self._vocab_size} ids",
+                f"{whose} token ids {bad[:5]} are not in the vocabulary of {self._vocab_size} ids",
             )
-        if len(prompt) >= self._max_model_len:
+        if answer is not None and len(known) > self._max_model_len:
+            raise RequestError(
+                "answer_too_long",
+                f"prompt and answer have {len(prompt)} and {len(answer)} tokens, and max_model_len "
+                f"is {self._max_model_len}: shorten them, or raise max_model_len if the model "
+                "allows it",
+            )
+        if answer is None and len(prompt) >= self._max_model_len:
             raise RequestError(
                 "prompt_too_long",
                 f"the prompt has {len(prompt)} tokens, and max_model_len is {self._max_model_len}: "
                 "shorten it, or raise max_model_len if the model allows it",
             )
-        longest = min(len(prompt) + params.max_new_tokens, self._max_model_len)
+        longest = min(len(known) + params.max_new_tokens, self._max_model_len)
         needed = int(self._strategy.most_cache_tokens(np.array([longest]))[0])
         if needed > self._cache_capacity:
             raise RequestError(
@@ -180,6 +216,8 @@ class Requests:
             )
 
     def _stop_rule(self, prompt: list[int], params: SamplingParams) -> StopRule:
+        if params.scores_answer:
+            return StopRule({}, (), 0, 0)
         stop_ids = {} if params.ignore_eos else dict(self._eos)
         stop_ids |= {token_id: self._token_text(token_id) for token_id in params.stop_token_ids}
         strings = []

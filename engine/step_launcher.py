@@ -17,15 +17,17 @@ from batchgen.engine.rows.scheduled_batch import (
     MixedBatch,
     PrefillBatch,
     ScheduledBatch,
+    ScoreBatch,
 )
 from batchgen.engine.rows.sequence import Sequence
-from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.scheduling.prefill_inputs import block_tables, prefill_inputs, state_slots
+from batchgen.engine.scorer import Scorer, sampling_inputs
 from batchgen.engine.step_inputs import JoiningRows
 from batchgen.engine.strategy import Strategy
 
-Launched = tuple[PrefillBatch | DecodeBatch, StepOutput]
-"""A batch, or the part of a mixed one, that yields tokens, and what it produces on the device."""
+Launched = tuple[PrefillBatch | DecodeBatch | ScoreBatch, StepOutput]
+"""A batch, or the part of one, that yields tokens or scores them, and what it produces on the
+device."""
 
 
 class StepLauncher:
@@ -33,11 +35,15 @@ class StepLauncher:
 
     Args:
         runner: the runner of the target.
+        score_rows: how many tokens of answers are scored at once.
         timer: measures the steps; None measures nothing.
     """
 
-    def __init__(self, strategy: Strategy, runner: ModelRunner, timer: StepTimer | None) -> None:
+    def __init__(
+        self, strategy: Strategy, runner: ModelRunner, score_rows: int, timer: StepTimer | None
+    ) -> None:
         self._strategy, self._runner, self._timer = strategy, runner, timer
+        self._scorer = Scorer(runner, score_rows)
 
     def launch(self, batch: ScheduledBatch, catch_up: Callable[[], None]) -> list[Launched]:
         """Enqueue a step on the device.
@@ -47,7 +53,7 @@ class StepLauncher:
                 tokens. The device meanwhile runs the current step's forward, or what came before.
 
         Returns:
-            The parts of the batch that yield tokens, each with what it produces.
+            The parts of the batch that yield tokens or score them, each with what it produces.
         """
         if isinstance(batch, DecodeBatch):
             with timed(self._timer, "decode", batch.num_rows):
@@ -59,12 +65,13 @@ class StepLauncher:
             with timed(self._timer, "prefill", len(batch.seqs)):
                 output = None
                 if inputs is not None:  # Otherwise the prefix cache had all of it.
-                    output = self._runner.prefill(inputs, self._strategy.needs_hidden)
-                return self._join(batch, inputs, output)
+                    output = self._runner.prefill(inputs)
+                return [*self._scorer.score(batch, output), *self._join(batch, inputs, output)]
         decode = batch.decode
         with timed(self._timer, "mixed", decode.num_rows + len(prefill.seqs)):
             step, prefilled = self._decode(decode, inputs, catch_up)
-            return [(decode, step), *self._join(prefill, inputs, prefilled)]
+            scored = self._scorer.score(prefill, prefilled)
+            return [(decode, step), *scored, *self._join(prefill, inputs, prefilled)]
 
     def _decode(
         self, batch: DecodeBatch, prefill: PrefillInputs | None, catch_up: Callable[[], None]
@@ -101,7 +108,9 @@ class StepLauncher:
                     seq.restore_from = None
             slots = [seq.state_slot for seq in seqs]
             states.begin(upload(slots, torch.int64, self._runner.device))
-        return prefill_inputs(batch, self._runner.device, states is not None)
+        return prefill_inputs(
+            batch, self._runner.device, states is not None, self._strategy.needs_hidden
+        )
 
     def _join(
         self, batch: PrefillBatch, prefill: PrefillInputs | None, output: ModelOutput | None
@@ -147,18 +156,7 @@ class StepLauncher:
             seqs,
             upload(block_tables(seqs), torch.int64, device),
             np.array([seq.num_prefill_tokens for seq in seqs], np.int64),
-            self._sampling_inputs(seqs),
+            sampling_inputs(seqs, device),
             None if self._runner.states is None else state_slots(seqs, device),
             Guide.of(seqs),
-        )
-
-    def _sampling_inputs(self, seqs: list[Sequence]) -> SamplingInputs:
-        """Make the sampler's inputs for rows, from what the host knows of them."""
-        return SamplingInputs.build(
-            params=[seq.params for seq in seqs],
-            prompt_lens=[seq.num_prompt_tokens for seq in seqs],
-            histories=[seq.token_ids for seq in seqs],
-            stop_ids=[tuple(seq.stop.stop_ids) for seq in seqs],
-            capacities=[seq.max_tokens for seq in seqs],
-            device=self._runner.device,
         )

@@ -127,7 +127,7 @@ class Strategy(Pacing, ABC):
         inputs = self.step_inputs.model_inputs
         if prefill is None:
             return runner.decode(inputs), None
-        return runner.mixed(inputs, prefill, self.needs_hidden)
+        return runner.mixed(inputs, prefill)
 
     @abstractmethod
     def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:

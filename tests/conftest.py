@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -117,6 +118,27 @@ _VISION: dict[str, Any] = {
 }
 
 
+def hasten_interpreter() -> None:
+    """Keep Triton's interpreter from patching its language again for every function that a kernel
+    calls: it looks through all of the language each time, and finds nothing to patch."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    if (scope := getattr(interpreter, "_LangPatchScope", None)) is None:
+        return  # a version of Triton that does otherwise
+    patch, core = interpreter._patch_lang, language.core
+
+    def patch_if_needed(function: Any) -> Any:
+        modules = [m for m in function.__globals__.values() if m is language or m is core]
+        unpatched = any(core.is_builtin(module.load) for module in modules)
+        return patch(function) if unpatched or not modules else scope()
+
+    interpreter._patch_lang = patch_if_needed
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    hasten_interpreter()
+
 # Tests run beside each other: threads that wait for a busy core cost more than they bring.
 torch.set_num_threads(1)
 
@@ -126,6 +148,16 @@ any_time = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", any_time, max_examples=40)
 settings.register_profile("all", any_time, max_examples=1000)
 settings.load_profile("quick")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what all tests have imported out of every collection of garbage, as it is much."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,9 +25,9 @@ OPTIONAL = ("plot", "s3", "ray", "slurm")
 OTHER_NAMES = {"hydra": "hydra-core", "markdown_it": "markdown-it-py", "yaml": "PyYAML"}
 """Distributions by their modules, where the names differ."""
 PUBLIC = """
-    ARSpecStrategy ARStrategy AnswerRow Column CompleteJob ConfigError Constraint DLLMStrategy
-    GradeFailure JobError JobFolderReader LLM Output PostStep RowStep SamplingParams __version__
-    run_job same_math
+    ARSpecStrategy ARStrategy AnswerRow BadRow Column CompleteJob ConfigError Constraint
+    DLLMStrategy Dropped GradeFailure JobError JobFolderReader LLM Output PostStep RowStep
+    SamplingParams StepRow TableStep __version__ run_job same_math
 """
 
 

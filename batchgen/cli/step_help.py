@@ -9,8 +9,10 @@ import re
 from pkgutil import resolve_name
 from typing import Any
 
+from batchgen.config.config_keys import ROW_STEPS
+
 STEPS = {
-    "rows": ("batchgen.grading.choices.OrderChoices",),
+    "rows": (*ROW_STEPS.values(), "batchgen.grading.choices.OrderChoices"),
     "post": (
         "batchgen.grading.extract.Extract",
         "batchgen.grading.grade.Grade",
@@ -20,12 +22,16 @@ STEPS = {
 """List of steps → the import paths of those that come with batchgen."""
 _ABOUT = {
     "rows": """\
-rows: a list of steps that add columns to a row of the data set before its prompt is made.
-    In a job file and on the command line:
-        rows: [{_target_: batchgen.grading.choices.OrderChoices, KEY: VALUE}]
-        'rows=[{_target_: batchgen.grading.choices.OrderChoices, KEY: VALUE}]'
-    A class of your own needs what batchgen.grading.choices.RowStep lists, and where a file names
-    it, `--trust FILE`.""",
+rows: a list of steps that choose, split and join the rows of the data set, or add columns to them,
+    before prompts are made. In a job file and on the command line:
+        rows: [{Filter: {where: "language == 'en'"}}, {Explode: {column: questions, as: question}}]
+        'rows=[{Filter: {where: "number > 3"}}, {Dedupe: {by: question}}]'
+    What a step decides about a row depends on the rows up to it alone, so a data set can grow at
+    its end. The output folder says in rows/ where each row comes from and which ones were taken
+    out, and in rows.json how many were left behind each step.
+    A class of your own is named by `_target_`: [{_target_: package.module.Class, KEY: VALUE}]. It
+    is derived from batchgen.TableStep, or has what batchgen.RowStep lists if it only adds columns.
+    Where a file names it, it needs `--trust FILE`.""",
     "post": """\
 post: a list of steps that make columns of a finished row, such as its mark, in their order.
     In a job file and on the command line:
@@ -44,11 +50,12 @@ def steps_help(name: str) -> str:
 def _step_help(target: str) -> str:
     cls = resolve_name(target)
     about, _, attributes = inspect.cleandoc(cls.__doc__).partition("\nAttributes:\n")
-    lines = [f"_target_: {target}"]
+    short = {path: name for name, path in ROW_STEPS.items()}.get(target)
+    lines = [f"_target_: {target}" if short is None else short]
     lines += [f"    {line}".rstrip() for line in about.rstrip().split("\n")]
     said = _said(attributes)
     for field in dataclasses.fields(cls):
-        lines.append(f"  {field.name}: {_default(field)}")
+        lines.append(f"  {field.name.rstrip('_')}: {_default(field)}")
         lines += [f"    {line}" for line in said.get(field.name, ())]
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.compose.trust import Trust
 from batchgen.compose.value_references import refuse_resolvers
-from batchgen.config.config_keys import STEP_LISTS, launcher_target
+from batchgen.config.config_keys import ROW_STEPS, STEP_LISTS, choice_values, launcher_target
 from batchgen.config.constraint_config import (
     CONSTRAINT_KINDS,
     ConstraintConfig,
@@ -49,8 +49,10 @@ _NOT_DECIDING = {
 """Keys of each group that decide nothing about the content of a row."""
 _NEWER = {
     "model": ("quantization",),
+    "dataset": ("rename", "rows", "best", "where", "text_as", "errors"),
     "prompt": ("messages", "continue", "tools_column"),
-    "sampling": ("column",),
+    "sampling": ("column", "stream"),
+    "output": ("reasoning_end", "reasoning_start"),
 }
 """Keys that came later: without a value they are no part of a job's identity."""
 _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
@@ -88,7 +90,7 @@ def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = (
     config = JobConfig(
         model=build(ModelGroup, groups["model"], "model"),
         dataset=build(DatasetConfig, groups["dataset"], "dataset"),
-        rows=_build_steps(groups["rows"], "rows"),
+        rows=step_configs(groups["rows"], "rows"),
         prompt=_build_prompt(groups["prompt"]),
         sampling=build(SamplingConfig, groups["sampling"], "sampling"),
         strategy=StrategyConfig(**_target_and_options(groups["strategy"], "strategy.")),
@@ -96,7 +98,7 @@ def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = (
         engine=build(EngineGroup, groups["engine"], "engine"),
         workers=build(WorkersConfig, groups["workers"], "workers"),
         launcher=_build_launcher(groups["launcher"]),
-        post=_build_steps(groups["post"], "post"),
+        post=step_configs(groups["post"], "post"),
         score=build(ScoreConfig, groups["score"], "score"),
         output=build(OutputConfig, groups["output"], "output"),
         progress=build(ProgressConfig, groups["progress"], "progress"),
@@ -119,11 +121,13 @@ def constraint_config(values: dict[str, Any]) -> ConstraintConfig:
 def resolved(config: JobConfig) -> dict[str, Any]:
     """The configuration as plain values, under the keys that users write."""
     groups = dataclasses.asdict(config)
+    data = groups["dataset"]  # each kind has keys of its own
+    groups["dataset"] = {key: data[key] for key in choice_values("dataset", data["kind"])}
     groups["prompt"] = {key_of(name): value for name, value in groups["prompt"].items()}
     for name in ("strategy", "launcher"):
         groups[name] = _with_target(groups[name] or {"target": None, "options": {}})
     for name in STEP_LISTS:
-        groups[name] = [_with_target(step) for step in groups[name]]
+        groups[name] = [_step_values(step) for step in groups[name]]
     return {name: _plain(group) for name, group in groups.items()}
 
 
@@ -157,7 +161,7 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
 def growing(config: JobConfig) -> dict[str, Any]:
     """What may change while a job goes on in its folder, and is worth being remembered."""
     groups = resolved(config)
-    return {f"{name}.{key}": groups[name][key] for name, key in _REMEMBERED}
+    return {f"{name}.{key}": groups[name].get(key) for name, key in _REMEMBERED}
 
 
 def job_file_text(config: JobConfig) -> str:
@@ -201,17 +205,39 @@ def _target_and_options(values: dict[str, Any], prefix: str) -> dict[str, Any]:
     return {"target": target, "options": options}
 
 
-def _build_steps(values: Any, key: str) -> tuple[StepConfig, ...]:
+def step_configs(values: Any, key: str) -> tuple[StepConfig, ...]:
     """The steps of one of STEP_LISTS."""
-    form = f"{key} must be a list of steps such as [{{_target_: package.module.Class}}]"
+    short = "[{Filter: {where: …}}] or " if key == "rows" else ""
+    form = f"{key} must be a list of steps such as {short}[{{_target_: package.module.Class}}]"
     if not isinstance(values, list | None):
         raise ConfigError(f"{form}, got {values!r}")
     steps = []
     for number, step in enumerate(values or ()):
         if not isinstance(step, dict):
             raise ConfigError(f"{form}, got {step!r} in it")
+        if key == "rows" and len(step) == 1 and "_target_" not in step:
+            step = _long_form(step, f"{key}[{number}]")
         steps.append(StepConfig(**_target_and_options(step, f"{key}[{number}].")))
     return tuple(steps)
+
+
+def _long_form(step: dict[str, Any], place: str) -> dict[str, Any]:
+    """A step that is written by its short name as it is written by its class."""
+    ((name, options),) = step.items()
+    if name not in ROW_STEPS:
+        raise ConfigError(
+            f"{place}: there is no step {name!r}: choose among {', '.join(ROW_STEPS)}, or name a "
+            "class with _target_ (batchgen --help rows)"
+        )
+    if options is not None and not isinstance(options, dict):
+        raise ConfigError(f"{place}.{name} must be a mapping of options, got {options!r}")
+    return {"_target_": ROW_STEPS[name], **(options or {})}
+
+
+def _step_values(step: Mapping[str, Any]) -> dict[str, Any]:
+    """A step of STEP_LISTS as users write it: by its short name if it has one."""
+    short = {target: name for name, target in ROW_STEPS.items()}.get(step["target"])
+    return _with_target(step) if short is None else {short: dict(step["options"])}
 
 
 def _with_target(values: Mapping[str, Any]) -> dict[str, Any]:

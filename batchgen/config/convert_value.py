@@ -135,6 +135,8 @@ def _union(value: Any, hints: tuple[Any, ...], key: str) -> Any:
             unknown = True
     if unknown:  # the value may be meant for that type
         raise Unsupported
+    if str in hints and not isinstance(value, (list, dict)):  # one text, or a list of texts
+        convert(value, str, key)
     if len(errors) == 1:
         raise ConfigError(errors[0])
     names = " or ".join(map(inspect.formatannotation, hints))

@@ -65,8 +65,10 @@ class SamplingConfig(SharedSampling):
     temperature: float = 0.0
     n: int = 1
     column: str | None = None
+    stream: str | None = None
 
     def __post_init__(self) -> None:
+        _check(self.stream != "", "sampling.stream", "null or a name", self.stream)
         _check(self.n >= 1, "sampling.n", "at least 1", self.n)
         _check(self.n <= _MOST_SAMPLES, "sampling.n", f"at most {_MOST_SAMPLES:,}", self.n)
 
@@ -133,6 +135,8 @@ class OutputConfig:
     logprobs_mode: LogprobsMode = "raw"
     rows_per_shard: int = 1000
     text_column: str = "text"
+    reasoning_end: str | None = None
+    reasoning_start: str | None = None
     overwrite: bool = False
     retry_errors: bool = False
     on_all_errors: Literal["stop", "continue"] = "stop"
@@ -143,6 +147,14 @@ class OutputConfig:
         object.__setattr__(self, "dir", user_folder(self.dir, "output.dir"))
         if len(set(self.columns)) != len(self.columns):
             raise ConfigError(f"output.columns names a column twice: {list(self.columns)}")
+        for key in ("reasoning_end", "reasoning_start"):
+            allowed = "null or a text such as '</think>'"
+            _check(getattr(self, key) != "", f"output.{key}", allowed, "")
+        if self.reasoning_start is not None and self.reasoning_end is None:
+            raise ConfigError(
+                "output.reasoning_start is set without output.reasoning_end: set both, as in "
+                "output.reasoning_start='<think>' output.reasoning_end='</think>'"
+            )
         _check(bool(self.text_column), "output.text_column", "a name", self.text_column)
         _check(1 <= self.top_logprobs <= 100, "output.top_logprobs", "1 to 100", self.top_logprobs)
         _check(self.rows_per_shard >= 1, "output.rows_per_shard", "at least 1", self.rows_per_shard)
@@ -210,6 +222,7 @@ class JobConfig:
                 "sampling.ignore_eos must be false with a constraint: a constrained row ends with "
                 "EOS"
             )
+        self._check_markers()
         in_shard = self.output.rows_per_shard * self.sampling.n
         if in_shard > _MOST_IN_SHARD:
             raise ConfigError(
@@ -234,7 +247,18 @@ class JobConfig:
         """What ends free text before what a row's constraint asks for; empty for none."""
         constraint = self.constraint
         own = None if isinstance(constraint, NoConstraintConfig) else constraint.start_after
-        return own or ""
+        return own or self.output.reasoning_end or ""
+
+    def _check_markers(self) -> None:
+        """Thoughts and the free text before a constraint end at one marker."""
+        constraint, end = self.constraint, self.output.reasoning_end
+        if end is None or isinstance(constraint, NoConstraintConfig):
+            return
+        if constraint.start_after != end:
+            raise ConfigError(
+                f"output.reasoning_end={end} with a constraint needs constraint.start_after={end}: "
+                f"the constraint holds behind the thoughts; got {constraint.start_after!r}"
+            )
 
     @cached_property
     def params(self) -> SamplingParams:
@@ -245,7 +269,7 @@ class JobConfig:
         may be a large schema.
         """
         values = asdict(self.sampling)
-        del values["n"], values["column"]
+        del values["n"], values["column"], values["stream"]
         columns = self.output.columns
         try:
             constraint = job_constraint(self.constraint)

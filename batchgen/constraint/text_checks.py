@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from batchgen.config.constraint_config import (
@@ -43,12 +44,13 @@ class Unchecked(Exception):
     """A text cannot be checked. The message says why."""
 
 
-def make_check(config: AnyConstraintConfig, value: Any) -> Check:
+def make_check(config: AnyConstraintConfig, value: Any, *, behind: bool = False) -> Check:
     """The check of texts against a constraint, or `Unchecked` if the checker cannot read it.
 
     `value` is what the job or the row gives for it: a schema or a tag as parsed JSON, the choices,
     the
-    pattern, or the EBNF. None stands for any JSON object.
+    pattern, or the EBNF. None stands for any JSON object. With `behind` the texts begin behind the
+    marker `start_after`, which is not in them.
     """
     if isinstance(config, (JsonSchemaConstraintConfig, JsonConstraintConfig)):
         schema = {"type": "object"} if value is None else value
@@ -64,7 +66,9 @@ def make_check(config: AnyConstraintConfig, value: Any) -> Check:
         check = _matcher_check(lambda compiler: compiler.compile_grammar(value))
     else:
         check = _matcher_check(lambda compiler: compiler.compile_structural_tag(json.dumps(value)))
-    return check if config.start_after is None else _behind(config.start_after, check)
+    if config.start_after is None:
+        return check
+    return partial(_any_gap, check) if behind else _behind(config.start_after, check)
 
 
 def _behind(marker: str, check: Check) -> Check:
@@ -74,10 +78,15 @@ def _behind(marker: str, check: Check) -> Check:
         _, found, rest = text.partition(marker)
         if not found:
             raise Unchecked(f"{marker!r} is not in the text (which has no special tokens)")
-        reasons = [check(begin) for begin in _without_gap(rest)]
-        return None if None in reasons else reasons[-1]
+        return _any_gap(check, rest)
 
     return behind
+
+
+def _any_gap(check: Check, text: str) -> str | None:
+    """What is wrong with a text from behind a marker, however much of its beginning is a gap."""
+    reasons = [check(begin) for begin in _without_gap(text)]
+    return None if None in reasons else reasons[-1]
 
 
 def _without_gap(text: str) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from batchgen.util.errors import ConfigError
@@ -55,3 +55,22 @@ def value_at(fields: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
+
+
+def renamed(rename: Mapping[str, str], columns: Iterable[str]) -> dict[str, str]:
+    """The new name of each column, as `dataset.rename` says; ConfigError if it names no column, or
+    gives two columns one name."""
+    names = {name: rename.get(name, name) for name in columns}
+    for name in rename:
+        if name not in names:
+            raise ConfigError(
+                f"dataset.rename: no column {name!r}: choose among {some_names(names, name)}"
+            )
+    given = list(names.values())
+    for name, new in rename.items():
+        if given.count(new) > 1:
+            raise ConfigError(
+                f"dataset.rename: {name!r} cannot become {new!r}, which is a column already: "
+                "choose another name, or rename that one, too"
+            )
+    return names

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
-from datasets import ClassLabel, Dataset, Features, Value
-from datasets.features import Json, LargeList, List, Translation, TranslationVariableLanguages
+from datasets import Dataset, Features
+from datasets.features import Json
 
 from batchgen.config.dataset_config import DatasetConfig
-from batchgen.dataset.dataset_columns import column_path, feature_at, value_at
+from batchgen.dataset.dataset_columns import column_path, feature_at, renamed, value_at
 from batchgen.dataset.dataset_files import LoadedDataset, load_split, quiet
+from batchgen.dataset.feature_types import has_json, is_plain, storage_type
 from batchgen.dataset.row_ids import IdSet, check_unique, duplicate_error
 from batchgen.dataset.source import Left, ReadJob, Row
 from batchgen.dataset.stored_json import stored_field
@@ -24,8 +25,6 @@ from batchgen.util.shorten import some_names
 
 BATCH = 256  # rows that are read at a time
 FIRST_ROWS = 1000  # that tell the features of a stream which does not name them itself
-PLAIN = (Value, ClassLabel, Json, Translation, TranslationVariableLanguages)
-"""Features whose values are numbers, strings, lists and dicts; images and audio are none."""
 
 
 def open_dataset(config: DatasetConfig) -> RowSource:
@@ -70,13 +69,17 @@ class RowSource:
         if features is None:
             with self._reading("its first rows"):
                 features = _features_of(list(data.take(FIRST_ROWS)))
-        check_width(len(features), config.path or "the data")
-        odd = [name for name, feature in features.items() if not _is_plain(feature)]
+        check_width(len(features), config.shown)
+        if config.rename:
+            names = renamed(config.rename, features)
+            data = data.rename_columns(dict(config.rename))
+            features = Features({names[name]: feature for name, feature in features.items()})
+        odd = [name for name, feature in features.items() if not is_plain(feature)]
         self.columns = tuple(name for name in features if name not in odd)
         self._check_columns(features, odd)
         self._id_path = self._find_id({name: features[name] for name in self.columns})
         self._data = data.select_columns(list(self.columns)) if odd else data
-        self._json = Features({n: features[n] for n in self.columns if _has_json(features[n])})
+        self._json = Features({n: features[n] for n in self.columns if has_json(features[n])})
         self.features = Features({name: features[name] for name in self.columns})
         copied = self.columns if config.columns is None else config.columns
         self.schema = pa.schema([self._field(name) for name in copied])
@@ -139,7 +142,7 @@ class RowSource:
             yield from data.iter(batch_size=size)
 
     def _field(self, name: str) -> pa.Field:
-        kind = _storage(self.features.arrow_schema.field(name).type)
+        kind = storage_type(self.features.arrow_schema.field(name).type)
         if name in self._json:
             return stored_field(name, self.features[name], kind)
         return pa.field(name, kind)
@@ -262,40 +265,3 @@ def _features_of(rows: list[dict[str, Any]]) -> Features:
 
 def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def _is_plain(feature: Any) -> bool:
-    """Whether the values of a feature are numbers, strings, lists and dicts of Python."""
-    return (
-        isinstance(feature, PLAIN)
-        if (inner := _inner(feature)) is None
-        else all(map(_is_plain, inner))
-    )
-
-
-def _has_json(feature: Any) -> bool:
-    return isinstance(feature, Json) or any(map(_has_json, _inner(feature) or ()))
-
-
-def _inner(feature: Any) -> list[Any] | None:
-    """The features of which a struct or a list consists; None of any other feature."""
-    if isinstance(feature, dict):
-        return list(feature.values())
-    if isinstance(feature, (List, LargeList)):
-        return [feature.feature]
-    return feature if isinstance(feature, list) else None
-
-
-def _storage(kind: pa.DataType) -> pa.DataType:
-    """The Arrow type in which plain strings take the place of JSON, at every depth."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return kind.storage_type
-    if pa.types.is_struct(kind):
-        return pa.struct([pa.field(f.name, _storage(f.type)) for f in kind])
-    if pa.types.is_list(kind):
-        return pa.list_(_storage(kind.value_type))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(_storage(kind.value_type))
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(_storage(kind.value_type), kind.list_size)
-    return kind

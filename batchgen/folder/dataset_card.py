@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.config.dataset_config import dataset_name
 from batchgen.folder.how_to_read import GRADE_KEYS, how_to_read, rows_with_grades
 from batchgen.folder.job_metrics import OUTCOMES, Totals
 from batchgen.folder.job_summary import JobSummary
@@ -86,7 +87,8 @@ def dataset_card(
     """The text of the card of a complete job, given the schema of its shards, and the fingerprints
     of what decides the answers by name."""
     model, dataset, totals = job.group("model"), job.group("dataset"), job.totals
-    source = dataset.get("path") or "the demo rows of batchgen"
+    is_named = dataset.get("path") or dataset.get("kind") == "count"
+    source = dataset_name(dataset) if is_named else "the demo rows of batchgen"
     revision = f", revision `{model['revision']}`" if model.get("revision") else ""
     split = f", split `{dataset['split']}`" if dataset.get("split") else ""
     facts = [

@@ -298,6 +298,11 @@ def refuse_other_job(
     return differences
 
 
+def finished_rows(storage: Storage) -> int:
+    """The number of rows up to the last finished one."""
+    return JobFolderReader(storage.path, storage).end
+
+
 def refuse_shrinking(storage: Storage, most_rows: int | None) -> None:
     """Refuse a data set that ends before a row which is finished. `most_rows` is how many rows it
     has
@@ -305,7 +310,7 @@ def refuse_shrinking(storage: Storage, most_rows: int | None) -> None:
     most; None if that is not known."""
     if most_rows is None:
         return
-    if (end := JobFolderReader(storage.path, storage).end) > most_rows:
+    if (end := finished_rows(storage)) > most_rows:
         raise ConfigError(
             f"dataset.limit: the job would have {most_rows:,} rows, but in {storage.shown} rows up "
             f"to number {end:,} are finished, and a job can grow but not shrink: use "

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from batchgen.config.job_config import ScoreConfig, StepConfig
 from batchgen.config.named_code import named_code
@@ -18,25 +18,29 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
 
-def row_steps(configs: Sequence[StepConfig]) -> tuple[RowStep, ...]:
-    """The steps of `rows`."""
-    return tuple(_made("rows", number, step, RowStep) for number, step in enumerate(configs))
+class _Versioned(Protocol):
+    @property
+    def version(self) -> int: ...
+
+
+def row_step(number: int, config: StepConfig) -> RowStep:
+    """Step `number` of `rows`, which adds columns."""
+    step: RowStep = _made("rows", number, config, RowStep)
+    return step
 
 
 def post_steps(configs: Sequence[StepConfig]) -> tuple[PostStep, ...]:
     """The steps of `post`.
 
     Raises:
-        ConfigError: as of `row_steps`; or the steps do not go together (see `StepChain`).
+        ConfigError: a mistake in a step, or the steps do not go together (see `StepChain`).
     """
     steps = tuple(_made("post", number, step, PostStep) for number, step in enumerate(configs))
     StepChain(steps)  # it refuses columns that are there twice, or that come too late
     return steps
 
 
-def described(
-    configs: Sequence[StepConfig], steps: Sequence[PostStep | RowStep]
-) -> list[dict[str, Any]]:
+def described(configs: Sequence[StepConfig], steps: Sequence[_Versioned]) -> list[dict[str, Any]]:
     """Each step's class, options and version as plain values: what its columns follow from."""
     return [
         {"_target_": config.target, "version": step.version, **_plain(config.options)}

@@ -9,13 +9,14 @@ from batchgen.compose.load_config import growing, identity
 from batchgen.config.constraint_config import JsonConstraintConfig, JsonSchemaConstraintConfig
 from batchgen.config.job_config import PARSED, JobConfig
 from batchgen.constraint.row_params import RowParams
+from batchgen.dataset.seed_stream import depth_of, stream_of
 from batchgen.dataset.source import Row
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.jobs.job_parts import JobParts
 from batchgen.prompts.row_prompts import fit_prompt, prompt_room
 from batchgen.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.shards.parsed_column import ParsedColumn
-from batchgen.storage.manifest import ROWS, Manifest
+from batchgen.storage.manifest import READ_JOB, ROWS, Manifest
 from batchgen.util.errors import ConfigError
 
 
@@ -48,7 +49,9 @@ def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
     parsed = None
     if PARSED in columns:
         assert isinstance(constraint, (JsonConstraintConfig, JsonSchemaConstraintConfig))
-        parsed = ParsedColumn.build(config.params.constraint, constraint.start_after or "")
+        # Behind the thoughts the text begins with the JSON.
+        marker = "" if config.output.reasoning_end is not None else constraint.start_after or ""
+        parsed = ParsedColumn.build(config.params.constraint, marker)
     return OutputSchema.build(
         parts.source.schema,
         parts.columns,
@@ -56,6 +59,7 @@ def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
         prompt_token_ids=PROMPT_TOKEN_IDS in columns,
         constrained=config.constrained,
         parsed=parsed,
+        reasoning=config.output.reasoning_end is not None,
         text_column=config.output.text_column,
     )
 
@@ -92,10 +96,20 @@ def row_request(
 
 def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Manifest:
     """The manifest of a job as it is asked for, without digests of its rows."""
-    source, given = parts.source, parts.fingerprints
+    from batchgen.row_index.open_rows import data_of  # it loads the libraries of the data
+
+    source, given = data_of(parts.source), parts.fingerprints
+    read = parts.source.jobs
+    groups = identity(config, [name for name in given if name.endswith("_model")])
+    if (stream := stream_of(config.sampling.stream, read)) is not None:
+        groups["sampling"]["stream"] = stream
+    if depth := depth_of(read):
+        groups["dataset"]["depth"] = depth
+    many = len(read) > 1
+    jobs = {f"{READ_JOB} {job.name}" if many else READ_JOB: job.digest for job in read}
     return Manifest.build(
-        identity(config, [name for name in given if name.endswith("_model")]),
-        {"dataset": source.fingerprint, **given},
+        groups,
+        {"dataset": source.fingerprint, **given, **jobs},
         {field.name: str(field.type) for field in schema.arrow},
         {**growing(config), ROWS: source.num_rows},
     )

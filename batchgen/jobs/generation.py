@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.config.job_config import JobConfig
+from batchgen.dataset.seed_stream import stream_of, stream_seed
 from batchgen.dataset.source import Row, Source
 from batchgen.engine.base.outputs import RequestError, RequestOutput
-from batchgen.engine.requests import sample_params
+from batchgen.engine.requests import derive_seed
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.folder.job_metrics import Metrics
 from batchgen.jobs.fail_fast import FailFast
@@ -101,10 +102,13 @@ class _Request:
     error: RequestError | None
 
     def finished(
-        self, output: RequestOutput | None = None, error: RequestError | None = None
+        self,
+        output: RequestOutput | None = None,
+        error: RequestError | None = None,
+        thoughts: str | None = None,
     ) -> FinishedRow:
         return FinishedRow(
-            self.row_id, self.row_index, self.sample_index, self.fields, output, error
+            self.row_id, self.row_index, self.sample_index, self.fields, output, error, thoughts
         )
 
 
@@ -116,15 +120,17 @@ class Generation:
         config: JobConfig,
         source: Source,
         request: Callable[[Row], tuple[list[int], SamplingParams]],
+        split: Callable[[RequestOutput], tuple[RequestOutput, str | None]],
         engine: Engine,
         writer: OutputWriter,
         metrics: Metrics,
     ) -> None:
         """Prepare to run rows. `request` gives the prompt and the parameters of a row, or raises
-        RequestError if it has none."""
+        RequestError if it has none; `split` takes the thoughts out of an output's text."""
         self._source = source
-        self._request = request
+        self._request, self._split = request, split
         self._params = config.params
+        self._stream = stream_of(config.sampling.stream, source.jobs)
         self._writer = writer
         self._samples = config.sampling.n
         self._metrics = metrics
@@ -147,7 +153,8 @@ class Generation:
             if self._in_flight:
                 for output in self._engine.step():
                     request = self._in_flight.pop(output.request_id)
-                    finished.append(request.finished(output=output))
+                    output, thoughts = self._split(output)
+                    finished.append(request.finished(output=output, thoughts=thoughts))
             elif not finished:
                 if held := self._first.ended(self._rows_total()):
                     self._write(held, progress)
@@ -212,7 +219,8 @@ class Generation:
     def _submit(self, request: _Request) -> RequestError | None:
         request_id = f"{request.row_index}.{request.sample_index}"
         key = request.row_id, request.sample_index
-        params = sample_params(request.params, *key)
+        seed = derive_seed(stream_seed(request.params.seed, self._stream), *key)
+        params = dataclasses.replace(request.params, seed=seed)
         try:
             self._engine.add_request(request_id, request.prompt, params)
         except RequestError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from batchgen.config.job_config import JobConfig
-from batchgen.engine.base.outputs import OutputColumn, RowCount
+from batchgen.engine.base.outputs import OutputColumn, RequestOutput, RowCount
 from batchgen.engine.requests import output_columns
 from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
@@ -39,6 +39,7 @@ class JobParts:
         check_params: raises ValueError for parameters of a row that cannot be honoured.
         build_engine: loads the weights. It is called last, and only if there are rows to compute.
         strategy: declares counts per row, which become columns, and lines for the job's summary.
+        split: the output with its thoughts taken out of the text, and the thoughts.
         decode: the text of token ids, to show prompts to people; None without a tokenizer.
         decode_all: the text with special tokens, to show single tokens.
         close: ends what works in the background.
@@ -54,6 +55,7 @@ class JobParts:
     build_engine: Callable[[], Engine]
     check_params: Callable[[SamplingParams], None] = lambda _: None
     strategy: Strategy | None = None
+    split: Callable[[RequestOutput], tuple[RequestOutput, str | None]] = lambda o: (o, None)
     decode: Callable[[list[int]], str] | None = None
     decode_all: Callable[[list[int]], str] | None = None
     close: Callable[[], None] = lambda: None
@@ -75,7 +77,6 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
     """What a job runs on that has been opened; `fingerprints` are those of models, dtype and
     constraint."""
     tokenizer = opened.model.tokenizer
-    compiler = opened.compiler
     return JobParts(
         source=opened.source,
         prompt=opened.prompt,
@@ -86,11 +87,21 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         build_engine=partial(opened.build_engine, config),
         check_params=opened.check_params,
         strategy=opened.strategy,
+        **({} if opened.reasoning is None else {"split": opened.reasoning.split}),
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),
-        close=lambda: None if compiler is None else compiler.close(),
+        close=partial(_close, opened),
         predict=partial(_predict, config, opened),
     )
+
+
+def _close(opened: OpenedJob) -> None:
+    from batchgen.row_index.indexed_source import IndexedSource
+
+    if opened.compiler is not None:
+        opened.compiler.close()
+    if isinstance(opened.source, IndexedSource):
+        opened.source.close()
 
 
 def _predict(

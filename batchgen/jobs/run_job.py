@@ -14,7 +14,7 @@ from batchgen.config.job_config import JobConfig
 from batchgen.dataset.row_digest import rows_digest
 from batchgen.folder.changed_row import changed_row
 from batchgen.folder.dataset_card import unfinished_card
-from batchgen.folder.job_folder import JobFolder, refuse_shrinking
+from batchgen.folder.job_folder import JobFolder, finished_rows, refuse_shrinking
 from batchgen.folder.job_metrics import Metrics
 from batchgen.forecast.forecast import Forecast
 from batchgen.grades.background_grading import grading_beside
@@ -33,6 +33,8 @@ from batchgen.jobs.job_parts import JobParts
 from batchgen.jobs.progress import Progress, show_memory
 from batchgen.leases.file_store import FolderGone
 from batchgen.report.write_report import REPORT
+from batchgen.row_index.indexed_source import IndexedSource
+from batchgen.row_index.open_rows import data_of
 from batchgen.scoring.samples import Samples
 from batchgen.shards.checked_file import DamagedFile
 from batchgen.shards.output_schema import OutputSchema
@@ -43,8 +45,9 @@ from batchgen.util.signals import JobStopped, StopSignals
 from batchgen.workers.shard_queue import ShardQueue
 from batchgen.workers.worker import How, Worker, others_run
 
-_OPENING_SECONDS = 60.0
-"""How long a worker waits, at least, for the one that opens the folder."""
+_OPENING_SECONDS, _INDEX_SECONDS = 60.0, 86400.0
+"""How long a worker waits, at least, for the one that opens the folder; the second one is for jobs
+whose steps choose among the rows, which are gone through then."""
 
 
 def run_job(config: JobConfig, parts: JobParts) -> JobResult:
@@ -150,8 +153,9 @@ class _Attempt:
         self._signals.deferred = True
         self._note_engine(engine)
         expected = self._predict(engine)
+        parts, request = self._parts, self._rows.request
         generation = Generation(
-            self._config, self._parts.source, self._rows.request, engine, writer, metrics
+            self._config, parts.source, request, parts.split, engine, writer, metrics
         )
         shown = Progress(
             metrics.attempt.rows_total,
@@ -230,24 +234,33 @@ class _Attempt:
 
 def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFolder:
     """The job's folder, locked, once it is sure that it is this job's, or can become it."""
-    storage = open_storage(config.output.dir, config.workers)
+    storage, source = open_storage(config.output.dir, config.workers), parts.source
+    indexed = source if isinstance(source, IndexedSource) else None
     folder = JobFolder(
         storage.path,
         job_manifest(config, parts, schema),
-        lambda stop: rows_digest(parts.source, stop),
-        changed_row=partial(changed_row, storage, parts.source),
+        lambda stop: rows_digest(data_of(source), stop),
+        # Rows that steps have chosen cannot be told before the folder is open.
+        changed_row=_no_row if indexed else partial(changed_row, storage, source),
         overwrite=config.output.overwrite,
-        wait=max(_OPENING_SECONDS, config.workers.stale_after),
+        wait=max(_INDEX_SECONDS if indexed else _OPENING_SECONDS, config.workers.stale_after),
         exclusive=lambda path: not others_run(path, config.workers),
         storage=storage,
     )
     try:
+        if indexed is not None:
+            finished = partial(finished_rows, storage)
+            indexed.open_index(storage, alone=folder.exclusive, finished=finished)
         if folder.exclusive:
             refuse_shrinking(storage, most_rows(config, parts.source.num_rows))
     except BaseException:
         folder.close()
         raise
     return folder
+
+
+def _no_row(first: int, last: int) -> None:
+    """A row that has changed is not named."""
 
 
 @contextmanager

@@ -17,10 +17,13 @@ LOCKS = ".locks"
 LOGS = "logs"
 """Where launchers put what workers on other machines print."""
 MANIFEST = "manifest.json"
+ROWS = "rows"
+"""Where each row of the job comes from, if steps choose among those of the data set."""
+ROW_INDEX = "rows.json"
 OF_WORKERS = (LEASES, WORKERS)
 """What tells the workers of a job of each other while it runs."""
 OWN = (
-    *(DATA, JOURNAL, "differing", "grades", *OF_WORKERS, "report.html"),
+    *(DATA, JOURNAL, "differing", "grades", *OF_WORKERS, "report.html", ROW_INDEX, ROWS),
     *("README.md", "config.yaml", "metrics.json", MANIFEST),
 )
 """All that a job ever writes, in the order in which it is deleted. The manifest is the last, so

@@ -33,7 +33,7 @@ def show(config: JobConfig) -> int:
         ConfigError: the job would be refused. If that is for what the output folder holds, it is
             raised after all is printed.
     """
-    model, data = config.model.path, config.dataset.path or config.dataset.kind
+    model, data = config.model.path, config.dataset.shown
     print(f"batchgen: reading model {model} and data set {data} …", file=sys.stderr, flush=True)
     from batchgen.launchers.launch import check_launcher  # these take seconds: hence the line above
     from batchgen.planning.planner import opened_rows, output_folder
@@ -147,7 +147,7 @@ def _shown_constraint(constraint: Constraint | None) -> str:
 
 def _dataset(config: JobConfig, number: int | None) -> str:
     group = config.dataset
-    where = group.path or group.kind
+    where = group.shown
     if number is None:
         return f"{where}: a stream of rows, {config.sampling.n} answers each"
     answers = number * config.sampling.n

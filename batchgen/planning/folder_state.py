@@ -19,11 +19,15 @@ from batchgen.folder.job_folder import (
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.jobs.checked_rows import job_manifest, most_rows, output_schema
 from batchgen.jobs.job_parts import parts_of
+from batchgen.row_index.indexed_source import IndexedSource
+from batchgen.row_index.open_rows import data_of
 from batchgen.storage.job_storage import Storage
-from batchgen.storage.manifest import Manifest
+from batchgen.storage.manifest import READ_JOB, Manifest
 from batchgen.storage.open_storage import open_storage
+from batchgen.util.errors import ConfigError, JobError
 
 if TYPE_CHECKING:
+    from batchgen.dataset.source import Source
     from batchgen.resolve.opened_job import OpenedJob
 
 
@@ -44,6 +48,20 @@ def folder_state(config: JobConfig, opened: OpenedJob) -> FolderState:
         return _state(config, opened, storage)
 
 
+def find_rows(config: JobConfig, source: Source) -> None:
+    """Find out which rows steps choose, as far as they do: from the job's folder if it says so, or
+    by running them."""
+    if not isinstance(source, IndexedSource):
+        return
+    try:
+        storage = open_storage(config.output.dir, config.workers)
+    except (ConfigError, JobError):  # the folder is told about later
+        source.find_index(None)
+        return
+    with closing(storage):
+        source.find_index(storage)
+
+
 def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderState:
     path = storage.shown
     refuse_folder(storage)
@@ -55,7 +73,7 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
     if old is None or not has_rows(storage):
         return FolderState(f"{path}: no answers yet")
     asked, source = _manifest(config, opened, old), opened.source
-    digests, named = partial(rows_digest, source), partial(changed_row, storage, source)
+    digests, named = partial(rows_digest, data_of(source)), partial(changed_row, storage, source)
     if refuse_other_job(storage, old, asked, digests, named, overwrite=config.output.overwrite):
         what = "the output of a different job, which is deleted (output.overwrite)"
         return FolderState(f"{path}: {what}")
@@ -77,6 +95,10 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
 
 def _manifest(config: JobConfig, opened: OpenedJob, old: Manifest) -> Manifest:
     """The manifest of the job, if its models are those that the folder was made with."""
-    models = {name: text for name, text in old.fingerprints.items() if name != "dataset"}
+    models = {
+        name: text
+        for name, text in old.fingerprints.items()
+        if name != "dataset" and not name.startswith(READ_JOB)
+    }
     parts = parts_of(opened, config, models)
     return job_manifest(config, parts, output_schema(config, parts))

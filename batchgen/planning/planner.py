@@ -57,6 +57,9 @@ def opened_rows(config: JobConfig) -> Iterator[tuple[OpenedJob, JobParts, Readin
     opened = open_job(config)
     with closing(parts_of(opened, config, {})) as parts:
         check_rows(config, parts)
+        from batchgen.planning.folder_state import find_rows  # it loads the libraries of the data
+
+        find_rows(config, opened.source)
         yield opened, parts, job_reading(config, opened)
 
 
@@ -124,7 +127,7 @@ class _Planner:
         return Plan(
             config=config,
             model=opened.model.config.architecture,
-            data=config.dataset.path or config.dataset.kind,
+            data=config.dataset.shown,
             scan=scan,
             prompts=list(self._prompts(scan)),
             room=reading.room,

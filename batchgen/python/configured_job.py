@@ -32,7 +32,7 @@ def run_configured(config: JobConfig) -> Result:
 
     print(
         f"batchgen {VERSION}: reading model {config.model.path} and data set "
-        f"{config.dataset.path or config.dataset.kind} …",
+        f"{config.dataset.shown} …",
         file=sys.stderr,
         flush=True,
     )

@@ -47,7 +47,7 @@ class ReadPrompt:
         if isinstance(bare, str):
             return cls(given, "text", bare)
         items = _items(bare)
-        if items is not None and all(map(_is_id, items)):
+        if items is not None and all(map(is_token_id, items)):
             return cls(given, "ids", [int(item) for item in items])
         if items is not None and any(isinstance(item, Mapping) for item in items):
             return cls(given, "messages", items)
@@ -71,7 +71,7 @@ def read_prompts(prompts: Any) -> tuple[list[ReadPrompt], bool]:
     if items is None:
         raise ValueError(f"prompts must be {_KINDS}, or a list of these, got {prompts!r:.100}")
     messages = all(isinstance(item, Mapping) and not _is_wrapped(item) for item in items)
-    if items and (messages or all(map(_is_id, items))):
+    if items and (messages or all(map(is_token_id, items))):
         return [ReadPrompt.of(items)], True
     return [ReadPrompt.of(item) for item in items], False
 
@@ -149,7 +149,8 @@ def _items(value: Any) -> list[Any] | None:
     return None
 
 
-def _is_id(item: Any) -> bool:
+def is_token_id(item: Any) -> bool:
+    """Whether a value is an integer, of Python, numpy or the like."""
     return isinstance(item, Integral) and not isinstance(item, bool)
 
 

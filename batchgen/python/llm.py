@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Self, overload
+from typing import Any, Self, Unpack, overload
 
 import torch
 from tqdm import tqdm
@@ -27,7 +27,8 @@ from batchgen.model.other_models import open_others
 from batchgen.python.given_prompts import Conversation, Prompt, PromptIds, ReadPrompt, read_prompts
 from batchgen.python.llm_arguments import Arguments, Params, arguments_of, dtype_name, engine_config
 from batchgen.python.output import Output
-from batchgen.python.params import SamplingParams
+from batchgen.python.params import SamplingOptions, SamplingParams
+from batchgen.python.scored import Answer, Score, pairs_of, read_answers, scores_of
 from batchgen.python.streams import Request, Streams
 from batchgen.strategies.ar.strategy import ARStrategy
 
@@ -265,6 +266,76 @@ class LLM:
         call = arguments_of("LLM.stream", {"params": params, "n": n}, others)
         read, _ = read_prompts(prompts)
         return self._stream(read, call.params_of(len(read)), PromptIds(self.tokenizer, {}))
+
+    @overload
+    def score(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
+        self,
+        prompts: str | Sequence[int] | Conversation,
+        answers: str | Sequence[int],
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Score: ...
+
+    @overload
+    def score(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        answers: Iterable[Answer],
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> list[Score]: ...
+
+    def score(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        answers: Answer | Iterable[Answer],
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Score | list[Score]:
+        """Say how likely each token of given answers is behind its prompt; nothing is generated.
+
+            llm.score("The capital of France is", " Paris")              → Score
+            llm.score("The capital of France is", [" Paris", " Rome"])   → [Score, Score]
+            llm.score(["1 + 1 =", "1 + 2 ="], [" 2", " 3"])              → [Score, Score]
+
+        Prompt and answer are tokenised apart, and the answer without special tokens: its ids follow
+        those of the prompt. So begin an answer with the space that belongs to it, and write an end
+        of turn where one is wanted. A prompt with many answers is computed once.
+
+        Args:
+            prompts: one prompt, or one for each answer, as for `generate`.
+            answers: one answer, as a text or as token ids, or many.
+            template_kwargs: options of the model's chat template.
+            progress: whether to show a bar on stderr; None shows it in a terminal.
+            **options: `top_logprobs=K` returns the K most likely tokens at each position, up to
+                256; `logprobs_mode="processed"` is of the distribution that `temperature` and the
+                other options of `SamplingParams` make; `columns` are those of context scope.
+
+        Returns:
+            The score of one answer, or a list in the order of many. An answer that cannot be
+            scored has an `error`.
+
+        Raises:
+            ValueError: an option cannot be honoured, or there is not one answer for each prompt.
+        """
+        if "max_new_tokens" in options or "n" in options:
+            raise ValueError("score generates nothing: leave out n and max_new_tokens")
+        options["max_new_tokens"] = 0
+        params = SamplingParams(**options)
+        asked, given = read_prompts(prompts), read_answers(answers)
+        pairs = pairs_of(asked, given)
+        self.engine  # noqa: B018  (raises an error if it was closed)
+        ids = PromptIds(self.tokenizer, template_kwargs or {})
+        ids.check(asked[0])
+        shown = sys.stderr.isatty() if progress is None else progress
+        scores = scores_of(self._streams, ids, pairs, params.request, shown)
+        return scores[0] if asked[1] and given[1] else scores
 
     def close(self) -> None:
         """Give the device's memory back. The LLM cannot be used after that."""

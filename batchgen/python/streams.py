@@ -15,12 +15,14 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sample of one prompt: its token ids, or why it has none, and how it is sampled."""
+    """One sample of one prompt, or one answer that is scored: the prompt's token ids, or why it has
+    none, and how it is sampled."""
 
     prompt_index: int
     sample_index: int
     prompt: list[int] | RequestError
     params: SamplingParams
+    answer: list[int] | None = None
 
 
 Finished = tuple[Request, RequestOutput]
@@ -93,7 +95,7 @@ class Streams:
         try:
             if isinstance(request.prompt, RequestError):
                 raise request.prompt
-            self.engine.add_request(request_id, request.prompt, request.params)
+            self.engine.add_request(request_id, request.prompt, request.params, request.answer)
         except RequestError as error:
             del self._waiting[request_id]
             ids = [] if isinstance(request.prompt, RequestError) else request.prompt

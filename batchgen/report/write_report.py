@@ -11,6 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from batchgen.config.dataset_config import dataset_name
 from batchgen.folder.job_summary import JobSummary, tokens_per_s
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.report.example_rows import ShownRows, anchor, faults, shown_rows
@@ -158,7 +159,7 @@ def _about(reader: JobFolderReader, job: JobSummary, data: JobData) -> dict[str,
 
 
 def _dataset(dataset: Mapping[str, Any]) -> str:
-    parts = [dataset.get("path") or dataset.get("kind"), dataset.get("name"), dataset.get("split")]
+    parts = [dataset_name(dataset), dataset.get("name"), dataset.get("split")]
     return " ".join(str(part) for part in parts if part)
 
 

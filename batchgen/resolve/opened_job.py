@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.compose.experiments import choices_with
+from batchgen.compose.load_config import identity
 from batchgen.config.constraint_config import NoConstraintConfig
 from batchgen.config.job_config import (
     COMMON_COLUMNS,
@@ -34,12 +35,13 @@ from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.prefill_policy import check_chunk_sizes
 from batchgen.engine.strategy import Strategy
-from batchgen.grading.build_steps import check_fields, described, post_steps, row_steps
+from batchgen.grading.build_steps import check_fields, post_steps
 from batchgen.model.engine_recipe import EngineRecipe
 from batchgen.model.model_source import model_files
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
+from batchgen.texts.tokens.reasoning import ReasoningMarkers
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_files, fingerprint_text
 
@@ -67,6 +69,8 @@ class OpenedJob:
         prompt: makes the token ids of a row.
         dtype: that of weights and activations.
         max_model_len: how many tokens prompt and answer may have together.
+        step_fingerprints: versions of the steps of `rows`, and digests of what they read.
+        reasoning: tells thoughts from answers; None if the job does not ask for that.
     """
 
     model: OpenedModel
@@ -78,6 +82,8 @@ class OpenedJob:
     prompt: Prompt
     dtype: torch.dtype
     max_model_len: int
+    step_fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    reasoning: ReasoningMarkers | None = None
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError if parameters of a row cannot be honoured; the message names one."""
@@ -103,9 +109,7 @@ class OpenedJob:
         if (constraint := config.params.constraint) is not None:
             # The configuration is compared without the order of keys, in which the row writes them.
             found["constraint"] = fingerprint_text(constraint.text)
-        for step in described(config.rows, row_steps(config.rows)):
-            found[f"version of {step['_target_']}"] = str(step["version"])
-        return found
+        return {**found, **self.step_fingerprints}
 
     def build_engine(self, config: JobConfig) -> LLMEngine:
         """Load the weights of all models and make the engine."""
@@ -161,14 +165,12 @@ def open_job(config: JobConfig) -> OpenedJob:
         check_params(strictest, strategy, vocab_size, model.tokenizer, context_columns)
     _check_parsed(config, model.tokenizer)
     # After all that is checked without it: it takes seconds to load datasets and pyarrow.
-    from batchgen.dataset.row_source import open_dataset
     from batchgen.grading.build_steps import check_scored
+    from batchgen.row_index.open_rows import behind_steps
+    from batchgen.upstream.open_source import open_source
 
-    source: Source = open_dataset(config.dataset)
-    if config.rows:
-        from batchgen.dataset.row_steps import SteppedSource
-
-        source = SteppedSource(source, row_steps(config.rows))
+    of_data = identity(config)["dataset"]
+    source, of_steps = behind_steps(open_source(config), config.rows, of_data, model.tokenizer)
     check_fields(post, source.schema.names)
     check_scored(post, config.score, source.schema.names)
     with _named("engine"):
@@ -192,7 +194,17 @@ def open_job(config: JobConfig) -> OpenedJob:
         print(f"batchgen: warning: {warning}", file=sys.stderr)
     others = open_others(strategy, model, max_model_len)
     job = OpenedJob(
-        model, others, strategy, context_columns, compiler, source, prompt, dtype, max_model_len
+        model,
+        others,
+        strategy,
+        context_columns,
+        compiler,
+        source,
+        prompt,
+        dtype,
+        max_model_len,
+        of_steps,
+        _reasoning(config, model),
     )
     with _named("engine"):
         job.recipe(config).check()
@@ -255,13 +267,22 @@ def _compiler(
     return compiler
 
 
+def _reasoning(config: JobConfig, model: OpenedModel) -> ReasoningMarkers | None:
+    """What tells thoughts from answers; None if the job does not ask for that."""
+    start, end = config.output.reasoning_start, config.output.reasoning_end
+    if end is None:
+        return None
+    size = model.config.vocab_size
+    return ReasoningMarkers(model.tokenizer, size, model.eos_token_ids, start=start, end=end)
+
+
 def _check_parsed(config: JobConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Check that `parsed` can find `start_after`, which texts do not show if it has special
     tokens."""
     if PARSED not in config.output.columns or isinstance(config.constraint, NoConstraintConfig):
         return
     marker = config.constraint.start_after
-    if marker is None or tokenizer is None:
+    if marker is None or tokenizer is None or config.output.reasoning_end is not None:
         return
     if marker not in decode(tokenizer, list(tokenizer.encode(marker, add_special_tokens=False))):
         raise ConfigError(

@@ -148,8 +148,9 @@ class RowPrinter:
             return list(dict.fromkeys([*self._named, *([] if self._as_json else ["error"])]))
         if self._as_json:
             return None
-        asked = RowColumns(self._reader.config, self._schema).asked
-        return [*asked, self._reader.text_column, "error"]
+        columns = RowColumns(self._reader.config, self._schema)
+        thoughts = [] if columns.reasoning is None else [columns.reasoning]
+        return [*columns.asked, *thoughts, self._reader.text_column, "error"]
 
 
 def of_sample(rows: Iterable[dict[str, Any]], sample: int | None) -> Iterator[dict[str, Any]]:

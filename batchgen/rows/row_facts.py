@@ -16,6 +16,8 @@ from batchgen.texts.safe_text import Span
 from batchgen.texts.text_table import row_name
 from batchgen.util.shorten import beginning
 
+REASONING = "reasoning"
+"""The column of thoughts, in jobs that tell them apart."""
 _END_OF_REASONING = "</think>"
 _SPAN_OF = re.compile(r"(?P<name>.*answer)_start")
 _GIST = 110  # characters
@@ -40,7 +42,10 @@ class RowColumns:
         self.inputs = [n for n, meta in kinds.items() if meta.get(b"meaning") == given]
         used = used_columns(config.get("prompt") or {})
         self.asked = [n for n in used if n in kinds] or self.inputs  # of the prompt
-        apart = {*_SHOWN_APART, *self.inputs, self.text}
+        # A data set may have a column of that name itself.
+        has_reasoning = REASONING in kinds and REASONING not in self.inputs
+        self.reasoning = REASONING if has_reasoning else None
+        apart = {*_SHOWN_APART, *self.inputs, self.text, self.reasoning}
         # What has a scope has a value per token, and is seen there.
         self.counts = [n for n, meta in kinds.items() if n not in apart and b"scope" not in meta]
         self.read = row_reader(schema)

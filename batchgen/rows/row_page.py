@@ -81,7 +81,7 @@ class RowPage:
         tokens, made = self.tokens(facts, key), list[Markup]()
         for limit in limits:
             values = {
-                **_answer(facts, text, limit),
+                **_answer(facts, text, limit, self.columns.reasoning),
                 **self._beside(facts, limit),
                 "prompt": [(name, _shown(part, limit)) for name, part in prompt],
                 "key": key,
@@ -158,14 +158,18 @@ def _shown(text: str, limits: Limits, spans: Sequence[Span] = ()) -> _Shown:
     return _Shown(shortened(text, limits.text, spans), rich_text(text, limits.text, spans))
 
 
-def _answer(facts: RowFacts, text: str | None, limits: Limits) -> dict[str, Any]:
-    """Reasoning and answer, as the template shows them."""
-    behind = facts.reasoning_end(text)
+def _answer(
+    facts: RowFacts, text: str | None, limits: Limits, column: str | None
+) -> dict[str, Any]:
+    """Reasoning and answer, as the template shows them. Jobs that tell them apart have a `column`
+    of reasoning; in those of others the reasoning is the beginning of the text."""
+    behind = facts.reasoning_end(text) if column is None else 0
+    reasoning = (text or "")[:behind] if column is None else facts.row[column] or ""
     spans = [s for s in facts.answers(text) if s.start >= behind]
     moved = [Span(s.start - behind, s.end - behind, s.name) for s in spans]
     return {
-        "reasoning": _shown(text[:behind], limits) if text and behind else None,
-        "reasoning_length": behind,
+        "reasoning": _shown(reasoning, limits) if reasoning else None,
+        "reasoning_length": len(reasoning),
         "answer": None if text is None else _shown(text[behind:], limits, moved),
         "has_marks": bool(moved),
     }

@@ -28,6 +28,7 @@ Source = Path | RawIOBase
 """What a file is read from: a path, or an object whose text is its URL (`Storage.parquet`)."""
 _MARK = b"\xb6sums\x01\r\n"
 _END = struct.Struct("<I4s")  # what is behind the footer: its length, and b"PAR1"
+_AT_ONCE = 2**20
 _MOST_AT_END = 64 * 2**10  # what pyarrow reads first, from the end of a file
 _STEP = 2**20
 
@@ -116,6 +117,23 @@ class CheckedFile:
                 tables.append(self._file.read_row_group(group, names))
         with _told(self._source):
             return pa.concat_tables(tables or [self._file.read_row_groups([], names)])
+
+    @property
+    def name(self) -> str:
+        """The path or URL of the file."""
+        return str(self._source)
+
+    def content_digest(self) -> str:
+        """32 hex digits, which are others if what the file holds is: over the checksums of its
+        chunks, or over all its bytes if it has none."""
+        digest = blake2b(str(self.metadata.num_rows).encode(), digest_size=16)
+        if self._sums is not None:
+            digest.update(b"".join(self._sums))
+            return digest.hexdigest()
+        with _told(self._source):
+            for start in range(0, self._bytes.size, _AT_ONCE):
+                digest.update(self._bytes.pread(start, min(_AT_ONCE, self._bytes.size - start)))
+        return digest.hexdigest()
 
     def _check_footer(self) -> int | None:
         """The place behind the checksums of the chunks; None if the file was not sealed."""

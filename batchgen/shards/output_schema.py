@@ -37,6 +37,12 @@ _AFTER = (
     ("num_generated_tokens", pa.int32(), "length of token_ids"),
 )
 PROMPT_TOKEN_IDS = "prompt_token_ids"
+REASONING = "reasoning"
+_REASONING = (
+    REASONING,
+    pa.string(),
+    "the thoughts before output.reasoning_end; null on error, and if the row has none",
+)
 _SATISFIED = (
     "constraint_satisfied",
     pa.bool_(),
@@ -58,6 +64,7 @@ class FinishedRow:
     fields: Mapping[str, Any]
     output: RequestOutput | None = None
     error: RequestError | None = None
+    reasoning: str | None = None
 
     @property
     def finish_reason(self) -> str:
@@ -79,6 +86,7 @@ class OutputSchema:
         columns: the per-token columns, in their order.
         counts: names of the strategy's counts, which are columns too.
         text_column: the name of the column of generated text.
+        reasoning: whether there is a column of thoughts.
     """
 
     arrow: pa.Schema
@@ -87,6 +95,7 @@ class OutputSchema:
     counts: tuple[str, ...]
     parsed: ParsedColumn | None
     text_column: str = TEXT
+    reasoning: bool = False
 
     @staticmethod
     def build(
@@ -96,6 +105,7 @@ class OutputSchema:
         prompt_token_ids: bool,
         *,
         constrained: bool = False,
+        reasoning: bool = False,
         parsed: ParsedColumn | None = None,
         text_column: str = TEXT,
     ) -> "OutputSchema":
@@ -103,6 +113,7 @@ class OutputSchema:
 
         Args:
             prompt_token_ids: whether to write the prompts.
+            reasoning: whether thoughts have a column of their own.
             constrained: whether a column says which rows satisfy their constraint.
 
         Raises:
@@ -115,6 +126,8 @@ class OutputSchema:
             for name, type, meaning in _AFTER
             if prompt_token_ids or name != PROMPT_TOKEN_IDS
         ]
+        if reasoning:
+            after.insert(1, _field(*_REASONING))
         if constrained:
             after.append(_field(*_SATISFIED))
         if parsed is not None:
@@ -125,6 +138,7 @@ class OutputSchema:
         # Also columns that this job leaves out: a name shall mean the same in every output.
         taken = {name for name, *_ in _BEFORE + _AFTER} | {c.name for c in counts}
         taken |= {column.name for column in columns} | {_SATISFIED[0], PARSED}
+        taken |= {REASONING} if reasoning else set()
         taken.remove(TEXT)
         _check_clashes(passthrough.names, taken, text_column)
         # The metadata of the whole input schema is dropped: it describes the input's columns alone.
@@ -133,7 +147,9 @@ class OutputSchema:
         schema = pa.schema(before + given + after, metadata={"batchgen.schema": SCHEMA_VERSION})
         names = tuple(passthrough.names)
         names_of_counts = tuple(count.name for count in counts)
-        return OutputSchema(schema, names, tuple(columns), names_of_counts, parsed, text_column)
+        return OutputSchema(
+            schema, names, tuple(columns), names_of_counts, parsed, text_column, reasoning
+        )
 
     @property
     def token_bytes(self) -> int:
@@ -159,6 +175,8 @@ class OutputSchema:
             "num_generated_tokens": [len(o.token_ids) if o else 0 for o in outputs],
             "token_ids": _id_lists([o.token_ids if o else [] for o in outputs]),
         }
+        if self.reasoning:
+            values[REASONING] = [row.reasoning for row in rows]
         for name in self.passthrough:
             values[name] = [row.fields[name] for row in rows]
         for name in self.counts:

@@ -19,6 +19,8 @@ _PACKAGES = ("torch", "transformers", "datasets", "pyarrow", "xgrammar", "triton
 ROWS = "dataset rows"
 """The key in `Manifest.growing` of the number of rows that the job uses."""
 SAMPLES = "sampling.n"
+READ_JOB = "read job"
+"""What keys of `Manifest.fingerprints` begin with that are of other jobs, whose rows are read."""
 _DATASET = "dataset"
 _BLOCK = 1000  # of batchgen.dataset.row_digest, which is not imported: it comes with datasets
 
@@ -201,6 +203,8 @@ def _difference(key: str, old: str, new: str) -> str:
     if key.startswith("fingerprint.") and key.endswith("model"):
         name = key.removeprefix("fingerprint.")
         return f"{name}: a different model, or its files have changed ({line})"
+    if key.startswith(f"fingerprint.{READ_JOB}"):
+        return f"dataset.path: another job than the one whose rows were read ({line})"
     return line
 
 

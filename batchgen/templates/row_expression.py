@@ -39,7 +39,7 @@ class RowExpression:
             tree = env.parse_expression(source, _RESULT)
             loaded = (node for node in tree.find_all(nodes.Name) if node.ctx == "load")
             names = list(dict.fromkeys(node.name for node in loaded))
-            self._read = {name: _attributes(tree, name) for name in names}
+            self._read = {name: fields_read(tree, name) for name in names}
             self._template = env.from_string(tree)
         except TemplateError as error:  # the syntax, an unknown filter, a bound
             raise ConfigError(f"{key}: {error.message} (in {beginning(source, 80)!r})") from None
@@ -111,8 +111,8 @@ def _complete(value: Any) -> Any:
     return value
 
 
-def _attributes(tree: nodes.Template, name: str) -> frozenset[str] | None:
-    """The fields of a variable that a tree reads by name; None if it reads the variable itself."""
+def fields_read(tree: nodes.Template, name: str) -> frozenset[str] | None:
+    """The fields of a variable that a template reads by name; None if it reads it as a whole."""
     found, whole, named = set[str](), 0, 0
     for node in tree.find_all((nodes.Name, nodes.Getattr, nodes.Getitem)):
         if isinstance(node, nodes.Name):

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from batchgen.config.dataset_config import dataset_name
 from batchgen.folder.job_summary import JobSummary
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.storage.manifest import Manifest
@@ -120,7 +121,7 @@ def _job(folder: Path, name: str) -> JobBelow:
             job,
             state=str(known.status),
             model=_text(manifest.growing.get("model.path")),
-            dataset=_text(manifest.growing.get("dataset.path")) or _text(dataset.get("kind")),
+            dataset=dataset_name({**dataset, "path": manifest.growing.get("dataset.path")}),
             rows=int(known.totals.rows) if known.is_begun else None,
             of_rows=None if to_come is None else int(to_come),
             score=None if score is None else float(score),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from batchgen.config.dataset_config import dataset_name
 from batchgen.folder.job_summary import JobSummary
 from batchgen.texts.text_table import Line, percent_range, score_lines
 from batchgen.util.duration import duration
@@ -103,7 +104,7 @@ def _facts(job: JobView, known: JobSummary) -> list[Line]:
     facts = [
         ("folder", str(job.path)),
         ("model", str(known.group("model").get("path"))),
-        ("data set", str(dataset.get("path") or dataset.get("kind"))),
+        ("data set", dataset_name(dataset)),
         ("strategy", known.strategy_path[-1]),
         ("sampling", ", ".join(f"{k} {sampling[k]}" for k in _SAMPLING if k in sampling)),
     ]

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from batchgen.engine.base.transfer import Download, upload
 
-FinishReason = Literal["stop", "length", "constraint_conflict", "error"]
+FinishReason = Literal["stop", "length", "constraint_conflict", "scored", "error"]
 """Why a row ended; `RequestOutput.finish_reason` explains each."""
-Scope = Literal["output", "context"]
+Scope = Literal["output", "context", "answer"]
 """Which tokens a column has values for; `OutputColumn.scope` explains each."""
 
 
@@ -28,8 +28,9 @@ class OutputColumn:
     tail_shape: tuple[int, ...] = ()  # the shape of one token's value; `()` is a scalar
     # `output` columns have one value for each generated token, and a strategy puts them into
     # `StepOutput.columns`. `context` columns have one value for each token that the model has read
-    # (the prompt and all generated tokens but the last), and a layer of the model writes them with
-    # `ForwardContext.record`.
+    # (the prompt and all generated or given tokens but the last), and a layer of the model writes
+    # them with `ForwardContext.record`. `answer` columns have one value for each token of a given
+    # answer, and the sampler puts them into `StepOutput.columns`.
     scope: Scope = "output"
     # Further facts, as pairs of a name and a text, that readers of the output files need to
     # understand the values, such as which layers they are of.
@@ -205,8 +206,8 @@ class RequestOutput:
     token_ids: list[int]  # all generated tokens, including the EOS or stop id that ended the row
     text: str  # the generated tokens decoded without special tokens, and cut before a stop string
     # `stop` (EOS, a stop id or a stop string), `length` (the most tokens were reached),
-    # `constraint_conflict` (the constraint allows no token that the other parameters leave) or
-    # `error`.
+    # `constraint_conflict` (the constraint allows no token that the other parameters leave),
+    # `scored` (the row had an answer whose tokens were all scored) or `error`.
     finish_reason: FinishReason
     # The stop string, or the text of the stop id, that ended the row; else None.
     stop: str | None = None
@@ -214,7 +215,7 @@ class RequestOutput:
     error: RequestError | None = None
     # Maps the name of each requested column to its values [N, *tail]. N is the number of generated
     # tokens; for a column of context scope it is the number of all tokens, prompt included, less
-    # one.
+    # one; for one of answer scope it is the number of the answer's tokens.
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     # Maps the name of each of the strategy's counts to its value for this row.
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -223,3 +224,4 @@ class RequestOutput:
     num_preemptions: int = 0
     # Whether the text is complete by its constraint; None if there is none.
     constraint_satisfied: bool | None = None
+    answer_token_ids: list[int] | None = None  # the given answer's tokens; None if there is none

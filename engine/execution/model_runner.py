@@ -41,6 +41,7 @@ class PrefillInputs(NamedTuple):
     inputs: ModelInputs  # the tokens of B rows; each row has a chunk of its known tokens
     # [R] on the host, the indices of the rows whose last token yields logits.
     rows: npt.NDArray[np.int64]
+    all_hidden: bool = False  # the hidden states of all tokens are wanted
 
 
 class ModelRunner:
@@ -115,9 +116,9 @@ class ModelRunner:
         self._graphs = None
 
     @torch.inference_mode()
-    def prefill(self, prefill: PrefillInputs, all_hidden: bool = False) -> ModelOutput:
+    def prefill(self, prefill: PrefillInputs) -> ModelOutput:
         """Run a prefill, which fills the caches, and return the logits that end R of its B rows."""
-        inputs, rows = prefill
+        inputs, rows, all_hidden = prefill
         last = self._last_tokens(inputs, rows)
         positions = inputs.positions[last]
         if all_hidden:
@@ -130,7 +131,7 @@ class ModelRunner:
         """Run a prefill, which fills the caches, and return the hidden states that end R of its B
         rows. The last layer computes only the last tokens of these R rows, unless a column of
         context scope is written. Returns [R, hidden_size], valid until the next forward."""
-        inputs, rows = prefill
+        inputs, rows, _ = prefill
         last = self._last_tokens(inputs, rows)
         if self.caches.columns:
             return self._all_hidden(inputs)[last]
@@ -210,13 +211,11 @@ class ModelRunner:
         return self.model.compute_logits(hidden)[:rows]
 
     @torch.inference_mode()
-    def mixed(
-        self, decode: ModelInputs, prefill: PrefillInputs, all_hidden: bool = False
-    ) -> tuple[ModelOutput, ModelOutput]:
+    def mixed(self, decode: ModelInputs, prefill: PrefillInputs) -> tuple[ModelOutput, ModelOutput]:
         """Run a decode step of one token per row and a prefill in one forward. The forward reads
         the weights only once for both. Returns the output of the decoding rows, and that of the
         prefill."""
-        inputs, rows = prefill
+        inputs, rows, all_hidden = prefill
         last = self._last_tokens(inputs, rows)
         count = len(decode.input_ids)
         hidden = None

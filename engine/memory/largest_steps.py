@@ -14,11 +14,16 @@ from batchgen.engine.caches.model_caches import CacheSizes
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
 from batchgen.engine.memory.model_use import ModelUse
+from batchgen.engine.models.token_model import TokenModel
 
 GRAPH_BYTES = 8 * 2**20
 """A bound on the memory of one captured graph: the driver's record of it and its outputs."""
 LIBRARY_BYTES = 256 * 2**20
 """A reserve for kernels that are loaded later and for cuBLAS's workspaces."""
+
+_SCORE_BYTES = {"cpu": 2**25, "cuda": 2**28}
+"""The most bytes of float32 logits of given tokens that are scored at once. On a CPU, which makes
+copies of them, few are as fast."""
 
 
 def activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
@@ -38,9 +43,19 @@ def activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
         if shapes.prefill_tokens:
             graphs += prefill * shapes.prefill_tokens // config.max_batched_tokens
     # The logits and their float32 copy for penalties; the rows' histories, copied when rows join.
-    sampling = rows * width * model.vocab_size * (model.dtype.itemsize + 4)
+    logits = max(rows * width, score_rows(model, config))
+    sampling = logits * model.vocab_size * (model.dtype.itemsize + 4)
     sampling += rows * config.max_model_len * 3 * 8
     return max(prefill, decode) + graphs + sampling + LIBRARY_BYTES
+
+
+def score_rows(model: TokenModel, config: ResolvedConfig) -> int:
+    """Return how many given tokens are scored at once, a multiple of 16: those whose logits, in
+    float32, are within a budget. On a GPU they are no more than the rows of a decode step, whose
+    logits need room anyway, unless these are very few."""
+    fitting = _SCORE_BYTES[model.device.type] // (4 * model.vocab_size)
+    most = 4096 if model.device.type == "cpu" else max(32, config.max_num_seqs)
+    return max(16, min(fitting, most) // 16 * 16)
 
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:
@@ -80,7 +95,7 @@ def largest_prefill(runner: ModelRunner, use: ModelUse, config: ResolvedConfig) 
         lens.append(rest)
     inputs = _scratch_inputs(runner, np.array(lens), config.row_blocks)
     rows = np.zeros(config.max_num_seqs, np.int64)
-    runner.prefill(PrefillInputs(inputs, rows), use.all_hidden)
+    runner.prefill(PrefillInputs(inputs, rows, use.all_hidden))
 
 
 def largest_decode(runner: ModelRunner, use: ModelUse, config: ResolvedConfig) -> None:

@@ -16,6 +16,7 @@ from batchgen.engine.base.outputs import HostOutput, RequestError
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.token_logs import TokenLogs
+from batchgen.engine.sampling.sampler import ANSWER_REST_PROBS, ANSWER_TOP_LOGPROBS, rest_probs
 
 BatchSlots = npt.NDArray[np.int64]
 """The batch slots of some rows, [R] int64."""
@@ -219,6 +220,39 @@ class RunningBatch:
             finished.append(seq)
         return finished
 
+    def commit_scores(
+        self,
+        slots: BatchSlots,
+        epochs: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+        step: HostOutput,
+    ) -> list[Sequence]:
+        """Give rows the scores of the next tokens of their answers, unless they left since the step
+        was launched. Returns the rows whose answers are scored to their end.
+
+        Args:
+            slots: [B], the batch slots of the rows.
+            epochs: [B], the epochs of those slots when the step was launched.
+            counts: [B], how many of the step's R rows belong to each of them, in order.
+        """
+        finished, ends = [], counts.cumsum()
+        for i in np.flatnonzero(self.epochs[slots] == epochs).tolist():
+            rows = slice(ends[i] - counts[i], ends[i])
+            seq = self[slots[i]]
+            columns = {name: values[rows, 0] for name, values in step.columns.items()}
+            if (most := seq.params.top_logprobs) > 0:
+                best = columns[ANSWER_TOP_LOGPROBS][:, :most]
+                columns[ANSWER_REST_PROBS.name] = rest_probs(best)
+            seq.add_scores(columns)
+            seq.num_broken_scores += int(step.failed[rows].sum())
+            if seq.next_scored == seq.num_tokens:
+                if seq.num_broken_scores:
+                    seq.fail(_not_numbers(seq))
+                else:
+                    seq.finish("scored", None)
+                finished.append(seq)
+        return finished
+
     def _stops(
         self, slots: BatchSlots, token_ids: npt.NDArray[np.int64], counts: npt.NDArray[np.int32]
     ) -> tuple[npt.NDArray[np.int64], Mask, Mask]:
@@ -281,9 +315,12 @@ class RunningBatch:
 
 
 def _not_numbers(seq: Sequence) -> RequestError:
-    """The error of a row whose next token had NaN or infinite logits."""
+    """The error of a row of which a token had NaN or infinite logits."""
+    where = f"token {seq.num_tokens}"
+    if seq.num_broken_scores:
+        where = f"{seq.num_broken_scores} of the answer's {seq.num_answer_tokens} tokens"
     return RequestError(
         "non_finite_logits",
-        f"the model gave NaN or infinite logits at token {seq.num_tokens}: its weights are "
-        "damaged, or it needs dtype bfloat16 or float32",
+        f"the model gave NaN or infinite logits at {where}: its weights are damaged, or it needs "
+        "dtype bfloat16 or float32",
     )

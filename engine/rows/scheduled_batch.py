@@ -21,6 +21,17 @@ class Snapshot(NamedTuple):
     state_slot: int
 
 
+class ScoredRow(NamedTuple):
+    """The tokens of a row's answer that a chunk of its prefill scores, each by the logits of the
+    token before it."""
+
+    row: int  # its index in the batch
+    slot: int  # its batch slot
+    epoch: int  # of that slot
+    first: int  # the position in the row of the first of the tokens
+    end: int  # the position behind the last of them
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:
     """B rows that each read a chunk of their known tokens, either for the first time or again after
@@ -39,6 +50,17 @@ class PrefillBatch:
     keep: npt.NDArray[np.int64] | None
     # What this prefill leaves for the prefix cache, with recurrent layers.
     snapshots: list[Snapshot] = field(default_factory=list)
+    # The rows of which the chunk scores tokens. They never join the decoding rows.
+    scored: list[ScoredRow] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreBatch:
+    """R given tokens of B rows that a step scores, one row after another."""
+
+    batch_slots: BatchSlots  # [B], the rows' slots in the `RunningBatch`
+    epochs: npt.NDArray[np.int64]  # [B], the epochs of these slots
+    counts: npt.NDArray[np.int64]  # [B], how many of the tokens are of each row
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,8 @@ class Sequence:
     params: SamplingParams
     stop: StopRule
     requested_columns: tuple[OutputColumn, ...]
+    # How many of the given tokens, the last ones, are an answer whose log-probabilities are wanted.
+    num_answer_tokens: int = 0
     batch_slot: int | None = None  # in the `RunningBatch`, while the row runs
     matcher: Matcher | None = None  # of a constrained row, behind its output so far, until it ends
     # What the row owns of the caches; state slot 0 is none.
@@ -83,15 +85,16 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_text: str | None = None  # the stop string, or the text of the stop id, that ended the row
     error: RequestError | None = None
+    num_broken_scores: int = 0  # tokens of the answer whose logits were NaN or infinite
     constraint_satisfied: bool = False  # whether the output is complete by the constraint
     context_columns: tuple[str, ...] = field(init=False)
-    columns: dict[str, ColumnBuffer] = field(init=False)  # of output scope
-    num_prompt_tokens: int = field(init=False)
+    columns: dict[str, ColumnBuffer] = field(init=False)  # of output or answer scope
+    num_prompt_tokens: int = field(init=False)  # given tokens, those of an answer included
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)
         requested = self.requested_columns
-        self.columns = {c.name: ColumnBuffer(c) for c in requested if c.scope == "output"}
+        self.columns = {c.name: ColumnBuffer(c) for c in requested if c.scope != "context"}
         self.context_columns = tuple(c.name for c in requested if c.scope == "context")
 
     @property
@@ -103,6 +106,24 @@ class Sequence:
     def num_generated(self) -> int:
         """The number of generated tokens in `token_ids`."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def answer_start(self) -> int:
+        """The number of given tokens that are not an answer's."""
+        return self.num_prompt_tokens - self.num_answer_tokens
+
+    @property
+    def next_scored(self) -> int:
+        """The position of the first token whose score was not read yet, in a row with an answer."""
+        return self.answer_start + min(map(len, self.columns.values()))
+
+    @property
+    def num_shareable_tokens(self) -> int:
+        """How many of the first tokens may come from the prefix cache, because nobody wants the
+        logits behind them."""
+        if self.num_answer_tokens:
+            return self.next_scored - 1
+        return self.num_prefill_tokens - self.prefill_yields
 
     @property
     def resumed(self) -> bool:
@@ -132,6 +153,11 @@ class Sequence:
         for name, buffer in self.columns.items():
             buffer.extend(columns[name])
             assert len(buffer) == self.num_generated, f"column {name} lost step with the tokens"
+
+    def add_scores(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Take the values [n, *tail] of each column of answer scope, of the next n tokens."""
+        for name, buffer in self.columns.items():
+            buffer.extend(columns[name])
 
     def fail(self, error: RequestError) -> None:
         """End the row with an error; tokens that it has generated are kept."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,6 +29,13 @@ TOP_LOGPROBS = OutputColumn("top_logprobs", np.dtype(np.float32), (0,))
 TOP_LOGPROB_IDS = OutputColumn("top_logprob_ids", np.dtype(np.int32), (0,))
 """The ids of those K tokens."""
 
+_ANSWER = "answer_"
+"""What the names of columns of answer scope begin with."""
+ANSWER_LOGPROBS = _ANSWER + LOGPROBS.name
+ANSWER_TOP_LOGPROBS = _ANSWER + TOP_LOGPROBS.name
+ANSWER_TOP_LOGPROB_IDS = _ANSWER + TOP_LOGPROB_IDS.name
+ANSWER_REST_PROBS = OutputColumn("answer_rest_probs", np.dtype(np.float32), scope="answer")
+"""The probability of all tokens but the K most likely ones at each position of an answer."""
 _INF = float("inf")
 
 
@@ -53,6 +61,9 @@ def requested_columns(params: SamplingParams) -> tuple[OutputColumn, ...]:
         tail = (params.top_logprobs,)
         columns.append(replace(TOP_LOGPROBS, tail_shape=tail))
         columns.append(replace(TOP_LOGPROB_IDS, tail_shape=tail))
+    if params.scores_answer:
+        columns = [replace(c, name=_ANSWER + c.name, scope="answer") for c in columns]
+        columns += [ANSWER_REST_PROBS] if params.top_logprobs else []
     return tuple(columns)
 
 
@@ -184,6 +195,47 @@ def describe(
     return columns
 
 
+def rest_probs(top_logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return the probability of all tokens but the K whose log-probabilities [N, K] are given."""
+    rest = 1 - np.exp(top_logprobs.astype(np.float64)).sum(1)
+    clipped: npt.NDArray[np.float32] = rest.clip(0).astype(np.float32)
+    return clipped
+
+
+def score(
+    logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
+) -> StepOutput:
+    """Describe given tokens as `sample` describes those that it draws, to the bit.
+
+    The step has R rows with W = 1 and columns of answer scope. `token_ids` [R] stand at `positions`
+    [R], and the row's history holds all tokens before them if it has penalties.
+    """
+    if logits.is_cuda:
+        return score_fused(logits, sampling, positions, token_ids)
+    processed = logits
+    if sampling.any_processed_logprobs:
+        processed = process(logits, sampling, positions)
+    failed = ~logits.amax(-1).isfinite()
+    return _scored(token_ids, failed, describe(logits, processed, sampling, token_ids))
+
+
+def score_fused(
+    logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
+) -> StepOutput:
+    """`score` with the fused Triton kernels, on any device."""
+    drawn = _draw_fused(logits, sampling, positions, None, False, None, token_ids)
+    return _scored(token_ids, drawn.failed, drawn.columns)
+
+
+def _scored(token_ids: Tensor, failed: Tensor, columns: dict[str, Tensor]) -> StepOutput:
+    return StepOutput(
+        num_tokens=torch.ones_like(failed, dtype=torch.int32),
+        token_ids=token_ids.unsqueeze(1),
+        failed=failed,
+        columns={_ANSWER + name: values.unsqueeze(1) for name, values in columns.items()},
+    )
+
+
 def sample_fused(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, *, mask: TokenMask | None = None
 ) -> StepOutput:
@@ -206,6 +258,19 @@ def draw_fused(
     ban or a mask copy them. The host never waits. Tokens differ from `draw`'s only if two scores
     are so close that rounding decides.
     """
+    return _draw_fused(logits, sampling, positions, draws, confidence, mask, None)
+
+
+def _draw_fused(
+    logits: Tensor,
+    sampling: SamplingInputs,
+    positions: Tensor,
+    draws: Tensor | None,
+    confidence: bool,
+    mask: TokenMask | None,
+    given: Tensor | None,
+) -> Drawn:
+    """`draw_fused`, or with `given` [R] the same of these tokens in place of drawn ones."""
     left, empty = _exclude(logits, sampling, positions, mask)
     threshold = None
     if sampling.any_filters:
@@ -223,6 +288,7 @@ def draw_fused(
         sampling.processed_logprobs if sampling.any_logprobs else None,
         draws=draws,
         confidence=confidence,
+        given=given,
     )
     columns: dict[str, Tensor] = {}
     if drawn.logprobs is not None:

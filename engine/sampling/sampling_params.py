@@ -20,7 +20,7 @@ class SharedSampling:
     repetition_penalty: float = 1.0  # > 1: tokens so far are less likely (Keskar 2019)
     presence_penalty: float = 0.0  # subtracted once from tokens of the output
     frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
-    max_new_tokens: int = 256
+    max_new_tokens: int = 256  # 0: the row's given answer is scored, and nothing is generated
     min_new_tokens: int = 0  # before, neither EOS, stop_token_ids nor stop strings end it
     stop: tuple[str, ...] = ()  # strings that end the row; the text is cut before them
     stop_token_ids: tuple[int, ...] = ()  # ids that end the row, besides EOS
@@ -37,7 +37,7 @@ class SamplingParams(SharedSampling):
     for a value out of range; the message names it and says what is allowed.
     """
 
-    logprobs: bool = False  # of every generated token
+    logprobs: bool = False  # of every generated token; always of every token of an answer
     top_logprobs: int = 0  # K, ids and log-probabilities of the most likely; 0: none
     logprobs_mode: LogprobsMode = "raw"  # raw: the model's distribution; processed: the sampled one
     columns: tuple[str, ...] = ()  # output columns of the strategy or of layers
@@ -57,7 +57,7 @@ class SamplingParams(SharedSampling):
             ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0, finite"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("max_new_tokens", self.max_new_tokens >= 0, "at least 0"),
             ("min_new_tokens", self.min_new_tokens >= 0, "at least 0"),
             ("min_new_tokens", self.min_new_tokens <= self.max_new_tokens, "<= max_new_tokens"),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
@@ -67,13 +67,25 @@ class SamplingParams(SharedSampling):
                 not (self.ignore_eos and self.constraint),
                 "false with a constraint, whose rows end with EOS",
             ),
+            (
+                "constraint",
+                not (self.constraint and not self.max_new_tokens),
+                "none with max_new_tokens=0, which generates nothing that it could restrict",
+            ),
             ("seed", -(2**63) <= self.seed < 2**64, "a 64-bit integer"),
-            ("top_logprobs", 0 <= self.top_logprobs <= 100, "between 0 and 100"),
+            ("top_logprobs", 0 <= self.top_logprobs <= 256, "between 0 and 256"),
             ("logprobs_mode", self.logprobs_mode in ("raw", "processed"), "raw or processed"),
         )
         for name, ok, allowed in checks:
             if not ok:
                 raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
+        if self.scores_answer:
+            object.__setattr__(self, "logprobs", True)
+
+    @property
+    def scores_answer(self) -> bool:
+        """Whether the row has an answer whose tokens are scored, and generates nothing."""
+        return not self.max_new_tokens
 
     @property
     def greedy(self) -> bool:

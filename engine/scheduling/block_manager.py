@@ -97,12 +97,13 @@ class BlockManager:
         """Find the longest cached prefix of the tokens that the row has to prefill. If the prefill
         must yield a token, the prefix leaves out at least the last token, so that a forward has a
         token to compute. So it does where a model looks ahead, which goes on from what it makes of
-        that token. With recurrent layers it ends within the prompt."""
+        that token. It leaves out the tokens whose logits score an answer. With recurrent layers it
+        ends within the prompt."""
         if not self.prefix_caching:
             return Prefix([])
-        tokens = seq.num_prefill_tokens - max(int(seq.prefill_yields), self._ahead)
+        tokens = min(seq.num_shareable_tokens, seq.num_prefill_tokens - self._ahead)
         if self.states is not None:
-            tokens = min(tokens, seq.num_prompt_tokens)
+            tokens = min(tokens, seq.answer_start)
         digests = self._hashes(seq, tokens // self.block_size)
         found = list(takewhile(lambda b: b is not None, map(self._published.get, digests)))
         blocks = [block for block in found if block is not None]
@@ -155,8 +156,8 @@ class BlockManager:
         if self.states is None or not self.prefix_caching:
             return []
         step = self._snapshot_blocks * self.block_size
-        # No other row has the generated tokens after the prompt, so no snapshot is kept there.
-        last = min(seq.num_prefill_tokens - seq.prefill_yields, seq.num_prompt_tokens)
+        # No other row has the tokens of the answer after the prompt, so no snapshot is kept there.
+        last = min(seq.num_shareable_tokens, seq.answer_start)
         found = []
         for tokens in sorted({last // step * step, seq.branch_tokens}):
             if start < tokens <= end:
@@ -212,7 +213,7 @@ class BlockManager:
         if self.states is not None:
             # A recurrent layer may read tokens of a prompt otherwise than generated ones, and then
             # rounds otherwise. A row that has generated tokens in its prompt must not see that.
-            num_tokens = min(num_tokens, seq.num_prompt_tokens)
+            num_tokens = min(num_tokens, seq.answer_start)
         full = min(num_tokens, seq.num_tokens - self._ahead) // self.block_size
         if full <= seq.num_published_blocks:
             return

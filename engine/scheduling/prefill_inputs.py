@@ -16,7 +16,9 @@ from batchgen.engine.rows.scheduled_batch import PrefillBatch
 from batchgen.engine.rows.sequence import Sequence
 
 
-def prefill_inputs(batch: PrefillBatch, device: torch.device, states: bool) -> PrefillInputs | None:
+def prefill_inputs(
+    batch: PrefillBatch, device: torch.device, states: bool, all_hidden: bool
+) -> PrefillInputs | None:
     """Make the inputs of a scheduled prefill's forward.
 
     Rows without tokens to compute, which the prefix cache has whole, are left out. Returns the
@@ -25,6 +27,7 @@ def prefill_inputs(batch: PrefillBatch, device: torch.device, states: bool) -> P
     Args:
         device: the model's device.
         states: whether the model has recurrent layers.
+        all_hidden: as for `PrefillInputs`. The tokens of an answer are scored by them as well.
     """
     chosen = np.flatnonzero(batch.lengths)
     if not len(chosen):
@@ -46,11 +49,11 @@ def prefill_inputs(batch: PrefillBatch, device: torch.device, states: bool) -> P
         ends,
         state_slots(seqs, device) if states else None,
         _snapshots(batch, chosen, device) if batch.snapshots else None,
-        _replayed(seqs, starts, ends) if states else None,
+        _replayed(seqs, starts, ends, device) if states else None,
     )
     yielding = [i for i in batch.completing if batch.seqs[i].prefill_yields]
     rows = np.searchsorted(chosen, np.array(yielding, np.int64)).astype(np.int64)
-    return PrefillInputs(inputs, rows)
+    return PrefillInputs(inputs, rows, all_hidden or bool(batch.scored))
 
 
 def _snapshots(batch: PrefillBatch, chosen: npt.NDArray[np.int64], device: torch.device) -> Tensor:
@@ -64,10 +67,17 @@ def _snapshots(batch: PrefillBatch, chosen: npt.NDArray[np.int64], device: torch
 
 
 def _replayed(
-    seqs: abc.Sequence[Sequence], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+    seqs: abc.Sequence[Sequence],
+    starts: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    device: torch.device,
 ) -> npt.NDArray[np.int64] | None:
     """Make `ModelInputs.replayed` [B] for rows that read the tokens from `starts` to `ends` [B]."""
-    prompts = np.array([seq.num_prompt_tokens for seq in seqs], np.int64)
+    # An answer is read as it was when it was generated only on a CPU, where its scores then have
+    # the bits of that time. On a GPU they differ anyway, and this would be slow.
+    exact = device.type == "cpu"
+    given = [seq.answer_start if exact else seq.num_prompt_tokens for seq in seqs]
+    prompts = np.array(given, np.int64)
     counts: npt.NDArray[np.int64] = np.maximum(ends - np.maximum(starts, prompts), 0)
     return counts if counts.any() else None
 

@@ -19,6 +19,8 @@ from batchgen.engine.rows.scheduled_batch import (
     MixedBatch,
     PrefillBatch,
     ScheduledBatch,
+    ScoreBatch,
+    ScoredRow,
     Snapshot,
 )
 from batchgen.engine.rows.sequence import Sequence
@@ -97,8 +99,12 @@ class Scheduler:
         self._waiting.append(seq)
 
     def _plan_prefill(self, seq: Sequence) -> None:
-        """Ask the strategy how much of the row's known tokens its prefill reads."""
-        seq.num_prefill_tokens, seq.prefill_yields = self._pacing.prefill_of(seq)
+        """Ask the strategy how much of the row's known tokens its prefill reads. Nobody wants the
+        logits behind the last token of an answer."""
+        if seq.num_answer_tokens:
+            seq.num_prefill_tokens, seq.prefill_yields = seq.num_tokens - 1, False
+        else:
+            seq.num_prefill_tokens, seq.prefill_yields = self._pacing.prefill_of(seq)
 
     def abort(self, seq: Sequence) -> None:
         """Drop an unfinished row, whether it waits or runs, and free what it owns."""
@@ -152,6 +158,7 @@ class Scheduler:
         starts: list[int] = []
         lengths: list[int] = []
         snapshots: list[Snapshot] = []
+        scored: list[ScoredRow] = []
         budget = max_tokens
         # A row that does not fit is cut, so there must be room for the smallest chunk.
         while len(seqs) < max_rows and budget >= self._multiple:
@@ -164,6 +171,8 @@ class Scheduler:
             budget -= chunk
             for tokens, state_slot in self.block_manager.snapshots(seq, start, start + chunk):
                 snapshots.append(Snapshot(len(seqs), tokens - start, state_slot))
+            if (row := self._scored_row(seq, len(seqs), start, start + chunk)) is not None:
+                scored.append(row)
             seqs.append(seq)
             starts.append(start)
             lengths.append(chunk)
@@ -173,14 +182,27 @@ class Scheduler:
             self.block_manager.publish(seq, seq.num_computed_tokens)
             if not seq.is_prefilling:
                 self.running.end_prefill(seq)
-        completing = [i for i, seq in enumerate(seqs) if not seq.is_prefilling]
+        completing = [
+            i for i, seq in enumerate(seqs) if not (seq.is_prefilling or seq.num_answer_tokens)
+        ]
         # Rows that ended leave the StepInputs with this batch, too, and not only with a decode
         # batch: if every row ends with its first token, there is never one.
         keep = self.running.join([seqs[i] for i in completing]) if completing else None
         yielding = [seqs[i].batch_slot for i in completing if seqs[i].prefill_yields]
         slots = np.array(yielding, np.int64)
         epochs = self.running.epochs[slots]
-        return PrefillBatch(seqs, starts, lengths, completing, slots, epochs, keep, snapshots)
+        return PrefillBatch(
+            seqs, starts, lengths, completing, slots, epochs, keep, snapshots, scored
+        )
+
+    def _scored_row(self, seq: Sequence, row: int, start: int, end: int) -> ScoredRow | None:
+        """Name the tokens that a chunk from `start` to `end` of a row scores, if there are any."""
+        slot = seq.batch_slot
+        if not seq.num_answer_tokens or end < seq.next_scored:
+            return None
+        assert slot is not None
+        first = max(start + 1, seq.next_scored)
+        return ScoredRow(row, slot, int(self.running.epochs[slot]), first, end + 1)
 
     def _admit_next(self) -> Sequence | None:
         """Admit the first waiting row and give it the blocks of all its known tokens."""
@@ -287,17 +309,24 @@ class Scheduler:
         self._before_free(seq)
         self.block_manager.free(seq)
 
-    def update(self, batch: PrefillBatch | DecodeBatch, step: HostOutput) -> list[Sequence]:
+    def update(
+        self, batch: PrefillBatch | DecodeBatch | ScoreBatch, step: HostOutput
+    ) -> list[Sequence]:
         """Commit what a step produced, and free what the rows own that it ends. Returns the rows
         that ended.
 
         Args:
-            step: what it produced, with a row for each of `batch.batch_slots`.
+            step: what it produced, with a row for each of `batch.batch_slots`, or for each token
+                that is scored.
         """
-        finished = self.running.commit(batch.batch_slots, batch.epochs, step)
+        slots, epochs = batch.batch_slots, batch.epochs
+        if isinstance(batch, ScoreBatch):
+            finished = self.running.commit_scores(slots, epochs, batch.counts, step)
+        else:
+            finished = self.running.commit(slots, epochs, step)
         for seq in finished:
             self.running.remove(seq)
             self._release(seq)
-            if seq.error is None:
+            if seq.error is None and not seq.num_answer_tokens:
                 self._admission.lengths.observe(seq.num_generated)
         return finished

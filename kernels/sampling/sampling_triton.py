@@ -22,7 +22,7 @@ ROW_ARGUMENTS = [
     f"{name}_ptr"
     for name in (
         "temperature", "threshold", "mode", "seeds", "positions", "draws", "greedy", "top_k",
-        "top_p", "min_p", "banned", "prompt_lens", "repetition", "presence", "frequency",
+        "top_p", "min_p", "banned", "prompt_lens", "repetition", "presence", "frequency", "given",
     )
 ]  # fmt: skip
 """Kernel arguments that point to [R] values, which may be rows of one packed tensor, so that their
@@ -58,6 +58,7 @@ def draw(
     stream: Stream = Stream.SAMPLE,
     draws: Tensor | None = None,  # [R]: earlier draws of the position; None: 0
     confidence: bool = False,
+    given: Tensor | None = None,  # [R] int64: take these tokens instead of drawing any
 ) -> Draw:
     """Draw one token per row: argmax(processed logits + Gumbel noise), of equal scores the first.
 
@@ -82,6 +83,8 @@ def draw(
     # A pointer must be given even where the kernel does not read it.
     limits = temperature if threshold is None else threshold
     modes = greedy if processed_logprobs is None else processed_logprobs
+    if given is not None:
+        greedy = torch.ones_like(greedy)  # no noise
     arguments = (
         logits, raw, temperature, limits, modes, seeds, positions,
         positions if draws is None else draws, greedy, partials, winners,
@@ -92,6 +95,7 @@ def draw(
         "LOGPROBS": logprobs is not None,
         "CONFIDENCE": confidence,
         "DRAWS": draws is not None,
+        "GIVEN": given is not None,
         "SAME": raw is logits,
         "NVIDIA": logits.is_cuda,
         "STREAM": int(stream),
@@ -100,6 +104,7 @@ def draw(
     results = (
         token_ids, failed, failed if logprobs is None else logprobs,
         failed if probabilities is None else probabilities,
+        token_ids if given is None else given,
     )  # fmt: skip
     width = triton.next_power_of_2(chunks)
     _join_chunks[(rows,)](*arguments, chunks, *results, **flags, CHUNKS=width, num_warps=1)
@@ -126,7 +131,8 @@ def _draw_chunk(
     logits_ptr, raw_ptr, temperature_ptr, threshold_ptr, mode_ptr, seeds_ptr, positions_ptr,
     draws_ptr, greedy_ptr, partials_ptr, winners_ptr, stride, raw_stride, vocab, rows,
     FILTERED: tl.constexpr, LOGPROBS: tl.constexpr, CONFIDENCE: tl.constexpr, DRAWS: tl.constexpr,
-    SAME: tl.constexpr, NVIDIA: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr,
+    GIVEN: tl.constexpr, SAME: tl.constexpr, NVIDIA: tl.constexpr, STREAM: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Each program writes the best token of one chunk and the numbers of `_PLANES`."""
     row = tl.program_id(0).to(tl.int64)
@@ -185,9 +191,10 @@ def _draw_chunk(
 def _join_chunks(
     logits_ptr, raw_ptr, temperature_ptr, threshold_ptr, mode_ptr, seeds_ptr, positions_ptr,
     draws_ptr, greedy_ptr, partials_ptr, winners_ptr, stride, raw_stride, vocab, rows,
-    chunks, tokens_ptr, failed_ptr, logprobs_ptr, confidence_ptr,
+    chunks, tokens_ptr, failed_ptr, logprobs_ptr, confidence_ptr, given_ptr,
     FILTERED: tl.constexpr, LOGPROBS: tl.constexpr, CONFIDENCE: tl.constexpr, DRAWS: tl.constexpr,
-    SAME: tl.constexpr, NVIDIA: tl.constexpr, STREAM: tl.constexpr, CHUNKS: tl.constexpr,
+    GIVEN: tl.constexpr, SAME: tl.constexpr, NVIDIA: tl.constexpr, STREAM: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Each program joins one row's chunks, whose best tokens it scores with the row's maximum."""
     row = tl.program_id(0).to(tl.int64)
@@ -214,7 +221,10 @@ def _join_chunks(
         lane = columns % 4
         words = tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
         scores += gumbel(words, NVIDIA)
-    token = tl.min(tl.where(scores == tl.max(scores, axis=0), columns, vocab - 1), axis=0)
+    if GIVEN:
+        token = tl.load(given_ptr + row)
+    else:
+        token = tl.min(tl.where(scores == tl.max(scores, axis=0), columns, vocab - 1), axis=0)
     tl.store(tokens_ptr + row, token.to(tl.int64))
 
     raw_tops = tops
@@ -235,7 +245,11 @@ def _join_chunks(
             sums = tl.load(place + 2 * plane, mask=here, other=0.0)
             total = tl.sum(sums * tl.exp(raw_tops - raw_top), axis=0)
         else:
-            value = (tl.load(logits_ptr + token).to(tl.float32) - top) / temperature
+            logit = tl.load(logits_ptr + token).to(tl.float32)
+            value = (logit - top) / temperature
+            if GIVEN and FILTERED:  # a drawn token is never below the threshold
+                kept = logit >= tl.load(threshold_ptr + row)
+                value = tl.where(kept, value, -float("inf"))
             sums = tl.load(place + 3 * plane, mask=here, other=0.0)
             total = _processed_total(sums, tops, top, temperature)
         tl.store(logprobs_ptr + row, value - tl.log(total))

@@ -188,6 +188,12 @@ class DLLMStrategy(Strategy):
         return tokens
 
     def check(self, params: SamplingParams) -> None:
+        if params.scores_answer:
+            raise ValueError(
+                "max_new_tokens is 0, and strategy dllm cannot score a given answer: a diffusion "
+                "model's probability of a token depends on the order in which it unmasks the "
+                "others; use a model that predicts next tokens, with strategy=ar"
+            )
         if params.has_penalties:
             raise ValueError(
                 "penalties count the tokens before a position, and strategy dllm draws tokens "

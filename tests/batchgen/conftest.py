@@ -1,10 +1,37 @@
 """A model with a tokenizer and a file of rows, for the tests of jobs."""
 
+import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import hydra
 import pytest
+
+from batchgen.forecast import devices, planned_work
+
+
+@pytest.fixture(scope="session", autouse=True)
+def work_done_once() -> Iterator[None]:
+    """What hundreds of jobs would do again with the same result is done once by all tests: Hydra
+    puts choices of conf/ together, and a forecast measures the speed of this CPU."""
+    compose, made = hydra.compose, {}
+
+    def composed(name: str, overrides: list[str], **options: Any) -> Any:
+        if any(override.startswith("hydra") for override in overrides):
+            return compose(name, overrides=overrides, **options)
+        if (key := tuple(overrides)) not in made:
+            made[key] = compose(name, overrides=overrides, **options)
+        return made[key]
+
+    measured = functools.cache(devices.measured_cpu)
+    with (
+        mock.patch.object(hydra, "compose", composed),
+        mock.patch.object(planned_work, "measured_cpu", measured),
+    ):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -18,18 +18,24 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.admission import LengthPredictor
 
 Request = tuple[list[int], SamplingParams]
+Scored = tuple[list[int], SamplingParams, list[int]]
+"""A row with an answer, the last of the three, that is scored."""
 
 
 def run(
     engine: LLMEngine,
-    requests: Sequence[Request],
+    requests: Sequence[Request | Scored],
     aborts: Mapping[int, Sequence[int]] | None = None,
 ) -> list[RequestOutput]:
     """All outputs in order, with the strategy's columns besides those that they ask for; rows that
     `aborts` names by step are not among them."""
     columns = tuple(column.name for column in engine.strategy.columns)
-    for i, (prompt, params) in enumerate(requests):
-        engine.add_request(str(i), prompt, replace(params, columns=(*params.columns, *columns)))
+    for i, request in enumerate(requests):
+        prompt, params = request[:2]
+        if len(request) == 3:
+            engine.add_request(str(i), prompt, params, request[2])
+        else:
+            engine.add_request(str(i), prompt, replace(params, columns=(*params.columns, *columns)))
     outputs: dict[str, RequestOutput] = {}
     for step in itertools.count():
         if not engine.has_unfinished():

@@ -48,7 +48,7 @@ def _plan(arguments: list[str]) -> int:
     if more := sorted(options.flags - of_one_job):
         raise ConfigError(f"plan: {more[0]} is for jobs: a plan is of one job and runs nothing")
     config = composed(options)
-    model, data = config.model.path, config.dataset.path or config.dataset.kind
+    model, data = config.model.path, config.dataset.shown
     print(f"batchgen: reading model {model} and data set {data} …", file=sys.stderr, flush=True)
     from batchgen.planning.planner import make_plan  # this takes seconds: hence the line above
 

@@ -100,9 +100,10 @@ def validate(folder: str | Path) -> Report:
         JobError: a shard is damaged.
     """
     path = short_user_path(folder_here(str(folder), "batchgen validate"), "OUT")
-    config, text = _config(path)
-    column = constraint_column(config)
-    checks, report = _Checks(config, column), Report(CHECKED_BY[config.kind])
+    config, output = _config(path)
+    text, column = output["text_column"], constraint_column(config)
+    behind = output.get("reasoning_end") is not None
+    checks, report = _Checks(config, column, behind), Report(CHECKED_BY[config.kind])
     for row in _rows(path, text, column):
         outcome, reason = _outcome(row, row[text], checks)
         report.add(outcome, f"row {row['row_id']}, sample {row['sample_index']}", reason)
@@ -132,12 +133,13 @@ class _Checks:
     Args:
         config: the job's constraint.
         column: the dataset column that holds each row's own; None if the job gives one.
+        behind: whether texts begin behind the marker `start_after`.
     """
 
-    def __init__(self, config: AnyConstraintConfig, column: str | None) -> None:
+    def __init__(self, config: AnyConstraintConfig, column: str | None, behind: bool) -> None:
         self._config, self._column = config, column
-        self._of_job = lru_cache(1)(lambda: make_check(config, job_value(config)))
-        self._of_cell = lru_cache(MAX_CACHED)(partial(_cell_check, config))
+        self._of_job = lru_cache(1)(lambda: make_check(config, job_value(config), behind=behind))
+        self._of_cell = lru_cache(MAX_CACHED)(partial(_cell_check, config, behind))
 
     def of(self, row: Mapping[str, Any]) -> Check | None:
         """The check of a row, or None if the row has no constraint.
@@ -154,12 +156,12 @@ class _Checks:
             raise Unchecked(f"column {self._column!r}: {error}") from None
 
 
-def _cell_check(config: AnyConstraintConfig, text: str) -> Check:
+def _cell_check(config: AnyConstraintConfig, behind: bool, text: str) -> Check:
     """The check of a constraint that a row holds as text."""
     if config.kind == "choice":
-        return make_check(config, choices_of(text))
+        return make_check(config, choices_of(text), behind=behind)
     is_json = config.kind in ("json_schema", "structural_tag")
-    return make_check(config, parse_json(text) if is_json else text)
+    return make_check(config, parse_json(text) if is_json else text, behind=behind)
 
 
 def _outcome(row: Mapping[str, Any], text: str, checks: _Checks) -> tuple[str, str | None]:
@@ -181,8 +183,8 @@ def _outcome(row: Mapping[str, Any], text: str, checks: _Checks) -> tuple[str, s
     return ("valid", None) if reason is None else ("invalid", reason)
 
 
-def _config(path: Path) -> tuple[AnyConstraintConfig, str]:
-    """The job's constraint, and the name of the column of text.
+def _config(path: Path) -> tuple[AnyConstraintConfig, dict[str, Any]]:
+    """The job's constraint, and its group `output`.
 
     They are read from the manifest, because people may edit config.yaml.
     """
@@ -197,7 +199,7 @@ def _config(path: Path) -> tuple[AnyConstraintConfig, str]:
     metrics = path / "metrics.json"
     if not metrics.is_file() or json.loads(metrics.read_text("utf-8"))["status"] != "complete":
         raise ConfigError(f"the job in {path} is not complete: run its command again first")
-    return config, identity["output"]["text_column"]
+    return config, identity["output"]
 
 
 def _rows(path: Path, text: str, column: str | None) -> Iterator[dict[str, Any]]:

@@ -10,19 +10,28 @@ from pkgutil import resolve_name
 import pytest
 
 import batchgen.grading
+import batchgen.steps
 from batchgen.__main__ import run_command
 from batchgen.cli.step_help import STEPS
+from batchgen.config.config_keys import ROW_STEPS
+from batchgen.steps.table_step import TableStep
 
 
 def _steps() -> set[str]:
-    """The import paths of all classes of batchgen.grading that have what a step has."""
+    """The import paths of all classes that have what a step has."""
     found = set()
-    for module in pkgutil.iter_modules(batchgen.grading.__path__, "batchgen.grading."):
-        for name, cls in vars(import_module(module.name)).items():
-            own = isinstance(cls, type) and cls.__module__ == module.name
-            if own and dataclasses.is_dataclass(cls) and hasattr(cls, "apply"):
-                found.add(f"{module.name}.{name}")
+    for room in (batchgen.grading, batchgen.steps):
+        for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
+            for name, cls in vars(import_module(module.name)).items():
+                own = isinstance(cls, type) and cls.__module__ == module.name
+                is_step = hasattr(cls, "apply") or (isinstance(cls, type) and _is_stable(cls))
+                if own and dataclasses.is_dataclass(cls) and is_step:
+                    found.add(f"{module.name}.{name}")
     return found
+
+
+def _is_stable(cls: type) -> bool:
+    return issubclass(cls, TableStep) and cls.stable
 
 
 def test_all_steps_are_listed() -> None:
@@ -33,12 +42,17 @@ def test_all_steps_are_listed() -> None:
 def test_a_list_of_steps(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["--help", name]) == 0
     text = capsys.readouterr().out
+    short = {target: name for name, target in ROW_STEPS.items()}
+    titles = {target: short.get(target, f"_target_: {target}") for target in STEPS[name]}
     for target in STEPS[name]:
-        step = text.partition(f"_target_: {target}\n")[2].partition("\n_target_:")[0]
+        step = text.partition(f"\n{titles[target]}\n")[2]
+        for title in titles.values():
+            step = step.partition(f"\n{title}\n")[0]
         cls = resolve_name(target)
         assert cls.__doc__.split("\n")[0] in step
         keys = [line.partition(":")[0].strip() for line in step.split("\n") if line[2:3] != " "]
-        assert [key for key in keys if key] == [field.name for field in dataclasses.fields(cls)]
+        fields = [field.name.rstrip("_") for field in dataclasses.fields(cls)]
+        assert [key for key in keys if key] == fields
         assert "Attributes" not in step
 
 

@@ -43,7 +43,7 @@ class OurHead:
             np.array([end]),
             hidden=hidden,
         )
-        found = self.runner.prefill(PrefillInputs(inputs, NONE), all_hidden=True).hidden
+        found = self.runner.prefill(PrefillInputs(inputs, NONE, all_hidden=True)).hidden
         assert found is not None
         return found
 

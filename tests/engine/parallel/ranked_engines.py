@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 from constrained_rows import END, make_tokenizer
-from engine_rows import Request, expect_short_rows, run
+from engine_rows import Request, Scored, expect_short_rows, run
 
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.outputs import RequestOutput
@@ -36,7 +36,7 @@ class Case:
     """An engine and what it is asked for."""
 
     folder: Path
-    requests: Sequence[Request]
+    requests: Sequence[Request | Scored]
     strategy: Strategy = field(default_factory=ARStrategy)
     config: Mapping[str, Any] = field(default_factory=dict)
     heads: tuple[str, ...] = ()

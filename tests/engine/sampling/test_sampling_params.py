@@ -31,7 +31,7 @@ WRONG: list[tuple[str, Any]] = [
     ("frequency_penalty", 2.1),
     ("frequency_penalty", -2.1),
     ("frequency_penalty", NAN),
-    ("max_new_tokens", 0),
+    ("max_new_tokens", -1),
     ("min_new_tokens", -1),
     ("min_new_tokens", 257),
     ("stop", "text"),
@@ -41,7 +41,7 @@ WRONG: list[tuple[str, Any]] = [
     ("seed", 2**64),
     ("seed", -(2**63) - 1),
     ("top_logprobs", -1),
-    ("top_logprobs", 101),
+    ("top_logprobs", 257),
     ("logprobs_mode", "both"),
 ]
 

@@ -49,7 +49,7 @@ from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 
-ROWS = 33
+ROWS = 26
 SOME = 12
 """Rows of an example of the property."""
 SPEC_COLUMNS = ("draft_accepted", "step_map")

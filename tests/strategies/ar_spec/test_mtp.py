@@ -79,7 +79,7 @@ class HeadAlone:
         inputs = self._inputs(ids, 0)
         if self._target.states is not None and len(ids) > prompt:
             inputs = replace(inputs, replayed=np.array([len(ids) - prompt]))
-        hidden = self._target.prefill(PrefillInputs(inputs, NONE), all_hidden=True).hidden
+        hidden = self._target.prefill(PrefillInputs(inputs, NONE, all_hidden=True)).hidden
         assert hidden is not None
         return hidden
 
@@ -97,7 +97,7 @@ class HeadAlone:
 
     def _read(self, inputs: ModelInputs, hidden: Tensor) -> Tensor:
         inputs = replace(inputs, hidden=hidden, state_slots=None)
-        found = self.head.prefill(PrefillInputs(inputs, NONE), all_hidden=True).hidden
+        found = self.head.prefill(PrefillInputs(inputs, NONE, all_hidden=True)).hidden
         assert found is not None
         return found
 

@@ -158,7 +158,7 @@ def test_rows_are_those_of_the_reference(
     rule: dict[str, Any],
     mode: dict[str, Any],
 ) -> None:
-    rows = requests(length, 9)
+    rows = requests(length, len(KINDS))
     engine = make_engine(
         tiny_model,
         length,
@@ -200,7 +200,7 @@ def test_the_mask_token_is_never_generated(
         Qwen3ForCausalLM.from_pretrained(theirs, attn_implementation="eager").eval(), 4
     )
     assert (forward([MASK] * 4).argmax(-1) == MASK).any()
-    rows = requests(6, 12)
+    rows = requests(6, len(KINDS))
     options = Options(block_length=4, mask_token_id=MASK, eos=EOS, max_model_len=128, **rule)
     engine = make_engine(lambda kind: folder, 4, rule, max_num_seqs=5)
     for output, (prompt, params) in zip(run(engine, rows), rows, strict=True):

@@ -105,7 +105,7 @@ class PagedRows:
         inputs = self.inputs(spans, ids)
         prefill = PrefillInputs(inputs, rows)
         output = self.runner.prefill(prefill)  # the last layer for the rows' last tokens only
-        hidden = self.runner.prefill(prefill, all_hidden=True).hidden
+        hidden = self.runner.prefill(prefill._replace(all_hidden=True)).hidden
         assert hidden is not None
         logits = self.runner.compute_logits(hidden).cpu()
         ends = np.cumsum([end - start for _, start, end in spans]) - 1
@@ -211,7 +211,7 @@ def test_a_decode_step_beside_a_prefill_is_block_causal(tiny_model: TinyModel) -
     paged.prefill([(0, 0, 8)], [rows[0][:8]])
     decode = paged.inputs([(0, 8, 9)], [rows[0][8:]])
     prefill = paged.inputs([(1, 0, 14)], [rows[1]])
-    decoded, prefilled = paged.runner.mixed(decode, PrefillInputs(prefill, np.array([0])), True)
+    decoded, prefilled = paged.runner.mixed(decode, PrefillInputs(prefill, np.array([0]), True))
     assert prefilled.hidden is not None
     ours = torch.cat((decoded.logits, paged.runner.compute_logits(prefilled.hidden)))
     theirs = block_causal_logits(folder, rows, size)

@@ -1,0 +1,62 @@
+"""Word n-grams of texts as numbers: what texts have in common is found by these."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh64_intdigest
+
+Hashes = npt.NDArray[np.uint64]
+
+_WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
+"""A word is a run of letters, digits and `_`; each sign of Chinese and Japanese is one of its own,
+because these are written without spaces."""
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+_MIX = np.uint64(0xBF58476D1CE4E5B9)
+
+
+def words(text: str) -> list[str]:
+    """The words of a text in lower case and in one form of Unicode (NFKC), without punctuation."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text)
+    return _WORDS.findall(text.casefold())
+
+
+def ngram_hashes(text: str, n: int) -> Hashes:
+    """The 64-bit hashes of the runs of `n` words of a text, sorted and each once.
+
+    A text with fewer words is one run of all of them, and one without words has none.
+    """
+    found = words(text)
+    if not found:
+        return np.empty(0, np.uint64)
+    each = np.fromiter((xxh64_intdigest(w.encode("utf-8", "surrogatepass")) for w in found),
+                       np.uint64, len(found))  # fmt: skip
+    return np.unique(_runs(each, min(n, len(found))))
+
+
+def _runs(each: Hashes, n: int) -> Hashes:
+    """A hash of each run of n hashes, which depends on their order."""
+    number = len(each) - n + 1
+    found = np.full(number, n, np.uint64)
+    for place in range(n):
+        found = mixed(found * _ODD + each[place : place + number])
+    return found
+
+
+def mixed(values: Hashes) -> Hashes:
+    """Values that differ in any bit become values that differ in about half of theirs."""
+    values = (values ^ (values >> np.uint64(30))) * _MIX
+    return values ^ (values >> np.uint64(31))
+
+
+def jaccard(a: Hashes, b: Hashes) -> float:
+    """How many of the elements of two sets (sorted, each once) are in both; two empty sets are
+    equal."""
+    if not len(a) and not len(b):
+        return 1.0
+    both = len(np.intersect1d(a, b, assume_unique=True))
+    return both / (len(a) + len(b) - both)

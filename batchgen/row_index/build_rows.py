@@ -1,0 +1,77 @@
+"""Makes the steps of `rows`, which a configuration names by short names or by their classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import keyword
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from batchgen.config.config_keys import ROW_STEPS
+from batchgen.config.job_config import StepConfig
+from batchgen.config.named_code import named_code
+from batchgen.config.strategy_options import strategy_options
+from batchgen.grading.build_steps import described, row_step
+from batchgen.grading.choices import RowStep
+from batchgen.steps.table_step import TableStep
+from batchgen.util.errors import ConfigError
+
+Step = TableStep | RowStep
+
+
+def build_rows(configs: Sequence[StepConfig]) -> tuple[Step, ...]:
+    """The steps of `rows`; ConfigError for a mistake in one."""
+    return tuple(_built(number, config) for number, config in enumerate(configs))
+
+
+def changes_rows(steps: Sequence[Step]) -> bool:
+    """Whether some step changes which rows there are; others only add columns."""
+    return any(isinstance(step, TableStep) for step in steps)
+
+
+def step_fingerprints(configs: Sequence[StepConfig], steps: Sequence[Step]) -> dict[str, str]:
+    """Versions of the steps and the content of what they read, by names for people."""
+    short = {target: name for name, target in ROW_STEPS.items()}
+    found = {}
+    for number, (step, said) in enumerate(zip(steps, described(configs, steps), strict=True)):
+        target = said["_target_"]
+        found[f"version of {short.get(target, target)}"] = str(said["version"])
+        if isinstance(step, TableStep):
+            try:
+                given = step.fingerprints()
+            except ConfigError as error:
+                raise ConfigError(f"rows[{number}] {type(step).__name__}: {error}") from None
+            found |= {f"rows[{number}] {name}": digest for name, digest in given.items()}
+    return found
+
+
+def _built(number: int, config: StepConfig) -> Step:
+    place = f"rows[{number}]"
+    cls = named_code(config.target, f"{place}._target_")
+    if not (isinstance(cls, type) and issubclass(cls, TableStep)):
+        return row_step(number, config)
+    if not cls.stable:
+        raise ConfigError(
+            f"{place}._target_: {config.target} must say `stable = True`: what it decides about a "
+            "row may depend on the rows up to this one alone (batchgen.TableStep)"
+        )
+    name = {target: f"{place}.{short}" for short, target in ROW_STEPS.items()}.get(config.target)
+    try:
+        step: TableStep = cls(**_options(cls, config.options, name or place))
+    except ValueError as error:
+        message = str(error)
+        if not message.startswith(place):
+            message = f"{name or place}: {message}"
+        raise ConfigError(message) from None
+    return step
+
+
+def _options(cls: type[TableStep], given: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The arguments of the class: `as` is `as_` there, and what is no option goes to `rest`."""
+    named = {f"{key}_" if keyword.iskeyword(key) else key: v for key, v in given.items()}
+    if cls.rest is not None:
+        known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if more := {key: value for key, value in given.items() if key not in known}:
+            kept = {key: value for key, value in named.items() if key in known}
+            named = {**kept, cls.rest: {**(kept.get(cls.rest) or {}), **more}}
+    return strategy_options(cls, named, place)

@@ -1,0 +1,287 @@
+"""The rows of a job that are answers of other jobs."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Features
+from datasets.features import List
+
+from batchgen.config.dataset_config import DatasetConfig
+from batchgen.dataset.feature_types import has_json
+from batchgen.dataset.source import Row
+from batchgen.dataset.stored_json import stored_feature
+from batchgen.engine.base.outputs import RequestError
+from batchgen.upstream.chosen_answers import Choice, Ints
+from batchgen.upstream.job_columns import (
+    GRADES,
+    SAMPLE_INDEX,
+    SOURCE,
+    SOURCE_FIELD,
+    job_columns,
+    with_grades,
+)
+from batchgen.upstream.other_job import OtherJob
+from batchgen.util.errors import ConfigError
+from batchgen.util.fingerprint import fingerprint_text
+from batchgen.util.shorten import some_names
+
+_AT_ONCE = 64
+"""Rows that `rows_at` looks for together: each may lie in a row group of its own."""
+_TEXT, _ID = " text", " id"
+"""Columns of answers that no data set has, because of their space."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRow(Row):
+    """A row that is made of answers of another job; `source` says of which."""
+
+    source: dict[str, Any] = field(kw_only=True)
+
+
+class JobSource:
+    """A `Source` of the answers of complete jobs, which any row can be read of.
+
+    What the other jobs copied from their data sets is copied again, with the column `source`.
+    `Row.fields` has only columns that are read: those that are copied or named. Memory holds 16
+    bytes for each row, and what one row group of a shard holds in the columns that are read.
+    """
+
+    def __init__(
+        self, jobs: Sequence[OtherJob], config: DatasetConfig, named: frozenset[str] | None
+    ) -> None:
+        """Choose among the answers, which is a pass over what the expressions read.
+
+        Args:
+            named: the columns that the reader uses besides those that it copies; None for all.
+
+        Raises:
+            ConfigError: a column is unknown or has two meanings, or no row is left.
+            JobError: a file of a job is damaged.
+        """
+        self._jobs, self._config = jobs, config
+        self._columns = known = job_columns(jobs, config)
+        self._lists = config.rows == "rows"
+        self.schema = self._copied()
+        used = None if named is None else named | set(self.schema.names)
+        self._read, self._grades = known.read(used)
+        choice = Choice(config, known)
+        graded = choice.reads_grades or bool(self._grades)
+        prints = [job.check_grades() if graded else "" for job in jobs]
+        self._chosen = [choice.of(job, number) for number, job in enumerate(jobs)]
+        self._ends = np.cumsum([len(chosen.ends) for chosen in self._chosen]).tolist()
+        self.jobs = tuple(job.read for job in jobs)
+        self.funnel = choice.funnel
+        self.num_errors = choice.num_errors
+        facts = [self._prefix(job) + job.read.digest + job.fingerprint for job in jobs]
+        self.fingerprint = fingerprint_text("jobs", *facts, *prints)
+        self.features = self._features()
+        self.columns = tuple(self.features)
+        names = [*self._read, *([GRADES] if self._grades else ())]
+        self._json = Features(
+            {name: self.features[name] for name in names if has_json(self.features[name])}
+        )
+        self._total = min(self._ends[-1], config.limit or self._ends[-1])
+        self.num_rows: int | None = self._total
+        if not self._total:
+            raise ConfigError(_nothing_left(jobs, choice))
+
+    def rows(self, start: int = 0) -> Iterator[Row]:
+        """See `Source`."""
+        return self._as_rows(self._tables(range(start, self._total)))
+
+    def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
+        """See `Source`."""
+        if all(map(operator.lt, indices, itertools.islice(indices, 1, None))):
+            yield from self._as_rows(self._tables(indices))
+            return
+        for start in range(0, len(indices), _AT_ONCE):
+            asked = indices[start : start + _AT_ONCE]
+            found = {row.index: row for row in self._as_rows(self._tables(sorted(set(asked))))}
+            yield from (found[index] for index in asked)
+
+    def passthrough(self, row: Row) -> dict[str, Any]:
+        """See `Source`."""
+        assert isinstance(row, AnswerRow)
+        values = {name: row.fields[name] for name in self.schema.names if name != SOURCE}
+        json = {name: feature for name, feature in self._json.items() if name in values}
+        if json:
+            encoded = Features(json).encode_example({name: values[name] for name in json})
+            values |= encoded
+        return {**values, SOURCE: row.source}
+
+    def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
+        """What is read of the rows before `stop`; see `Source`."""
+        pending: list[pa.Table] = []
+        for _, table in self._tables(range(stop)):
+            pending.append(table)
+            if sum(map(len, pending)) >= size:
+                joined = pa.concat_tables(pending)
+                whole = len(joined) // size * size
+                for first in range(0, whole, size):
+                    yield joined.slice(first, size).combine_chunks()
+                pending = [joined.slice(whole)]
+        joined = pa.concat_tables(pending) if pending else pa.table({})
+        if len(joined):
+            yield joined.combine_chunks()
+
+    def _prefix(self, job: OtherJob) -> str:
+        """What ids of the job's rows begin with, so that they differ from those of other jobs."""
+        return f"{job.read.name}/" if len(self._jobs) > 1 else ""
+
+    def _copied(self) -> pa.Schema:
+        """The columns that are copied to the output."""
+        known, config = self._columns, self._config
+        names = list(known.given)
+        if config.text_as is not None:
+            names.append(config.text_as)
+        for name in config.columns or ():
+            if name not in known.names:
+                near = some_names(known.names, name)
+                raise ConfigError(f"dataset.columns: no column {name!r}: choose among {near}")
+        names = names if config.columns is None else list(config.columns)
+        if SOURCE in names:
+            raise ConfigError(
+                f"dataset: the column {SOURCE!r} has the name of the one that says of which answer "
+                f"a row is made: rename it with 'dataset.rename={{{SOURCE}: NAME}}'"
+            )
+        return pa.schema([*map(self._field, names), SOURCE_FIELD])
+
+    def _field(self, name: str) -> pa.Field:
+        """A column as it is copied: with what its metadata say of its content alone."""
+        if name == GRADES:
+            fields = [(grade, self._type(grade, f)) for grade, f in self._columns.grades.items()]
+            return pa.field(name, pa.struct(fields), metadata={"meaning": "the grades there"})
+        known = self._columns.flat[name]
+        said = known.metadata or {}
+        metadata = {key: said[key] for key in (b"meaning", b"feature") if key in said}
+        return pa.field(name, self._type(name, known), metadata=metadata)
+
+    def _type(self, name: str, known: pa.Field) -> pa.DataType:
+        is_list = self._lists and name not in self._columns.given
+        return pa.list_(known.type) if is_list else known.type
+
+    def _features(self) -> Features:
+        """What all visible columns hold."""
+        known = self._columns
+
+        def feature(name: str, of: pa.Field) -> Any:
+            found = stored_feature(of)
+            return List(found) if self._lists and name not in known.given else found
+
+        found = {name: feature(name, of) for name, of in known.flat.items()}
+        if known.grades:
+            found[GRADES] = {name: feature(name, of) for name, of in known.grades.items()}
+        return Features(found)
+
+    def _as_rows(self, tables: Iterator[tuple[Sequence[int], pa.Table]]) -> Iterator[Row]:
+        names = [*self._read, *([GRADES] if self._grades else ())]
+        names += [name for name in self._grades if name not in self._columns.fields]
+        for indices, table in tables:
+            for index, values in zip(indices, table.to_pylist(), strict=True):
+                fields = {name: values[name] for name in names}
+                if self._json:
+                    fields |= self._json.decode_example({n: fields[n] for n in self._json})
+                source = self._source(values["row_id"], values[SAMPLE_INDEX], values[_TEXT])
+                failure = self._failure(index)
+                yield AnswerRow(index, values[_ID], fields, failure, source=source)
+
+    def _source(self, row_id: str, sample: Any, text: Any) -> dict[str, Any]:
+        """The value of the column `source`, where `text` is a list of texts for all samples."""
+        texts = text if self._lists else [text]
+        digest = None if texts == [None] else fingerprint_text(*(one or "" for one in texts))
+        sample = None if self._lists else sample
+        return {"row_id": row_id, "sample_index": sample, "digest": digest}
+
+    def _failure(self, index: int) -> RequestError | None:
+        job = bisect_right(self._ends, index)
+        first = self._ends[job - 1] if job else 0
+        why = self._chosen[job].failures.get(index - first)
+        return None if why is None else RequestError("bad_row", why)
+
+    def _tables(self, indices: Sequence[int]) -> Iterator[tuple[Sequence[int], pa.Table]]:
+        """What is read of the rows with these indices, which ascend, in tables of some of them."""
+        wanted = np.asarray(indices, np.int64)
+        first = 0
+        for number, end in enumerate(self._ends):
+            start, stop = np.searchsorted(wanted, [first, end])
+            if start < stop:
+                yield from self._of_job(number, wanted[start:stop] - first, first)
+            first = end
+
+    def _of_job(
+        self, number: int, rows: Ints, first: int
+    ) -> Iterator[tuple[Sequence[int], pa.Table]]:
+        chosen = self._chosen[number]
+        ends = chosen.ends[rows]
+        starts = np.where(rows > 0, chosen.ends[rows - 1], 0)
+        sizes = ends - starts
+        offsets = np.cumsum(sizes)  # [R], behind which of the wanted answers each row ends
+        places = np.repeat(starts - (offsets - sizes), sizes) + np.arange(int(offsets[-1]))
+        done, pending, taken = 0, list[pa.Table](), 0
+        for table in self._answers(number, chosen.answers[places]):
+            pending.append(table)
+            taken += len(table)
+            whole = int(np.searchsorted(offsets, taken, side="right"))
+            if whole > done:
+                begin = int(offsets[done - 1]) if done else 0
+                cut = int(offsets[whole - 1]) - begin
+                joined = pa.concat_tables(pending).combine_chunks()
+                made = joined.slice(0, cut)
+                if self._lists:
+                    made = self._in_lists(made, np.diff(offsets[done:whole], prepend=begin))
+                yield (first + rows[done:whole]).tolist(), made
+                pending, done = [joined.slice(cut)], whole
+
+    def _answers(self, number: int, answers: Ints) -> Iterator[pa.Table]:
+        """What is read of some answers of a job, under the names that the columns have here."""
+        job, known = self._jobs[number], self._columns
+        places = {name: known.places[name][number] for name in self._read}
+        columns = ["row_id", job.text_column, *places.values()]
+        prefix = self._prefix(job)
+        for table, grades in job.answers(answers, columns, self._grades):
+            ids, samples = table["row_id"].to_pylist(), table[SAMPLE_INDEX].to_pylist()
+            ids = [prefix + row_id for row_id in ids]
+            paths = ids
+            if self._config.rows == "samples":
+                paths = [f"{a}#{s}" for a, s in zip(ids, samples, strict=True)]
+            made = {_ID: pa.array(paths), "row_id": pa.array(ids)}
+            made |= {SAMPLE_INDEX: table[SAMPLE_INDEX], _TEXT: table[job.text_column]}
+            made |= {name: table[place] for name, place in places.items()}
+            yield with_grades(pa.table(made), grades)
+
+    def _in_lists(self, table: pa.Table, sizes: Ints) -> pa.Table:
+        """Rows of `sizes` answers each: what the answers of a row share once, the rest as lists."""
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        begins, ends = pa.array(offsets[:-1]), pa.array(offsets, pa.int32())
+        once = {*self._columns.given, _ID, "row_id"}
+        made = {}
+        for name in table.column_names:
+            column = table[name].combine_chunks()
+            if isinstance(column, pa.ChunkedArray):
+                column = pa.concat_arrays(column.chunks)
+            if name in once:
+                made[name] = column.take(begins)
+            elif name == GRADES:
+                names = [f.name for f in column.type]
+                inner = [pa.ListArray.from_arrays(ends, c) for c in column.flatten()]
+                made[name] = pa.StructArray.from_arrays(inner, names)
+            else:
+                made[name] = pa.ListArray.from_arrays(ends, column)
+        return pa.table(made)
+
+
+def _nothing_left(jobs: Sequence[OtherJob], choice: Choice) -> str:
+    """Why there are no rows, with examples of what was left out."""
+    names = ", ".join(job.shown for job in jobs)
+    steps = "; ".join(f"{left.choice}: {left.rows:,}" for left in choice.funnel)
+    examples = "".join(f"\n  {example}" for example in choice.examples)
+    shown = f"; dataset.where left out, for example:{examples}" if examples else ""
+    return f"dataset.path: no row of {names} is left ({steps}){shown}"

@@ -1,0 +1,84 @@
+"""Finds the jobs that `dataset.path` names."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+
+from batchgen.config.workers_config import WorkersConfig
+from batchgen.folder.read_job import JobFolderReader
+from batchgen.storage.open_storage import open_storage
+from batchgen.upstream.other_job import OtherJob
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import is_url, user_folder
+
+_KEY = "dataset.path"
+
+
+def read_jobs(paths: Sequence[str], own: str) -> list[OtherJob]:
+    """The jobs at some paths, globs and URLs, in their order; `own` is where the reader writes.
+
+    Each is called by the last names of its path, as many as tell it from the others.
+
+    Raises:
+        ConfigError: one of them is no complete job, or is the reader's own folder.
+        JobError: a file of one is damaged.
+    """
+    folders = list(dict.fromkeys(folder for path in paths for folder in _folders(path)))
+    for folder in folders:
+        if _is_same(folder, own):
+            raise ConfigError(
+                f"{_KEY}: {folder} is the job's own output.dir: write into another folder"
+            )
+    names = _names(folders)
+    return [OtherJob(_reader(folder), name) for folder, name in zip(folders, names, strict=True)]
+
+
+def _folders(path: str) -> list[str]:
+    """The folders that a path means: itself, or what a glob finds."""
+    if is_url(path):
+        if glob.has_magic(path):
+            raise ConfigError(
+                f"{_KEY}: {path}: globs are for folders of this machine: write the jobs of an "
+                f"object store as a list ({_KEY}=[s3://BUCKET/a,s3://BUCKET/b])"
+            )
+        return [user_folder(path, _KEY)]
+    folder = user_folder(path, _KEY)
+    if not glob.has_magic(folder) or Path(folder).is_dir():
+        return [folder]
+    found = sorted(name for name in glob.glob(folder) if Path(name).is_dir())
+    if not found:
+        raise ConfigError(f"{_KEY}: no folder matches {path} (from {Path.cwd()})")
+    return found
+
+
+def _reader(folder: str) -> JobFolderReader:
+    try:
+        if is_url(folder):
+            storage = open_storage(folder, WorkersConfig())
+            return JobFolderReader(storage.path, storage)
+        return JobFolderReader(Path(folder))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{_KEY}: {error} (dataset=job reads the folders of jobs, dataset=files reads files)"
+        ) from None
+
+
+def _is_same(folder: str, own: str) -> bool:
+    if is_url(folder) or is_url(own):
+        return folder == own
+    return Path(folder).resolve() == Path(own).resolve()
+
+
+def _names(folders: Sequence[str]) -> list[str]:
+    """The shortest ends of the paths that differ: as many names of folders for each."""
+    parts = [
+        folder.partition("://")[2].split("/") if is_url(folder) else Path(folder).resolve().parts
+        for folder in folders
+    ]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise ConfigError(f"{_KEY}: {folders[0]} and another path are one folder: name it once")
