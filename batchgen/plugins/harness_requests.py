@@ -107,3 +107,20 @@ def cut_left(prompt: Sequence[int], answer: Sequence[int], most: int, name: str)
             f"continuation may have {most} together: raise max_length"
         )
     return Scored(name, tuple(prompt[-(most - len(answer)) :]), tuple(answer))
+
+
+def rolling_windows(
+    ids: Sequence[int], prefix: int, most: int
+) -> list[tuple[list[int], list[int]]]:
+    """A text as pairs of a context and a continuation, which predict each of its tokens once.
+
+    At most `most` tokens are read for a pair, and later ones have as much context as goes with
+    that. `prefix` stands before the first token. The windows are those of lm-eval.
+    """
+    known = [prefix, *ids]
+    windows = []
+    for first in range(0, len(ids), most):
+        end = min(first + most, len(ids))
+        start = max(0, end - most)
+        windows.append((known[start : first + 1], known[first + 1 : end + 1]))
+    return windows

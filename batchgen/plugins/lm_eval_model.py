@@ -9,7 +9,6 @@ from typing import Any
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from batchgen.plugins.harness_requests import (
     Answers,
@@ -18,6 +17,7 @@ from batchgen.plugins.harness_requests import (
     Scored,
     cut_left,
     each_once,
+    rolling_windows,
 )
 from batchgen.util.errors import ConfigError
 
@@ -129,9 +129,9 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
         for number, request in enumerate(requests):
             (text,) = request.args
             ids = self.tok_encode(text)
-            for pair in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1):
-                windows.append((None, *make_disjoint_window(pair)))
-                owners.append(number)
+            pairs = rolling_windows(ids, self.prefix_token_id, self.max_length)
+            windows += [(None, *pair) for pair in pairs]
+            owners += [number] * len(pairs)
         self._names = [_name(requests[number]) for number in owners]
         sums = [0.0] * len(requests)
         for number, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
