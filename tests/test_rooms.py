@@ -67,6 +67,7 @@ BATCHGEN = {
     "upstream": "rows that are answers of other jobs",
     "publish": "sets of rows out of complete jobs",
     "publish/trainers": "files that trainers read",
+    "publish/hub": "folders pushed to the hub",
     "scoring": "scores, intervals and comparisons",
     "resolve": "a configuration becomes an opened job",
     "rows": "one row as HTML and as text",

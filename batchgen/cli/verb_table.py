@@ -48,6 +48,9 @@ VERBS = {
     "select": Verb(
         "batchgen.cli.verbs.publishing.select", "OUT…", "write a new set of the rows of jobs"
     ),
+    "push": Verb(
+        "batchgen.cli.verbs.publishing.push", "DIR USER/SET", "push rows to a data set of the hub"
+    ),
     "grade": Verb("batchgen.cli.verbs.grade", "OUT", "grade a job's answers, without the model"),
     "score": Verb("batchgen.cli.verbs.score", "OUT", "score a graded job, with intervals"),
     "compare": Verb("batchgen.cli.verbs.compare", "A B", "compare the scores of two jobs by row"),

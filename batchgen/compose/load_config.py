@@ -50,7 +50,7 @@ _NOT_DECIDING = {
 _NEWER = {
     "model": ("quantization",),
     "dataset": ("rename", "rows", "best", "where", "text_as", "errors"),
-    "prompt": ("messages", "continue", "tools_column"),
+    "prompt": ("messages", "continue", "tools_column", "answer"),
     "sampling": ("column", "stream"),
     "output": ("reasoning_end", "reasoning_start"),
 }

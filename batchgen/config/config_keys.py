@@ -66,6 +66,7 @@ that load torch; conf/strategy/ has their names and defaults."""
 
 _WITH_ESCAPES = {
     *("prompt.user", "prompt.system", "prompt.text", "prompt.messages"),
+    "prompt.answer",
     *("dataset.delimiter", "sampling.stop", "constraint.start_after", "constraint.choices"),
 }
 _LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader

@@ -156,7 +156,7 @@ class OutputConfig:
                 "output.reasoning_start='<think>' output.reasoning_end='</think>'"
             )
         _check(bool(self.text_column), "output.text_column", "a name", self.text_column)
-        _check(1 <= self.top_logprobs <= 100, "output.top_logprobs", "1 to 100", self.top_logprobs)
+        _check(1 <= self.top_logprobs <= 256, "output.top_logprobs", "1 to 256", self.top_logprobs)
         _check(self.rows_per_shard >= 1, "output.rows_per_shard", "at least 1", self.rows_per_shard)
 
 
@@ -235,7 +235,32 @@ class JobConfig:
                 f"output.columns: {PARSED} is for JSON, and the constraint is {kind}: use "
                 "constraint=json_schema or constraint=json, or leave the column out"
             )
+        if self.prompt.answer is not None or not self.sampling.max_new_tokens:
+            self._check_answer()
         _ = self.params  # making them checks the ranges of the group sampling
+
+    def _check_answer(self) -> None:
+        """Check what goes with given answers that are scored."""
+        most = self.sampling.max_new_tokens
+        if self.prompt.answer is None:
+            raise ConfigError(
+                "sampling.max_new_tokens=0 generates nothing: give an answer to score with "
+                "prompt.answer='{{ COLUMN }}', or set it to 1 or more"
+            )
+        if most:
+            raise ConfigError(
+                f"prompt.answer is scored and nothing is generated behind it, but "
+                f"sampling.max_new_tokens is {most}: set it to 0, or prompt.answer=null"
+            )
+        for ok, what in (
+            (self.constraint.kind == "none", f"constraint={self.constraint.kind} restricts"),
+            (self.sampling.column is None, "sampling.column has options of"),
+            (self.sampling.n == 1, f"sampling.n={self.sampling.n} asks for several times"),
+        ):
+            if not ok:
+                raise ConfigError(
+                    f"{what} what is generated, and with prompt.answer nothing is: leave it out"
+                )
 
     @property
     def constrained(self) -> bool:

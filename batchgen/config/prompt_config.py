@@ -51,6 +51,7 @@ class ChatPromptConfig:
     tools_column: str | None = None
     continue_: bool = False
     template_kwargs: Mapping[str, Any] | None = None
+    answer: str | None = None  # a template
     too_long: TooLong = "error"
 
     def __post_init__(self) -> None:
@@ -115,6 +116,7 @@ class TextPromptConfig:
     text: str | None = None
     text_file: str | None = None
     add_special_tokens: bool = True
+    answer: str | None = None  # a template
     too_long: TooLong = "error"
 
     def __post_init__(self) -> None:
@@ -129,6 +131,7 @@ class TokensPromptConfig:
 
     kind: Literal["tokens"] = "tokens"
     token_ids_column: str
+    answer: str | None = None  # a template
     too_long: TooLong = "error"
 
 

@@ -200,7 +200,7 @@ def likely_share(longest: int) -> float:
     Limits below 512 tokens are lower than what many answers need, so more of them are reached: nine
     tenths at 32 tokens.
     """
-    return float(np.clip(0.9 - 0.1 * np.log2(longest / 32), 0.5, 0.9))
+    return float(np.clip(0.9 - 0.1 * np.log2(max(longest, 1) / 32), 0.5, 0.9))
 
 
 def _assumed(longest: int, share: float) -> Ints:

@@ -51,12 +51,23 @@ def job_reading(config: JobConfig, opened: OpenedJob) -> Reading:
         most = prompt_room(opened.max_model_len, params.max_new_tokens)
         return fit_prompt(ids, most, config.prompt.too_long, bos_id)
 
+    answer = opened.answer
+    size, text, token_ids = prompt.size, prompt.text, prompt.token_ids
+    if answer is not None:  # its tokens are read with those of the prompt
+        answers = answer
+
+        def size(row: Row) -> int:
+            return prompt.size(row) + answers.size(row)
+
+        def token_ids(row: Row) -> list[int]:
+            return prompt.token_ids(row) + answers.token_ids(row)
+
     return Reading(
         source=source,
         check=source.passthrough,
-        size=prompt.size,
-        text=prompt.text,
-        token_ids=prompt.token_ids,
+        size=size,
+        text=text,
+        token_ids=token_ids,
         sampling=params.sampling,
         fit=fit,
         constrained=params.constrained,

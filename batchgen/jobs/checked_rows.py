@@ -11,8 +11,8 @@ from batchgen.config.job_config import PARSED, JobConfig
 from batchgen.constraint.row_params import RowParams
 from batchgen.dataset.seed_stream import depth_of, stream_of
 from batchgen.dataset.source import Row
-from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.jobs.job_parts import JobParts
+from batchgen.jobs.row_request import RowRequest
 from batchgen.prompts.row_prompts import fit_prompt, prompt_room
 from batchgen.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.shards.parsed_column import ParsedColumn
@@ -21,10 +21,9 @@ from batchgen.util.errors import ConfigError
 
 
 class CheckedRows(NamedTuple):
-    """What a job makes of each row: the prompt and the parameters of its requests, and its output
-    columns."""
+    """What a job makes of each row: what its requests ask for, and its output columns."""
 
-    request: Callable[[Row], tuple[list[int], SamplingParams]]
+    request: Callable[[Row], RowRequest]
     schema: OutputSchema
 
 
@@ -61,12 +60,11 @@ def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
         parsed=parsed,
         reasoning=config.output.reasoning_end is not None,
         text_column=config.output.text_column,
+        answers=parts.answer is not None,
     )
 
 
-def row_request(
-    config: JobConfig, parts: JobParts
-) -> Callable[[Row], tuple[list[int], SamplingParams]]:
+def row_request(config: JobConfig, parts: JobParts) -> Callable[[Row], RowRequest]:
     """A function from a row to its prompt and its parameters, which raises RequestError for a row
     that has none. A prompt is cut or refused so that the longest answer has room: otherwise an
     answer could end at the model's limit, and nobody would see why.
@@ -82,14 +80,16 @@ def row_request(
         )
     own = RowParams(config, parts.source.features, parts.check_params)
 
-    def request(row: Row) -> tuple[list[int], SamplingParams]:
+    def request(row: Row) -> RowRequest:
         if row.failure is not None:
             raise row.failure
         params = own.sampling(row)
-        room = prompt_room(parts.max_model_len, params.max_new_tokens)
+        answer = None if parts.answer is None else parts.answer(row)
+        behind = params.max_new_tokens if answer is None else len(answer)
+        room = prompt_room(parts.max_model_len, behind)
         ids = parts.prompt.token_ids(row)
         ids = fit_prompt(ids, room, config.prompt.too_long, parts.bos_id)
-        return ids, own.constrained(row, params)
+        return RowRequest(ids, own.constrained(row, params), answer)
 
     return request
 

@@ -18,6 +18,7 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.folder.job_metrics import Metrics
 from batchgen.jobs.fail_fast import FailFast
 from batchgen.jobs.progress import Progress
+from batchgen.jobs.row_request import RowRequest
 from batchgen.shards.output_schema import FinishedRow
 from batchgen.shards.output_writer import OutputWriter
 from batchgen.util.signals import StopSignals
@@ -35,9 +36,13 @@ class Engine(Protocol):
     """What a job needs of the engine."""
 
     def add_request(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        answer_token_ids: list[int] | None = None,
     ) -> None:
-        """Queue a request.
+        """Queue a request, whose answer is scored if one is given.
 
         Raises:
             RequestError: it can never be served.
@@ -99,6 +104,7 @@ class _Request:
     fields: Mapping[str, Any]
     prompt: list[int]
     params: SamplingParams
+    answer: list[int] | None
     error: RequestError | None
 
     def finished(
@@ -119,14 +125,14 @@ class Generation:
         self,
         config: JobConfig,
         source: Source,
-        request: Callable[[Row], tuple[list[int], SamplingParams]],
+        request: Callable[[Row], RowRequest],
         split: Callable[[RequestOutput], tuple[RequestOutput, str | None]],
         engine: Engine,
         writer: OutputWriter,
         metrics: Metrics,
     ) -> None:
-        """Prepare to run rows. `request` gives the prompt and the parameters of a row, or raises
-        RequestError if it has none; `split` takes the thoughts out of an output's text."""
+        """Prepare to run rows. `request` says what the requests of a row ask for, or raises
+        RequestError; `split` takes the thoughts out of an output's text."""
         self._source = source
         self._request, self._split = request, split
         self._params = config.params
@@ -222,7 +228,7 @@ class Generation:
         seed = derive_seed(stream_seed(request.params.seed, self._stream), *key)
         params = dataclasses.replace(request.params, seed=seed)
         try:
-            self._engine.add_request(request_id, request.prompt, params)
+            self._engine.add_request(request_id, request.prompt, params, request.answer)
         except RequestError as error:
             return error
         self._in_flight[request_id] = request
@@ -236,17 +242,16 @@ class Generation:
                 yield None
                 continue
             row, samples = task
-            prompt: list[int] = []
-            params = self._params
+            asked = RowRequest([], self._params)
             fields: Mapping[str, Any] = dict.fromkeys(self._source.schema.names)
             failure: RequestError | None = None
             try:
                 fields = self._source.passthrough(row)
-                prompt, params = self._request(row)
+                asked = self._request(row)
             except RequestError as error:
                 failure = error
             for sample in samples:
-                yield _Request(row.id, row.index, sample, fields, prompt, params, failure)
+                yield _Request(row.id, row.index, sample, fields, *asked, failure)
 
     def _count(self, finished: Sequence[FinishedRow]) -> None:
         self._metrics.tally.add(finished)
@@ -256,5 +261,6 @@ class Generation:
             if row.output is None:
                 attempt.error_rows += 1
             else:
-                attempt.prompt_tokens += len(row.output.prompt_token_ids)
+                given = (row.output.prompt_token_ids, row.output.answer_token_ids or ())
+                attempt.prompt_tokens += sum(map(len, given))
                 attempt.generated_tokens += len(row.output.token_ids)

@@ -15,7 +15,7 @@ from batchgen.resolve.opened_job import OpenedJob, open_job
 from batchgen.texts.tokens.decode_tokens import decode_with
 
 if TYPE_CHECKING:
-    from batchgen.dataset.source import Source
+    from batchgen.dataset.source import Row, Source
     from batchgen.forecast.forecast import Forecast
     from batchgen.jobs.generation import Engine
 
@@ -39,6 +39,7 @@ class JobParts:
         check_params: raises ValueError for parameters of a row that cannot be honoured.
         build_engine: loads the weights. It is called last, and only if there are rows to compute.
         strategy: declares counts per row, which become columns, and lines for the job's summary.
+        answer: makes the token ids of a row's answer that is scored; None if rows generate.
         split: the output with its thoughts taken out of the text, and the thoughts.
         decode: the text of token ids, to show prompts to people; None without a tokenizer.
         decode_all: the text with special tokens, to show single tokens.
@@ -55,6 +56,7 @@ class JobParts:
     build_engine: Callable[[], Engine]
     check_params: Callable[[SamplingParams], None] = lambda _: None
     strategy: Strategy | None = None
+    answer: Callable[[Row], list[int]] | None = None
     split: Callable[[RequestOutput], tuple[RequestOutput, str | None]] = lambda o: (o, None)
     decode: Callable[[list[int]], str] | None = None
     decode_all: Callable[[list[int]], str] | None = None
@@ -87,6 +89,7 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         build_engine=partial(opened.build_engine, config),
         check_params=opened.check_params,
         strategy=opened.strategy,
+        answer=None if opened.answer is None else opened.answer.token_ids,
         **({} if opened.reasoning is None else {"split": opened.reasoning.split}),
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),

@@ -123,7 +123,10 @@ def free_bytes(folder: Path) -> int:
 
 def _values(column: OutputColumn, generated: int, prompt: int, seed: int) -> np.ndarray:
     """Random values of a column for one answer."""
-    tokens = generated if column.scope == "output" else generated + prompt - 1
+    # An answer that is scored is counted with the prompt.
+    tokens = {"output": generated, "context": generated + prompt - 1, "answer": prompt}[
+        column.scope
+    ]
     shape = (tokens, *column.tail_shape)
     if column.dtype.kind == "f":
         return (random_words(seed, shape) / 2.0**64).astype(column.dtype)

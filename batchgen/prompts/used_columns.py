@@ -9,7 +9,7 @@ from jinja2 import TemplateError, nodes
 
 from batchgen.templates.template_sandbox import BoundedEnvironment
 
-_TEMPLATES = ("system", "user", "text")
+_TEMPLATES = ("system", "user", "text", "answer")
 """The keys that are one template each."""
 COLUMN_KEYS = ("messages_column", "tools_column", "token_ids_column")
 """The keys of the group `prompt` that name a column."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from batchgen.grades.grade_files import ROW_KEYS
 from batchgen.publish.chosen_rows import Places
 from batchgen.publish.data_folder import ROWS_PER_SHARD
 from batchgen.publish.finished_rows import FinishedRows
@@ -85,7 +86,12 @@ def _chosen(job: FinishedRows, named: Sequence[str] | None) -> list[tuple[str, b
     """The columns to take, by name, and whether each is one of the grades."""
     rows, grades = job.schema.names, job.columns.grades
     if named is None:
-        own = [f.name for f in job.schema if (f.metadata or {}).get(b"meaning") == _INPUT]
+        text = rows.index(job.text_column)
+        own = [
+            field.name
+            for place, field in enumerate(job.schema)
+            if (field.metadata or {}).get(b"meaning") == _INPUT or len(ROW_KEYS) <= place < text
+        ]
         return [*((n, False) for n in (*own, job.text_column)), *((n, True) for n in grades)]
     found = []
     for name in named:

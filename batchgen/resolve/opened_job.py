@@ -40,6 +40,7 @@ from batchgen.model.engine_recipe import EngineRecipe
 from batchgen.model.model_source import model_files
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
+from batchgen.prompts.answer_text import AnswerText
 from batchgen.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
 from batchgen.texts.tokens.reasoning import ReasoningMarkers
 from batchgen.util.errors import ConfigError
@@ -67,6 +68,7 @@ class OpenedJob:
         compiler: compiles the rows' constraints; None if there are none.
         source: the rows.
         prompt: makes the token ids of a row.
+        answer: makes those of the answer that is scored; None if rows generate.
         dtype: that of weights and activations.
         max_model_len: how many tokens prompt and answer may have together.
         step_fingerprints: versions of the steps of `rows`, and digests of what they read.
@@ -84,6 +86,7 @@ class OpenedJob:
     max_model_len: int
     step_fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reasoning: ReasoningMarkers | None = None
+    answer: AnswerText | None = None
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError if parameters of a row cannot be honoured; the message names one."""
@@ -192,6 +195,10 @@ def open_job(config: JobConfig) -> OpenedJob:
     if prompt.is_constant:
         warning = constant_prompt_warning(prompt, next(source.rows()))
         print(f"batchgen: warning: {warning}", file=sys.stderr)
+    answer = None
+    if config.prompt.answer is not None:
+        of_rows = source.features
+        answer = AnswerText(config.prompt.answer, model.tokenizer, of_rows, max_model_len)
     others = open_others(strategy, model, max_model_len)
     job = OpenedJob(
         model,
@@ -205,6 +212,7 @@ def open_job(config: JobConfig) -> OpenedJob:
         max_model_len,
         of_steps,
         _reasoning(config, model),
+        answer,
     )
     with _named("engine"):
         job.recipe(config).check()

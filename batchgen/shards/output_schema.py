@@ -37,6 +37,17 @@ _AFTER = (
     ("num_generated_tokens", pa.int32(), "length of token_ids"),
 )
 PROMPT_TOKEN_IDS = "prompt_token_ids"
+ANSWER_TOKEN_IDS = "answer_token_ids"
+_ANSWER = (
+    ANSWER_TOKEN_IDS,
+    pa.list_(pa.int32()),
+    "the given answer, each of whose tokens is scored; null on error",
+)
+_OF_ANSWERS = {
+    TEXT: "empty, as nothing is generated; null on error",
+    "finish_reason": "scored or error",
+}
+"""What columns mean where answers are scored."""
 REASONING = "reasoning"
 _REASONING = (
     REASONING,
@@ -108,6 +119,7 @@ class OutputSchema:
         reasoning: bool = False,
         parsed: ParsedColumn | None = None,
         text_column: str = TEXT,
+        answers: bool = False,
     ) -> "OutputSchema":
         """The schema of a job.
 
@@ -115,6 +127,7 @@ class OutputSchema:
             prompt_token_ids: whether to write the prompts.
             reasoning: whether thoughts have a column of their own.
             constrained: whether a column says which rows satisfy their constraint.
+            answers: whether rows have given answers, which are scored.
 
         Raises:
             ConfigError: a column of the data set has the name of a column that batchgen writes, or
@@ -122,7 +135,11 @@ class OutputSchema:
         """
         before = [_field(*column) for column in _BEFORE]
         after = [
-            _field(text_column if name == TEXT else name, type, meaning)
+            _field(
+                text_column if name == TEXT else name,
+                type,
+                _OF_ANSWERS.get(name, meaning) if answers else meaning,
+            )
             for name, type, meaning in _AFTER
             if prompt_token_ids or name != PROMPT_TOKEN_IDS
         ]
@@ -130,6 +147,8 @@ class OutputSchema:
             after.insert(1, _field(*_REASONING))
         if constrained:
             after.append(_field(*_SATISFIED))
+        if answers:
+            after.append(_field(*_ANSWER))
         if parsed is not None:
             after.append(_field(PARSED, parsed.type, parsed.meaning))
         not_run = "; null if the row failed before its first"
@@ -138,6 +157,7 @@ class OutputSchema:
         # Also columns that this job leaves out: a name shall mean the same in every output.
         taken = {name for name, *_ in _BEFORE + _AFTER} | {c.name for c in counts}
         taken |= {column.name for column in columns} | {_SATISFIED[0], PARSED}
+        taken |= {ANSWER_TOKEN_IDS} if answers else set()
         taken |= {REASONING} if reasoning else set()
         taken.remove(TEXT)
         _check_clashes(passthrough.names, taken, text_column)
@@ -188,6 +208,8 @@ class OutputSchema:
                 o.constraint_satisfied if o and o.finish_reason != "error" else None
                 for o in outputs
             ]
+        if ANSWER_TOKEN_IDS in self.arrow.names:
+            values[ANSWER_TOKEN_IDS] = [o.answer_token_ids if o else None for o in outputs]
         if self.parsed is not None:
             values[PARSED] = self.parsed.array(outputs)
         if PROMPT_TOKEN_IDS in self.arrow.names:
@@ -234,7 +256,11 @@ def _column_field(column: OutputColumn) -> pa.Field:
     type = pa.from_numpy_dtype(column.dtype)
     for size in reversed(column.tail_shape):
         type = pa.list_(type, size)
-    rows = "generated token" if column.scope == "output" else "token that went through the model"
+    rows = {
+        "output": "generated token",
+        "context": "token that went through the model",
+        "answer": "token of the answer",
+    }[column.scope]
     metadata = {
         "meaning": f"{column.name}: one entry per {rows}",
         "scope": column.scope,

@@ -47,7 +47,7 @@ class PrefillPlan:
 def _config(head_dim: int, itemsize: int, group: int) -> PrefillConfig:
     """Choose sizes by the heads' shape alone: a token must have the same bits in any batch."""
     # float32 does not run on tensor cores, so the operands of its products need registers.
-    # For 16 bits these were the fastest on an H200 (scripts/bench/bench_kernels.py prefill --tune).
+    # For 16 bits these were the fastest on an H200 (bench_kernels.py --tune, commit 48f452c).
     if itemsize == 4:
         config = PrefillConfig(32, 16, 8, 2)
     elif head_dim <= 128:

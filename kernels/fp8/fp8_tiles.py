@@ -49,8 +49,8 @@ LINEAR = (
     (512, LinearTiles(64, 128, 4, 4, programs=264)),
     (math.inf, LinearTiles(128, 128, 8, 4)),
 )
-"""For Hopper: (the most rows, tiles). Measured with `scripts/bench/bench_kernels.py fp8 --tune` on
-an H200, the layers of Qwen3-8B and Qwen3-30B-A3B with 16, 64, 256, 512 and 8192 rows."""
+"""For Hopper: (the most rows, tiles). Measured with `bench_kernels.py fp8 --tune` of commit 48f452c
+on an H200, the layers of Qwen3-8B and Qwen3-30B-A3B with 16, 64, 256, 512 and 8192 rows."""
 
 
 def linear_tiles(rows: int) -> LinearTiles:
@@ -85,7 +85,7 @@ EXPERTS = (
     (math.inf, ExpertTiles(64, 8, 3, False, 128, 4, 4, False, down_columns=4)),
 )
 """For Hopper: (the most slots of an expert, on average, tiles). Measured with
-`scripts/bench/bench_kernels.py fp8 --tune` on an H200, 128 experts of 2048 × 768 with 16 to 512
+`bench_kernels.py fp8 --tune` of commit 48f452c on an H200, 128 experts of 2048 × 768 with 16 to 512
 slots each."""
 
 

@@ -24,13 +24,16 @@ from urllib.request import urlopen
 
 import pyarrow.parquet as pq
 from measuring import Mode, resident_mib, run_mode
-from synthetic_job import InstantEngine, grade_job, integer_steps, null_job, write_job
+from synthetic_job import InstantEngine, integer_steps, null_job
 
 from batchgen.grading.extract import Extract
 from batchgen.grading.grade import Grade
 from batchgen.grading.grade_rows import Grader
 from batchgen.jobs.graded_job import scores_of
 from batchgen.jobs.run_job import run_job
+
+sys.path.append(str(Path(__file__).parents[2] / "tests/batchgen"))
+from written_job import grade_job, write_job
 
 KINDS = ("plain", "grades", "report", "grades and report")
 _MOST_MIB = 100

@@ -6,10 +6,7 @@ Each change takes away something that a row's bits depend on besides the row:
   have one size whatever the number of queries, a prefill never takes the decode kernel, and latent
   attention is always absorbed, 16 queries to a program in a decode step.
 - `library_rules`: the library's products do not split their sum. Its workspace has to be limited
-  too, by variables that the process starts with (`LIMITS`).
-- `narrow_products`: those of fewer than 16 columns, of which the library has several kinds, are
-  computed by a Triton kernel whose sum has one order.
-- `ordered_products`: that kernel takes the place of the library in all products.
+  too, by variables that the process starts with.
 """
 
 from __future__ import annotations
@@ -21,23 +18,16 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from ordered_product import ordered_add, ordered_heads, ordered_linear
 from torch import Tensor
 
-from batchgen.engine.layers import linear as linear_layer
-from batchgen.engine.layers.linear import Float32Linear
-from batchgen.engine.layers.mixers import kv_expansion as expansion_layer
-from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
 from batchgen.kernels.attention import attention, decode, decode_plan
 from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.prefill_plan import cut_equal_tiles, tile_tokens
-from batchgen.kernels.layers.linear import linear
 from batchgen.kernels.mla import absorbed_triton
 from batchgen.kernels.mla import mla_attention as latent
 from batchgen.kernels.mla.absorbed_sizes import AbsorbedConfig, absorbed_config
 
-LIMITS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 _choose = decode._config
 _plan, _latent_plan = attention._make_triton_plan, latent._make_plan
 
@@ -63,47 +53,21 @@ def library_rules() -> Iterator[None]:
         torch.backends.cuda.preferred_blas_library("default")
 
 
-def ordered_products() -> Any:
-    def expand(expansion: KVExpansion, latents: Tensor) -> Tensor:
-        found = ordered_linear(latents, expansion.weight.flatten(0, 1))
-        return found.view(-1, *expansion.weight.shape[:2])
-
-    def in_float32(layer: Float32Linear, x: Tensor) -> Tensor:
-        return ordered_linear(x, layer.weight, dtype=torch.float32)
-
+def one_split_rule() -> Any:
+    """Cut contexts into splits of 512 tokens, or into 32 longer ones, in any batch."""
     return patched(
-        (linear_layer, "linear", ordered_linear),
-        (linear_layer, "add_linear_", ordered_add),
-        (Float32Linear, "forward", in_float32),
-        (KVExpansion, "expand", expand),
-        (expansion_layer, "_multiply_heads", ordered_heads),
-    )
-
-
-def narrow_products() -> Any:
-    """Compute products of few columns in one order, which the library has several ways for."""
-
-    def product(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
-        return (ordered_linear if len(weight) < 16 else linear)(x, weight, *options)
-
-    return patched((linear_layer, "linear", product))
-
-
-def one_split_rule(tokens: int = decode_plan.SPLIT_TOKENS) -> Any:
-    """Cut contexts into splits of so many tokens, or into 32 longer ones, in any batch."""
-    return patched(
-        (attention, "split_length", lambda rows, kv_heads: tokens),
+        (attention, "split_length", lambda rows, kv_heads: decode_plan.SPLIT_TOKENS),
         (attention, "most_splits", lambda rows, kv_heads, width: decode_plan.MAX_SPLITS),
     )
 
 
-def one_tile(queries: int) -> Any:
-    """Give decode attention the tiles of so many queries, whatever their number is."""
+def one_tile() -> Any:
+    """Give decode attention the tiles of one query, whatever the number of queries is."""
 
     def config(head_dim: int, itemsize: int, own: int) -> decode.DecodeConfig:
         chosen, block_n = (
             _choose(head_dim, itemsize, own),
-            _choose(head_dim, itemsize, queries).block_n,
+            _choose(head_dim, itemsize, 1).block_n,
         )
         stages = min(chosen.num_stages, 2) if block_n > chosen.block_n else chosen.num_stages
         return replace(chosen, block_n=block_n, num_stages=stages)
@@ -112,10 +76,10 @@ def one_tile(queries: int) -> Any:
 
 
 @contextmanager
-def attention_rules(tile_queries: int = 1) -> Iterator[None]:
+def attention_rules() -> Iterator[None]:
     with (
         one_split_rule(),
-        one_tile(tile_queries),
+        one_tile(),
         patched(
             (attention, "_make_triton_plan", _prefill_stays),
             (latent, "_make_plan", _latent_prefill_stays),
@@ -163,8 +127,7 @@ def _absorbed_config(q: Tensor, queries: int, items: int) -> AbsorbedConfig:
 STAGES: dict[str, tuple[Callable[[], Any], ...]] = {
     "today": (),
     "attention": (attention_rules,),
-    "attention, library": (attention_rules, library_rules, narrow_products),
-    "attention, ordered": (attention_rules, ordered_products),
+    "attention, library": (attention_rules, library_rules),
 }
 """The changes under which schedules run, by name."""
 

@@ -198,7 +198,7 @@ class Case:
     """A kernel to be timed, with the bytes that a launch must read and write and its operations.
 
     Its `count` inputs are not all in the L2 cache at once. `candidates` are the tiles that --tune
-    tries; what a launch returns is compared between them unless it changes its inputs.
+    tries; what a launch returns is compared between them.
     """
 
     name: str
@@ -207,7 +207,6 @@ class Case:
     num_bytes: float = 0
     flops: float = 0
     candidates: Sequence[Any] = ()
-    compared: bool = True
 
 
 class Group(NamedTuple):

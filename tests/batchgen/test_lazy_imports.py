@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from finished_job import finished_job, row
+from hub_server import TOKEN, hub_server
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "transformers", "datasets", "pyarrow"}
@@ -93,3 +95,36 @@ def test_a_mistake_in_the_model_is_found_before_the_libraries_of_the_data_load(
     loaded, printed = _loaded(RUN_MAIN.format(arguments=arguments), tmp_path)
     assert "model ./missing does not exist" in printed and "CODE 2" in printed
     assert not loaded & {"datasets", "pyarrow"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["show", "job"],
+        ["select", "job", "--where", "mark == 1 and text|length > 1", "--out", "set"],
+        ["export", "job", "--to", "sft", "--where", "mark == 1", "--out", "sft.parquet"],
+        ["export", "job", "--to", "dpo", "--by", "mark", "--out", "dpo"],
+        ["export", "job", "--to", "openai", "--out", "lines.jsonl"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:4]),
+)
+def test_verbs_on_finished_rows_load_no_library_of_models_or_data_sets(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    finished_job(tmp_path / "job", [row(0), row(1, text="no")], graded=True)
+    loaded, printed = _loaded(RUN_MAIN.format(arguments=arguments), tmp_path)
+    assert "CODE 0" in printed
+    assert loaded == {"pyarrow"}
+
+
+def test_a_push_loads_no_library_of_models_or_data_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished_job(tmp_path / "job", [row(0)])
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    with hub_server() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        loaded, printed = _loaded(RUN_MAIN.format(arguments=["push", "job", "me/set"]), tmp_path)
+    assert "CODE 0" in printed and "data/part-00000.parquet" in hub.repos["me/set"].files
+    assert loaded == {"pyarrow"}

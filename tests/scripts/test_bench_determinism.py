@@ -6,16 +6,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from bench_determinism import Line, ranges, table, tiles_lines
+from bench_determinism import Line, product_lines, ranges, table
 from determinism_schedules import run_schedules
-from ordered_product import Tile, ordered_add, ordered_heads, ordered_linear, ordered_product
 from torch import Tensor
 
 from batchgen.engine.layers.feed_forward import mlp as mlp_layer
 from batchgen.kernels.layers.activation import silu_and_mul
 
 CPU = torch.device("cpu")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = {"tokens": 3_000, "rows": 6}
 
 
@@ -36,21 +34,10 @@ def test_the_first_operation_that_depends_on_the_batch_is_named() -> None:
     assert sum(found.by_kind.values()) == sum(found.by_cause.values())
 
 
-@pytest.mark.parametrize("swap", [False, True])
-def test_ordered_products_multiply(swap: bool) -> None:
-    x, w, heads = (torch.randn(*s, device=DEVICE) for s in ((5, 40), (24, 40), (3, 8, 16)))
-    expected, tile = x @ w.t(), Tile(16, 16, 32, 4, 1, swap)
-    out = torch.empty_like(expected)
-    ordered_product(x, w, out, tile=tile)
-    for found in (out, ordered_linear(x, w), ordered_add(expected.clone(), x, w) - expected):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    each = x[:, :24].reshape(5, 3, 8)
-    expected = torch.einsum("thk,hkn->thn", each, heads)
-    torch.testing.assert_close(ordered_heads(each, heads), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_tiles_are_sorted_into_classes() -> None:
-    assert all(line.test == "A" for line in tiles_lines(64))
+def test_each_product_has_a_line_and_all_have_one() -> None:
+    *products, whole = product_lines(["tiny"], "today")
+    assert products and whole.what == "tiny, all products"
+    assert all(" rows" in line.bits for line in products)
 
 
 def test_numbers_are_written_as_ranges() -> None:

@@ -2,7 +2,6 @@
 
 import pytest
 from cases.experts import product_candidates
-from cases.fp8 import fp8_candidates, linear_candidates
 
 from batchgen.kernels.moe import moe_tiles as table
 from batchgen.kernels.moe.moe_tiles import TABLE
@@ -20,11 +19,3 @@ def test_there_is_something_to_try_for_any_number_of_tokens(slots: float) -> Non
 def test_printed_lines_are_code() -> None:
     for _, tiles in TABLE:
         assert eval(str(tiles), vars(table)) == tiles
-
-
-@pytest.mark.parametrize("slots", [0.0625, 1, 16, 32, 64, 512, 1024])
-def test_there_is_something_to_try_in_fp8(slots: float) -> None:
-    assert linear_candidates(max(1, int(slots)))
-    found = fp8_candidates(slots)
-    assert found and all(gate_up and down for gate_up, down in found.values())
-    assert all(t.block_m == m for m, both in found.items() for tiles in both for t in tiles)

@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from glob import has_magic
 from typing import Any
 
 import pyarrow as pa
@@ -216,7 +217,8 @@ class TrainerRows:
                 f"--across is for rows that say in the column source what they were made of, as "
                 f"those of dataset=job do, and those of {self._rows.given} do not"
             )
-        return str(source["row_id"])
+        name = str(source["row_id"])
+        return name.partition("/")[2] if _reads_several_jobs(self._rows.config) else name
 
     def _dpo(self) -> Iterator[dict[str, Any]]:
         gap, most = self._asked.gap or 0.0, self._asked.pairs or 1
@@ -277,6 +279,14 @@ class TrainerRows:
                 "completions": [plain_text(step) for step in steps],
                 "labels": [bool(label) for label in labels],
             }
+
+
+def _reads_several_jobs(config: Mapping[str, Any]) -> bool:
+    """Whether the ids of a job's rows begin with the name of the job that they came from."""
+    dataset = config.get("dataset") or {}
+    path = dataset.get("path")
+    several = len(path) > 1 if isinstance(path, list) else has_magic(str(path))
+    return dataset.get("kind") == "job" and several
 
 
 _OWN = ("error", "row_id", "row_index", "id", "source")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +13,13 @@ from measuring import DEVICE, DTYPE, Case, random_normal
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from batchgen.kernels.attention.decode import MAX_QUERIES, DecodeConfig, paged_attention_decode
+from batchgen.kernels.attention.decode import MAX_QUERIES, paged_attention_decode
 from batchgen.kernels.attention.decode_plan import most_splits, plan_decode, split_length
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.prefill import paged_attention_prefill
-from batchgen.kernels.attention.prefill_plan import PrefillConfig, plan_prefill
+from batchgen.kernels.attention.prefill_plan import plan_prefill
 
 BLOCK_SIZE = 16
-_SPLITS = (512, 2048)
-"""Tokens of a split that are tried."""
 _CACHE_BYTES = 512 * 2**20
 """Bytes of keys and values that are read before any is read again: many times a GPU's L2 cache."""
 _ROWS = (1000, 1875, 1250, 1625, 1400, 1042)
@@ -76,14 +73,6 @@ PREFILL_SHAPES: list[tuple[str, tuple[int, ...], int]] = [
     ("8k after 24k", (8192,), 24576),
 ]
 """Names, the new tokens of each row, and the tokens before them, which are in the cache."""
-PREFILL_SWEEP = [
-    PrefillConfig(*sizes)
-    for sizes in (
-        (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3),
-        (128, 32, 8, 3), (128, 32, 8, 4), (128, 32, 4, 4), (128, 64, 4, 2), (64, 64, 4, 2),
-        (64, 64, 4, 3), (64, 32, 4, 3), (64, 32, 4, 4),
-    )
-]  # fmt: skip
 
 
 def _paged(heads: Heads, used: list[int], copies: int) -> tuple[Tensor, list[KVCache]]:
@@ -94,17 +83,6 @@ def _paged(heads: Heads, used: list[int], copies: int) -> tuple[Tensor, list[KVC
     shape = (heads.kv, 1 + sum(used), BLOCK_SIZE, heads.dim)
     caches = [KVCache(random_normal(*shape), random_normal(*shape)) for _ in range(copies)]
     return tables.to(DEVICE), caches
-
-
-def _decode_configs(dim: int) -> list[tuple[DecodeConfig, int]]:
-    """Configurations whose programs' pipelines fit into 227 KiB of shared memory, and splits."""
-    return [
-        (DecodeConfig(block_n, warps, stages, programs), split)
-        for block_n, warps, stages, programs, split in itertools.product(
-            (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), _SPLITS
-        )
-        if programs * ((stages - 1) * 2 * block_n * dim * DTYPE.itemsize + 8192) <= 227 * 1024
-    ]
 
 
 def _decode(heads: Heads, shape: DecodeShape, options: argparse.Namespace) -> Case:
@@ -126,25 +104,19 @@ def _decode(heads: Heads, shape: DecodeShape, options: argparse.Namespace) -> Ca
     q = random_normal(shape.batch * width, heads.queries, heads.dim)
     ends = torch.tensor(contexts).unsqueeze(1)
     positions = (ends - width + torch.arange(width)).flatten().to(DEVICE)
-    own = split_length(shape.batch, heads.kv)
-    plans = {
-        split: plan_decode(
-            positions, tables, width, BLOCK_SIZE,
-            split_tokens=split, max_splits=most_splits(shape.batch, heads.kv, width),
-        )
-        for split in {own, *_SPLITS}
-    }  # fmt: skip
+    plan = plan_decode(
+        positions, tables, width, BLOCK_SIZE, split_tokens=split_length(shape.batch, heads.kv),
+        max_splits=most_splits(shape.batch, heads.kv, width),
+    )  # fmt: skip
 
-    def launch(tiles: tuple[DecodeConfig, int] | None, i: int) -> Tensor:
-        config, split = tiles or (None, own)
+    def launch(_: None, i: int) -> Tensor:
         return paged_attention_decode(
-            q, caches[i], positions, tables, heads.dim**-0.5, plans[split], config,
-            block_length=length,
-        )  # fmt: skip
+            q, caches[i], positions, tables, heads.dim**-0.5, plan, block_length=length
+        )
 
     blocks = f" in blocks of {length}" if length > 1 else ""
     name = f"decode {heads}, {width} queries a row{blocks}, {shape}"
-    return Case(name, launch, copies, kv_bytes, candidates=_decode_configs(heads.dim))
+    return Case(name, launch, copies, kv_bytes)
 
 
 def decode_cases(options: argparse.Namespace) -> Iterator[Case]:
@@ -172,18 +144,16 @@ def _prefill(heads: Heads, name: str, lens: tuple[int, ...], prefix: int) -> Ite
     positions = torch.cat([torch.arange(prefix, end) for end in ends]).to(DEVICE)
     per_pair = 4 * heads.queries * heads.dim
 
-    @cache
-    def plan(config: PrefillConfig | None) -> Any:
-        return plan_prefill(
-            lens, DEVICE.type, num_heads=heads.queries, num_kv_heads=heads.kv,
-            head_dim=heads.dim, dtype=DTYPE, context_lens=ends, config=config,
-        )  # fmt: skip
+    plan = plan_prefill(
+        lens, DEVICE.type, num_heads=heads.queries, num_kv_heads=heads.kv,
+        head_dim=heads.dim, dtype=DTYPE, context_lens=ends,
+    )  # fmt: skip
 
-    def launch(config: PrefillConfig | None, _: int) -> Tensor:
-        return paged_attention_prefill(q, kv, positions, tables, heads.dim**-0.5, plan(config))
+    def launch(_: None, i: int) -> Tensor:
+        return paged_attention_prefill(q, kv, positions, tables, heads.dim**-0.5, plan)
 
     flops = per_pair * sum(n * prefix + n * (n + 1) // 2 for n in lens)
-    yield Case(f"prefill {heads}, {name}", launch, flops=flops, candidates=PREFILL_SWEEP)
+    yield Case(f"prefill {heads}, {name}", launch, flops=flops)
     if prefix:
         return
     length = sum(lens) // rows

@@ -16,28 +16,14 @@ from batchgen.engine.caches.row_states import ring_length
 from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
 from batchgen.kernels.linear_attention.delta_prefill_triton import (
-    PrefillTiles,
     delta_prefill_triton,
 )
-from batchgen.kernels.linear_attention.delta_step_triton import StepTiles, delta_step_triton
+from batchgen.kernels.linear_attention.delta_step_triton import delta_step_triton
 from batchgen.kernels.linear_attention.gated_norm import gated_rms_norm
 from batchgen.kernels.linear_attention.state_rows import CHUNK, PrefillRows, StepRows
 
 DELTA_PREFILLS = ((8192, 8192), (8192, 1024), (16384, 16384), (16384, 1024))
 """Tokens of a prefill, and of each of its rows."""
-STEP_TILES = [
-    StepTiles(*sizes)
-    for sizes in (
-        (8, 8, 1), (16, 8, 1), (8, 16, 1), (16, 16, 1), (32, 8, 2), (32, 16, 4), (16, 32, 1),
-    )
-]  # fmt: skip
-PREFILL_TILES = [
-    PrefillTiles(block_v, warps, stages, 4, registers)
-    for block_v, warps, stages, registers in (
-        (16, 4, 2, None), (16, 4, 3, None), (32, 4, 2, None), (32, 4, 3, None), (32, 4, 3, 168),
-        (64, 4, 2, None), (64, 4, 2, 168), (64, 4, 3, None), (32, 2, 2, None), (16, 2, 2, None),
-    )
-]  # fmt: skip
 _STATE_BYTES = 2**28
 """Bytes that are read before a state is read again, which is more than an L2 cache holds."""
 
@@ -112,10 +98,9 @@ def _step(shape: DeltaHeads, rows: int, width: int) -> Iterator[Case]:
     token, layer_count = shape.channels * 2, len(layers.states)
     count = layer_count * len(steps)
 
-    def delta(tiles: StepTiles | None, i: int) -> Tensor:
-        more = () if tiles is None else (tiles,)
+    def delta(_: None, i: int) -> Tensor:
         state, step = layers.states[i % layer_count], steps[i // layer_count]
-        return delta_step_triton(layers.inputs, state, records, step, *more)
+        return delta_step_triton(layers.inputs, state, records, step)
 
     def conv(_: None, i: int) -> Tensor:
         window, step = layers.windows[i % layer_count], steps[i // layer_count]
@@ -126,7 +111,7 @@ def _step(shape: DeltaHeads, rows: int, width: int) -> Iterator[Case]:
     pending = sum(int(step.pending[0]) for step in steps) / len(steps)
     states = shape.state_bytes * (1 + 1 / len(steps))
     moved = rows * (states + pending * record + width * per_token)
-    yield Case(name, delta, count, moved, candidates=STEP_TILES, compared=False)
+    yield Case(name, delta, count, moved)
     yield Case(f"{name}, conv", conv, count, rows * (3 * width + 3 + 3 / len(steps)) * token)
     yield layers.norm_case(name)
 
@@ -139,8 +124,8 @@ def _prefill(shape: DeltaHeads, tokens: int, length: int) -> Iterator[Case]:
     snapshots = torch.zeros((rows, 2, 2), dtype=torch.int64, device=DEVICE)
     prefill = PrefillRows(layers.slots, positions, starts, snapshots, (length,) * rows)
 
-    def delta(tiles: PrefillTiles | None, _: int) -> Tensor:
-        return delta_prefill_triton(layers.inputs, layers.states[0], prefill, tiles)
+    def delta(_: None, i: int) -> Tensor:
+        return delta_prefill_triton(layers.inputs, layers.states[0], prefill)
 
     def conv(_: None, i: int) -> Tensor:
         return causal_conv_prefill(layers.x, layers.weight, layers.windows[0], prefill)
@@ -148,7 +133,7 @@ def _prefill(shape: DeltaHeads, tokens: int, length: int) -> Iterator[Case]:
     within, across = 2 * CHUNK * CHUNK * shape.dim, 2 * CHUNK * shape.dim**2
     flops = tokens // CHUNK * shape.value_heads * (4 * within + 3 * across)
     moved = layers.x.nbytes + layers.out.nbytes + rows * shape.state_bytes
-    yield Case(name, delta, 1, moved, flops, PREFILL_TILES, compared=False)
+    yield Case(name, delta, 1, moved, flops)
     yield Case(f"{name}, conv", conv, num_bytes=2 * layers.x.nbytes)
     yield layers.norm_case(name)
 

@@ -312,7 +312,11 @@ class RecordingEngine(FakeEngine):
     asked: dict[str, Constraint | None] = field(default_factory=dict)
 
     def add_request(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        answer_token_ids: list[int] | None = None,
     ) -> None:
         self.asked[request_id] = params.constraint
         super().add_request(request_id, prompt_token_ids, params)

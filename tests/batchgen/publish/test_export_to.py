@@ -192,10 +192,11 @@ def test_dpo_across_pairs_answers_that_two_writers_gave_to_one_row(tmp_path: Pat
              ("b", "q2", 0, 5), ("b", "q3", 0, 7)]  # fmt: skip
     rows: list[Row] = []
     for i, (writer, name, sample, score) in enumerate(given):
-        of = {"row_id": name, "sample_index": sample, "digest": "x"}
+        of = {"row_id": f"{writer}/{name}", "sample_index": sample, "digest": "x"}
         one = row(i, text=str(score), reply=f"{writer}{sample}", source=of, score=score)
         rows.append({**one, "row_id": f"{writer}/{name}#{sample}", "question": f"about {name}"})
-    job = finished_job(tmp_path / "judge", rows, fields)
+    config = {"dataset": {"kind": "job", "path": ["out/a", "out/b"]}}
+    job = finished_job(tmp_path / "judge", rows, fields, config=config)
     messages = '[{user: "{{ question }}"}, {assistant: "{{ reply }}"}]'
     asked = ("--to", "dpo", "--by", "score", "--gap", "2", "--across", "--messages", messages)
     assert run("export", job, *asked, "--pairs", 5, "--out", tmp_path / "out.jsonl") == 0

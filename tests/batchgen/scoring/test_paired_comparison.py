@@ -132,8 +132,14 @@ def test_few_differing_questions_are_seldom_significant(n: int, differ: int) -> 
     assert differ > 5 or size == 0
 
 
-@pytest.mark.parametrize("k", [1, 8, 64])
-@pytest.mark.parametrize("n", [30, 198, 500])
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [
+        pytest.param(n, k, marks=[] if i == j else [pytest.mark.slow])
+        for i, n in enumerate([30, 198, 500])
+        for j, k in enumerate([1, 8, 64])
+    ],
+)
 def test_differences_for_new_questions_by_simulation(n: int, k: int) -> None:
     """B answers each question right with a chance that is higher by at most `shift`."""
     rng = np.random.default_rng(n + k)

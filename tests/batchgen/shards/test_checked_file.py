@@ -16,7 +16,7 @@ from finished_job import finished_job, row
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from output_rows import PER_SHARD, ROWS, all_rows, open_writer
-from synthetic_job import write_job
+from written_job import write_job
 
 from batchgen.cli.verbs import compare, grade, report, score, show, validate
 from batchgen.cli.verbs.follow import NewRows

@@ -11,7 +11,7 @@ from typing import Any
 
 from browser import look
 from real_job import run
-from synthetic_job import grade_job, write_job
+from written_job import grade_job, write_job
 
 from batchgen.viewer.server import Respond, ViewServer
 

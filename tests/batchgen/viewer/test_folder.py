@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_job import grade_job, write_job
 from viewed_page import Page, get, read
+from written_job import grade_job, write_job
 
 from batchgen.cli.verbs import view
 from batchgen.viewer import jobs_below as below

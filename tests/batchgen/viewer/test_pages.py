@@ -17,8 +17,8 @@ import pytest
 from fake_job import FakeJob
 from finished_job import POST, finished_job
 from finished_job import row as job_row
-from synthetic_job import grade_job, write_job
 from viewed_page import Page, get, read, site
+from written_job import grade_job, write_job
 
 from batchgen.config.job_config import ScoreConfig
 from batchgen.folder.read_job import JobFolderReader

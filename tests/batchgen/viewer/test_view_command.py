@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from synthetic_job import write_job
+from written_job import write_job
 
 from batchgen.cli.verbs import view
 from batchgen.viewer.server import ViewServer

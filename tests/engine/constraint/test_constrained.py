@@ -149,7 +149,8 @@ def test_chunking_preemption_and_caching_change_nothing(
     overlap: bool,
 ) -> None:
     expect_short_rows(monkeypatch)
-    requests, expected = (rows[:32] for rows in simple(0))
+    requests, expected = simple(0)
+    requests, expected = requests[:32], expected[:32]
     engine = make_engine(tiny, small_cache(tiny, 96, overlap=overlap, **changes))
     outputs = run(engine, requests)
     for one, other in zip(expected, outputs, strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from synthetic_job import grade_job, write_job
+from written_job import grade_job, write_job
 
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.util.errors import ConfigError
@@ -59,8 +59,8 @@ def value(order: str, sample: dict[str, Any], row: list[dict[str, Any]]) -> floa
 @pytest.mark.parametrize("wanted", [Filter(), Filter(mark="wrong")])
 def test_orders(job: JobView, order: str, wanted: Filter) -> None:
     sign = ORDERS[order].sign
-    expected = []
-    for index, row in samples_by_row(job).items():
+    expected, samples = [], samples_by_row(job)
+    for index, row in samples.items():
         some = [s for s in row if not wanted.mark or s["grades/mark"] == 0]
         values = [v for s in some if (v := value(order, s, row)) is not None]
         if values:
@@ -73,7 +73,7 @@ def test_orders(job: JobView, order: str, wanted: Filter) -> None:
     assert [place.value for place in found.places] == pytest.approx([v for v, _ in expected])
     if not ORDERS[order].of_row:  # the sample that is shown is the one with the value
         for place in found.places:
-            row = samples_by_row(job)[place.row]
+            row = samples[place.row]
             assert value(order, row[place.samples[0]], row) == pytest.approx(place.value)
 
 

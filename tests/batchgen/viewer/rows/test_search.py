@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from synthetic_job import grade_job, write_job
+from written_job import grade_job, write_job
 
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.rows.grade_columns import PREFIX

@@ -1,0 +1,91 @@
+"""Jobs that score given answers: columns, error rows, refusals, and what reads their folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from real_job import ROWS, contents, overrides, run
+
+from batchgen import LLM
+from batchgen.cli.verb_table import run_verb
+from batchgen.util.errors import ConfigError
+
+SCORED = ("sampling.n=1", "sampling.max_new_tokens=0", "prompt.answer=' {{ id }}!'")
+
+
+def test_columns_are_those_of_the_python_interface(model: Path, rows: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    columns = ("output.columns=[top_logprobs,prompt_token_ids]", "output.top_logprobs=7")
+    arguments = overrides(model, rows, out, *SCORED, *columns)
+    assert run(arguments).exit_code == 0
+    before = contents(out)
+    assert "complete already" in run(arguments).message and contents(out) == before
+    table = pq.read_table(out / "data")
+    assert "logprobs" not in table.column_names and "answer_logprobs" in table.column_names
+    with LLM(str(model), device="cpu") as llm:
+        chats = [[{"role": "user", "content": row["q"]}] for row in ROWS]
+        scores = llm.score(chats, [f" {row['id']}!" for row in ROWS], top_logprobs=7)
+    for found, score in zip(table.to_pylist(), scores, strict=True):
+        assert (found["finish_reason"], found["text"], found["token_ids"]) == ("scored", "", [])
+        assert found["answer_token_ids"] == score.token_ids
+        assert found["prompt_token_ids"] == score.prompt_token_ids
+        assert found["num_prompt_tokens"] == len(score.prompt_token_ids)
+        for name in ("answer_logprobs", "answer_top_logprobs", "answer_rest_probs"):
+            np.testing.assert_array_equal(found[name], score.columns[name].tolist())
+        assert found["answer_top_logprob_ids"] == score.columns["answer_top_logprob_ids"].tolist()
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["finish_reasons"] == {"scored": len(ROWS)}
+
+
+@pytest.mark.parametrize("verb", ["show", "report", "status", "plan", "export"])
+def test_verbs_cope_with_rows_that_generated_nothing(
+    verb: str, model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    arguments = overrides(model, rows, out, *SCORED)
+    if verb != "plan":
+        assert run(arguments).exit_code == 0
+    assert run_verb(verb, arguments if verb == "plan" else [str(out)]) == 0
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    if verb in ("show", "export"):
+        assert "scored" in said.out
+
+
+def test_rows_without_an_answer_become_errors(model: Path, tmp_path: Path) -> None:
+    answers = ["yes", "", None, "long " * 200]
+    data = [{"id": str(i), "q": "hi", "answer": answer} for i, answer in enumerate(answers)]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(map(json.dumps, data)))
+    out = tmp_path / "out"
+    run(overrides(model, rows, out, *SCORED[:2], "prompt.answer='{{ answer }}'"))
+    found = pq.read_table(out / "data").to_pylist()
+    errors = [None if row["error"] is None else row["error"]["type"] for row in found]
+    assert errors == [None, "empty_answer", "missing_field", "answer_too_long"]
+    assert [row["answer_token_ids"] is None for row in found] == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("sampling.max_new_tokens=0",), "sampling.max_new_tokens=0 generates nothing"),
+        (("prompt.answer=' a'",), "prompt.answer is scored and nothing is generated behind it"),
+        ((*SCORED, "sampling.n=2"), "sampling.n=2 asks for several times"),
+        ((*SCORED, "constraint=choice", "constraint.choices=[a,b]"), "constraint=choice restricts"),
+        (
+            (*SCORED[:2], "prompt.answer='{{ nothing }}'"),
+            "prompt.answer: the data set has no column",
+        ),
+        ((*SCORED, "strategy=ar_spec", "output.columns=[step_map]"), "column step_map is of gener"),
+        ((*SCORED, "output.columns=[top_logprobs]", "output.top_logprobs=257"), "1 to 256"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    given: tuple[str, ...], message: str, model: Path, rows: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(overrides(model, rows, tmp_path / "out", *given))
