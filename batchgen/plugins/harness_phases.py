@@ -4,7 +4,8 @@ results of these jobs, read back."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ class DumpedAnswers:
         for kind in (SCORE, GENERATE):
             for suffix in ("jsonl", "yaml"):
                 (folder / f"{kind}.{suffix}").unlink(missing_ok=True)
-        self.jobs: list[Path] = []
+        self.jobs: dict[Path, None] = {}
 
     def score(self, requests: Sequence[Scored]) -> list[tuple[float, bool]]:
         """Write the rows of log-probabilities."""
@@ -47,18 +48,19 @@ class DumpedAnswers:
                 },
                 "sampling.max_new_tokens": 0,
             },
-            {"columns": ["answer_logprobs", "answer_top_logprobs"], "top_logprobs": 1},
+            {"columns": ["top_logprobs"], "top_logprobs": 1},
         )
         return [(0.0, False)] * len(requests)
 
     def generate(self, requests: Sequence[Asked]) -> list[str]:
         """Write the rows that generate, with the sampling options of each."""
+        longest = max(one.options["max_new_tokens"] for one in requests)
         self._write(
             GENERATE,
             requests,
             {
                 "prompt": {"choice": "tokens", "token_ids_column": "prompt_ids"},
-                "sampling.column": "options",
+                "sampling": {"max_new_tokens": longest, "column": "options"},
             },
             {},
         )
@@ -72,8 +74,8 @@ class DumpedAnswers:
         output: Mapping[str, Any],
     ) -> None:
         rows = self._folder / f"{kind}.jsonl"
-        with rows.open("w", encoding="utf-8") as file:
-            file.writelines(f"{json.dumps(_row(one))}\n" for one in requests)
+        with rows.open("a", encoding="utf-8") as file:
+            file.writelines(map(_line, requests))
         job = {
             "dataset": {"path": str(rows), "columns": ["name"]},
             **keys,
@@ -82,7 +84,7 @@ class DumpedAnswers:
         }
         path = self._folder / f"{kind}.yaml"
         path.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
-        self.jobs.append(path)
+        self.jobs[path] = None
 
 
 class ReplayedAnswers:
@@ -94,6 +96,7 @@ class ReplayedAnswers:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._read = dict.fromkeys((SCORE, GENERATE), 0)  # rows that were handed back
 
     def score(self, requests: Sequence[Scored]) -> list[tuple[float, bool]]:
         """The sums of the rows' log-probabilities, and whether each token is the most likely."""
@@ -111,55 +114,50 @@ class ReplayedAnswers:
         columns: Sequence[str],
         value: Callable[[Mapping[str, Any]], T],
     ) -> list[T]:
-        self._check(kind, requests)
-        reader = JobFolderReader(self._folder / kind)
-        found: dict[int, T] = {}
-        for row in reader.rows(["row_id", "error", *columns]):
+        first = self._check(kind, requests)
+        job = self._folder / kind
+        names = {str(first + i): one.name for i, one in enumerate(requests)}
+        found: dict[str, T] = {}
+        for row in JobFolderReader(job).rows(["row_id", "error", *columns]):
+            if (name := names.get(row["row_id"])) is None:
+                continue
             if row["error"] is not None:
-                name = requests[int(row["row_id"])].name
-                raise ConfigError(
-                    f"{name}: the row has an error: {row['error']}: see {self._folder / kind}"
-                )
-            found[int(row["row_id"])] = value(row)
-        missing = [one.name for i, one in enumerate(requests) if i not in found]
-        if missing:
+                raise ConfigError(f"{name}: its row in {job} has an error: {row['error']}")
+            found[row["row_id"]] = value(row)
+        if missing := [name for row_id, name in names.items() if row_id not in found]:
             raise ConfigError(
-                f"{len(missing)} of {len(requests)} rows of {self._folder / kind} are missing "
-                f"({some_names(missing)}): run batchgen {self._folder / kind}.yaml to the end"
+                f"{len(missing)} of {len(names)} rows of {job} are missing "
+                f"({some_names(missing)}): run batchgen {job}.yaml to the end"
             )
-        return [found[i] for i in range(len(requests))]
+        return [found[row_id] for row_id in names]
 
-    def _check(self, kind: str, requests: Sequence[Scored] | Sequence[Asked]) -> None:
-        """Check that these requests are those that were written."""
+    def _check(self, kind: str, requests: Sequence[Scored] | Sequence[Asked]) -> int:
+        """Check that these are the next requests that were written, and return the first's row."""
         path = self._folder / f"{kind}.jsonl"
+        first = self._read[kind]
+        self._read[kind] += len(requests)
         try:
-            written = _lines(path)
+            with path.open(encoding="utf-8") as file:
+                written = list(islice(file, first, self._read[kind]))
         except FileNotFoundError:
             raise ConfigError(f"{path} is not there: run dump first, with these tasks") from None
-        number = -1
-        for number, (line, one) in enumerate(zip(written, requests, strict=False)):
-            if line != json.loads(json.dumps(_row(one))):
+        for number, one in enumerate(requests):
+            if number >= len(written) or written[number] != _line(one):
                 raise ConfigError(
-                    f"{one.name}: the request is not line {number + 1} of {path}: give replay the "
-                    "arguments of dump, or dump anew if the tasks or the tokenizer have changed"
+                    f"{one.name}: the request is not line {first + number + 1} of {path}: give "
+                    "replay the arguments of dump, or dump anew if the tasks have changed"
                 )
-        if number + 1 != len(requests) or next(written, None) is not None:
-            raise ConfigError(
-                f"{path} has not the {len(requests)} requests of these tasks: give replay the "
-                "arguments of dump"
-            )
+        return first
 
 
-def _row(request: Scored | Asked) -> dict[str, Any]:
+def _line(request: Scored | Asked) -> str:
+    """A request as a line of a file of rows."""
     row: dict[str, Any] = {"name": request.name, "prompt_ids": list(request.prompt)}
     if isinstance(request, Scored):
-        return {**row, "answer_ids": list(request.answer)}
-    return {**row, "options": json.dumps(request.options, sort_keys=True)}
-
-
-def _lines(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as file:
-        return iter([json.loads(line) for line in file])
+        row["answer_ids"] = list(request.answer)
+    else:
+        row["options"] = json.dumps(request.options, sort_keys=True)
+    return f"{json.dumps(row)}\n"
 
 
 def _scored(row: Mapping[str, Any]) -> tuple[float, bool]:

@@ -16,7 +16,7 @@ TASKS = (CHOICE, ROLLING, GENERATION)
 
 
 def write_tasks(folder: Path, choices: int, texts: int, prompts: int) -> Path:
-    """Write a task of each kind with so many documents, and return the folder for --include_path."""
+    """Write a task of each kind with so many documents; the folder is for --include_path."""
     draw = random.Random(0)
     folder.mkdir()
     rows = {
