@@ -140,7 +140,27 @@ class TokensPromptConfig:
             raise ConfigError("prompt.answer and prompt.answer_ids_column are both set: choose one")
 
 
-PromptConfig = ChatPromptConfig | TextPromptConfig | TokensPromptConfig
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAIPromptConfig:
+    """The prompt is what the body of a request to OpenAI's API says."""
+
+    kind: Literal["openai"] = "openai"
+    body_column: str = "body"
+    answer: str | None = None  # a template
+    template_kwargs: Mapping[str, Any] | None = None
+    too_long: TooLong = "error"
+
+    def __post_init__(self) -> None:
+        check_template_kwargs(self.template_kwargs, tools=True)
+
+
+PromptConfig = ChatPromptConfig | TextPromptConfig | TokensPromptConfig | OpenAIPromptConfig
+PROMPT_KINDS: dict[str, type[PromptConfig]] = {
+    "chat": ChatPromptConfig,
+    "text": TextPromptConfig,
+    "tokens": TokensPromptConfig,
+    "openai": OpenAIPromptConfig,
+}
 
 
 def answer_key(prompt: PromptConfig) -> str | None:
@@ -149,6 +169,3 @@ def answer_key(prompt: PromptConfig) -> str | None:
         return "prompt.answer"
     given = isinstance(prompt, TokensPromptConfig) and prompt.answer_ids_column is not None
     return "prompt.answer_ids_column" if given else None
-
-
-PROMPT_KINDS = {"chat": ChatPromptConfig, "text": TextPromptConfig, "tokens": TokensPromptConfig}
