@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from batchgen.folder.read_job import JobFolderReader
-from batchgen.plugins.harness_requests import Asked, Scored
+from batchgen.plugins.harness_requests import Asked, Request, Scored
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
@@ -69,7 +69,7 @@ class DumpedAnswers:
     def _write(
         self,
         kind: str,
-        requests: Sequence[Scored] | Sequence[Asked],
+        requests: Sequence[Request],
         keys: Mapping[str, Any],
         output: Mapping[str, Any],
     ) -> None:
@@ -110,7 +110,7 @@ class ReplayedAnswers:
     def _results(
         self,
         kind: str,
-        requests: Sequence[Scored] | Sequence[Asked],
+        requests: Sequence[Request],
         columns: Sequence[str],
         value: Callable[[Mapping[str, Any]], T],
     ) -> list[T]:
@@ -131,7 +131,7 @@ class ReplayedAnswers:
             )
         return [found[row_id] for row_id in names]
 
-    def _check(self, kind: str, requests: Sequence[Scored] | Sequence[Asked]) -> int:
+    def _check(self, kind: str, requests: Sequence[Request]) -> int:
         """Check that these are the next requests that were written, and return the first's row."""
         path = self._folder / f"{kind}.jsonl"
         first = self._read[kind]
@@ -150,7 +150,7 @@ class ReplayedAnswers:
         return first
 
 
-def _line(request: Scored | Asked) -> str:
+def _line(request: Request) -> str:
     """A request as a line of a file of rows."""
     row: dict[str, Any] = {"name": request.name, "prompt_ids": list(request.prompt)}
     if isinstance(request, Scored):

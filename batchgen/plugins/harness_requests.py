@@ -43,6 +43,7 @@ class Asked:
         return self.prompt, repr(sorted(self.options.items()))
 
 
+Request = Scored | Asked
 R = TypeVar("R", Scored, Asked)
 T = TypeVar("T")
 

@@ -128,8 +128,8 @@ class BatchgenAPI(ModelAPI):  # type: ignore[misc]
             if error.type != "prompt_too_long":
                 raise ConfigError(str(error)) from None
             return ModelOutput.from_content(self.model_name, "", "model_length", str(error))
-        if (error := outputs[0].error) is not None:
-            raise ConfigError(str(error))
+        if (failure := outputs[0].error) is not None:
+            raise ConfigError(str(failure))
         return ModelOutput(
             model=self.model_name,
             choices=[self._choice(output, config, "tools" in kwargs) for output in outputs],

@@ -14,7 +14,6 @@ from batchgen.plugins.harness_requests import (
     Answers,
     Asked,
     EngineAnswers,
-    Scored,
     cut_left,
     each_once,
     rolling_windows,
@@ -144,14 +143,14 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
         self, requests: Sequence[Encoded], **_: object
     ) -> list[tuple[float, bool]]:
         most = self.max_length + 1  # lm-eval does not count the last token, which is not read
-        asked: list[Scored] = [
+        asked = [
             cut_left(context, continuation, most, name)
             for name, (_, context, continuation) in zip(self._names, requests, strict=True)
         ]
         results = each_once(asked, self.answers.score)
-        for (args, _, _), result in zip(requests, results, strict=True):
-            if args is not None:
-                self.cache_hook.add_partial("loglikelihood", args, result)
+        for request, result in zip(requests, results, strict=True):
+            if request[0] is not None:  # windows of a text have a result together
+                self.cache_hook.add_partial("loglikelihood", request[0], result)
         return results
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -177,7 +176,7 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
                 f"{name}: max_gen_toks is {longest}, and max_length is {self.max_length}: lower "
                 "max_gen_toks with --gen_kwargs, or raise max_length"
             )
-        options = {"max_new_tokens": longest, "seed": self._seed}
+        options: dict[str, Any] = {"max_new_tokens": longest, "seed": self._seed}
         options["temperature"] = temperature if drawn else 0.0
         for key, value in rest.items():
             if key in HONOURED:

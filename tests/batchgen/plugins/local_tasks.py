@@ -83,4 +83,4 @@ def _story(draw: random.Random, sentences: int) -> str:
 
 def _sum(draw: random.Random) -> dict[str, Any]:
     a, b, c = (draw.randrange(1, 50) for _ in range(3))
-    return {"prompt": f"1 + 1 = 2\n{a} + {b} = {a + b}\n{b} + {c} =", "answer": str(b + c)}
+    return {"prompt": f"1 + 1 = 2\n{a} + {b} = {a + b}\n{b} + {c} =", "answer": f" {b + c}"}
