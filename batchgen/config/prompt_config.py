@@ -141,6 +141,7 @@ class OpenAIPromptConfig:
 
     kind: Literal["openai"] = "openai"
     body_column: str = "body"
+    answer: str | None = None  # a template
     template_kwargs: Mapping[str, Any] | None = None
     too_long: TooLong = "error"
 

@@ -82,10 +82,15 @@ def _reading(folder: str) -> str:
 
 
 def dataset_card(
-    job: JobSummary, fingerprints: Mapping[str, str], schema: pa.Schema, folder: str
+    job: JobSummary,
+    fingerprints: Mapping[str, str],
+    schema: pa.Schema,
+    folder: str,
+    funnel: Sequence[tuple[str, int]] = (),
 ) -> str:
-    """The text of the card of a complete job, given the schema of its shards, and the fingerprints
-    of what decides the answers by name."""
+    """The text of the card of a complete job, given the schema of its shards, the fingerprints of
+    what decides the answers by name, and how many rows each choice among those of the data set has
+    left."""
     model, dataset, totals = job.group("model"), job.group("dataset"), job.totals
     is_named = dataset.get("path") or dataset.get("kind") == "count"
     source = dataset_name(dataset) if is_named else "the demo rows of batchgen"
@@ -95,6 +100,7 @@ def dataset_card(
         *_rows(totals),
         f"Model: `{model['path']}`{revision}",
         f"Dataset: `{source}`{split}",
+        *(f"`{choice}`: {rows:,}" for choice, rows in funnel),
         *_steps(job),
         *_constraint(job.group("constraint"), totals),
         f"Sampling: {', '.join(_assignments(job.group('sampling')))}",

@@ -69,12 +69,15 @@ def complete(
     elsewhere = completed_elsewhere(storage, parts, metrics.attempt.rows)
     if elsewhere is not None:  # this worker was paused, and another has done the same
         return elsewhere
+    from batchgen.row_index.open_rows import data_of  # it loads the libraries of the data
+
     shown = storage.shown
     metrics.tally = _count_shards(config, parts, folder)
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
     facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
     about = JobSummary(totals, config=resolved(config), row_facts=facts)
-    card = dataset_card(about, fingerprints, schema.arrow, shown)
+    funnel = [(left.choice, left.rows) for left in data_of(parts.source).funnel]
+    card = dataset_card(about, fingerprints, schema.arrow, shown, funnel)
     storage.write(folder.path / "README.md", graded_card(card, folder.path, shown))
     metrics.save("complete")
     folder.remove_journal()

@@ -25,7 +25,7 @@ from urllib.request import urlopen
 
 import pyarrow.parquet as pq
 from measuring import Mode, resident_mib, run_mode
-from stepped_rows import StepClock, stepped_job, time_steps
+from stepped_rows import StepClock, WatchedEngine, anonymous_mib, stepped_job, time_steps
 from synthetic_job import InstantEngine, integer_steps, null_job
 
 from batchgen.grading.extract import Extract
@@ -295,51 +295,50 @@ def add_steps_arguments(parser: argparse.ArgumentParser) -> None:
 def run_steps(options: argparse.Namespace) -> list[Any]:
     """Time the steps of `rows` over rows of 1 kB, and a job of what they leave.
 
-    A tenth of the rows fails the filter, a tenth of the others are copies and a tenth nearly so.
-    Printed are the microseconds that each step takes for one of its rows, what the pass with the
-    writing of the index takes for a row of the data set, and the memory before, at the end of the
-    pass and at the peak of the job. The job runs with an engine that costs nothing.
+    A tenth of the rows fails the filter, a tenth are copies of others and a tenth nearly so. Times
+    are of the processor, which neighbours disturb less: of each step for one of its rows, of the
+    pass with reading and the index for a row of the data set, and of the job, whose engine costs
+    nothing. Memory is without the pages of mapped files.
     """
     with tempfile.TemporaryDirectory(prefix="bench_job_layer") as temporary:
-        folder, engine = Path(temporary), InstantEngine(32)
-        config, parts = stepped_job(folder, options.rows, engine, dedupe=not options.without_dedupe)
+        engine = WatchedEngine(32)
+        deduped = not options.without_dedupe
+        config, parts = stepped_job(Path(temporary), options.rows, engine, dedupe=deduped)
         source = parts.source
         assert isinstance(source, IndexedSource)
-        for _ in source.data.rows(options.rows - 1000):
-            pass
-        before, clocks = resident_mib(), list[StepClock]()
-        make, open_index = source.chain.start, source.open_index
-        took: list[float] = []
+        clocks, took = list[StepClock](), list[float]()
+        start, open_index = source.chain.start, source.open_index
 
         def timed_start(tokenizer: Any = None) -> Any:
-            running = make(tokenizer)
+            running = start(tokenizer)
             clocks.extend(time_steps(running))
             return running
 
         def timed_open(*given: Any, **more: Any) -> None:
-            began = time.perf_counter()
+            began = time.process_time()
             open_index(*given, **more)
-            took.extend([time.perf_counter() - began, resident_mib()])
+            took.extend([time.process_time() - began, anonymous_mib()])
 
-        with patch.object(source.chain, "start", timed_start):
-            with patch.object(source, "open_index", timed_open):
-                began = time.perf_counter()
-                result = run_job(config, parts)
-                seconds = time.perf_counter() - began
-        assert result.exit_code == 0 and source.facts is not None
-        peak = max([took[1], *(mib for _, mib in engine.resident)])
-        print(source.facts.funnel)
-        found: dict[str, Any] = {"rows": options.rows, "before_mib": before, "peak_mib": peak}
-        for clock, step in zip(clocks, source.facts.steps, strict=True):
-            microseconds = clock.seconds / max(step.rows_in, 1) * 1e6
+        before, began = anonymous_mib(), time.process_time()
+        with (
+            patch.object(source.chain, "start", timed_start),
+            patch.object(source, "open_index", timed_open),
+        ):
+            result = run_job(config, parts)
+        facts, seconds = source.facts, time.process_time() - began - took[0]
+        assert result.exit_code == 0 and facts is not None
+        found = {"rows": options.rows, "pass_us": took[0] / options.rows * 1e6}
+        found |= {"before_mib": before, "pass_mib": took[1], "peak_mib": engine.peak}
+        found["job_us"] = seconds / facts.rows * 1e6
+        print(facts.funnel)
+        for clock, step in zip(clocks, facts.steps, strict=True):
+            found[step.name] = clock.seconds / step.rows_in * 1e6
             held = "" if clock.held is None else f", {clock.held() / step.rows_out:.0f} bytes a row"
-            print(f"{step.name}: {microseconds:.1f} us a row{held}")
-            found[step.name] = microseconds
-        found["pass_us"] = took[0] / options.rows * 1e6
-        print(f"the pass with its index: {found['pass_us']:.1f} us a row of the data set")
-        print(f"memory: {before:.0f} MiB before, {took[1]:.0f} MiB behind the pass, {peak:.0f} MiB")
-        left = source.facts.rows
-        print(f"the job of {left} rows took {(seconds - took[0]) / left * 1e6:.0f} us for each")
+            print(f"{step.name}: {found[step.name]:.1f} us a row{held}")
+        print("pass: {pass_us:.0f} us a row of the data set; job: {job_us:.0f} us".format(**found))
+        print(
+            "MiB: {before_mib:.0f}, {pass_mib:.0f} behind the pass, {peak_mib:.0f}".format(**found)
+        )
     return [found]
 
 

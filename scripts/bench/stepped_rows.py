@@ -23,6 +23,7 @@ from batchgen.config.job_config import (
 )
 from batchgen.config.prompt_config import TextPromptConfig
 from batchgen.dataset.row_source import open_dataset
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.jobs.job_parts import JobParts
 from batchgen.row_index.chain import ChainPass
 from batchgen.row_index.open_rows import behind_steps
@@ -32,8 +33,8 @@ _VOCABULARY = 20_000
 
 
 class StepClock:
-    """A step on its way through the rows, with the seconds that it takes, and what is said of the
-    memory that it holds."""
+    """A step on its way through the rows, with the seconds of the processor that it takes, and what
+    is said of the memory that it holds."""
 
     def __init__(self, running: Any) -> None:
         self._running, self.seconds = running, 0.0
@@ -45,14 +46,33 @@ class StepClock:
         return bool(self._running.full)
 
     def take(self, row: Any) -> Any:
-        began = time.perf_counter()
+        began = time.thread_time()
         try:
             return self._running.take(row)
         finally:
-            self.seconds += time.perf_counter() - began
+            self.seconds += time.thread_time() - began
 
     def close(self) -> None:
         self._running.close()
+
+
+class WatchedEngine(InstantEngine):
+    """One that also notes the memory without the pages of mapped files, which the system takes back
+    when it needs them: those of the data set are such."""
+
+    peak = 0.0
+
+    def step(self) -> list[RequestOutput]:
+        if not self.stats.finished % 1024:
+            self.peak = max(self.peak, anonymous_mib())
+        return super().step()
+
+
+def anonymous_mib() -> float:
+    """The MiB of memory that this process holds, without the pages of files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kib,) = (line.split()[1] for line in lines if line.startswith("RssAnon:"))
+    return int(kib) / 1024
 
 
 def time_steps(running: ChainPass) -> list[StepClock]:

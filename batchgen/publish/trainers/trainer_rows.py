@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from batchgen.publish.finished_rows import FinishedRows, FoundRow, row_name
 from batchgen.publish.row_values import is_true, number, value_of
-from batchgen.publish.trainers.conversations import Conversations, Exchange
+from batchgen.publish.trainers.conversations import Conversations, Exchange, value_at
 from batchgen.publish.trainers.row_groups import Member, adjacent_groups, pairs, scattered_groups
 from batchgen.templates.row_expression import RowExpression
 from batchgen.texts.row_json import json_text, plain_text
@@ -122,7 +122,10 @@ class TrainerRows:
     def _tools_column(self) -> list[str]:
         """The path of the column with the tools that the prompts offered; empty without one."""
         prompt = self._rows.group("prompt")
-        path = str(prompt.get("tools_column") or "").split(".") if self._asked.to == "sft" else [""]
+        named = prompt.get("tools_column")
+        if prompt.get("kind") == "openai":
+            named = f"{prompt['body_column']}.tools"
+        path = str(named or "").split(".") if self._asked.to == "sft" else [""]
         if self._asked.messages is not None or path[0] not in self._rows.columns.names:
             return []
         self._wanted |= self._rows.columns.named(path[:1])
@@ -171,9 +174,7 @@ class TrainerRows:
         for row in self._passed():
             found = self._talks.of(row).columns
             if self._tools:
-                value: Any = row.variables
-                for name in self._tools:
-                    value = value.get(name) if isinstance(value, Mapping) else None
+                value = value_at(row.variables, self._tools)
                 is_text = value is None or isinstance(value, str)
                 found["tools"] = value if is_text else json_text(value)
             yield found

@@ -280,3 +280,15 @@ def test_a_job_in_an_object_store_is_read_where_it_is(
     assert run("export", "memory://jobs", "--to", "sft", *asked, tmp_path / "there.jsonl") == 0
     assert run("export", job, "--to", "sft", *asked, tmp_path / "here.jsonl") == 0
     assert (tmp_path / "there.jsonl").read_bytes() == (tmp_path / "here.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("id_column", ["id", None])
+def test_a_column_id_of_the_data_does_not_take_the_place_of_the_sets(
+    tmp_path: Path, id_column: str | None
+) -> None:
+    fields = [pa.field("id", pa.string(), metadata={"meaning": "as in the input"})]
+    config = {"dataset": {"kind": "files", "id_column": id_column}}
+    job = finished_job(tmp_path / "job", [row(0, id="id0")], fields, config=config)
+    assert run("select", job, "--out", tmp_path / "out") == 0
+    (found,) = read(tmp_path / "out")
+    assert found["id"] == "id0#0" and found.get("input_id") == (None if id_column else "id0")
