@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,60 +13,22 @@ from datasets import load_dataset
 from finished_job import finished_job, row
 from hypothesis import given
 from hypothesis import strategies as st
+from token_job import CHAT, PROMPT, TOP, TOP_IDS, scored_job, top_of
 from trainer_files import read_rollouts, read_teacher, unpack
 
 from batchgen.__main__ import run_command
 from batchgen.publish.trainers.token_rows import packed
 
-K = 3
-TOP = pa.list_(pa.list_(pa.float32(), K))
-TOP_IDS = pa.list_(pa.list_(pa.int32(), K))
-PROMPT = pa.field("prompt_token_ids", pa.list_(pa.int32()))
 LAYERS, EXPERTS = 2, 4
 ROUTED = pa.field(
     "routed_experts",
     pa.list_(pa.list_(pa.list_(pa.uint8(), 2), LAYERS)),
     metadata={"num_experts": str(EXPERTS), "moe_layers": "[0, 1]"},
 )
-CHAT = {"kind": "chat", "user": "{{ question }}"}
 
 
 def run(*arguments: object) -> int:
     return run_command([str(argument) for argument in arguments])
-
-
-def top_of(draws: np.random.Generator, tokens: int, largest: int = 150_000) -> dict[str, Any]:
-    """Log-probabilities and ids of K tokens at each of some tokens, and what the rest has."""
-    probs = draws.dirichlet(np.ones(K + 1), tokens).astype(np.float32)
-    return {
-        "top_logprobs": np.log(np.sort(probs[:, :K])[:, ::-1]).tolist(),
-        "top_logprob_ids": draws.integers(0, largest, (tokens, K)).tolist(),
-        "rest": probs[:, K].tolist(),
-    }
-
-
-def scored_job(path: Path) -> tuple[Path, list[dict[str, Any]]]:
-    """A job that scored answers of 5 and 1 tokens, and a row with an error between them."""
-    draws, rows = np.random.default_rng(0), []
-    for index, length in enumerate((5, 0, 1)):
-        top = top_of(draws, length)
-        rows.append(
-            row(index, text="" if length else None)
-            | {"token_ids": [], "logprobs": [], "prompt_token_ids": [1, 2, index]}
-            | {"answer_token_ids": list(range(length)), "answer_logprobs": [-0.5] * length}
-            | {f"answer_{name}": top[name] for name in ("top_logprobs", "top_logprob_ids")}
-            | {"answer_rest_probs": top["rest"]}
-        )
-    fields = [
-        PROMPT,
-        pa.field("answer_token_ids", pa.list_(pa.int32())),
-        pa.field("answer_logprobs", pa.list_(pa.float32())),
-        pa.field("answer_top_logprobs", TOP),
-        pa.field("answer_top_logprob_ids", TOP_IDS),
-        pa.field("answer_rest_probs", pa.list_(pa.float32())),
-    ]
-    config = {"prompt": CHAT | {"answer": "It is {{ target }}."}}
-    return finished_job(path, rows, fields, config=config), [rows[0], rows[2]]
 
 
 def test_a_teacher_s_file_has_the_conversation_and_the_likeliest_tokens(tmp_path: Path) -> None:
