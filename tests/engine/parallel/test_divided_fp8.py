@@ -36,7 +36,7 @@ def load(folder: Path, parallel: TensorParallel = ALONE, **options: Any) -> Caus
 
 def dequantised(model: CausalLM) -> dict[str, Tensor]:
     """The parameters of a model, those in FP8 with their scales applied."""
-    found = dict(model.named_parameters())
+    found: dict[str, Tensor] = dict(model.named_parameters())
     for name in [name for name, p in found.items() if p.dtype == FP8]:
         scales = name.removesuffix("proj") + "scales" if "experts" in name else ""
         at = scales or name.removesuffix("weight") + "scales"
@@ -60,7 +60,8 @@ def test_the_ranks_hold_every_value_once(
     kind: str, sizes: dict[str, Any], source: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """The sums of squares of the ranks' values, with their scales, are those of the whole."""
-    folder, options = tiny_model(kind, **sizes), {}
+    folder = tiny_model(kind, **sizes)
+    options: dict[str, Any] = {}
     if source == "checkpoint":
         folder, _ = write_fp8(folder, tmp_path)
     elif source == "rounded":
