@@ -36,6 +36,9 @@ class Verb:
 
 VERBS = {
     "init": Verb("batchgen.cli.verbs.init", "FILE", "write a commented job file"),
+    "batch": Verb(
+        "batchgen.cli.verbs.batch", "IN OUT", "run a batch file of OpenAI, and write its results"
+    ),
     "plan": Verb(
         "batchgen.cli.verbs.plan", "…", "what a job would read, need and cost, in seconds"
     ),

@@ -270,6 +270,7 @@ class JobConfig:
         for ok, what in (
             (self.constraint.kind == "none", f"constraint={self.constraint.kind} restricts"),
             (self.sampling.column is None, "sampling.column has options of"),
+            (self.output.reasoning_end is None, "output.reasoning_end cuts"),
             (self.sampling.n == 1, f"sampling.n={self.sampling.n} asks for several times"),
         ):
             if not ok:

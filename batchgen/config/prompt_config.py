@@ -135,5 +135,24 @@ class TokensPromptConfig:
     too_long: TooLong = "error"
 
 
-PromptConfig = ChatPromptConfig | TextPromptConfig | TokensPromptConfig
-PROMPT_KINDS = {"chat": ChatPromptConfig, "text": TextPromptConfig, "tokens": TokensPromptConfig}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAIPromptConfig:
+    """The prompt is what the body of a request to OpenAI's API says."""
+
+    kind: Literal["openai"] = "openai"
+    body_column: str = "body"
+    answer: str | None = None  # a template
+    template_kwargs: Mapping[str, Any] | None = None
+    too_long: TooLong = "error"
+
+    def __post_init__(self) -> None:
+        check_template_kwargs(self.template_kwargs, tools=True)
+
+
+PromptConfig = ChatPromptConfig | TextPromptConfig | TokensPromptConfig | OpenAIPromptConfig
+PROMPT_KINDS: dict[str, type[PromptConfig]] = {
+    "chat": ChatPromptConfig,
+    "text": TextPromptConfig,
+    "tokens": TokensPromptConfig,
+    "openai": OpenAIPromptConfig,
+}

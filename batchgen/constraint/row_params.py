@@ -9,7 +9,7 @@ from typing import Any
 
 from batchgen.config.constraint_config import JsonSchemaConstraintConfig
 from batchgen.config.job_config import JobConfig
-from batchgen.config.prompt_config import ChatPromptConfig
+from batchgen.config.prompt_config import ChatPromptConfig, OpenAIPromptConfig
 from batchgen.constraint.row_constraints import MAX_CACHED, RowConstraints
 from batchgen.constraint.row_options import BAD_OPTION, RowOptions
 from batchgen.constraint.timed_checks import TimedConstraints
@@ -102,5 +102,7 @@ def _prompt_keys(config: JobConfig, column: str) -> list[str]:
     named: list[str | None] = []
     if isinstance(prompt, ChatPromptConfig):
         named = [prompt.messages_column, prompt.tools_column]
+    if isinstance(prompt, OpenAIPromptConfig):
+        named = [f"{prompt.body_column}.{key}" for key in ("messages", "tools", "prompt")]
     start = f"{column}."
     return [name.removeprefix(start) for name in named if name and name.startswith(start)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchgen.dataset.stored_json import without_filled_nulls
 from batchgen.engine.constraint.json_schema.json_text import parse_unique_json
 
 
@@ -16,6 +15,8 @@ def json_cell(value: Any, feature: Any) -> Any:
         ValueError: the cell holds text that is no JSON, or names a key twice.
     """
     if not isinstance(value, str):
+        from batchgen.dataset.stored_json import without_filled_nulls  # brings datasets
+
         return without_filled_nulls(value, feature)
     try:
         return parse_unique_json(value)

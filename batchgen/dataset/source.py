@@ -54,6 +54,14 @@ class Left:
     rows: int
 
 
+def funnel_line(funnel: Sequence[Left]) -> str:
+    """How many rows each choice has left, in one line."""
+    first, *others = funnel
+    return " → ".join(
+        [f"{first.rows:,} {first.choice}", *(f"{o.choice} {o.rows:,}" for o in others)]
+    )
+
+
 class Source(Protocol):
     """The rows of a job: at most `dataset.limit`, always in the same order.
 

@@ -82,10 +82,15 @@ def _reading(folder: str) -> str:
 
 
 def dataset_card(
-    job: JobSummary, fingerprints: Mapping[str, str], schema: pa.Schema, folder: str
+    job: JobSummary,
+    fingerprints: Mapping[str, str],
+    schema: pa.Schema,
+    folder: str,
+    funnel: Sequence[tuple[str, int]] = (),
 ) -> str:
-    """The text of the card of a complete job, given the schema of its shards, and the fingerprints
-    of what decides the answers by name."""
+    """The text of the card of a complete job, given the schema of its shards, the fingerprints of
+    what decides the answers by name, and how many rows each choice among those of the data set has
+    left."""
     model, dataset, totals = job.group("model"), job.group("dataset"), job.totals
     is_named = dataset.get("path") or dataset.get("kind") == "count"
     source = dataset_name(dataset) if is_named else "the demo rows of batchgen"
@@ -95,6 +100,8 @@ def dataset_card(
         *_rows(totals),
         f"Model: `{model['path']}`{revision}",
         f"Dataset: `{source}`{split}",
+        *(f"`{choice}`: {rows:,}" for choice, rows in funnel),
+        *_steps(job),
         *_constraint(job.group("constraint"), totals),
         f"Sampling: {', '.join(_assignments(job.group('sampling')))}",
         *(f"Fingerprint of {what}: `{digest}`" for what, digest in fingerprints.items()),
@@ -171,6 +178,17 @@ def _rows(totals: Totals) -> list[str]:
         kinds = ", ".join(f"{n:,} {kind}" for kind, n in totals.errors.items())
         facts.append(f"{totals.error_rows:,} rows have an `error` and no text: {kinds}.")
     return facts
+
+
+def _steps(job: JobSummary) -> list[str]:
+    """How many rows the steps of `rows` left."""
+    facts = job.row_facts
+    if facts is None:
+        return []
+    return [
+        f"Steps of rows: {facts.funnel}. `rows/` says where each row comes from, and which rows "
+        "were taken out at which step and why."
+    ]
 
 
 def _assignments(values: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ from batchgen.util.duration import duration
 if TYPE_CHECKING:
     from batchgen.engine.strategy import Strategy
     from batchgen.folder.read_job import JobFolderReader
+    from batchgen.folder.row_funnel import IndexFacts
 
 _NOT_BEGUN = "not begun"
 
@@ -34,9 +35,15 @@ class JobSummary:
     tokens_per_s: float = 0.0
     wall_s: float = 0.0
     generate_s: float = 0.0
+    row_facts: IndexFacts | None = None
 
     @classmethod
-    def of(cls, metrics: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> JobSummary:
+    def of(
+        cls,
+        metrics: Mapping[str, Any],
+        config: Mapping[str, Any] | None = None,
+        row_facts: IndexFacts | None = None,
+    ) -> JobSummary:
         """The summary of a folder, from what metrics.json and config.yaml hold."""
         return cls(
             Totals.of(metrics),
@@ -47,6 +54,7 @@ class JobSummary:
             metrics.get("tokens_per_s") or 0.0,
             metrics.get("wall_s", 0.0),
             metrics.get("generate_s", 0.0),
+            row_facts,
         )
 
     @property
@@ -141,6 +149,7 @@ def end_table(
     resumed = attempt.get("rows_resumed")
     lines = [
         ("rows", f"{totals.rows:,}" + (f" ({resumed:,} from before)" if resumed else "")),
+        *([] if job.row_facts is None else [("steps of rows", job.row_facts.funnel)]),
         ("finish reasons", _counts(totals.finish_reasons)),
         ("errors", _counts(totals.errors)),
         ("prompt tokens", f"{totals.prompt_tokens:,}"),

@@ -17,9 +17,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
+from batchgen.folder.row_funnel import IndexFacts
 from batchgen.leases.failure_detector import read_beat
 from batchgen.leases.lease_files import DATA, JOURNAL, WORKERS, parse_worker
-from batchgen.leases.own_files import LOCK, refuse_links
+from batchgen.leases.own_files import LOCK, ROW_INDEX, refuse_links
 from batchgen.leases.process_identity import is_gone
 from batchgen.shards.checked_file import CheckedFile, Source, read_schema
 from batchgen.shards.journal import journal_files, read_file
@@ -76,6 +77,11 @@ class JobFolderReader:
             raise FileNotFoundError(errno.ENOENT, "the job is gone", str(path))
         found: dict[str, Any] = json.loads(content)
         return found
+
+    @property
+    def row_facts(self) -> IndexFacts | None:
+        """What rows.json says; None if no steps choose among the rows."""
+        return IndexFacts.parse(self.storage.read(self.path / ROW_INDEX))
 
     @property
     def text_column(self) -> str:

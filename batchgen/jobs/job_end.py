@@ -11,8 +11,10 @@ from batchgen.folder.dataset_card import dataset_card
 from batchgen.folder.job_folder import JobFolder
 from batchgen.folder.job_metrics import Metrics, Tally, Totals
 from batchgen.folder.job_summary import JobSummary, end_table
+from batchgen.folder.row_funnel import IndexFacts
 from batchgen.jobs.graded_job import graded_card, save_scores, scores_of
 from batchgen.jobs.job_parts import JobParts
+from batchgen.leases.own_files import ROW_INDEX
 from batchgen.report.write_report import REPORT, is_up_to_date, try_report
 from batchgen.scoring.samples import Samples
 from batchgen.shards.output_schema import OutputSchema
@@ -67,17 +69,23 @@ def complete(
     elsewhere = completed_elsewhere(storage, parts, metrics.attempt.rows)
     if elsewhere is not None:  # this worker was paused, and another has done the same
         return elsewhere
+    from batchgen.row_index.open_rows import data_of  # it loads the libraries of the data
+
     shown = storage.shown
     metrics.tally = _count_shards(config, parts, folder)
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
-    about = JobSummary(totals, config=resolved(config))
-    card = dataset_card(about, fingerprints, schema.arrow, shown)
+    facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
+    about = JobSummary(totals, config=resolved(config), row_facts=facts)
+    funnel = [(left.choice, left.rows) for left in data_of(parts.source).funnel]
+    card = dataset_card(about, fingerprints, schema.arrow, shown, funnel)
     storage.write(folder.path / "README.md", graded_card(card, folder.path, shown))
     metrics.save("complete")
     folder.remove_journal()
     metrics.keep()
     report = _report(parts, folder) if config.output.report else None
-    job = JobSummary(totals, attempts=[asdict(metrics.attempt)], score=metrics.score)
+    job = JobSummary(
+        totals, attempts=[asdict(metrics.attempt)], score=metrics.score, row_facts=facts
+    )
     message = end_table(job, shown, parts.strategy, report)
     return JobResult(totals.error_rows, None, message)
 
@@ -97,7 +105,9 @@ def already_complete(
         report = _report(parts, folder) if wants_report else None
     message = "This job is complete already; nothing was computed.\n"
     shown = storage.shown
-    table = end_table(JobSummary(totals, score=score), shown, parts.strategy, report)
+    facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
+    job = JobSummary(totals, score=score, row_facts=facts)
+    table = end_table(job, shown, parts.strategy, report)
     return JobResult(totals.error_rows, None, message + table)
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh64_intdigest
 
 from batchgen.ngrams.kept_rows import HashTable, KeptRows
 from batchgen.ngrams.word_ngrams import Hashes, jaccard, mixed
@@ -53,7 +54,6 @@ class NearDuplicates:
         self._edges = np.array(edges, np.uint64)
         self._last = np.array([*edges[1:], 2**64 - 1], np.uint64)
         self._donors = _donors(bins)
-        self._bands = (np.arange(BANDS, dtype=np.uint64) + np.uint64(1)) << np.uint64(56)
         self._table, self._kept = HashTable(), KeptRows()
 
     @property
@@ -84,12 +84,9 @@ class NearDuplicates:
 
     def band_keys(self, hashes: Hashes) -> list[int]:
         """A hash of 64 bits for each band of the text."""
-        bands = self.signature(hashes).reshape(BANDS, self._rows)
-        found = self._bands.copy()
-        for column in range(self._rows):
-            found = mixed(found * np.uint64(0x9E3779B97F4A7C15) + bands[:, column])
-        keys: list[int] = found.tolist()
-        return keys
+        values, size = self.signature(hashes).tobytes(), 8 * self._rows
+        bands = (values[band * size : (band + 1) * size] for band in range(BANDS))
+        return [xxh64_intdigest(content, band) for band, content in enumerate(bands)]
 
     def signature(self, hashes: Hashes) -> Hashes:
         """The smallest hash of each bin [K]; an empty bin has that of another bin."""

@@ -14,15 +14,18 @@ Hashes = npt.NDArray[np.uint64]
 _WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
 """A word is a run of letters, digits and `_`; each sign of Chinese and Japanese is one of its own,
 because these are written without spaces."""
+_ASCII_WORDS = re.compile(rb"\w+")
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
 
 
-def words(text: str) -> list[str]:
-    """The words of a text in lower case and in one form of Unicode (NFKC), without punctuation."""
-    if not text.isascii():
-        text = unicodedata.normalize("NFKC", text)
-    return _WORDS.findall(text.casefold())
+def words(text: str) -> list[bytes]:
+    """The words of a text in lower case and in one form of Unicode (NFKC), without punctuation, as
+    UTF-8."""
+    if text.isascii():  # the same words in a third of the time
+        return _ASCII_WORDS.findall(text.encode().lower())
+    found = _WORDS.findall(unicodedata.normalize("NFKC", text).casefold())
+    return [word.encode("utf-8", "surrogatepass") for word in found]
 
 
 def ngram_hashes(text: str, n: int) -> Hashes:
@@ -33,8 +36,7 @@ def ngram_hashes(text: str, n: int) -> Hashes:
     found = words(text)
     if not found:
         return np.empty(0, np.uint64)
-    each = np.fromiter((xxh64_intdigest(w.encode("utf-8", "surrogatepass")) for w in found),
-                       np.uint64, len(found))  # fmt: skip
+    each = np.fromiter(map(xxh64_intdigest, found), np.uint64, len(found))
     return np.unique(_runs(each, min(n, len(found))))
 
 

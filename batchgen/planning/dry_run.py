@@ -13,6 +13,7 @@ from batchgen.config.job_config import COMMON_COLUMNS, JobConfig, SamplingConfig
 from batchgen.util.shorten import beginning
 
 if TYPE_CHECKING:
+    from batchgen.dataset.source import Source
     from batchgen.engine.constraint.constraint import Constraint
     from batchgen.forecast.prompt_reading import Reading
     from batchgen.forecast.scan import Scan
@@ -49,6 +50,7 @@ def show(config: JobConfig) -> int:
             "sampling": _sampling(config),
             "constraint": _constraint(config),
             "data set": _dataset(config, opened.source.num_rows),
+            **_funnel(opened.source),
             "columns": ", ".join(_extra_columns(config)) or "those that every job has",
             **({} if launcher is None else {"launcher": launcher.described()}),
             "output": folder.text,
@@ -152,6 +154,13 @@ def _dataset(config: JobConfig, number: int | None) -> str:
         return f"{where}: a stream of rows, {config.sampling.n} answers each"
     answers = number * config.sampling.n
     return f"{where}: {number:,} row{'s' * (number != 1)}, {answers:,} answer{'s' * (answers != 1)}"
+
+
+def _funnel(source: Source) -> dict[str, str]:
+    """How many rows each choice among them leaves."""
+    from batchgen.dataset.source import funnel_line
+
+    return {"steps": funnel_line(source.funnel)} if source.funnel else {}
 
 
 def _extra_columns(config: JobConfig) -> Iterator[str]:

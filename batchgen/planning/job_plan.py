@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from batchgen.forecast.scan import Scan
 from batchgen.launchers.launch import described
 
 if TYPE_CHECKING:
+    from batchgen.dataset.source import Left
     from batchgen.engine.memory.memory_plan import MemoryPlan
     from batchgen.planning.disk import DiskUse
 
@@ -37,7 +38,8 @@ class Plan:
     `prompts` are titles and texts of the first prompts, `room` is that of a prompt in tokens, and
     `folder` says what lies in the output folder, where `done` answers are. `memory` is None if it
     does not fit, `forecast` if nothing can run or the device is not known. The job would be refused
-    or is not worth a start for `errors`. Making the plan took `seconds`.
+    or is not worth a start for `errors`. `funnel` says how many rows each choice among them leaves.
+    Making the plan took `seconds`.
     """
 
     config: JobConfig
@@ -57,6 +59,7 @@ class Plan:
     errors: list[str]
     warnings: list[str]
     seconds: float
+    funnel: Sequence[Left] = ()
 
     @property
     def at_once(self) -> int:
@@ -87,6 +90,7 @@ class Plan:
             "data": self.data,
             "rows": scan.num_rows,
             "rows_looked_at": scan.looked_at,
+            "funnel": [asdict(left) for left in self.funnel],
             "rows_tokenised": scan.tokenised,
             "prompt_tokens": length_figures(lengths),
             "room": self.room,

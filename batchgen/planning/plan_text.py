@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from batchgen.dataset.source import Row
+from batchgen.dataset.source import Row, funnel_line
 from batchgen.forecast.forecast import Range
 from batchgen.forecast.scan import Scan
 from batchgen.launchers.launch import described
@@ -42,6 +42,8 @@ def plan_text(plan: Plan) -> str:
 def _entries(plan: Plan) -> Iterator[tuple[str, str]]:
     """The name and the text of each part; a text may have several lines."""
     yield "rows", _rows(plan)
+    if plan.funnel:
+        yield "steps", funnel_line(plan.funnel)
     yield "prompts", _prompts(plan.scan, plan.room)
     if plan.scan.longest:
         longest = (f"{id} ({tokens:,})" for _, id, tokens in plan.scan.longest)

@@ -142,6 +142,7 @@ class _Planner:
             errors=self._errors,
             warnings=self._warnings,
             seconds=time.perf_counter() - started,
+            funnel=opened.source.funnel,
         )
 
     def _device(self) -> Device | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.config.prompt_config import (
+    OpenAIPromptConfig,
     PromptConfig,
     TextPromptConfig,
     TokensPromptConfig,
@@ -17,6 +18,7 @@ from batchgen.dataset.dataset_columns import named_path, value_at
 from batchgen.engine.base.outputs import RequestError
 from batchgen.prompts.chat_prompt import ChatPrompt
 from batchgen.prompts.messages import short
+from batchgen.prompts.openai_bodies import BodyPrompt
 from batchgen.prompts.prompt_tokens import TextTokens, not_empty, text_bytes
 from batchgen.prompts.row_templates import RowTemplate
 from batchgen.util.errors import ConfigError
@@ -88,6 +90,8 @@ def build_prompt(
         )
     if isinstance(config, TextPromptConfig):
         return TextPrompt(config, tokenizer, columns, room)
+    if isinstance(config, OpenAIPromptConfig):
+        return BodyPrompt(config, tokenizer, columns, vocab_size, room)
     return ChatPrompt(config, tokenizer, columns, room)
 
 

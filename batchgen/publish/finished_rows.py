@@ -65,7 +65,8 @@ class FinishedRows:
         manifest: Mapping[str, Any], facts: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.given, self.storage, self.path = given, storage, storage.path
-        self.config, self.text_column, self.manifest = config, text_column, manifest
+        self.config = config
+        self.text_column, self.manifest = text_column, manifest
         self.facts = facts
         self._checked: set[int] = set()
         data = shard_files(self.path / "data", self._names("data"))
@@ -74,6 +75,8 @@ class FinishedRows:
         self.shards = list(data)
         with CheckedFile(storage.parquet(data[self.shards[0]])) as file:
             self.schema = file.schema
+        if text_column not in self.schema.names:
+            raise ConfigError(f"the rows of {given} have no column {text_column!r} of texts")
         self.grade_schema = self._grades(list(data)) if facts is None else None
         self.columns = VisibleColumns(self.schema, self.grade_schema)
 
@@ -101,6 +104,11 @@ class FinishedRows:
         with CheckedFile(self.storage.parquet(parts[self.shards[0]])) as file:
             fields = [field for field in file.schema if field.name not in ROW_KEYS]
         return pa.schema(fields)
+
+    def group(self, name: str) -> dict[str, Any]:
+        """A group of the configuration; empty if there is none."""
+        found = self.config.get(name)
+        return found if isinstance(found, dict) else {}
 
     @property
     def metrics(self) -> Mapping[str, Any]:
@@ -224,29 +232,36 @@ def refuse_incomplete(reader: JobFolderReader, given: str) -> None:
 
 
 def set_facts(path: Path) -> dict[str, Any]:
-    """What the SET_FILE of a folder holds, or JobError if it is damaged."""
+    """What the SET_FILE of a folder holds.
+
+    Raises:
+        ConfigError: a file of the folder is a link.
+        JobError: SET_FILE is not one of this program.
+    """
+    refuse_links(path)
+    if (path / SET_FILE).is_symlink():
+        raise ConfigError(f"{path / SET_FILE} is a link, and the files of a set are not")
     try:
         found: dict[str, Any] = json.loads((path / SET_FILE).read_text(encoding="utf-8"))
-        if found["format"] == SET_FORMAT:
+        texts = [found["kind"], found["request"], found.get("text_column", "")]
+        is_known = found["format"] == SET_FORMAT and all(isinstance(one, str) for one in texts)
+        if is_known and all(isinstance(one["path"], str) for one in found["jobs"]):
             return found
         why = f"format {found['format']}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
     raise JobError(f"{path / SET_FILE} cannot be read ({why}): make the set again")
 
 
 def _open_set(given: str, path: Path) -> FinishedRows:
-    for name in (path / SET_FILE, path / "README.md", path / "data"):
-        if name.is_symlink():
-            raise ConfigError(f"{name} is a link, and the files of a set are not")
-    refuse_links(path)
     facts = set_facts(path)
     if facts["kind"] != "rows":
         raise ConfigError(
             f"{given} is an export for a trainer ({facts['kind']}): give the job or the set that "
             "it was made of"
         )
-    configs = [one.get("config") or {} for one in facts["jobs"]]
+    configs = [c if isinstance(c := one.get("config"), dict) else {} for one in facts["jobs"]]
     prompts = [config.get("prompt") for config in configs]
-    config = configs[0] if all(prompt == prompts[0] for prompt in prompts) else {}
-    return FinishedRows(given, FolderStorage(path), config, facts["text_column"], {}, facts)
+    is_one = configs and all(prompt == prompts[0] for prompt in prompts)
+    config = configs[0] if is_one else {}
+    return FinishedRows(given, FolderStorage(path), config, facts.get("text_column", ""), {}, facts)

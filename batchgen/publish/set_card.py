@@ -75,8 +75,8 @@ def lineage_lines(lineage: Sequence[Mapping[str, Any]]) -> list[str]:
             lines += lineage_lines(one["set"]["jobs"])
             continue
         config = one["config"]
-        model, dataset = config.get("model") or {}, config.get("dataset") or {}
-        sampling = ", ".join(f"{k}={v}" for k, v in (config.get("sampling") or {}).items())
+        model, dataset, sampled = (_group(config, n) for n in ("model", "dataset", "sampling"))
+        sampling = ", ".join(f"{key}={value}" for key, value in sampled.items())
         revision = f" at `{model['revision']}`" if model.get("revision") else ""
         lines.append(
             f"- `{one['path']}`: model `{model.get('path')}`{revision}, data set "
@@ -84,6 +84,11 @@ def lineage_lines(lineage: Sequence[Mapping[str, Any]]) -> list[str]:
             f"`{one['digest']}`"
         )
     return lines
+
+
+def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def column_lines(schema: pa.Schema) -> Sequence[str]:

@@ -20,6 +20,8 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
 ID, SOURCE = "id", "source"
+INPUT_ID = "input_id"
+"""The name of a column `id` of the data set, from which the ids of the rows were not taken."""
 SOURCE_TYPE = pa.struct(
     [("job", pa.string()), ("row_id", pa.string()), ("sample_index", pa.int32())]
 )
@@ -70,6 +72,10 @@ def set_columns(
     grades: dict[str, str] = {}
     for name, is_grade in chosen:
         new = text_as if name == job.text_column and not is_grade else name
+        if name == ID and not is_grade:
+            if job.group("dataset").get("id_column") == ID:
+                continue  # what it holds is in the set's own
+            new = INPUT_ID
         if is_grade and new in data:
             new = f"grades_{name}"
         if new in data or new in grades or new == ID:

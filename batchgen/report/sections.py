@@ -74,6 +74,7 @@ def sections(
     """
     made = [
         _scores(job.score, found, links),
+        _row_steps(job),
         _outcomes(found),
         _lengths(found),
         Section("speed", "Throughput", charts=timeline_charts(timeline)),
@@ -81,6 +82,27 @@ def sections(
         _experts(facts),
     ]
     return [section for section in made if section.charts or section.table]
+
+
+def _row_steps(job: JobSummary) -> Section:
+    """What became of the rows of the data set before prompts were made."""
+    section, facts = Section("rows", "Steps of rows"), job.row_facts
+    if facts is not None:
+        section.notes.append(f"{facts.funnel}.")
+        lines = [
+            (
+                step.name,
+                f"{step.rows_in:,}",
+                f"{step.rows_out:,}",
+                f"{step.dropped:,}",
+                f"{step.failed:,}",
+                "; ".join(f"{one.id}: {one.reason}" for one in step.examples),
+            )
+            for step in facts.steps
+        ]
+        header = ("step", "rows before", "rows after", "taken out", "failed", "taken out, some")
+        section.table = ("What each step did", header, lines)
+    return section
 
 
 def _scores(score: Mapping[str, Any] | None, found: Collected, links: Mapping[int, str]) -> Section:

@@ -90,7 +90,7 @@ def report_html(reader: JobFolderReader, decode: Decode | None = None) -> str:
 
 def _html(reader: JobFolderReader, decode: Decode | None) -> str:
     metrics, data = reader.metrics, JobData(reader)
-    job = JobSummary.of(metrics, reader.config)
+    job = JobSummary.of(metrics, reader.config, reader.row_facts)
     cut_texts = (job.score or {}).get("cut_texts", "as_marked")
     found, tokens = collect(data, cut_texts), token_facts(data)
     links = {key: anchor(key) for key in found.chosen()}

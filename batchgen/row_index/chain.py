@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from datasets import Features
 from batchgen.dataset.dataset_columns import column_path
 from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import RequestError
+from batchgen.folder.row_funnel import DroppedRow, StepCount
 from batchgen.grading.choices import BadChoices, RowStep
 from batchgen.grading.step import arrow_schema
 from batchgen.steps.table_step import BadRow, Dropped, Pass, StepRow, TableStep, Tools
@@ -45,26 +46,6 @@ class MadeRow:
     path: tuple[int, ...]
     stored: Mapping[str, Any]
     failure: Failure | None
-
-
-class DroppedRow(NamedTuple):
-    """A row that a step took out: its id there, the step's place in `rows`, and why."""
-
-    id: str
-    step: int
-    reason: str
-
-
-@dataclass
-class StepCount:
-    """How many rows a step had and what became of them; `examples` are some that it took out."""
-
-    name: str
-    rows_in: int = 0
-    rows_out: int = 0
-    dropped: int = 0
-    failed: int = 0
-    examples: list[DroppedRow] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -8,87 +8,29 @@ rows/dropped-00000.parquet … for each row that a step took out: row_id, step, 
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.folder.row_funnel import DroppedRow, IndexFacts
 from batchgen.leases.fsync import fsync_path
 from batchgen.leases.own_files import ROW_INDEX, ROWS
-from batchgen.row_index.chain import DroppedRow, Failure, MadeRow, StepCount
+from batchgen.row_index.chain import Failure, MadeRow
 from batchgen.steps.stored_values import Storing
-from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.errors import JobError
 from batchgen.util.temporary import temporary_name
 
-FORMAT_VERSION = 1
 GROUP = 16_384
 """Rows of a row group, which are in memory while it is written or read."""
 PART_ROWS = 1_000_000
 DROPPED = pa.schema([("row_id", pa.string()), ("step", pa.string()), ("reason", pa.string())])
 _ERROR = pa.struct([("type", pa.string()), ("message", pa.string())])
-
-
-@dataclass(frozen=True)
-class Part:
-    """How many rows a part of the index has, and how many were dropped meanwhile."""
-
-    rows: int
-    dropped: int
-
-
-@dataclass(frozen=True)
-class IndexFacts:
-    """What rows.json says.
-
-    Attributes:
-        key: a digest of the steps and of what they read besides the rows.
-        dataset: the fingerprint of the data set.
-        data_rows: how many of its rows are covered.
-        read_rows: how many of them were read; fewer where a step needs no more.
-        rows: the rows of the job.
-        error_rows: those of them in which a step has failed.
-        steps: what became of rows at each step.
-    """
-
-    key: str
-    dataset: str
-    data_rows: int
-    read_rows: int
-    rows: int
-    error_rows: int
-    steps: Sequence[StepCount]
-    parts: Sequence[Part]
-    format_version: int = FORMAT_VERSION
-
-    @classmethod
-    def parse(cls, content: bytes | None) -> Self | None:
-        """The facts in a file; None if it is not there or was written otherwise."""
-        if content is None:
-            return None
-        try:
-            values = json.loads(content)
-            if values["format_version"] != FORMAT_VERSION:
-                return None
-            steps = [
-                StepCount(**{**step, "examples": [DroppedRow(*one) for one in step["examples"]]})
-                for step in values["steps"]
-            ]
-            parts = [Part(**part) for part in values["parts"]]
-            return cls(**{**values, "steps": steps, "parts": parts})
-        except (ValueError, TypeError, KeyError):
-            return None
-
-    def text(self) -> str:
-        """What the file holds."""
-        return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
 
 
 class IndexFolder:
@@ -226,20 +168,3 @@ class IndexReader:
         if number not in self._files:
             self._files[number] = self._folder.open(number)
         return self._files[number]
-
-
-def nothing_left(facts: IndexFacts) -> ConfigError:
-    """The error for steps that take out all rows, with some that each of them took out."""
-    lines = [f"rows: the steps leave none of {facts.read_rows:,} rows: {funnel_text(facts)}"]
-    for step in facts.steps:
-        if step.examples:
-            lines.append(f"  {step.name} took out {step.dropped:,} of {step.rows_in:,}:")
-            lines += [f"    {one.id}: {one.reason}" for one in step.examples]
-    return ConfigError("\n".join(lines))
-
-
-def funnel_text(facts: IndexFacts) -> str:
-    """How many rows are left behind each step, in one line."""
-    parts = [f"{facts.read_rows:,} rows"]
-    parts += [f"{step.name.partition(' ')[2]} {step.rows_out:,}" for step in facts.steps]
-    return " → ".join(parts)

@@ -15,14 +15,10 @@ import pyarrow as pa
 from batchgen.dataset.feature_types import has_json
 from batchgen.dataset.source import Left, Row, Source
 from batchgen.dataset.stored_json import stored_field
+from batchgen.folder.row_funnel import IndexFacts
 from batchgen.leases.own_files import ROW_INDEX
 from batchgen.row_index.chain import Chain, MadeRow, failure_of, path_id
-from batchgen.row_index.index_files import (
-    IndexFacts,
-    IndexFolder,
-    IndexReader,
-    nothing_left,
-)
+from batchgen.row_index.index_files import IndexFolder, IndexReader
 from batchgen.row_index.make_index import make_index
 from batchgen.steps.stored_values import Storing
 from batchgen.storage.job_storage import Storage
@@ -81,8 +77,8 @@ class IndexedSource:
         if self._reader is None:
             return self.data.funnel
         facts = self._reader.facts
-        first = self.data.funnel or (Left("data set", facts.read_rows),)
-        return (*first, *(Left(step.name, step.rows_out) for step in facts.steps))
+        first = self.data.funnel or (Left("rows of the data set", facts.read_rows),)
+        return (*first, *(Left(step.short, step.rows_out) for step in facts.steps))
 
     def open_index(
         self, storage: Storage, *, alone: bool, finished: Callable[[], int] = lambda: 0
@@ -117,7 +113,7 @@ class IndexedSource:
             storage.make_folder(folder.path)
             facts = make_index(self.chain, self.data, self._tokenizer, folder, self._key, facts)
             if not facts.rows:
-                raise nothing_left(facts)
+                raise facts.nothing_left
             storage.write(storage.path / ROW_INDEX, facts.text())
             reader = self._checked(folder, facts)
         if reader is None:
@@ -139,7 +135,7 @@ class IndexedSource:
         folder.path.mkdir()
         facts = make_index(self.chain, self.data, self._tokenizer, folder, self._key)
         if not facts.rows:
-            raise nothing_left(facts)
+            raise facts.nothing_left
         self._reader = self._checked(folder, facts)
 
     def _is_there(self, storage: Storage) -> bool:
@@ -249,7 +245,7 @@ class IndexedSource:
             running.close()
         if not index:
             empty = IndexFacts(self._key, self.fingerprint, read, read, 0, 0, running.counts, ())
-            raise nothing_left(empty)
+            raise empty.nothing_left
 
     def _row(self, index: int, given: Row, made: MadeRow) -> Row:
         row_id = path_id(given.id, made.path)

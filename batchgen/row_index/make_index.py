@@ -10,15 +10,9 @@ from itertools import islice
 from typing import Any
 
 from batchgen.dataset.source import Row, Source
+from batchgen.folder.row_funnel import IndexFacts, Part
 from batchgen.row_index.chain import Chain, ChainPass, MadeRow
-from batchgen.row_index.index_files import (
-    DROPPED,
-    GROUP,
-    PART_ROWS,
-    IndexFacts,
-    IndexFolder,
-    Part,
-)
+from batchgen.row_index.index_files import DROPPED, GROUP, PART_ROWS, IndexFolder
 from batchgen.util.errors import JobError
 
 _SHOWN_SECONDS = 10.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batchgen.ngrams.word_ngrams import Hashes, ngram_hashes
-from batchgen.steps.side_table import open_table
+from batchgen.steps.side_table import SideTable
 from batchgen.steps.table_step import KEPT, BadRow, Dropped, Pass, StepRow, TableStep, Taken, Tools
 from batchgen.steps.values import field_of, value_of
 from batchgen.util.errors import ConfigError
@@ -18,7 +18,7 @@ from batchgen.util.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from batchgen.dataset.row_source import RowSource
+    from datasets import Features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,24 +60,30 @@ class Against(TableStep):
         """The content of the other data set."""
         return {self.path: self._table.fingerprint}
 
+    def made(self, features: Features) -> Features:
+        """No columns; refuses a column that the other data set does not have."""
+        self._table.features([self.other or self.column])
+        return super().made(features)
+
     def start(self, tools: Tools) -> Pass:
         """The step at the first row."""
         return _Against(self, *self._ngrams())
 
     @cached_property
-    def _table(self) -> RowSource:
-        return open_table(self.path, [self.other or self.column], self.name, self.split)
+    def _table(self) -> SideTable:
+        return SideTable(self.path, self.name, self.split)
 
     def _ngrams(self) -> tuple[Hashes, Any]:
         """The n-grams of the other data set, sorted, and the first row [n-grams] with each."""
         found, rows = list[Hashes](), list[Any]()
-        for row in self._table.rows():
-            text = field_of(row.fields, self.other or self.column)
+        column = self.other or self.column
+        for number, fields in enumerate(self._table.rows([column])):
+            text = field_of(fields, column)
             if isinstance(text, str):
                 found.append(ngram_hashes(text, self.ngram))
-                rows.append(np.full(len(found[-1]), row.index, np.uint32))
+                rows.append(np.full(len(found[-1]), number, np.uint32))
         if not found:
-            raise ConfigError(f"path: {self.path} has no text in column {self.other!r}")
+            raise ConfigError(f"path: {self.path} has no text in column {column!r}")
         hashes, first = np.unique(np.concatenate(found), return_index=True)
         return hashes, np.concatenate(rows)[first]
 

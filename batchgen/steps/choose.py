@@ -44,7 +44,7 @@ class _Filter:
 
     def __init__(self, expression: RowExpression, where: str) -> None:
         self._expression = expression
-        self._dropped = Dropped(f"not {shown(where)}")
+        self._dropped = Dropped(f"{shown(where)} is false")
 
     def take(self, row: StepRow) -> Taken:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from batchgen.steps.side_table import of_table, open_table
+from batchgen.steps.side_table import ROW_ID, SideTable
 from batchgen.steps.table_step import BadRow, Dropped, Pass, StepRow, TableStep, Taken, Tools
 from batchgen.steps.values import columns_of, digest, feature_of, field_of, key_text, shown
 from batchgen.util.errors import ConfigError
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Features
 
-    from batchgen.dataset.row_source import RowSource
 
-_ROW_ID = "row_id"
 _BATCH = 1000
 _MOST_NAMED = 3
 
@@ -37,6 +35,7 @@ class Join(TableStep):
         on: the column, or a list of columns, that both have; `{ours: theirs}` where the names
             differ. `row_id` is the row's id where there is no such column. Each key of the other
             table must be there once.
+            In a job's folder `row_id` is that of the row which was answered.
         columns: the columns to add; `{theirs: ours}` for other names.
         missing: what becomes of a row without a partner. `error` makes an error row, `null` leaves
             its new columns empty, `drop` takes it out.
@@ -77,7 +76,7 @@ class Join(TableStep):
     @property
     def field_names(self) -> Sequence[str]:
         """The columns that a row must have."""
-        return tuple(name for name in self._on if name != _ROW_ID)
+        return tuple(name for name in self._on if name != ROW_ID)
 
     def fingerprints(self) -> Mapping[str, str]:
         """The content of the other table."""
@@ -87,15 +86,15 @@ class Join(TableStep):
         """The columns of the other table; refuses keys of other types, which are never equal."""
         from datasets import Features
 
+        there = self._table.features(self._needed)
         for ours, theirs in self._on.items():
-            feature = feature_of(features, ours) if ours != _ROW_ID or ours in features else None
-            kinds = _kind(feature), _kind(feature_of(self._table.features, theirs))
+            feature = feature_of(features, ours) if ours != ROW_ID or ours in features else None
+            kinds = _kind(feature), _kind(feature_of(there, theirs))
             if None not in kinds and kinds[0] != kinds[1]:
                 raise ConfigError(
                     f"on: column {ours!r} holds {kinds[0]}, and {theirs!r} of {self.path} holds "
                     f"{kinds[1]}, so they are never the same"
                 )
-        there = self._table.features
         return Features({ours: feature_of(there, name) for name, ours in self._columns.items()})
 
     def start(self, tools: Tools) -> Pass:
@@ -103,9 +102,17 @@ class Join(TableStep):
         return _Join(self, tools)
 
     @cached_property
-    def _table(self) -> RowSource:
-        columns = [*self._on.values(), *self._columns]
-        return open_table(self.path, columns, self.name, self.split)
+    def _table(self) -> SideTable:
+        return SideTable(self.path, self.name, self.split)
+
+    def rows(self) -> Iterator[Mapping[str, Any]]:
+        """The rows of the other table."""
+        return self._table.rows(self._needed)
+
+    @property
+    def _needed(self) -> Sequence[str]:
+        """The columns of the other table that are read."""
+        return (*self._on.values(), *self._columns)
 
 
 class _Join:
@@ -113,18 +120,17 @@ class _Join:
 
     def __init__(self, step: Join, tools: Tools) -> None:
         self._step, self._names = step, tuple(step._on)
-        self._own_id = _ROW_ID in step._on and _ROW_ID not in tools.features
+        self._own_id = ROW_ID in step._on and ROW_ID not in tools.features
         from batchgen.steps.stored_values import Storing  # it loads datasets
 
         self._storing = Storing(step.made(tools.features))
         theirs = tuple(step._on.values())
         keys, tables = bytearray(), []
-        with of_table(step.path):
-            rows = step._table.rows()
-            while read := [row.fields for row in islice(rows, _BATCH)]:
-                batch = [fields for fields in read if _has(fields, theirs)]
-                keys += b"".join(digest(key_text(fields, theirs)) for fields in batch)
-                tables.append(self._storing.table(list(map(self._values, batch))))
+        rows = step.rows()
+        while read := list(islice(rows, _BATCH)):
+            batch = [fields for fields in read if _has(fields, theirs)]
+            keys += b"".join(digest(key_text(fields, theirs)) for fields in batch)
+            tables.append(self._storing.table(list(map(self._values, batch))))
         self._highs = np.frombuffer(bytes(keys), np.uint64)[::2]
         self._lows = np.frombuffer(bytes(keys), np.uint64)[1::2]
         self._order = np.lexsort((self._lows, self._highs))
@@ -144,12 +150,9 @@ class _Join:
         at = np.flatnonzero(same)
         wanted = {(int(self._highs[i]), int(self._lows[i])) for i in at[:_MOST_NAMED]}
         named = dict[str, None]()
-        for row in step._table.rows():
-            if (
-                _has(row.fields, theirs)
-                and _numbers(digest(key_text(row.fields, theirs))) in wanted
-            ):
-                named[", ".join(shown(field_of(row.fields, name)) for name in theirs)] = None
+        for fields in step.rows():
+            if _has(fields, theirs) and _numbers(digest(key_text(fields, theirs))) in wanted:
+                named[", ".join(shown(field_of(fields, name)) for name in theirs)] = None
         more = f" and {len(at) - len(wanted):,} more" if len(at) > len(wanted) else ""
         raise ConfigError(
             f"on: {step.path} has several rows with the same {' and '.join(theirs)} "
@@ -157,7 +160,7 @@ class _Join:
         )
 
     def take(self, row: StepRow) -> Taken:
-        fields = {**row.fields, _ROW_ID: row.id} if self._own_id else row.fields
+        fields = {**row.fields, ROW_ID: row.id} if self._own_id else row.fields
         high, low = _numbers(digest(key_text(fields, self._names)))
         at = int(np.searchsorted(self._highs, np.uint64(high)))
         while at < len(self._highs) and self._highs[at] == high:

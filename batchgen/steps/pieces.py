@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from batchgen.steps.side_table import open_table
+from batchgen.steps.side_table import SideTable
 from batchgen.steps.table_step import StepRow, TableStep, Taken
 from batchgen.steps.values import draw
 from batchgen.util.errors import ConfigError
@@ -46,7 +46,7 @@ class _Pieces(TableStep):
     def fingerprints(self) -> Mapping[str, str]:
         """The content of the files with pieces."""
         paths = [given for given in self.pieces.values() if isinstance(given, str)]
-        return {path: open_table(path, []).fingerprint for path in paths}
+        return {path: SideTable(path).fingerprint for path in paths}
 
     @cached_property
     def lists(self) -> Mapping[str, tuple[Sequence[Any], Any]]:
@@ -150,12 +150,12 @@ class Cross(_Pieces):
 
 def _of_file(name: str, path: str) -> tuple[Sequence[Any], Any]:
     """The pieces in a file, and their feature."""
-    source = open_table(path, [])
-    features = source.features
+    table = SideTable(path)
+    features = table.features(())
     chosen = name if name in features else next(iter(features)) if len(features) == 1 else None
     pieces = []
-    for row in source.rows():
-        pieces.append(row.fields if chosen is None else row.fields[chosen])
+    for fields in table.rows(()):
+        pieces.append(fields if chosen is None else fields[chosen])
         if len(pieces) > _MOST_PIECES:
             raise ConfigError(f"{name}: {path} has more than {_MOST_PIECES:,} pieces")
     if None in pieces:

@@ -35,6 +35,7 @@ from batchgen.util.shorten import some_names
 
 _AT_ONCE = 64
 """Rows that `rows_at` looks for together: each may lie in a row group of its own."""
+_TEXT_MEANING = "the text of the answer of another job that the row is made of"
 _TEXT, _ID = " text", " id"
 """Columns of answers that no data set has, because of their space."""
 
@@ -84,9 +85,11 @@ class JobSource:
         self.fingerprint = fingerprint_text("jobs", *facts, *prints)
         self.features = self._features()
         self.columns = tuple(self.features)
-        names = [*self._read, *([GRADES] if self._grades else ())]
+        whole = [GRADES] if used is None or GRADES in used else []
+        self._names = [*self._read, *(name for name in whole if self._grades)]
+        self._names += [n for n in self._grades if used is None or (n in used and n in known.flat)]
         self._json = Features(
-            {name: self.features[name] for name in names if has_json(self.features[name])}
+            {name: self.features[name] for name in self._names if has_json(self.features[name])}
         )
         self._total = min(self._ends[-1], config.limit or self._ends[-1])
         self.num_rows: int | None = self._total
@@ -160,6 +163,8 @@ class JobSource:
             fields = [(grade, self._type(grade, f)) for grade, f in self._columns.grades.items()]
             return pa.field(name, pa.struct(fields), metadata={"meaning": "the grades there"})
         known = self._columns.flat[name]
+        if name == self._columns.text:
+            return pa.field(name, self._type(name, known), metadata={"meaning": _TEXT_MEANING})
         said = known.metadata or {}
         metadata = {key: said[key] for key in (b"meaning", b"feature") if key in said}
         return pa.field(name, self._type(name, known), metadata=metadata)
@@ -182,11 +187,9 @@ class JobSource:
         return Features(found)
 
     def _as_rows(self, tables: Iterator[tuple[Sequence[int], pa.Table]]) -> Iterator[Row]:
-        names = [*self._read, *([GRADES] if self._grades else ())]
-        names += [name for name in self._grades if name not in self._columns.fields]
         for indices, table in tables:
             for index, values in zip(indices, table.to_pylist(), strict=True):
-                fields = {name: values[name] for name in names}
+                fields = {name: values[name] for name in self._names}
                 if self._json:
                     fields |= self._json.decode_example({n: fields[n] for n in self._json})
                 source = self._source(values["row_id"], values[SAMPLE_INDEX], values[_TEXT])

@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import TemplateError, nodes
 
+from batchgen.config.named_code import OWN
 from batchgen.templates.row_expression import fields_read
 from batchgen.templates.template_sandbox import BoundedEnvironment
 
@@ -17,7 +18,10 @@ _GROUPS = ("rows", "prompt", "constraint", "sampling")
 def named_columns(groups: Mapping[str, Any]) -> frozenset[str] | None:
     """The names that the texts of a configuration read: of templates and expressions all
     variables, of any other text itself, of names with dots also the first part. None if one of them
-    reads a row as a whole."""
+    reads a row as a whole, or a step is not batchgen's own, which may read columns that it does
+    not name."""
+    if any(not str(step.get("_target_", OWN)).startswith(OWN) for step in groups.get("rows") or ()):
+        return None
     env = BoundedEnvironment()
     found = set[str]()
     for text in _texts([_values(groups.get(name)) for name in _GROUPS]):
@@ -28,7 +32,7 @@ def named_columns(groups: Mapping[str, Any]) -> frozenset[str] | None:
         except TemplateError:
             continue
         found |= {node.name for node in tree.find_all(nodes.Name)}
-        if is_template and any(node.name == "row" for node in tree.find_all(nodes.Name)):
+        if any(node.name == "row" for node in tree.find_all(nodes.Name)):
             fields = fields_read(tree, "row")
             if fields is None:
                 return None

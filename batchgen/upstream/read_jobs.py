@@ -16,8 +16,9 @@ from batchgen.util.paths import is_url, user_folder
 _KEY = "dataset.path"
 
 
-def read_jobs(paths: Sequence[str], own: str) -> list[OtherJob]:
-    """The jobs at some paths, globs and URLs, in their order; `own` is where the reader writes.
+def read_jobs(paths: Sequence[str], own: str | None) -> list[OtherJob]:
+    """The jobs at some paths, globs and URLs, in their order; `own` is where the
+    reader writes, if that could be one of them.
 
     Each is called by the last names of its path, as many as tell it from the others.
 
@@ -27,7 +28,7 @@ def read_jobs(paths: Sequence[str], own: str) -> list[OtherJob]:
     """
     folders = list(dict.fromkeys(folder for path in paths for folder in _folders(path)))
     for folder in folders:
-        if _is_same(folder, own):
+        if own is not None and _is_same(folder, own):
             raise ConfigError(
                 f"{_KEY}: {folder} is the job's own output.dir: write into another folder"
             )

@@ -2,6 +2,7 @@
 
 python scripts/bench/bench_job_layer.py job [--rows 200000] [--grade] [--report] [--rounds 3]
 python scripts/bench/bench_job_layer.py grading [--integers 100000] [--math 4000]
+python scripts/bench/bench_job_layer.py steps [--rows 1000000] [--without-dedupe]
 python scripts/bench/bench_job_layer.py view [--rows 2000000] [--folder FOLDER]
 """
 
@@ -24,6 +25,7 @@ from urllib.request import urlopen
 
 import pyarrow.parquet as pq
 from measuring import Mode, resident_mib, run_mode
+from stepped_rows import StepClock, WatchedEngine, anonymous_mib, stepped_job, time_steps
 from synthetic_job import InstantEngine, integer_steps, null_job
 
 from batchgen.grading.extract import Extract
@@ -31,6 +33,7 @@ from batchgen.grading.grade import Grade
 from batchgen.grading.grade_rows import Grader
 from batchgen.jobs.graded_job import scores_of
 from batchgen.jobs.run_job import run_job
+from batchgen.row_index.indexed_source import IndexedSource
 
 sys.path.append(str(Path(__file__).parents[2] / "tests/batchgen"))
 from written_job import grade_job, write_job
@@ -284,9 +287,65 @@ def _get_ms(url: str) -> float:
                 return 1000 * (time.perf_counter() - began)
 
 
+def add_steps_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--without-dedupe", action="store_true", help="leave out both kinds of it")
+
+
+def run_steps(options: argparse.Namespace) -> list[Any]:
+    """Time the steps of `rows` over rows of 1 kB, and a job of what they leave.
+
+    A tenth of the rows fails the filter, a tenth are copies of others and a tenth nearly so. Times
+    are of the processor, which neighbours disturb less: of each step for one of its rows, of the
+    pass with reading and the index for a row of the data set, and of the job, whose engine costs
+    nothing. Memory is without the pages of mapped files.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench_job_layer") as temporary:
+        engine = WatchedEngine(32)
+        deduped = not options.without_dedupe
+        config, parts = stepped_job(Path(temporary), options.rows, engine, dedupe=deduped)
+        source = parts.source
+        assert isinstance(source, IndexedSource)
+        clocks, took = list[StepClock](), list[float]()
+        start, open_index = source.chain.start, source.open_index
+
+        def timed_start(tokenizer: Any = None) -> Any:
+            running = start(tokenizer)
+            clocks.extend(time_steps(running))
+            return running
+
+        def timed_open(*given: Any, **more: Any) -> None:
+            began = time.process_time()
+            open_index(*given, **more)
+            took.extend([time.process_time() - began, anonymous_mib()])
+
+        before, began = anonymous_mib(), time.process_time()
+        with (
+            patch.object(source.chain, "start", timed_start),
+            patch.object(source, "open_index", timed_open),
+        ):
+            result = run_job(config, parts)
+        facts, seconds = source.facts, time.process_time() - began - took[0]
+        assert result.exit_code == 0 and facts is not None
+        found = {"rows": options.rows, "pass_us": took[0] / options.rows * 1e6}
+        found |= {"before_mib": before, "pass_mib": took[1], "peak_mib": engine.peak}
+        found["job_us"] = seconds / facts.rows * 1e6
+        print(facts.funnel)
+        for clock, step in zip(clocks, facts.steps, strict=True):
+            found[step.name] = clock.seconds / step.rows_in * 1e6
+            held = "" if clock.held is None else f", {clock.held() / step.rows_out:.0f} bytes a row"
+            print(f"{step.name}: {found[step.name]:.1f} us a row{held}")
+        print("pass: {pass_us:.0f} us a row of the data set; job: {job_us:.0f} us".format(**found))
+        print(
+            "MiB: {before_mib:.0f}, {pass_mib:.0f} behind the pass, {peak_mib:.0f}".format(**found)
+        )
+    return [found]
+
+
 MODES = {
     "job": Mode(add_job_arguments, run_jobs),
     "grading": Mode(add_grading_arguments, run_grading),
+    "steps": Mode(add_steps_arguments, run_steps),
     "view": Mode(add_view_arguments, run_view),
 }
 

@@ -143,7 +143,7 @@ class FakeSource:
         [("question", pa.string()), ("number", pa.int64()), ("tags", pa.list_(pa.string()))]
     )
     features = Features.from_arrow_schema(schema)
-    jobs = ()
+    jobs = funnel = ()
 
     def __init__(self, num_rows: int, limit: int | None = None, changed: int = -1) -> None:
         self.num_rows = num_rows if limit is None else min(num_rows, limit)

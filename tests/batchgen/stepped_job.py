@@ -52,6 +52,8 @@ class SteppedJob:
     streaming: bool = False
     rows_per_shard: int = 16
     step_s: float = 0.0
+    report: bool = False
+    overwrite: bool = False
 
     def config(self) -> JobConfig:
         return JobConfig(
@@ -68,7 +70,12 @@ class SteppedJob:
             sampling=SamplingConfig(temperature=1.0, max_new_tokens=16),
             strategy=StrategyConfig(target="fake.Strategy"),
             engine=EngineGroup(max_num_seqs=8),
-            output=OutputConfig(dir=self.out, rows_per_shard=self.rows_per_shard, report=False),
+            output=OutputConfig(
+                dir=self.out,
+                rows_per_shard=self.rows_per_shard,
+                report=self.report,
+                overwrite=self.overwrite,
+            ),
         )
 
     def run(self) -> JobResult:

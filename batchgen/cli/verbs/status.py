@@ -36,6 +36,8 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(asdict(status), indent=2, ensure_ascii=False))
         return 0
     print(status_line(reader, given.out))
+    if (facts := reader.row_facts) is not None:
+        print(f"steps of rows: {facts.funnel}")
     for line in lines(status, _num_shards(reader)):
         print(line)
     return 0

@@ -13,7 +13,6 @@ from typing import Any
 from batchgen.folder.open_folder import open_folder
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.grades.folder_grades import GRADES
-from batchgen.leases.own_files import refuse_links
 from batchgen.publish.finished_rows import SET_FILE, is_set, refuse_incomplete, set_facts
 from batchgen.shards.shard_files import shard_files
 from batchgen.util.errors import ConfigError
@@ -66,7 +65,6 @@ class PushedFolder:
                 "… --out FOLDER`, whose name has no suffix"
             )
         if is_set(given):
-            refuse_links(self.path)
             self.identity_file, self.identity = SET_FILE, str(set_facts(self.path)["request"])
         else:
             self._reader = open_folder(given, "push")

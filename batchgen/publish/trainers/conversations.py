@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,7 @@ class Conversations:
         """
         self._rows, self._columns = rows, rows.columns
         self._text = rows.text_column
-        prompt = dict(rows.config.get("prompt") or {})
+        prompt = rows.group("prompt")
         given = None if messages is None else _parsed(messages)
         self._column: list[str] = []
         self._continues = False
@@ -71,7 +72,7 @@ class Conversations:
         else:
             turns = self._of_job(prompt)
         key = "--messages" if given is not None else "prompt"
-        self.are_messages = given is not None or prompt.get("kind") == "chat"
+        self.are_messages = given is not None or prompt.get("kind") in ("chat", "openai")
         self._turns = [(role, self._template(f"{key}.{role}", text)) for role, text in turns]
         if given is not None and turns[-1][0] == _ASSISTANT:
             self._given_answer = self._turns.pop()[1]
@@ -88,6 +89,9 @@ class Conversations:
         kind = prompt.get("kind")
         if kind == "text":
             return [("text", str(prompt["text"]))]
+        if kind == "openai":
+            prompt = {"kind": "chat", "messages_column": f"{prompt['body_column']}.messages"}
+            kind = "chat"
         if kind != "chat":
             what = (
                 "its prompts are token ids" if kind == "tokens" else "its rows are of several jobs"
@@ -161,9 +165,7 @@ class Conversations:
 
     def _stored(self, row: FoundRow) -> list[Message]:
         """The messages that a column holds, with the usual names of keys and roles."""
-        value: Any = row.variables
-        for name in self._column:
-            value = value.get(name) if isinstance(value, Mapping) else None
+        value = value_at(row.variables, self._column)
         found = []
         for item in value if isinstance(value, list) else [None]:
             message = {k: v for k, v in item.items() if v is not None} if item else {}
@@ -176,6 +178,19 @@ class Conversations:
                 )
             found.append({"role": _SHAREGPT_ROLES.get(role, role), "content": content, **message})
         return found
+
+
+def value_at(fields: Mapping[str, Any], path: Sequence[str]) -> Any:
+    """What a column, maybe of JSON text, or a field in it holds; None if it is not there."""
+    value: Any = fields
+    for name in path:
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                return None
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def _parsed(messages: str) -> list[tuple[str, str]]:

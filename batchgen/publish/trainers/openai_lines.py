@@ -11,6 +11,7 @@ from typing import Any
 
 from batchgen.publish.finished_rows import FinishedRows, FoundRow
 from batchgen.publish.row_values import is_true
+from batchgen.publish.trainers.choice_logprobs import ChoiceLogprobs
 from batchgen.publish.visible_columns import Wanted
 from batchgen.util.errors import ConfigError
 
@@ -30,21 +31,33 @@ class OpenAILines:
         left_out: why how many samples are not there; filled while the lines are made.
     """
 
-    def __init__(self, rows: FinishedRows, where: str | None, reasoning: str | None) -> None:
-        """Raise ConfigError for a set, whose rows do not say how they ended."""
+    def __init__(
+        self,
+        rows: FinishedRows,
+        where: str | None,
+        reasoning: str | None,
+        logprobs: ChoiceLogprobs | None = None,
+    ) -> None:
+        """Raise ConfigError for a set, whose rows do not say how they ended. Log-probabilities need
+        the texts of tokens."""
         if rows.is_set:
             raise ConfigError(f"--to openai is for jobs, and {rows.given} is a set: give its job")
         columns = rows.columns
         self._rows, self._reasoning, self.left_out = rows, reasoning, Counter[str]()
         self._where = None if where is None else columns.expression("--where", where)
-        names = [*_READ, rows.text_column, *filter(None, [reasoning])]
+        kind = rows.group("prompt").get("kind")
+        self._is_chat = kind != "text"
+        # A batch file may have requests of both kinds.
+        self._url = "url" if kind == "openai" and "url" in columns.names else None
+        self._logprobs = logprobs
+        own = () if logprobs is None else logprobs.columns
+        names = [*_READ, *own, rows.text_column, *filter(None, [reasoning, self._url])]
         if reasoning is not None and reasoning not in columns.names:
             raise ConfigError(f"--reasoning: {rows.given} has no column {reasoning!r}")
         self._wanted: Wanted = columns.named(names)
         if self._where is not None:
             self._wanted |= columns.read_by(self._where)
-        self._is_chat = (rows.config.get("prompt") or {}).get("kind") != "text"
-        model = rows.config.get("model") or {}
+        model = rows.group("model")
         self._model = str(model.get("name") or model.get("path") or "")
         self._created = _started(rows)
 
@@ -78,14 +91,15 @@ class OpenAILines:
             error = rows[0]["error"]
             line["error"] = {"code": error["type"], "message": error["message"]}
             return line
+        is_chat = self._is_chat and (self._url is None or "/chat/" in str(rows[0][self._url]))
         prompt = answered[0]["num_prompt_tokens"] or 0
         completion = sum(row["num_generated_tokens"] for row in answered)
         body = {
-            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{digest}",
-            "object": "chat.completion" if self._is_chat else "text_completion",
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{digest}",
+            "object": "chat.completion" if is_chat else "text_completion",
             "created": self._created,
             "model": self._model,
-            "choices": [self._choice(row) for row in answered],
+            "choices": [self._choice(row, is_chat) for row in answered],
             "usage": {
                 "prompt_tokens": prompt,
                 "completion_tokens": completion,
@@ -95,15 +109,15 @@ class OpenAILines:
         line["response"] = {"status_code": 200, "request_id": f"req_{digest}", "body": body}
         return line
 
-    def _choice(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _choice(self, row: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
         text = row[self._rows.text_column]
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if self._reasoning is not None:
             message["reasoning_content"] = row[self._reasoning]
         return {
             "index": row["sample_index"],
-            **({"message": message} if self._is_chat else {"text": text}),
-            "logprobs": None,
+            **({"message": message} if is_chat else {"text": text}),
+            "logprobs": None if self._logprobs is None else self._logprobs.of(row, is_chat),
             # What ended before it was complete is `length` to programs that know OpenAI's words.
             "finish_reason": "stop" if row["finish_reason"] == "stop" else "length",
         }

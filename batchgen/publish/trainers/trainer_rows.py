@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from batchgen.publish.finished_rows import FinishedRows, FoundRow, row_name
 from batchgen.publish.row_values import is_true, number, value_of
-from batchgen.publish.trainers.conversations import Conversations, Exchange
+from batchgen.publish.trainers.conversations import Conversations, Exchange, value_at
 from batchgen.publish.trainers.row_groups import Member, adjacent_groups, pairs, scattered_groups
 from batchgen.templates.row_expression import RowExpression
 from batchgen.texts.row_json import json_text, plain_text
@@ -117,8 +117,11 @@ class TrainerRows:
 
     def _tools_column(self) -> list[str]:
         """The path of the column with the tools that the prompts offered; empty without one."""
-        prompt = self._rows.config.get("prompt") or {}
-        path = str(prompt.get("tools_column") or "").split(".") if self._asked.to == "sft" else [""]
+        prompt = self._rows.group("prompt")
+        named = prompt.get("tools_column")
+        if prompt.get("kind") == "openai":
+            named = f"{prompt['body_column']}.tools"
+        path = str(named or "").split(".") if self._asked.to == "sft" else [""]
         if self._asked.messages is not None or path[0] not in self._rows.columns.names:
             return []
         self._wanted |= self._rows.columns.named(path[:1])
@@ -177,9 +180,7 @@ class TrainerRows:
             else:
                 found = {"messages": talk.messages}
             if self._tools:
-                value: Any = row.variables
-                for name in self._tools:
-                    value = value.get(name) if isinstance(value, Mapping) else None
+                value = value_at(row.variables, self._tools)
                 is_text = value is None or isinstance(value, str)
                 found["tools"] = value if is_text else json_text(value)
             yield found
@@ -218,7 +219,7 @@ class TrainerRows:
                 f"those of dataset=job do, and those of {self._rows.given} do not"
             )
         name = str(source["row_id"])
-        return name.partition("/")[2] if _reads_several_jobs(self._rows.config) else name
+        return name.partition("/")[2] if _reads_several_jobs(self._rows.group("dataset")) else name
 
     def _dpo(self) -> Iterator[dict[str, Any]]:
         gap, most = self._asked.gap or 0.0, self._asked.pairs or 1
@@ -281,9 +282,8 @@ class TrainerRows:
             }
 
 
-def _reads_several_jobs(config: Mapping[str, Any]) -> bool:
+def _reads_several_jobs(dataset: Mapping[str, Any]) -> bool:
     """Whether the ids of a job's rows begin with the name of the job that they came from."""
-    dataset = config.get("dataset") or {}
     path = dataset.get("path")
     several = len(path) > 1 if isinstance(path, list) else has_magic(str(path))
     return dataset.get("kind") == "job" and several

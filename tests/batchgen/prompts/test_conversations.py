@@ -16,11 +16,12 @@ from transformers import PreTrainedTokenizerBase
 
 from batchgen.compose.compose_config import compose
 from batchgen.compose.load_config import identity, resolved
-from batchgen.config.prompt_config import ChatPromptConfig
+from batchgen.config.prompt_config import ChatPromptConfig, OpenAIPromptConfig
 from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.loading.tokenizer import load_tokenizer
 from batchgen.prompts.chat_prompt import ChatPrompt
+from batchgen.prompts.openai_bodies import BodyPrompt
 from batchgen.util.errors import ConfigError
 
 COLUMNS: dict[str, Any] = {
@@ -211,3 +212,46 @@ def test_the_command_line_has_messages() -> None:
     assert identity(config)["prompt"]["continue"] is True
     plain = identity(compose({}, ["model.path=m", "dataset.path=d"]))["prompt"]
     assert not {"messages", "continue", "tools_column"} & plain.keys()
+
+
+def body_prompt(
+    tokenizer: PreTrainedTokenizerBase, template: str = "", feature: Any = None
+) -> BodyPrompt:
+    kwargs = {"chat_template": template} if template else None
+    config = OpenAIPromptConfig(template_kwargs=kwargs)
+    return BodyPrompt(config, tokenizer, {"body": feature or Value("string")}, 300)
+
+
+def test_bodies_are_conversations_texts_or_ids(smollm2: PreTrainedTokenizerBase) -> None:
+    made = body_prompt(smollm2)
+    messages = [{"role": "user", "content": "Hi"}]
+    chat = row(body=json.dumps({"messages": messages, "prompt": None, "temperature": 1}))
+    assert made.token_ids(chat) == oracle(smollm2, ("user", "Hi"))
+    assert made.token_ids(row(body={"messages": messages})) == made.token_ids(chat)
+    assert made.token_ids(row(body={"prompt": "Hi there"})) == smollm2.encode("Hi there")
+    assert made.token_ids(row(body={"prompt": [5, 6]})) == [5, 6]
+    assert made.text(row(body={"prompt": "Hi"})) == "Hi"
+    assert made.text(row(body={"prompt": [5]})) is None
+    assert made.size(row(body={"prompt": "Hi"})) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "type", "message"),
+    [
+        (None, "bad_body", "must hold the body of a request, got None"),
+        ("{", "bad_body", "it is not JSON"),
+        ({}, "bad_body", "either messages or a prompt"),
+        ({"messages": [], "prompt": "x"}, "bad_body", "either messages or a prompt"),
+        ({"prompt": ["a", "b"]}, "bad_body", "one text or one list of ids"),
+        ({"prompt": [300]}, "bad_token_ids", "300 is not an id of the model, 0 to 299"),
+        ({"prompt": []}, "empty_prompt", "no tokens"),
+        ({"messages": []}, "bad_messages", "must hold a list of"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}, "bad_tools", "no tools"),
+    ],
+)
+def test_bodies_without_a_prompt(
+    smollm2: PreTrainedTokenizerBase, body: Any, type: str, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        body_prompt(smollm2).token_ids(row(body=body))
+    assert caught.value.type == type

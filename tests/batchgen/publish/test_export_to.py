@@ -149,6 +149,18 @@ def test_tools_are_json_and_reasoning_is_a_key_of_the_answer(tmp_path: Path) -> 
         }  # fmt: skip
 
 
+def test_bodies_of_openai_have_their_messages_and_tools(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool]}
+    fields = [pa.field("body", pa.string(), metadata=INPUT)]
+    config = {"prompt": {"kind": "openai", "body_column": "body"}}
+    job = finished_job(tmp_path / "job", [row(0, body=json.dumps(body))], fields, config=config)
+    assert run("export", job, "--to", "sft", "--out", tmp_path / "out.jsonl") == 0
+    (found,) = exported(tmp_path / "out.jsonl")
+    assert [m["content"] for m in found["messages"]] == ["Hi", "yes"]
+    assert json.loads(found["tools"]) == [tool]
+
+
 @SUFFIXES
 def test_dpo_pairs_the_answers_of_a_row(tmp_path: Path, suffix: str) -> None:
     texts: list[list[str | None]] = [

@@ -12,6 +12,7 @@ import pytest
 from finished_job import finished_job, row
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from object_files import FaultyFiles, use
 
 from batchgen.__main__ import run_command
 from batchgen.publish import data_folder, set_rows
@@ -226,3 +227,68 @@ def test_a_set_is_read_by_datasets_and_by_the_next_job(tmp_path: Path) -> None:
     ]
     data = load_split(DatasetConfig(kind="files", path=str(out), id_column="id")).data
     assert list(data["response"]) == ["text 0 1", "text 1 1"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "null", "{}", '{"format": 2}', "[" * 100_000,
+     '{"format": 1, "kind": [], "request": "x"}',
+     '{"format": 1, "kind": "rows", "request": "x", "jobs": [1]}',
+     '{"format": 1, "kind": "rows", "request": "x", "text_column": "../x", "jobs": []}'],
+)  # fmt: skip
+def test_a_set_of_a_stranger_is_refused_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    job, out = scored_job(tmp_path / "job", [[1], [2]]), tmp_path / "out"
+    assert run("select", job, "--out", out) == 0
+    (out / "selection.json").write_text(content)
+    assert run("export", out, "--to", "sft", "--out", tmp_path / "sft.jsonl") in (1, 2)
+    assert "batchgen: " in capsys.readouterr().err
+    assert not (tmp_path / "sft.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["data/part-00000.parquet", "selection.json", "README.md", "data"])
+def test_a_link_in_a_set_is_not_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    job, out = scored_job(tmp_path / "job", [[1], [2]]), tmp_path / "out"
+    assert run("select", job, "--out", out) == 0
+    path = out / name
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    for verb in (("export", out, "--to", "sft"), ("push", out, "me/set")):
+        assert run(*verb) == 2
+        assert "is a link" in capsys.readouterr().err
+
+
+def test_a_job_in_an_object_store_is_read_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = finished_job(
+        tmp_path / "job", [row(i, text=t) for i, t in enumerate(["yes", "no", "yes"])], graded=True
+    )
+    files = FaultyFiles()
+    use(monkeypatch, files)
+    for path in job.rglob("*"):
+        if path.is_file() and path.name != ".lock":
+            files.pipe_file(f"/jobs/{path.relative_to(job)}", path.read_bytes())
+    asked = ("--where", "mark == 1", "--out")
+    assert run("select", "memory://jobs", *asked, tmp_path / "there") == 0
+    assert run("select", job, *asked, tmp_path / "here") == 0
+    there, here = read(tmp_path / "there"), read(tmp_path / "here")
+    assert [one["id"] for one in there] == ["id0#0", "id2#0"] == [one["id"] for one in here]
+    assert run("export", "memory://jobs", "--to", "sft", *asked, tmp_path / "there.jsonl") == 0
+    assert run("export", job, "--to", "sft", *asked, tmp_path / "here.jsonl") == 0
+    assert (tmp_path / "there.jsonl").read_bytes() == (tmp_path / "here.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("id_column", ["id", None])
+def test_a_column_id_of_the_data_does_not_take_the_place_of_the_sets(
+    tmp_path: Path, id_column: str | None
+) -> None:
+    fields = [pa.field("id", pa.string(), metadata={"meaning": "as in the input"})]
+    config = {"dataset": {"kind": "files", "id_column": id_column}}
+    job = finished_job(tmp_path / "job", [row(0, id="id0")], fields, config=config)
+    assert run("select", job, "--out", tmp_path / "out") == 0
+    (found,) = read(tmp_path / "out")
+    assert found["id"] == "id0#0" and found.get("input_id") == (None if id_column else "id0")

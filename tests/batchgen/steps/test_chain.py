@@ -190,7 +190,7 @@ def test_filter_keeps_what_is_true_and_shows_what_fails() -> None:
     assert found[0][0].failure is None
     failure = found[1][0].failure
     assert failure.type == "bad_row" and "null in this row: number" in failure.message
-    assert [(d.id, d.reason) for d in running.dropped] == [("q1", "not number > 3")]
+    assert [(d.id, d.reason) for d in running.dropped] == [("q1", "number > 3 is false")]
     count = running.counts[0]
     assert (count.rows_in, count.rows_out, count.dropped, count.failed) == (3, 2, 1, 1)
 

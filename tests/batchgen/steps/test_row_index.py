@@ -14,14 +14,71 @@ from typing import Any
 
 import pytest
 from forked import fork_server
+from object_files import FaultyFiles, use
 from stepped_job import STEPS, SteppedJob, data, dropped, index, write_rows
 
+from batchgen.cli.verbs import status
 from batchgen.row_index import index_files, make_index
 from batchgen.util.errors import ConfigError
 
 
 def lines(rows: Sequence[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+OWN_STEPS = '''
+from dataclasses import dataclass
+
+from datasets import Features, Value
+
+from batchgen import BadRow, Dropped, TableStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unsaid(TableStep):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryOther(TableStep):
+    """Takes out every other row."""
+
+    stable = True
+    has_state = True
+
+    def start(self, tools):
+        return Count()
+
+
+class Count:
+    full = False
+    rows = 0
+
+    def take(self, row):
+        self.rows += 1
+        return Dropped("an even one") if self.rows % 2 else [{}]
+
+    def close(self):
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halves(TableStep):
+    """Makes two rows of one."""
+
+    stable = True
+    splits = True
+    field_names = ("question", "number")
+
+    def made(self, features):
+        return Features({"half": Value("string")})
+
+    def take(self, row):
+        if row.fields["number"] == 5:
+            raise BadRow("the number is 5")
+        text = row.fields["question"]
+        return [{"half": text[:4]}, {"half": text[4:]}]
+'''
 
 
 @pytest.fixture
@@ -48,6 +105,19 @@ def test_a_job_has_the_rows_that_steps_leave(job: SteppedJob) -> None:
     assert [a["rows_out"] for a in steps[:-1]] == [b["rows_in"] for b in steps[1:]]
     assert sum(step["dropped"] for step in steps) == len(dropped(job))
     assert {row["row_id"] for row in dropped(job)}.isdisjoint(row["row_id"] for row in found)
+
+
+def test_the_funnel_is_told_where_people_look(
+    job: SteppedJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(job, 60)
+    facts = "60 rows of the data set → Filter 53 → Explode 113 → "
+    assert facts in replace(job, report=True).run().message
+    assert facts in (Path(job.out) / "README.md").read_text()
+    page = (Path(job.out) / "report.html").read_text()
+    assert facts in page and "q3: number != 3 is false" in page
+    assert status.main([job.out]) == 0
+    assert f"\nsteps of rows: {facts}" in capsys.readouterr().out
 
 
 def test_dropped_rows_leave_the_tokens_of_others(job: SteppedJob, tmp_path: Path) -> None:
@@ -121,10 +191,10 @@ def test_steps_that_leave_nothing_say_what_they_took_out(job: SteppedJob, stream
     with pytest.raises(ConfigError) as raised:
         replace(job, steps=steps, streaming=streaming).run()
     said = str(raised.value)
-    assert "leave none of 12 rows: 12 rows → Filter 10 → Filter 0" in said
-    assert "rows[0] Filter took out 2 of 12:\n    q0: not number > 0\n    q9: " in said
-    assert "rows[1] Filter took out 10 of 10:\n    q1: not number > 90\n" in said
-    assert said.count("not number > 90") == 3
+    assert "leave no row: 12 rows of the data set → Filter 10 → Filter 0" in said
+    assert "rows[0] Filter took out 2 of 12:\n    q0: number > 0 is false\n    q9: " in said
+    assert "rows[1] Filter took out 10 of 10:\n    q1: number > 90 is false\n" in said
+    assert said.count("number > 90 is false") == 3
     assert not (Path(job.out) / "rows.json").exists()
 
 
@@ -145,6 +215,61 @@ def test_bad_rows_are_error_rows(job: SteppedJob) -> None:
     assert "must hold a list, got null" in errors["none#0"]["message"]
     assert "1,001 items, more than most=1,000" in errors["many#0"]["message"]
     assert "null in this row: number" in errors["null#0"]["message"]
+
+
+def test_answers_of_another_job_are_joined(job: SteppedJob, tmp_path: Path) -> None:
+    write_rows(job, 12)
+    draft = replace(job, out=str(tmp_path / "draft"), steps=[{"Filter": {"where": "number < 6"}}])
+    assert draft.run().exit_code == 0
+    join = {"path": draft.out, "on": "row_id", "columns": {"text": "draft"}, "missing": "null"}
+    assert replace(job, steps=[{"Join": join}]).run().exit_code == 0
+    texts = {row["row_id"]: row["text"] for row in data(draft)}
+    assert {row["row_id"]: row["draft"] for row in data(job)} == {
+        f"q{i}": texts.get(f"q{i}") for i in range(12)
+    }
+    # Another generation of the drafts is another table, so the job is another one.
+    again = replace(draft, steps=[{"Filter": {"where": "number < 4"}}], overwrite=True)
+    assert again.run().exit_code == 0
+    with pytest.raises(ConfigError, match=r"fingerprint.rows\[0\] .*draft"):
+        replace(job, steps=[{"Join": join}]).run()
+
+
+def test_a_job_in_a_bucket_keeps_its_index_there(
+    job: SteppedJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second run finds all there; one that has grown reads the parts before and adds to them."""
+    use(monkeypatch, files := FaultyFiles())
+    stored = replace(job, out="memory://jobs/a")
+    for rows in (30, 30, 60):
+        write_rows(job, rows)
+        assert stored.run().exit_code == 0
+    assert job.run().exit_code == 0
+    names = {path.removeprefix("/jobs/a/") for path in files.store}
+    assert {"rows.json", "rows/part-00000.parquet", "rows/part-00001.parquet"} <= names
+    found = {Path(path).name: bytes(file.getbuffer()) for path, file in files.store.items()
+             if path.startswith("/jobs/a/data/")}  # fmt: skip
+    assert found == job.bytes()
+    (folder := tmp_path / "copy" / "rows").mkdir(parents=True)
+    for path, file in files.store.items():
+        if path.startswith("/jobs/a/rows/"):
+            (folder / Path(path).name).write_bytes(bytes(file.getbuffer()))
+    assert index(replace(job, out=str(tmp_path / "copy"))) == index(job)
+
+
+def test_a_step_of_ones_own(job: SteppedJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(job, 12)
+    (folder := Path(job.rows).parent / "own").mkdir()
+    (folder / "own_steps.py").write_text(OWN_STEPS)
+    monkeypatch.syspath_prepend(str(folder))
+    steps = [{"_target_": "own_steps.EveryOther"}, {"_target_": "own_steps.Halves"}]
+    assert replace(job, steps=steps).run().exit_code == 3
+    found = {row["row_id"]: row["half"] for row in data(job)}
+    assert found["q1#0"] == "w0 w" and found["q1#1"].endswith("!") and "q0#0" not in found
+    assert [row["reason"] for row in dropped(job)] == ["an even one"] * 6
+    errors = [row["error"]["message"] for row in data(job) if row["error"]]
+    assert errors == ["rows[1] Halves: the number is 5"]
+    with pytest.raises(ConfigError, match=r"rows\[0\]._target_: own_steps.Unsaid must say `stable"):
+        replace(job, steps=[{"_target_": "own_steps.Unsaid"}]).run()
 
 
 def test_a_damaged_index_is_made_again(job: SteppedJob) -> None:

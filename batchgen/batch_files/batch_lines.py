@@ -1,0 +1,116 @@
+"""The lines of an OpenAI batch file: requests, and lines that are none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from batchgen.engine.constraint.json_schema.json_text import parse_unique_json
+from batchgen.util.errors import ConfigError
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt"}
+"""The calls that a line may make, and the key of each one's prompt."""
+MOST_BYTES = 2**26
+"""The most bytes of a line. A longer one is not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request that can become a row."""
+
+    custom_id: str
+    url: str
+    body: Mapping[str, Any]
+    text: str  # the body as JSON
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that is no request: its id, if it has one, and why."""
+
+    custom_id: str | None
+    code: str
+    message: str
+
+
+class _Refused(Exception):
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def batch_lines(path: Path) -> Iterator[Request | BadLine]:
+    """Every line of a file but empty ones, in order; ConfigError if the file cannot be read."""
+    seen: set[bytes] = set()
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MOST_BYTES + 1):
+                number += 1
+                is_long = len(line) > MOST_BYTES
+                while is_long and not line.endswith(b"\n") and line:
+                    line = file.readline(MOST_BYTES)
+                if is_long or line.strip():
+                    yield _read(None if is_long else line, number, seen)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _read(line: bytes | None, number: int, seen: set[bytes]) -> Request | BadLine:
+    """What a line is; `seen` has digests of the ids before it."""
+    custom_id: str | None = None
+    try:
+        if line is None:
+            raise _Refused("invalid_json_line", f"has more than {MOST_BYTES:,} bytes")
+        request = _parsed(line)
+        custom_id = _custom_id(request)
+        digest = blake2b(custom_id.encode(), digest_size=16).digest()
+        if digest in seen:
+            raise _Refused("duplicate_custom_id", f"custom_id {custom_id!r} stands before, too")
+        seen.add(digest)
+        return _request(request, custom_id)
+    except _Refused as error:
+        return BadLine(custom_id, error.code, f"line {number}: {error}")
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        found = parse_unique_json(line.decode("utf-8-sig"))
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # halves of characters
+    except UnicodeError:
+        raise _Refused(
+            "invalid_json_line", "is no text in UTF-8, or has half a character"
+        ) from None
+    except RecursionError:
+        raise _Refused("invalid_json_line", "is nested too deeply") from None
+    except ValueError as error:
+        raise _Refused("invalid_json_line", f"is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise _Refused("invalid_json_line", "must be an object with custom_id, url and body")
+    return found
+
+
+def _custom_id(request: Mapping[str, Any]) -> str:
+    found = request.get("custom_id")
+    if not isinstance(found, str) or not found:
+        raise _Refused("missing_custom_id", f"custom_id must be a text, got {found!r:.100}")
+    return found
+
+
+def _request(request: Mapping[str, Any], custom_id: str) -> Request:
+    if (method := request.get("method", "POST")) != "POST":
+        raise _Refused("invalid_method", f"method must be POST, got {method!r:.100}")
+    url, body = request.get("url"), request.get("body")
+    if not isinstance(url, str) or url not in _PROMPTS:
+        raise _Refused("invalid_url", f"url must be {CHAT} or {COMPLETIONS}, got {url!r:.100}")
+    if not isinstance(body, dict):
+        raise _Refused("invalid_body", f"body must be an object, got {body!r:.100}")
+    other = next(key for key in _PROMPTS.values() if key != _PROMPTS[url])
+    if body.get(_PROMPTS[url]) is None or body.get(other) is not None:
+        raise _Refused("invalid_body", f"the body of {url} must have {_PROMPTS[url]} alone")
+    return Request(custom_id, url, body, json.dumps(body, ensure_ascii=False))

@@ -1,0 +1,59 @@
+"""Runs a batch file of OpenAI as a job.
+
+batchgen batch requests.jsonl results.jsonl model=hf model.path=Qwen/Qwen3-0.6B
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from batchgen.cli.job_outcome import report, verb
+from batchgen.cli.verb_table import Parser
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import short_user_path
+
+_ABOUT = """\
+Run a batch file of OpenAI as a job, and write a result line for each of its lines, in order:
+{id, custom_id, response: {status_code, request_id, body}, error}. A line that is no request, or
+asks for what cannot be done, gets an error, and the others their answers.
+
+The job's folder is OUT.job. The same command goes on with a batch that was stopped, and answers
+the lines that were added to the file. Options of a line go before those of the command.
+"""
+
+
+@verb
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser("batch", _ABOUT)
+    parser.add_argument("given", metavar="IN", help="the batch file: {custom_id, url, body} a line")
+    parser.add_argument("results", metavar="OUT", help="the file of result lines")
+    parser.add_argument("keys", metavar="KEY=VALUE", nargs="*", help="keys of the job")
+    asked = parser.parse_args(arguments)
+    from batchgen.batch_files.batch_job import (
+        BatchPaths,
+        batch_config,
+        model_warning,
+        write_requests,
+        write_results,
+    )
+    from batchgen.python.configured_job import run_configured
+
+    paths = BatchPaths(short_user_path(asked.given, "IN"), short_user_path(asked.results, "OUT"))
+    if not paths.given.is_file():
+        raise ConfigError(f"batch: there is no file {asked.given}")
+    if paths.given.absolute() == paths.results.absolute():
+        raise ConfigError(f"batch: {asked.results} is both read and written: name another OUT")
+    if not paths.results.absolute().parent.is_dir():
+        raise ConfigError(f"batch: there is no folder for {asked.results}: make it first")
+    found = write_requests(paths)
+    config = batch_config(paths, found, asked.keys)
+    if (warning := model_warning(found, config)) is not None:
+        print(f"batchgen: warning: {warning}", file=sys.stderr)
+    if found.requests:
+        code = report(lambda: run_configured(config))
+        if code not in (0, 3):
+            return code
+    answered, failed = write_results(paths, config, any_rows=bool(found.requests))
+    print(f"{answered:,} answers and {failed:,} errors in {asked.results}")
+    return 3 if failed else 0
