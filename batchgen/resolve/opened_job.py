@@ -30,7 +30,7 @@ from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.model_registry import model_class
-from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
+from batchgen.engine.models.sparse.moe_model import ROUTED_EXPERTS
 from batchgen.engine.requests import check_params
 from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
@@ -182,7 +182,7 @@ def open_job(config: JobConfig) -> OpenedJob:
     check_scored(post, config.score, source.schema.names)
     with _named("engine"):
         dtype = model.dtype(config.model.dtype, config.engine.device)
-        longest = config.engine.model_len(model.config.max_position_embeddings)
+        longest = config.engine.model_len(model.config.longest_row, model.config.window)
         max_model_len = strategy.model_len(longest, model.config)
         check_chunk_sizes(
             config.engine.max_batched_tokens,
