@@ -41,7 +41,7 @@ from batchgen.model.engine_recipe import EngineRecipe
 from batchgen.model.model_source import model_files
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
-from batchgen.prompts.answer_text import AnswerText
+from batchgen.prompts.answer_text import Answer, build_answer
 from batchgen.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
 from batchgen.texts.tokens.reasoning import ReasoningMarkers
 from batchgen.util.errors import ConfigError
@@ -87,7 +87,7 @@ class OpenedJob:
     max_model_len: int
     step_fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reasoning: ReasoningMarkers | None = None
-    answer: AnswerText | None = None
+    answer: Answer | None = None
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError if parameters of a row cannot be honoured; the message names one."""
@@ -199,10 +199,9 @@ def open_job(config: JobConfig) -> OpenedJob:
     if prompt.is_constant:
         warning = constant_prompt_warning(prompt, next(source.rows()))
         print(f"batchgen: warning: {warning}", file=sys.stderr)
-    answer = None
-    if config.prompt.answer is not None:
-        of_rows = source.features
-        answer = AnswerText(config.prompt.answer, model.tokenizer, of_rows, max_model_len)
+    answer = build_answer(
+        config.prompt, model.tokenizer, model.config.vocab_size, source.features, max_model_len
+    )
     others = open_others(strategy, model, max_model_len)
     job = OpenedJob(
         model,
