@@ -37,7 +37,7 @@ def planned_uses(
     Args:
         others: as for `model_uses`.
     """
-    longest = config.model_len(target.config.max_position_embeddings)
+    longest = config.model_len(target.config.longest_row, target.config.window)
     max_model_len = strategy.model_len(longest, target.config)
     columns = chosen_columns(target, context_columns)
     sizes = sizes_of(target, strategy, config)
@@ -86,7 +86,7 @@ def _check_beside(name: str, model: CausalLM, target: CausalLM, max_model_len: i
             f"the {name} model's vocabulary has {model.vocab_size} ids and the model's has "
             f"{target.vocab_size}: choose a {name} model with the same tokenizer"
         )
-    longest = model.config.max_position_embeddings
+    longest = model.config.longest_row
     if longest < max_model_len:
         raise ValueError(
             f"the {name} model has positions for {longest} tokens and rows may get "

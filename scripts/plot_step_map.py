@@ -12,16 +12,13 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import yaml
 
@@ -29,7 +26,7 @@ from batchgen.prompts.used_columns import used_columns
 from batchgen.texts.tokens.decode_tokens import decode_with, job_decode
 from batchgen.texts.tokens.step_name import step_name
 from batchgen.util.paths import short_user_path
-from batchgen.util.shorten import beginning, end
+from batchgen.util.shorten import beginning
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,12 +39,12 @@ CELL_HEIGHT = 0.42
 LINE_PITCH = 0.54
 TITLE = 0.42  # above the lines of a row
 HEADER = 1.0
-FOOTER = 3.1
+FOOTER = 2.0
 BORDER = 0.09  # between blocks
 MOST_LINES = 6
 LONGEST_TEXT = 8
-INK, FAINT, PROMPT, BAR, MEAN = "#1c1c28", "#6a6a78", "#e4e4ea", "#3b7a9e", "#d1495b"
-PROMPT_IDS, TITLE_LENGTH = "prompt_token_ids", 80
+INK, FAINT, PROMPT = "#1c1c28", "#6a6a78", "#e4e4ea"
+TITLE_LENGTH = 80
 SPACE, END = "␣", "■"
 Decode = Callable[[list[int]], str]
 
@@ -100,7 +97,7 @@ class StepMaps:
         step_name: what the numbers of step_map count.
         block_length: positions of a diffusion block; None if the strategy has no blocks, or if
             config.yaml does not say.
-        titles: the columns whose values are a row's title.
+        titles: the columns that the prompt uses, whose values are a row's title.
         decode: tokens to text; None if the tokenizer is not on this machine.
     """
 
@@ -118,7 +115,7 @@ class StepMaps:
             PlotError: if no row has tokens.
         """
         names = ["row_id", "sample_index", "token_ids", "stop", "num_prompt_tokens", "step_map"]
-        names += [*self.titles, *({PROMPT_IDS} & set(self.data.schema.names))]
+        names += self.titles
         batches = self.data.to_batches(columns=[*dict.fromkeys(names)], batch_size=256)
         rows = (row for batch in batches for row in batch.to_pylist() if row["step_map"])
         if not (found := [self._traced(row) for row in islice(rows, count)]):
@@ -131,37 +128,14 @@ class StepMaps:
     def _traced(self, row: dict[str, Any]) -> TracedRow:
         name = f"row {row['row_id']}"
         name += f", sample {row['sample_index']}" if row["sample_index"] else ""
-        if title := self._title(row):
-            name += f": {title}"
+        values = [str(row[name]) for name in self.titles if row[name] is not None]
+        name += ": " + beginning(" | ".join(values), TITLE_LENGTH) if values else ""
         given = row["num_prompt_tokens"] % self.block_length if self.block_length else 0
         decode = self.decode or (lambda ids: "")
         texts = [shown(decode([token])) for token in row["token_ids"]]
         if row["stop"] and texts[-1] == shown(row["stop"]):
             texts[-1] = END
         return TracedRow(name, texts, row["step_map"], given)
-
-    def _title(self, row: dict[str, Any]) -> str:
-        """What the row was asked, as well as the output says it; empty if it does not."""
-        values = [str(row[name]) for name in self.titles if row[name] is not None]
-        if values or not row.get(PROMPT_IDS) or self.decode is None:
-            return beginning(" | ".join(values), TITLE_LENGTH)
-        return end(self.decode(row[PROMPT_IDS][-TITLE_LENGTH:]), TITLE_LENGTH)
-
-    def histogram(self) -> tuple[dict[int, int], int]:
-        """Count how many steps of all rows yielded a given number of tokens, and the rows.
-
-        Steps none of whose tokens is in the output are not counted: the output does not show them.
-        """
-        counts: Counter[int] = Counter()
-        rows = 0
-        for batch in self.data.to_batches(columns=["step_map"]):
-            steps = np.asarray(pc.list_flatten(batch.column(0)), dtype=np.int64)
-            parents = np.asarray(pc.list_parent_indices(batch.column(0)), dtype=np.int64)
-            if len(steps):
-                rows += len(np.unique(parents))
-                keys = parents * (steps.max() + 1) + steps
-                counts.update(np.unique(keys, return_counts=True)[1].tolist())
-        return dict(sorted(counts.items())), rows
 
 
 def shown(text: str) -> str:
@@ -174,7 +148,6 @@ def shown(text: str) -> str:
 def read_job(
     folder: Path,
     block_length: int | None = None,
-    title_column: str | None = None,
     tokenizer: str | None = None,
 ) -> StepMaps:
     """Open a job's output; what is None is taken from the job's config.yaml.
@@ -201,11 +174,6 @@ def read_job(
             f"{folder} has no column step_map: run the job with strategy=dllm or strategy=ar_spec "
             "and 'output.columns=[step_map]'"
         )
-    if title_column is not None and title_column not in data.schema.names:
-        raise PlotError(
-            f"--title-column: the rows have no column {title_column!r}: choose among "
-            f"{', '.join(data.schema.names)}"
-        )
     config = _config(folder / "config.yaml")
     used = [name for name in used_columns(config.get("prompt") or {}) if name in data.schema.names]
     return StepMaps(
@@ -213,7 +181,7 @@ def read_job(
         data,
         step_name(config),
         block_length or config["strategy"].get("block_length"),
-        used if title_column is None else [title_column],
+        used,
         job_decode(config) if tokenizer is None else _load_tokenizer(tokenizer),
     )
 
@@ -255,7 +223,7 @@ def tokens_per_line(width: float, block_length: int | None) -> int:
 
 
 def draw(maps: StepMaps, rows: list[TracedRow]) -> Figure:
-    """Draw a band of cells for each row, and below them the histogram and an explanation.
+    """Draw a band of cells for each row, and below them an explanation.
 
     Raises:
         PlotError: if matplotlib is not installed.
@@ -289,7 +257,6 @@ def draw(maps: StepMaps, rows: list[TracedRow]) -> Figure:
             _cells(canvas, line, maps.block_length, width, y, colors)
             y += LINE_PITCH
     _colorbar(figure, height, colors, maps.step_name)
-    _bars(figure, height, maps)
     _notes(canvas, maps, rows, height, per_line)
     return figure
 
@@ -365,31 +332,6 @@ def _colorbar(
     axes.set_title(f"{step_name} of the row", size=9, color=FAINT, pad=4)
 
 
-def _bars(figure: Figure, height: float, maps: StepMaps) -> None:
-    left, bottom, wide, tall = 0.95, 0.65, 5.6, FOOTER - 1.35
-    axes = figure.add_axes((left / WIDTH, bottom / height, wide / WIDTH, tall / height))
-    counts, rows = maps.histogram()
-    steps, tokens = sum(counts.values()), sum(n * times for n, times in counts.items())
-    numbers = list(range(1, max(counts) + 1))
-    shares = [100 * counts.get(n, 0) / steps for n in numbers]
-    bars = axes.bar(numbers, shares, color=BAR, width=0.72)
-    if len(numbers) <= 16:
-        axes.bar_label(bars, [f"{s:.1f}%" for s in shares], size=9, color=INK, padding=2)
-        axes.set_xticks(numbers)
-    axes.set_ylim(0, max(shares) * 1.18)
-    top = axes.get_xaxis_transform()  # above the bars, where it hides no label
-    axes.plot(tokens / steps, 1.01, "v", color=MEAN, ms=8, transform=top, clip_on=False)
-    axes.set_title(
-        f"{tokens / steps:.2f} tokens per {maps.step_name} on average (▼), {rows:,} rows, "
-        f"{tokens:,} tokens",
-        size=11, color=INK, loc="left", weight="bold", pad=14,
-    )  # fmt: skip
-    axes.set_xlabel(f"tokens that one {maps.step_name} brought", size=9.5, color=FAINT)
-    axes.set_ylabel(f"% of the {maps.step_name}s", size=9.5, color=FAINT)
-    axes.tick_params(labelsize=9, colors=FAINT)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def _notes(
     canvas: Axes, maps: StepMaps, rows: list[TracedRow], height: float, per_line: int
 ) -> None:
@@ -405,9 +347,9 @@ def _notes(
         notes.append(f"{END} is the token that ended the row, {SPACE} a space.")
     if not all(map(_has_text, rows)):
         notes.append("For the text of tokens name the model's tokenizer (--tokenizer).")
-    y = height - FOOTER + 0.62
+    y = height - FOOTER + 0.4
     for note in notes:
-        canvas.text(7.2, y, note, size=10, color=INK, va="top", linespacing=1.4)
+        canvas.text(MARGIN, y, note, size=10, color=INK, va="top", linespacing=1.4)
         y += 0.24 + 0.2 * note.count("\n") + 0.08
 
 
@@ -429,17 +371,12 @@ def main() -> None:
         "--tokenizer",
         help="folder or hub name, for the text of tokens; default: the model's, if it is here",
     )
-    parser.add_argument(
-        "--title-column",
-        help="whose values are the rows' titles; default: the columns that the prompt uses, or the "
-        "end of the prompt if the output has prompt_token_ids only",
-    )
     args = parser.parse_args()
     if args.rows < 1 or (args.block_length is not None and args.block_length < 1):
         parser.error("--rows and --block-length must be at least 1")
     try:
         folder = short_user_path(args.folder, "OUT")
-        maps = read_job(folder, args.block_length, args.title_column, args.tokenizer)
+        maps = read_job(folder, args.block_length, args.tokenizer)
         rows = maps.rows(args.rows)
         figure = draw(maps, rows)
     except PlotError as error:

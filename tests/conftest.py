@@ -24,10 +24,20 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -47,6 +57,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from batchgen.engine.caches.forward_context import ForwardContext, RowMetadata
@@ -107,6 +119,41 @@ _LATENT: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.7,
+}
+_PART_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_MOE_V3: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "n_group": 4,
+    "topk_group": 2,
+    "attention_bias": True,
+    "num_mtp_layers": 0,
+    "rope_parameters": _PART_ROPE,
+}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "max_position_embeddings": 256,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
+_PIXTRAL: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 28,
+    "patch_size": 14,
 }
 _VISION: dict[str, Any] = {
     "depth": 1,
@@ -175,7 +222,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     kind is `llama`, `qwen2`, `qwen3`, `qwen2_moe`, `qwen3_moe`, or `sdar` or `sdar_moe` (which have
     the same weights as qwen3 and qwen3_moe, and MASK_ID as their mask), or a hybrid: `qwen3_next`,
     `qwen3_5` and `qwen3_5_moe` (with a vision tower), `qwen3_5_text` and `qwen3_5_moe_text`, or one
-    with latent attention: `deepseek_v2`, `deepseek_v3` and `glm4_moe_lite`. config overrides sizes.
+    with latent attention: `deepseek_v2`, `deepseek_v3` and `glm4_moe_lite`, or `glm4_moe`,
+    `minimax_m2`, `ministral3`, `mistral3` (with a vision tower), `olmo3` or `smollm3`. config
+    overrides sizes.
     The projections of experts are saved apart (`split_experts=False` leaves those of a layer in one
     tensor). `max_shard_size` saves it in shards. The same arguments give the same folder, which
     tests must not change.
@@ -213,6 +262,8 @@ def _random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         )
     elif kind == "qwen3_next" or kind.startswith("qwen3_5"):
         model = _random_hybrid(kind, config)
+    elif kind in ("glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3"):
+        model = _random_variant(kind, config)
     elif kind.startswith(("deepseek", "glm4")):
         model = _random_latent(kind, config)
     elif kind.endswith("moe"):
@@ -260,6 +311,33 @@ def _random_hybrid(kind: str, config: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
+def _random_variant(kind: str, config: dict[str, Any]) -> PreTrainedModel:
+    values = _SIZES | {"pad_token_id": None} | config
+    if kind == "smollm3":
+        plain: dict[str, Any] = {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": False}
+        return SmolLM3ForCausalLM(SmolLM3Config(**plain | values))
+    if kind == "olmo3":
+        layers: dict[str, Any] = {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
+        }
+        return Olmo3ForCausalLM(Olmo3Config(**{"sliding_window": 256} | layers | values))
+    if kind == "glm4_moe":
+        return Glm4MoeForCausalLM(Glm4MoeConfig(**_MOE_V3 | values))
+    if kind == "minimax_m2":
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32}
+        rope = {"rope_parameters": _PART_ROPE}
+        return MiniMaxM2ForCausalLM(MiniMaxM2Config(**values | experts | rope | config))
+    values = {"rope_parameters": _YARN, "attn_implementation": "eager"} | values
+    if kind == "ministral3":
+        return Ministral3ForCausalLM(Ministral3Config(**values))
+    parts: dict[str, Any] = {
+        "text_config": values | {"model_type": "ministral3"},
+        "vision_config": _PIXTRAL,
+        "tie_word_embeddings": values.get("tie_word_embeddings", False),
+    }
+    return Mistral3ForConditionalGeneration(Mistral3Config(**parts))
+
+
 def _random_latent(kind: str, config: dict[str, Any]) -> PreTrainedModel:
     values = {name: value for name, value in _SIZES.items() if name != "head_dim"}
     values |= _LATENT | config
@@ -287,9 +365,9 @@ def reference_logits() -> Callable[[Path, Sequence[int]], Tensor]:
     """`reference_logits(folder, ids)` → transformers' logits [len(ids), vocab], float32."""
 
     def run(folder: Path, ids: Sequence[int]) -> Tensor:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        )
+        has_tower = json.loads((folder / "config.json").read_text())["model_type"] == "mistral3"
+        kind = Mistral3ForConditionalGeneration if has_tower else AutoModelForCausalLM
+        model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         with torch.inference_mode():
             logits: Tensor = model(torch.tensor([list(ids)])).logits[0]
         return logits

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -44,12 +45,15 @@ class Asked:
         body = line.body
         if isinstance(model := body.get("model"), str):
             self.models.add(model)
-        logprobs, top = body.get("logprobs"), body.get("top_logprobs")
-        asked = [0] if logprobs is True else []
-        asked += [number for number in (logprobs, top) if type(number) is int and number > 0]
-        asked = [min(number, 100) for number in asked]
-        if asked:
-            self.top_logprobs = max(self.top_logprobs or 0, *asked)
+        if (number := asked_logprobs(body)) is not None:
+            self.top_logprobs = max(self.top_logprobs or 0, min(number, 100))
+
+
+def asked_logprobs(body: Mapping[str, Any]) -> int | None:
+    """For how many likeliest tokens a body asks; None if it asks for no log-probabilities."""
+    logprobs, top = body.get("logprobs"), body.get("top_logprobs")
+    numbers = [number for number in (logprobs, top) if type(number) is int and number > 0]
+    return max(numbers) if numbers else (0 if logprobs is True else None)
 
 
 @dataclass(frozen=True)
@@ -155,11 +159,20 @@ def write_results(paths: BatchPaths, config: JobConfig, *, any_rows: bool) -> tu
 
 def _results(paths: BatchPaths, config: JobConfig) -> Iterator[dict[str, Any]]:
     from batchgen.publish.finished_rows import open_rows
+    from batchgen.publish.trainers.choice_logprobs import ChoiceLogprobs
     from batchgen.publish.trainers.openai_lines import OpenAILines
     from batchgen.shards.output_schema import REASONING
+    from batchgen.texts.tokens.decode_tokens import job_decode
 
     reasoning = None if config.output.reasoning_end is None else REASONING
-    return iter(OpenAILines(open_rows(str(paths.job)), None, reasoning))
+    rows = open_rows(str(paths.job))
+    decode = job_decode(rows.config) if "logprobs" in rows.schema.names else None
+    logprobs = None
+    if decode is not None:
+        logprobs = ChoiceLogprobs(
+            rows.schema.names, decode, lambda row: asked_logprobs(json.loads(row["body"])), ["body"]
+        )
+    return iter(OpenAILines(rows, None, reasoning, logprobs))
 
 
 def _error_line(line: BadLine, number: int) -> dict[str, Any]:

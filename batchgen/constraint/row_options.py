@@ -86,6 +86,8 @@ class RowOptions:
         if not own:
             return self._params
         try:
+            if own.get("max_new_tokens") == 0:
+                raise ValueError("max_new_tokens must be at least 1, got 0")
             return replace(self._params, **own)
         except ValueError as error:
             name, _, rest = str(error).partition(" ")

@@ -14,7 +14,7 @@ from batchgen.engine.caches.cache_specs import KVSpec
 from batchgen.engine.caches.model_caches import state_bytes
 from batchgen.engine.memory.model_use import ModelUse, cache_token_bytes
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.transformer.moe_model import MoEConfig
+from batchgen.engine.models.sparse.moe_model import MoEConfig
 from batchgen.forecast.devices import Device
 from batchgen.kernels.fp8.fp8_weight import FP8
 

@@ -29,7 +29,7 @@ from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.model_registry import model_class
-from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
+from batchgen.engine.models.sparse.moe_model import ROUTED_EXPERTS
 from batchgen.engine.requests import check_params
 from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ from batchgen.model.engine_recipe import EngineRecipe
 from batchgen.model.model_source import model_files
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
-from batchgen.prompts.answer_text import AnswerText
+from batchgen.prompts.answer_text import Answer, build_answer
 from batchgen.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
 from batchgen.texts.tokens.reasoning import ReasoningMarkers
 from batchgen.util.errors import ConfigError
@@ -86,7 +86,7 @@ class OpenedJob:
     max_model_len: int
     step_fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reasoning: ReasoningMarkers | None = None
-    answer: AnswerText | None = None
+    answer: Answer | None = None
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError if parameters of a row cannot be honoured; the message names one."""
@@ -178,7 +178,7 @@ def open_job(config: JobConfig) -> OpenedJob:
     check_scored(post, config.score, source.schema.names)
     with _named("engine"):
         dtype = model.dtype(config.model.dtype, config.engine.device)
-        longest = config.engine.model_len(model.config.max_position_embeddings)
+        longest = config.engine.model_len(model.config.longest_row, model.config.window)
         max_model_len = strategy.model_len(longest, model.config)
         check_chunk_sizes(
             config.engine.max_batched_tokens,
@@ -195,10 +195,9 @@ def open_job(config: JobConfig) -> OpenedJob:
     if prompt.is_constant:
         warning = constant_prompt_warning(prompt, next(source.rows()))
         print(f"batchgen: warning: {warning}", file=sys.stderr)
-    answer = None
-    if config.prompt.answer is not None:
-        of_rows = source.features
-        answer = AnswerText(config.prompt.answer, model.tokenizer, of_rows, max_model_len)
+    answer = build_answer(
+        config.prompt, model.tokenizer, model.config.vocab_size, source.features, max_model_len
+    )
     others = open_others(strategy, model, max_model_len)
     job = OpenedJob(
         model,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from batchgen.engine.caches.cache_specs import CacheSpec
 from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.norm import RMSNorm
-from batchgen.engine.parallel.tensor_parallel import Stream
+from batchgen.engine.parallel.tensor_parallel import Stream, summed
+
+NormPlaces = Literal["before", "after", "both"]
+"""Where the norms of a layer stand: before its mixer and its feed-forward part, after, or both."""
 
 
 class Mixer(Protocol):
@@ -28,9 +32,9 @@ class Mixer(Protocol):
     ) -> Stream:
         """Return residual + mixed(hidden); the result may overwrite `residual`.
 
-        `hidden` and `residual` are [T, hidden_size], and `cos_sin` [T, head_dim] is from
-        `RotaryTable`. The layer's cache is written for all T tokens, but with `outputs` the result
-        is [R, hidden_size], of the wanted tokens alone.
+        `hidden` and `residual` are [T, hidden_size], and `cos_sin` [T, R] is from the `RotaryTable`
+        of the layer, None if it rotates nothing. The layer's cache is written for all T tokens, but
+        with `outputs` the result is [R, hidden_size], of the wanted tokens alone.
         """
 
 
@@ -50,27 +54,28 @@ class HasInputProjection(Protocol):
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm layer: mixer and feed-forward part, each after a norm and added to the residual
-    stream.
+    """Mixer and feed-forward part, each of which is added to the residual stream.
 
-    `mixer_name` is the mixer's name in checkpoints.
+    A norm stands before each part, after it, or at both places: `before` normalises what the mixer
+    and the feed-forward part read, and `after` what they yield. `mixer_name` is the mixer's name in
+    checkpoints.
     """
 
     def __init__(
         self,
         mixer: Mixer,
         mlp: FeedForward,
-        input_layernorm: RMSNorm,
-        post_attention_layernorm: RMSNorm,
         *,
+        before: tuple[RMSNorm, RMSNorm] | None,
+        after: tuple[RMSNorm, RMSNorm] | None = None,
         mixer_name: str = "self_attn",
     ) -> None:
         super().__init__()
-        self.checkpoint_names = {"mixer": mixer_name}
+        self.checkpoint_names = {"mixer": mixer_name, **_norm_names(after is not None)}
         self.mixer = mixer
         self.mlp = mlp
-        self.input_layernorm = input_layernorm
-        self.post_attention_layernorm = post_attention_layernorm
+        self.mixer_norm, self.mlp_norm = before or (None, None)
+        self.mixer_post_norm, self.mlp_post_norm = after or (None, None)
 
     @property
     def cache_spec(self) -> CacheSpec | None:
@@ -89,7 +94,35 @@ class DecoderLayer(nn.Module):
 
         `stream` is the stream before it, which is overwritten; other arguments are as for `Mixer`.
         """
-        hidden, residual = self.input_layernorm.of_stream(stream)
-        stream = self.mixer(hidden, residual, cos_sin, ctx, outputs)
-        hidden, residual = self.post_attention_layernorm.of_stream(stream)
-        return self.mlp(hidden, residual, ctx)
+        hidden, residual = _normed(self.mixer_norm, stream)
+        if (norm := self.mixer_post_norm) is None:
+            stream = self.mixer(hidden, residual, cos_sin, ctx, outputs)
+        else:
+            mixed = self.mixer(hidden, torch.zeros_like(residual), cos_sin, ctx, outputs)
+            own = residual if outputs is None else residual[outputs.index]
+            stream = own + norm.of_stream(mixed)[0]
+        hidden, residual = _normed(self.mlp_norm, stream)
+        if (norm := self.mlp_post_norm) is None:
+            return self.mlp(hidden, residual, ctx)
+        return residual + norm.of_stream(self.mlp(hidden, torch.zeros_like(residual), ctx))[0]
+
+
+def _normed(norm: RMSNorm | None, stream: Stream) -> tuple[Any, Tensor]:
+    """Return what a part of a layer reads, and the stream with pending sums."""
+    if norm is not None:
+        return norm.of_stream(stream)
+    whole = summed(stream)
+    return whole, whole
+
+
+def _norm_names(has_after: bool) -> dict[str, str]:
+    """Return what checkpoints call the norms: a norm after the mixer takes the name that the one
+    before the feed-forward part has otherwise."""
+    if not has_after:
+        return {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    return {
+        "mixer_norm": "input_layernorm",
+        "mixer_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    }

@@ -65,7 +65,7 @@ def checkpoint_format(quantization: Mapping[str, Any] | None) -> FP8Format | Non
     if (block := values.pop("weight_block_size", None)) != [BLOCK, BLOCK]:
         raise _refused("weight_block_size", block, f"[{BLOCK}, {BLOCK}]")
     allowed: tuple[tuple[str, tuple[str, ...]], ...] = (
-        ("fmt", ("e4m3",)),
+        ("fmt", ("e4m3", "float8_e4m3fn")),
         ("activation_scheme", ("dynamic",)),
         ("scale_fmt", _SCALE_FORMATS),
         ("expert_dtype", ("fp8",)),

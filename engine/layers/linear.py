@@ -157,7 +157,7 @@ class Linear(nn.Module):
 class Float32Linear(Linear):
     """A linear layer without a bias whose products and sums are computed in float32.
 
-    On a GPU W stays in the model's dtype: products of two 16-bit values are exact in float32, so
+    On a GPU W stays in the given dtype: products of two 16-bit values are exact in float32, so
     matrix units compute what a float32 copy would give, but for the order of sums. Elsewhere W is
     in float32.
     """

@@ -165,6 +165,30 @@ class YarnRope(DefaultRope):
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class QueryScale:
+    """Multiplies queries at position p by 1 + beta · ln(1 + ⌊p / original⌋) after their rotation,
+    which keeps attention sharp beyond the original context (Llama 4, Meta 2025)."""
+
+    beta: float
+    original: int  # positions before the first change
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("llama_4_scaling_beta", self.beta),
+            ("original_max_position_embeddings", self.original),
+        ):
+            if not _is_between(0.0, value, _MOST):
+                raise ValueError(
+                    f"rotary embedding: {name} is {value!r:.60}, and must be a number over 0"
+                )
+
+    def table(self, num_positions: int) -> Tensor:
+        """Return the factor at each position below this number, [P] float32 on the CPU."""
+        steps = torch.floor(torch.arange(num_positions, device="cpu") / self.original)
+        return 1 + self.beta * torch.log(1 + steps)
+
+
 class RotaryTable:
     """The cosines and sines of all positions below `num_positions`, which all layers share.
 

@@ -34,7 +34,7 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 class Decoder(nn.Module):
     """The part of a model from token ids to hidden states: embedding, layers and final norm.
 
-    `rotary` is None for a model without rotary embedding.
+    `rotaries` has the rotary table of each layer, None for one that rotates nothing.
     """
 
     def __init__(
@@ -42,22 +42,24 @@ class Decoder(nn.Module):
         embed_tokens: Embedding,
         layers: Iterable[DecoderLayer],
         norm: RMSNorm,
-        rotary: RotaryTable | None,
+        rotaries: Iterable[RotaryTable | None],
     ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(layers)
         self.norm = norm
-        self.rotary = rotary
+        self.rotaries = tuple(rotaries)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute hidden states after the final norm, as `TokenModel.forward` says."""
         stream: Stream = self.embed_tokens(input_ids)
-        cos_sin = None if self.rotary is None else self.rotary(positions)
-        # The last layer writes its cache for all tokens, but computes results only for the outputs.
-        for layer in self.layers[:-1]:
-            stream = layer(stream, cos_sin, ctx)
-        stream = self.layers[-1](stream, cos_sin, ctx, ctx.outputs)
+        tables = dict.fromkeys(self.rotaries)
+        turns = {table: None if table is None else table(positions) for table in tables}
+        last = len(self.layers) - 1
+        for index, (layer, table) in enumerate(zip(self.layers, self.rotaries, strict=True)):
+            # The last layer writes its cache for all tokens, but computes results for the outputs.
+            outputs = ctx.outputs if index == last else None
+            stream = layer(stream, turns[table], ctx, outputs)
         hidden: Tensor
         hidden, _ = self.norm.of_stream(stream)
         return hidden
@@ -67,7 +69,7 @@ class CausalLM(TokenModel):
     """A decoder and the linear layer that computes logits from its hidden states.
 
     Each model is a subclass in a file of its own and a line in the registry. It makes its layers
-    (`make_layer`), its final norm and its rotary table, and says how its configuration is read. It
+    (`make_layer`), its final norm and its rotary tables, and says how its configuration is read. It
     knows no strategy. This base does not know which layers there are: `cache_specs` says what they
     keep, and `checkpoint_slots` what checkpoints call their weights.
 
@@ -111,7 +113,7 @@ class CausalLM(TokenModel):
             Embedding(config.vocab_size, config.hidden_size, where=self.where),
             (self._layer(index) for index in range(config.num_layers)),
             self.make_norm(),
-            self.make_rotary(),
+            self.make_rotaries(),
         )
         self.lm_head = LogitsLayer(config.hidden_size, config.vocab_size, where=self.where)
         if config.tie_word_embeddings:
@@ -158,9 +160,10 @@ class CausalLM(TokenModel):
     def make_norm(self) -> RMSNorm:
         """Make the norm that follows the last layer."""
 
-    def make_rotary(self) -> RotaryTable | None:
-        """Make the table of cosines and sines that all layers share; None if none needs it."""
-        return None
+    def make_rotaries(self) -> Sequence[RotaryTable | None]:
+        """Make the tables of cosines and sines, and say which one each layer reads; None for a
+        layer that rotates nothing."""
+        return [None] * self.config.num_layers
 
     def make_head(self, name: str) -> TokenModel:
         """Make a head of `config.heads`, which may share weights, or raise ValueError."""

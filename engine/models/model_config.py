@@ -80,6 +80,8 @@ class ModelConfig:
     form: FP8Format | None = None  # None: weights are not in FP8
     # the checkpoint says tied, but holds two weights that differ: both are used
     untied: bool = False
+    # Tokens that layers with a sliding window see; rows must not have more. None: no such layer.
+    window: int | None = None
 
     def __post_init__(self) -> None:
         check_positive(
@@ -93,6 +95,11 @@ class ModelConfig:
                 f"mask_token_id {self.diffusion.mask_token_id} is not in the vocabulary of "
                 f"{self.vocab_size}"
             )
+
+    @property
+    def longest_row(self) -> int:
+        """The most tokens that a row can have."""
+        return min(self.max_position_embeddings, self.window or self.max_position_embeddings)
 
     @property
     def never_generated(self) -> tuple[int, ...]:
@@ -168,6 +175,18 @@ def extended_positions(rope: DefaultRope, max_position_embeddings: int) -> int:
         return max_position_embeddings
     scaled = int(rope.factor * rope.original_max_position_embeddings)
     return max(max_position_embeddings, scaled)
+
+
+def rotated_size(parameters: dict[str, Any], head_dim: int) -> int:
+    """Return how many of a head's values rotate, all of them by default, and take what says so out
+    of transformers' `rope_parameters`. Raises ValueError if it is no share."""
+    share = parameters.pop("partial_rotary_factor", None)
+    share = 1.0 if share is None else share
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        raise ValueError(
+            f"partial_rotary_factor is {share!r:.60}, and must be a number over 0 and at most 1"
+        )
+    return int(head_dim * share)
 
 
 def rope_from_parameters(parameters: Mapping[str, Any]) -> DefaultRope:

@@ -20,19 +20,25 @@ class ModelEntry(NamedTuple):
 MODELS: Mapping[str, ModelEntry] = {
     "DeepseekV2ForCausalLM": ModelEntry("batchgen.engine.models.mla.deepseek_v2"),
     "DeepseekV3ForCausalLM": ModelEntry("batchgen.engine.models.mla.deepseek_v3"),
+    "Glm4MoeForCausalLM": ModelEntry("batchgen.engine.models.sparse.glm4_moe"),
     "Glm4MoeLiteForCausalLM": ModelEntry("batchgen.engine.models.mla.glm4_moe_lite"),
     "LlamaForCausalLM": ModelEntry("batchgen.engine.models.transformer.llama", gguf="llama"),
+    "MiniMaxM2ForCausalLM": ModelEntry("batchgen.engine.models.sparse.minimax_m2"),
+    "Ministral3ForCausalLM": ModelEntry("batchgen.engine.models.transformer.ministral3"),
+    "Mistral3ForConditionalGeneration": ModelEntry("batchgen.engine.models.transformer.ministral3"),
+    "Olmo3ForCausalLM": ModelEntry("batchgen.engine.models.transformer.olmo3"),
     "Qwen2ForCausalLM": ModelEntry("batchgen.engine.models.transformer.qwen2", gguf="qwen2"),
     "Qwen3ForCausalLM": ModelEntry("batchgen.engine.models.transformer.qwen3", gguf="qwen3"),
-    "Qwen2MoeForCausalLM": ModelEntry("batchgen.engine.models.transformer.qwen2_moe"),
-    "Qwen3MoeForCausalLM": ModelEntry("batchgen.engine.models.transformer.qwen3_moe"),
+    "Qwen2MoeForCausalLM": ModelEntry("batchgen.engine.models.sparse.qwen2_moe"),
+    "Qwen3MoeForCausalLM": ModelEntry("batchgen.engine.models.sparse.qwen3_moe"),
     "Qwen3NextForCausalLM": ModelEntry("batchgen.engine.models.hybrids.qwen3_next"),
     "Qwen3_5ForCausalLM": ModelEntry("batchgen.engine.models.hybrids.qwen3_5"),
     "Qwen3_5ForConditionalGeneration": ModelEntry("batchgen.engine.models.hybrids.qwen3_5"),
     "Qwen3_5MoeForCausalLM": ModelEntry("batchgen.engine.models.hybrids.qwen3_5_moe"),
     "Qwen3_5MoeForConditionalGeneration": ModelEntry("batchgen.engine.models.hybrids.qwen3_5_moe"),
+    "SmolLM3ForCausalLM": ModelEntry("batchgen.engine.models.transformer.smollm3"),
     "SDARForCausalLM": ModelEntry("batchgen.engine.models.transformer.sdar"),
-    "SDARMoeForCausalLM": ModelEntry("batchgen.engine.models.transformer.sdar_moe"),
+    "SDARMoeForCausalLM": ModelEntry("batchgen.engine.models.sparse.sdar_moe"),
 }
 
 

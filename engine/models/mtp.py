@@ -56,7 +56,7 @@ class MTPHead(TokenModel):
         self.count_parameters()
         self._spared = spared
         # In a tuple, so that the target's weights do not count as the head's.
-        self._shared = target.model.embed_tokens, target.model.rotary, target.lm_head
+        self._shared = target.model.embed_tokens, target.model.rotaries[-1], target.lm_head
 
     @property
     def parameters_per_token(self) -> int:

@@ -21,9 +21,11 @@ def quantise_layer(layer: DecoderLayer, path: str, form: FP8Format) -> None:
         if isinstance(part, Linear | Experts):
             part.quantise(form, place)
     for reader, norm in (
-        (layer.mixer, layer.input_layernorm),
-        (layer.mlp, layer.post_attention_layernorm),
+        (layer.mixer, layer.mixer_norm),
+        (layer.mlp, layer.mlp_norm),
     ):
+        if norm is None:
+            continue
         if isinstance(reader, HasInputProjection) and reader.input_projection.computes_in_fp8:
             norm.quantise_result(form)
         if isinstance(reader, SparseMoE) and reader.experts.computes_in_fp8:

@@ -8,12 +8,12 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from batchgen.engine.parallel.tensor_parallel import SUM_LANES
+from batchgen.engine.parallel.tensor_parallel import FIXED_LANES
 from batchgen.kernels.parallel.add_sum_norm import add_sum_norm
 from batchgen.kernels.parallel.inbox import PeerMemory, clear, memory_bytes
 from batchgen.kernels.parallel.rank_gather import gather
 
-_GATHER_LANES = (SUM_LANES, SUM_LANES + 1)
+_GATHER_LANES = (FIXED_LANES, FIXED_LANES + 1)
 _INBOX_BYTES = {2: 4 * 2**20}
 """The most bytes of a rank that one launch sends, by the number of ranks. Each rank sends all of
 them to all others, where NCCL's ring moves a share of them, so that more ranks mean less."""
@@ -24,8 +24,8 @@ class OneShot:
     """Memory that all ranks can write, and the collectives in which they do.
 
     That a rank has read what it was sent in a lane is known once it has sent something in another
-    one: so lanes take turns. Sums are told theirs (`TensorParallel.add_sum`). Gathers, which no
-    CUDA graph contains, have two of their own.
+    one: so lanes take turns. Sums are told theirs (`TensorParallel.add_sum`), and so are gathers in
+    CUDA graphs. Other gathers have two of their own.
 
     Args:
         memory: uint8, the inboxes of this rank, which are empty and which all ranks share.
@@ -41,7 +41,7 @@ class OneShot:
         if not all(_reaches(device.index, other) for other in range(size)):
             return None
         inbox_bytes = _INBOX_BYTES.get(size, _FEWER_INBOX_BYTES)
-        lanes = SUM_LANES + len(_GATHER_LANES)
+        lanes = FIXED_LANES + len(_GATHER_LANES)
         memory = symmetric_memory.empty(
             memory_bytes(lanes, size, inbox_bytes), dtype=torch.uint8, device=device
         )
@@ -64,10 +64,12 @@ class OneShot:
         """Compute what `Collectives.add_sum_norm` says, of a part that `takes` accepts."""
         return add_sum_norm(residual, partial, weight, eps, self._peers, lane)
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor, lane: int | None = None) -> Tensor:
         """Return [R, size · C], the columns of all ranks' x [R, C], which `takes` accepts."""
-        self._gathers += 1
-        return gather(x, self._peers, _GATHER_LANES[self._gathers % len(_GATHER_LANES)])
+        if lane is None:
+            self._gathers += 1
+            lane = _GATHER_LANES[self._gathers % len(_GATHER_LANES)]
+        return gather(x, self._peers, lane)
 
 
 def _reaches(own: int, other: int) -> bool:

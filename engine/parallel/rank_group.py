@@ -99,12 +99,12 @@ class DistributedGroup:
         residual = partial if residual is None else residual.add_(partial)
         return rms_norm(residual, weight, eps), residual
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Return the columns of all ranks side by side, [R, size · C] from [R, C]."""
+    def gather(self, x: Tensor, lane: int | None = None) -> Tensor:
+        """Return the columns of all ranks side by side, as `TensorParallel` says."""
         if not x.is_cuda:
             return torch.cat(self._gathered(x), 1)
         if self._one_shot is not None and self._one_shot.takes(x):
-            return self._one_shot.gather(x)
+            return self._one_shot.gather(x, lane)
         rows, columns = x.shape
         found = x.new_empty((self.size, rows, columns))
         dist.all_gather_into_tensor(found, x.contiguous())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from batchgen.engine.base.shard import Shard
@@ -25,8 +26,8 @@ class Collectives(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return what `PendingSum.normed` says; `residual` and `partial` may be overwritten."""
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Return the columns [R, n · C] of all ranks' x [R, C], side by side."""
+    def gather(self, x: Tensor, lane: int | None = None) -> Tensor:
+        """Return what `TensorParallel.gather` says."""
 
     def least(self, value: int) -> int:
         """Return the least of all ranks' values."""
@@ -77,6 +78,15 @@ class PendingParts:
 
 Stream = Tensor | PendingSum | PendingParts
 """A residual stream [T, H] between the parts of a model."""
+
+
+def summed(stream: Stream) -> Tensor:
+    """Return a residual stream [T, H] with the sum over all ranks that is pending on it."""
+    if isinstance(stream, PendingSum):
+        ones = torch.ones_like(stream.partial[:1]).flatten()
+        return stream.normed(ones, 1.0)[1]  # the norm itself is not wanted
+    assert isinstance(stream, Tensor), "parts are left to norms alone"
+    return stream
 
 
 class TensorParallel:
@@ -142,11 +152,15 @@ class TensorParallel:
         """
         return PendingSum(residual, partial, lane, self._joined)
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Return the columns of all ranks side by side: [R, size · C] from each rank's [R, C]."""
+    def gather(self, x: Tensor, lane: int | None = None) -> Tensor:
+        """Return the columns of all ranks side by side: [R, size · C] from each rank's [R, C].
+
+        In a captured graph it needs a `lane` of its own (`add_sum`), which is used again only
+        behind a sum.
+        """
         if self.size == 1:
             return x
-        return self._joined.gather(x)
+        return self._joined.gather(x, lane)
 
     def least(self, value: int) -> int:
         """Return the least value of all ranks."""
@@ -169,10 +183,10 @@ class TensorParallel:
 ALONE = TensorParallel()
 """One rank that has all weights."""
 
-MIXER_LANE, FEED_FORWARD_LANE, EMBEDDING_LANE = range(3)
-"""The lanes (`TensorParallel.add_sum`) of the two parts of a layer, which take turns, and of the
-embedding before them."""
-SUM_LANES = 3
+MIXER_LANE, FEED_FORWARD_LANE, EMBEDDING_LANE, NORM_LANE = range(4)
+"""The lanes (`TensorParallel.add_sum`) of the two parts of a layer, which take turns, of the
+embedding before them, and of norms over the heads of all ranks, each before its mixer's sum."""
+FIXED_LANES = 4
 """The number of lanes."""
 
 

@@ -14,8 +14,8 @@ from batchgen.engine.layers.mixers.mla import LatentShape
 from batchgen.engine.models.hybrids.hybrid import HybridConfig
 from batchgen.engine.models.mla.mla_model import LatentConfig
 from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.sparse.moe_model import MoEConfig
 from batchgen.engine.models.transformer.dense import DenseConfig
-from batchgen.engine.models.transformer.moe_model import MoEConfig
 
 _BYTES_PER_VALUE = 2
 """Bytes of a weight, a key or a value in bfloat16."""

@@ -24,6 +24,7 @@ QUANTIZATION: Mapping[str, Any] = {
 _PROJECTION = re.compile(
     r"(?<!shared_expert_)(q|k|v|o|gate|up|down|gate_up|q_a|q_b|kv_b|out)_proj(\.weight)?$"
     r"|kv_a_proj_with_mqa\.weight$|in_proj_(qkvz|qkv|z)\.weight$"
+    r"|experts\.\d+\.w[123]\.weight$"
 )
 
 

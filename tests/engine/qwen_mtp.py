@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
     PreTrainedModel,
@@ -97,7 +99,7 @@ class TheirHead:
     """transformers' model and its head.
 
     Args:
-        kind: qwen3_5, qwen3_5_moe, qwen3_next, deepseek_v3 or glm4_moe_lite.
+        kind: qwen3_5, qwen3_5_moe, qwen3_next, deepseek_v3, glm4_moe_lite or glm4_moe.
         sizes: entries of the configuration to replace.
     """
 
@@ -111,6 +113,9 @@ class TheirHead:
         elif kind == "glm4_moe_lite":
             head = {"mtp_mlp_layer_types": ["sparse"]}
             model = Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**_LATENT | head | sizes))
+        elif kind == "glm4_moe":
+            plain = {"num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True}
+            model = Glm4MoeForCausalLM(Glm4MoeConfig(**_LATENT | plain | sizes))
         elif kind == "qwen3_5":
             model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**values))
         elif kind == "qwen3_5_moe":

@@ -272,7 +272,6 @@ class ToyHybridForCausalLM(CausalLM):
                 shape,
                 qkv_bias=False,
                 output_bias=False,
-                norm_eps=None,
                 where=self.where,
             )
         else:
@@ -281,18 +280,18 @@ class ToyHybridForCausalLM(CausalLM):
         return DecoderLayer(
             mixer,
             RecordingMLP(index, column, size, where=self.where),
-            RMSNorm(size, EPS, where=self.where),
-            RMSNorm(size, EPS, where=self.where),
+            before=(self.make_norm(), self.make_norm()),
             mixer_name="self_attn" if toy.layer_types[index] == "a" else "recurrence",
         )
 
     def make_norm(self) -> RMSNorm:
         return RMSNorm(self.config.hidden_size, EPS, where=self.where)
 
-    def make_rotary(self) -> RotaryTable:
+    def make_rotaries(self) -> list[RotaryTable | None]:
         toy = self.config.family_as(ToyConfig)
         positions = self.config.max_position_embeddings
-        return RotaryTable(DefaultRope(10000.0), toy.head_dim, positions, self.device)
+        table = RotaryTable(DefaultRope(10000.0), toy.head_dim, positions, self.device)
+        return [table] * self.config.num_layers
 
 
 def fill(model: CausalLM, seed: int = 0) -> None:
@@ -345,13 +344,14 @@ def naive_logits(model: ToyHybridForCausalLM, ids: list[int]) -> tuple[Tensor, T
     def norm(x: Tensor, name: str) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weights[name]
 
-    assert model.model.rotary is not None
-    cos, sin = model.model.rotary(torch.arange(len(ids))).double().chunk(2, -1)
+    rotary = model.model.rotaries[0]
+    assert rotary is not None
+    cos, sin = rotary(torch.arange(len(ids))).double().chunk(2, -1)
     x = weights["model.embed_tokens.weight"][ids]
     routes = []
     for i, kind in enumerate(toy.layer_types):
         at = f"model.layers.{i}."
-        h = norm(x, at + "input_layernorm.weight")
+        h = norm(x, at + "mixer_norm.weight")
         if kind == "r":
             projected = h @ weights[at + "mixer.in_proj.weight"].T
             projected = projected + weights[at + "mixer.in_proj.bias"]
@@ -374,7 +374,7 @@ def naive_logits(model: ToyHybridForCausalLM, ids: list[int]) -> tuple[Tensor, T
             weight = score.masked_fill(unseen, float("-inf")).softmax(-1)
             out_ = torch.einsum("hij,jhd->ihd", weight, v).flatten(1)
             x = x + out_ @ weights[at + "mixer.o_proj.weight"].T
-        h = norm(x, at + "post_attention_layernorm.weight")
+        h = norm(x, at + "mlp_norm.weight")
         routes.append(h[:, :ROUTES].topk(2).indices)
         inner, up = (h @ weights[at + "mlp.gate_up_proj.weight"].T).chunk(2, -1)
         x = x + (torch.nn.functional.silu(inner) * up) @ weights[at + "mlp.down_proj.weight"].T

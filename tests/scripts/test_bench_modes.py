@@ -43,7 +43,7 @@ def test_modes_of_the_engine(mode: str, tmp_path: Path) -> None:
 @ON_CPU
 @pytest.mark.slow
 def test_two_ranks() -> None:
-    arguments = ["--parts", "throughput", "--model", "tiny-moe", "--workload", "smoke"]
+    arguments = ["--model", "tiny-moe", "--workload", "smoke"]
     arguments += ["--cache-gib", "0.05"]
     (found,) = run_mode("", bench_engine.MODES, ["tensor-parallel", *arguments])
     assert found["times"] > 0

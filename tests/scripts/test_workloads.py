@@ -117,7 +117,7 @@ def test_each_model_is_one_that_the_engine_reads(tmp_path: Path, model: str) -> 
     plain = "DeepseekV2ForCausalLM" if latent else plain
     assert config.architecture == ("SDARForCausalLM" if diffusion else plain)
     assert (expert_weights(config).layers > 0) == experts
-    assert config.family_as(DenseConfig).qk_norm != latent
+    assert bool(config.family_as(DenseConfig).qk_norm) != latent
     assert (config.diffusion is not None) == diffusion
     theta = 1e4 if latent else 1e7 if model == "hybrid-35b-a3b" else 1e6
     assert config.family_as(DenseConfig).rope.rope_theta == theta

@@ -11,6 +11,7 @@ from typing import Any
 
 from batchgen.publish.finished_rows import FinishedRows, FoundRow
 from batchgen.publish.row_values import is_true
+from batchgen.publish.trainers.choice_logprobs import ChoiceLogprobs
 from batchgen.publish.visible_columns import Wanted
 from batchgen.util.errors import ConfigError
 
@@ -30,8 +31,15 @@ class OpenAILines:
         left_out: why how many samples are not there; filled while the lines are made.
     """
 
-    def __init__(self, rows: FinishedRows, where: str | None, reasoning: str | None) -> None:
-        """Raise ConfigError for a set, whose rows do not say how they ended."""
+    def __init__(
+        self,
+        rows: FinishedRows,
+        where: str | None,
+        reasoning: str | None,
+        logprobs: ChoiceLogprobs | None = None,
+    ) -> None:
+        """Raise ConfigError for a set, whose rows do not say how they ended. Log-probabilities need
+        the texts of tokens."""
         if rows.is_set:
             raise ConfigError(f"--to openai is for jobs, and {rows.given} is a set: give its job")
         columns = rows.columns
@@ -41,7 +49,9 @@ class OpenAILines:
         self._is_chat = kind != "text"
         # A batch file may have requests of both kinds.
         self._url = "url" if kind == "openai" and "url" in columns.names else None
-        names = [*_READ, rows.text_column, *filter(None, [reasoning, self._url])]
+        self._logprobs = logprobs
+        own = () if logprobs is None else logprobs.columns
+        names = [*_READ, *own, rows.text_column, *filter(None, [reasoning, self._url])]
         if reasoning is not None and reasoning not in columns.names:
             raise ConfigError(f"--reasoning: {rows.given} has no column {reasoning!r}")
         self._wanted: Wanted = columns.named(names)
@@ -107,7 +117,7 @@ class OpenAILines:
         return {
             "index": row["sample_index"],
             **({"message": message} if is_chat else {"text": text}),
-            "logprobs": None,
+            "logprobs": None if self._logprobs is None else self._logprobs.of(row, is_chat),
             # What ended before it was complete is `length` to programs that know OpenAI's words.
             "finish_reason": "stop" if row["finish_reason"] == "stop" else "length",
         }

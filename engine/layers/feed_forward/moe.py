@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ class Router:
     form: RouterForm = SOFTMAX
     corrected: bool = False  # checkpoints hold a `ScoreCorrection`
     float32: bool = False  # logits are computed in float32, whatever the model's dtype is
+    wide: bool = False  # with `float32`: checkpoints hold its weight in float32
     gates_shared: bool = True  # else checkpoints call it `shared_experts`, without a gate
 
 
@@ -85,7 +86,8 @@ class SparseMoE(nn.Module):
         self.checkpoint_names = {"correction": "gate"}
         self.gate: Linear
         if router.float32:
-            self.gate = Float32Linear(hidden_size, num_experts, where=where)
+            own = replace(where, dtype=torch.float32) if router.wide else where
+            self.gate = Float32Linear(hidden_size, num_experts, where=own)
         else:
             self.gate = Linear(hidden_size, num_experts, bias=False, quantisable=False, where=where)
         self.correction: ScoreCorrection | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from batchgen.engine.caches.cache_specs import CacheSpec, KVSpec
 from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.layers.linear import Linear, RowParallelLinear
 from batchgen.engine.layers.merged_linear import MergedLinear
+from batchgen.engine.layers.mixers.all_heads_norm import AllHeadsNorm, normed_together
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import rotary_order
 from batchgen.engine.parallel.placement import Placement
@@ -24,6 +26,9 @@ from batchgen.kernels.attention.qkv import prepare_qkv
 from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.layers.activation import mul_sigmoid
 
+NormScope = Literal["head", "all heads"]
+"""What a norm of queries, or of keys, is computed over: each head, or all heads of a token."""
+
 
 class Attention(nn.Module):
     """Causal grouped-query self-attention with rotary embedding, added to the residual.
@@ -33,6 +38,10 @@ class Attention(nn.Module):
     by sigmoid(gate) before the output projection (Qiu et al. 2025, arXiv 2505.06708). Checkpoints
     hold it in `q_proj`: for each head the rows of the query, then of the gate. Each rank has some
     heads.
+
+    With `qk_norm`, queries and keys are normalised before rotation: each head for itself, or all
+    heads of a token together. `query_scales` [P] float32 multiplies queries after rotation by a
+    factor of their position.
     """
 
     def __init__(
@@ -43,7 +52,9 @@ class Attention(nn.Module):
         *,
         qkv_bias: bool,
         output_bias: bool,
-        norm_eps: float | None,
+        qk_norm: NormScope | None = None,
+        norm_eps: float = 0.0,
+        query_scales: Tensor | None = None,
         rotary_dim: int | None = None,
         output_gate: bool = False,
         zero_centred: bool = False,
@@ -84,12 +95,16 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(
             whole.num_heads * head_dim, hidden_size, bias=output_bias, lane=MIXER_LANE, where=where
         )
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
-        self.norm_eps = 0.0 if norm_eps is None else norm_eps
-        if norm_eps is not None:
+        self.q_norm: RMSNorm | AllHeadsNorm | None = None
+        self.k_norm: RMSNorm | AllHeadsNorm | None = None
+        self.norm_eps, self._query_scales = norm_eps, query_scales
+        if qk_norm == "head":
             norm = partial(RMSNorm, head_dim, norm_eps, zero_centred=zero_centred, order=order)
             self.q_norm, self.k_norm = norm(where=where), norm(where=where)
+        elif qk_norm == "all heads":
+            assert not zero_centred and not output_gate, "no model has both"
+            own = partial(AllHeadsNorm, head_dim=head_dim, eps=norm_eps, order=order, where=where)
+            self.q_norm, self.k_norm = own(whole.num_heads), own(whole.num_kv_heads)
 
     @property
     def input_projection(self) -> Linear:
@@ -105,13 +120,19 @@ class Attention(nn.Module):
         outputs: OutputTokens | None,
     ) -> Stream:
         """Return residual + attention(hidden) as `Mixer` says, in the place of the residual."""
-        assert cos_sin is not None
+        if cos_sin is None:  # no pair of a head has an angle
+            cos_sin = torch.empty((len(ctx.kv_slots), 0), device=residual.device)
         cache = ctx.cache(self.layer, KVCache)
         gate, qkv = self.qkv_proj(hidden).tensor_split([self._gate_size], dim=1)
+        q_weight, k_weight = None, None
+        if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
+            q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
+        elif isinstance(self.q_norm, AllHeadsNorm) and isinstance(self.k_norm, AllHeadsNorm):
+            qkv = normed_together(qkv, self.q_norm, self.k_norm)
         q = prepare_qkv(
             qkv,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
+            q_weight,
+            k_weight,
             self.norm_eps,
             cos_sin,
             cache,
@@ -123,6 +144,9 @@ class Attention(nn.Module):
         if outputs is not None:
             q, residual, attention = q[outputs.index], residual[outputs.index], outputs.attention
             gate = gate[outputs.index]
+        if self._query_scales is not None:
+            positions = torch.cat([part.positions for part in attention])
+            q = (q * self._query_scales[positions, None, None]).to(q.dtype)
         attended = paged_attention(q, cache, attention, self.scale).flatten(1)
         if self._gate_size:
             attended = mul_sigmoid(attended, gate)

@@ -84,6 +84,7 @@ def _config(file: GGUFFile, prefix: str, model: type[DenseForCausalLM]) -> Model
         intermediate_size=_get(file, f"{prefix}.feed_forward_length", int),
         rms_norm_eps=_get(file, f"{prefix}.attention.layer_norm_rms_epsilon", float),
         rope=rope,
+        rotary_dim=head_dim,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,

@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from batchgen.engine.layers.decoder_layer import DecoderLayer
 from batchgen.engine.layers.mixers.delta_shape import DeltaShape
 from batchgen.engine.layers.mixers.gated_delta_net import GatedDeltaNet
-from batchgen.engine.layers.rotary import RotaryTable
-from batchgen.engine.models.model_config import ModelConfig, rope_from_parameters
+from batchgen.engine.models.model_config import (
+    ModelConfig,
+    rope_from_parameters,
+    rotated_size,
+)
 from batchgen.engine.models.mtp import MTP_HEAD
-from batchgen.engine.models.transformer.dense import dense_config
-from batchgen.engine.models.transformer.moe_model import (
+from batchgen.engine.models.sparse.moe_model import (
     MoEConfig,
     MoEForCausalLM,
     extended,
     num_experts,
 )
+from batchgen.engine.models.transformer.dense import dense_config
 from batchgen.kernels.linear_attention.state_rows import CHUNK
 
 if TYPE_CHECKING:
@@ -35,16 +38,7 @@ class HybridConfig(MoEConfig):
 
     attention_layers: tuple[int, ...]  # ascending indices; the others have a gated delta network
     delta: DeltaShape
-    rotary_dim: int  # rotated values, the first of a query or key head
     output_gate: bool
-
-    def __post_init__(self) -> None:
-        super(HybridConfig, self).__post_init__()
-        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
-            raise ValueError(
-                f"partial_rotary_factor makes {self.rotary_dim} of {self.head_dim} values of a "
-                "head rotate; it must be an even number of them"
-            )
 
     @property
     def chunk_multiple(self) -> int:
@@ -57,7 +51,7 @@ class HybridForCausalLM(MoEForCausalLM):
     Its norms are zero-centred (`RMSNorm`). Layers may have experts.
     """
 
-    qk_norm = True
+    qk_norm = "head"
     zero_centred = True
     interleaved: ClassVar[bool] = False
     """Whether checkpoints hold a delta network's input projections key head by key head."""
@@ -73,15 +67,14 @@ class HybridForCausalLM(MoEForCausalLM):
         return DecoderLayer(
             self.make_attention(index) if is_attention else self._make_delta_net(index),
             self.make_mlp(index),
-            self.make_norm(),
-            self.make_norm(),
+            before=(self.make_norm(), self.make_norm()),
             mixer_name="self_attn" if is_attention else "linear_attn",
         )
 
     @property
     def attention_options(self) -> dict[str, Any]:
-        """The gate of attention's output, and the values of a head that rotate."""
-        return {"rotary_dim": self.family.rotary_dim, "output_gate": self.family.output_gate}
+        """The gate of attention's output."""
+        return {"output_gate": self.family.output_gate}
 
     def _make_delta_net(self, index: int) -> GatedDeltaNet:
         return GatedDeltaNet(
@@ -92,11 +85,6 @@ class HybridForCausalLM(MoEForCausalLM):
             interleaved=self.interleaved,
             where=self.where,
         )
-
-    def make_rotary(self) -> RotaryTable:
-        """Make the table for all positions that the model was made for."""
-        family, positions = self.family, self.config.max_position_embeddings
-        return RotaryTable(family.rope, family.rotary_dim, positions, self.device)
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
@@ -127,7 +115,7 @@ def hybrid_config(
     """
     values = hf.to_dict()
     parameters: dict[str, Any] = dict(hf.rope_parameters)
-    rotary = _rotated_share(parameters.pop("partial_rotary_factor", None))
+    rotary_dim = rotated_size(parameters, hf.head_dim)
     # Rows of text have the same position on all three axes of multimodal rotary embedding, so its
     # sections make no difference.
     for name in ("mrope_section", "mrope_interleaved"):
@@ -140,6 +128,7 @@ def hybrid_config(
         output_bias=hf.attention_bias,
         mlp_bias=False,
         rope=rope_from_parameters(parameters),
+        rotary_dim=rotary_dim,
         intermediate_size=values.get("intermediate_size") or hf.moe_intermediate_size,
     )
     moe: dict[str, Any] = {"num_experts": 0, "experts_per_token": 0, "expert_size": 0}
@@ -164,20 +153,9 @@ def hybrid_config(
             value_dim=hf.linear_value_head_dim,
             conv_width=hf.linear_conv_kernel_dim,
         ),
-        rotary_dim=int(hf.head_dim * rotary),
         output_gate=output_gate,
         mtp_layers=mtp_layers,
     )
-
-
-def _rotated_share(value: Any) -> float:
-    """Return the share of a head's values that rotate, all of them by default."""
-    share = 1.0 if value is None else value
-    if type(share) not in (int, float) or not 0 < share <= 1:
-        raise ValueError(
-            f"partial_rotary_factor is {share!r:.60}, and must be a number over 0 and at most 1"
-        )
-    return float(share)
 
 
 def _attention_layers(layer_types: list[str]) -> tuple[int, ...]:

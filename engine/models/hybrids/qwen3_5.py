@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchgen.engine.models.hybrids.hybrid import HybridForCausalLM, hybrid_config
-from batchgen.engine.models.model_config import ModelConfig, extra_value, fp8_format, own_dtype
+from batchgen.engine.models.model_config import ModelConfig, extra_value
+from batchgen.engine.models.vision_part import text_config, text_part
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -42,31 +42,3 @@ def has_output_gate(hf: PretrainedConfig) -> bool:
 def num_mtp_layers(hf: PretrainedConfig) -> int:
     """Return how many layers the head for multi-token prediction has; 0 if there is no head."""
     return extra_value(hf, "mtp_num_hidden_layers", int, 0)
-
-
-def text_config(hf: PretrainedConfig) -> PretrainedConfig:
-    """Return the decoder's part of the configuration of a checkpoint with a vision tower.
-
-    Raises ValueError if the parts disagree on whether embedding and head share their weight.
-    """
-    text: PretrainedConfig = hf.text_config
-    if text.tie_word_embeddings and not hf.tie_word_embeddings:
-        raise ValueError(
-            "tie_word_embeddings is true in text_config, and false or missing above it: write the "
-            "same value in both places of config.json"
-        )
-    return text
-
-
-def text_part(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
-    """Complete the decoder's configuration with what stands above its part of the checkpoint's.
-
-    Raises ValueError for a quantisation that is not supported.
-    """
-    dtype = config.dtype if hf.text_config.dtype is not None else own_dtype(hf)
-    return replace(
-        config,
-        tie_word_embeddings=hf.tie_word_embeddings,
-        dtype=dtype,
-        form=fp8_format(hf) or config.form,
-    )

@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from batchgen.engine.models.hybrids.hybrid import HybridForCausalLM, hybrid_config
-from batchgen.engine.models.hybrids.qwen3_5 import (
-    has_output_gate,
-    num_mtp_layers,
-    text_config,
-    text_part,
-)
+from batchgen.engine.models.hybrids.qwen3_5 import has_output_gate, num_mtp_layers
 from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.vision_part import text_config, text_part
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

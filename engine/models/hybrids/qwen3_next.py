@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.engine.models.hybrids.hybrid import HybridForCausalLM, hybrid_config
 from batchgen.engine.models.model_config import ModelConfig, extra_value
-from batchgen.engine.models.transformer.moe_model import sparse_layers
+from batchgen.engine.models.sparse.moe_model import sparse_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from batchgen.engine.layers.feed_forward.moe import Router
-from batchgen.engine.models.mla.mla_model import LatentForCausalLM, latent_config, sparse_from
+from batchgen.engine.models.mla.mla_model import LatentForCausalLM, latent_config
 from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.sparse.deepseek_moe import sparse_from
 from batchgen.kernels.moe.router.router_form import RouterForm
 
 if TYPE_CHECKING:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchgen.engine.layers.feed_forward.moe import Router
-from batchgen.engine.models.mla.mla_model import LatentForCausalLM, latent_config, sparse_from
-from batchgen.engine.models.model_config import ModelConfig, check_positive, extra_value
-from batchgen.kernels.moe.router.router_form import RouterForm
+from batchgen.engine.models.mla.mla_model import LatentForCausalLM, latent_config
+from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.sparse.deepseek_moe import mtp_layers, sigmoid_router, sparse_from
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -33,27 +32,3 @@ class DeepseekV3ForCausalLM(LatentForCausalLM):
             interleaved=hf.rope_interleave,
             mtp_layers=mtp_layers(hf),
         )
-
-
-def mtp_layers(hf: PretrainedConfig) -> int:
-    """Return how many layers behind the last one predict tokens further ahead; 0 if the
-    configuration does not say. transformers 5.17 and 5.23 have different names for it."""
-    known = extra_value(hf, "num_mtp_layers", int, 0)
-    return extra_value(hf, "num_nextn_predict_layers", int, known)
-
-
-def sigmoid_router(hf: PretrainedConfig) -> Router:
-    """Return the form of a router whose scores are sigmoids, corrected for the choice.
-
-    Raises ValueError if the number of groups is none.
-    """
-    check_positive(n_group=hf.n_group, topk_group=hf.topk_group)
-    form = RouterForm(
-        sigmoid=True,
-        groups=hf.n_group,
-        kept_groups=hf.topk_group,
-        group_best=2,
-        scale=hf.routed_scaling_factor,
-        least_sum=1e-20,
-    )
-    return Router(form, corrected=True, float32=True, gates_shared=False)

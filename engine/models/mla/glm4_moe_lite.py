@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchgen.engine.models.mla.deepseek_v3 import mtp_layers, sigmoid_router
 from batchgen.engine.models.mla.mla_model import LatentForCausalLM, latent_config
 from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.sparse.deepseek_moe import mtp_layers, sigmoid_router
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,27 +11,16 @@ from batchgen.engine.layers.decoder_layer import Mixer
 from batchgen.engine.layers.feed_forward.moe import Router
 from batchgen.engine.layers.mixers.mla import LatentAttention, LatentShape
 from batchgen.engine.layers.rotary import YarnRope
-from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD
-from batchgen.engine.models.model_config import ModelConfig, check_positive, extra_value
-from batchgen.engine.models.mtp import MTP_HEAD
+from batchgen.engine.models.model_config import ModelConfig, check_positive
+from batchgen.engine.models.sparse.deepseek_moe import DeepseekMoEForCausalLM
+from batchgen.engine.models.sparse.moe_model import MoEConfig, extended
 from batchgen.engine.models.transformer.dense import dense_config
-from batchgen.engine.models.transformer.moe_model import MoEConfig, MoEForCausalLM, extended
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _LATENT_NORM_EPS = 1e-6
 """The epsilon of the norms of latents, whatever a checkpoint says of its other norms."""
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_HEAD_NAMES = {
-    "enorm.": "pre_fc_norm_embedding.",
-    "hnorm.": "pre_fc_norm_hidden.",
-    "eh_proj.": "fc.",
-    "shared_head.norm.": "norm.",
-    "embed_tokens.": "embed_tokens.",
-    "shared_head.head.": "lm_head.",
-}
-"""What checkpoints call the head's own parts, by how they begin; the rest is its layer's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +55,7 @@ class LatentConfig(MoEConfig):
         return scale
 
 
-class LatentForCausalLM(MoEForCausalLM):
+class LatentForCausalLM(DeepseekMoEForCausalLM):
     """A decoder with latent attention in every layer, and experts where its configuration says."""
 
     @property
@@ -88,34 +76,6 @@ class LatentForCausalLM(MoEForCausalLM):
             interleaved=family.interleaved,
             where=self.where,
         )
-
-    @classmethod
-    def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Name the tensors of the layer behind the last one as the head's weight slots do."""
-        found = _LAYER.match(name)
-        if found is None or int(found[1]) < config.num_layers:
-            return name
-        rest = name[found.end() :]
-        for published, own in _HEAD_NAMES.items():
-            if rest.startswith(published):
-                return f"{MTP_HEAD}.{own}{rest.removeprefix(published)}"
-        return f"{MTP_HEAD}.layers.0.{rest}"
-
-    @property
-    def copies(self) -> Mapping[str, str]:
-        """The head for multi-token prediction shares what checkpoints hold once more."""
-        logits = EMBEDDING if self.config.tie_word_embeddings else LM_HEAD
-        shared = {
-            f"{MTP_HEAD}.embed_tokens.weight": EMBEDDING,
-            f"{MTP_HEAD}.lm_head.weight": logits,
-        }
-        return {**super().copies, **shared}
-
-    def skipped_part(self, name: str) -> str | None:
-        """Name the layers behind the last one, which predict tokens further ahead."""
-        found = _LAYER.match(name)
-        behind = found is not None and int(found[1]) >= self.config.num_layers
-        return "the head for multi-token prediction" if behind and not self.heads else None
 
 
 def latent_config(
@@ -169,15 +129,3 @@ def latent_config(
         interleaved=interleaved,
         mtp_layers=mtp_layers,
     )
-
-
-def sparse_from(hf: PretrainedConfig) -> list[int]:
-    """Return a DeepSeek checkpoint's layers with experts: from `first_k_dense_replace` on, the
-    multiples of `moe_layer_freq`; raise ValueError if that is not positive."""
-    # transformers knows no such key, and keeps what the file says.
-    step = extra_value(hf, "moe_layer_freq", int, 1)
-    check_positive(moe_layer_freq=step)
-    if not hf.n_routed_experts:
-        return []
-    first = max(0, extra_value(hf, "first_k_dense_replace", int, 0))
-    return [i for i in range(first, hf.num_hidden_layers) if i % step == 0]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from torch import Tensor
+
 from batchgen.engine.caches.cache_specs import KVSpec
-from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward, Mixer
+from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward, Mixer, NormPlaces
 from batchgen.engine.layers.feed_forward.mlp import GatedMLP
-from batchgen.engine.layers.mixers.attention import Attention
+from batchgen.engine.layers.mixers.attention import Attention, NormScope
 from batchgen.engine.layers.norm import RMSNorm
-from batchgen.engine.layers.rotary import DefaultRope, RotaryTable
+from batchgen.engine.layers.rotary import DefaultRope, QueryScale, RotaryTable
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.model_config import (
     FamilyConfig,
@@ -34,10 +38,15 @@ class DenseConfig(FamilyConfig):
     intermediate_size: int  # the width of the MLP
     rms_norm_eps: float
     rope: DefaultRope
+    rotary_dim: int  # rotated values, the first of a query or key head
+    # The rope of each layer, None for one that rotates nothing; empty: `rope` in all layers.
+    layer_ropes: tuple[DefaultRope | None, ...] = ()
+    query_scale: QueryScale | None = None  # by which queries are multiplied after rotation
+    norm_places: NormPlaces = "before"
     qkv_bias: bool  # of the projections to queries, keys and values
     output_bias: bool  # of attention's output projection
     mlp_bias: bool  # of the MLP's projections
-    qk_norm: bool  # an RMSNorm is applied to each query and key head
+    qk_norm: NormScope | None  # what an RMSNorm of queries and of keys is computed over
 
     def __post_init__(self) -> None:
         check_positive(
@@ -56,6 +65,11 @@ class DenseConfig(FamilyConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary embedding needs pairs")
+        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise ValueError(
+                f"partial_rotary_factor makes {self.rotary_dim} of {self.head_dim} values of a "
+                "head rotate; it must be an even number of them"
+            )
 
     @property
     def attention(self) -> KVSpec:
@@ -69,8 +83,10 @@ class DenseForCausalLM(CausalLM):
     Modules have the names that transformers' checkpoints use.
     """
 
-    qk_norm: ClassVar[bool] = False
-    """Whether an RMSNorm is applied to each query and key head."""
+    qk_norm: ClassVar[NormScope | None] = None
+    """What an RMSNorm of queries and of keys is computed over, if there is one."""
+    norm_places: ClassVar[NormPlaces] = "before"
+    """Where norms stand: before each part of a layer, after it, or both."""
     zero_centred: ClassVar[bool] = False
     """Whether checkpoints hold the weights of norms minus 1 (`RMSNorm`)."""
     gguf_permutes_qk: ClassVar[bool] = False
@@ -84,8 +100,12 @@ class DenseForCausalLM(CausalLM):
 
     def make_layer(self, index: int) -> DecoderLayer:
         """Make a layer of attention and a feed-forward part."""
+        places = self.family.norm_places
         return DecoderLayer(
-            self.make_attention(index), self.make_mlp(index), self.make_norm(), self.make_norm()
+            self.make_attention(index),
+            self.make_mlp(index),
+            before=None if places == "after" else (self.make_norm(), self.make_norm()),
+            after=None if places == "before" else (self.make_norm(), self.make_norm()),
         )
 
     @property
@@ -102,7 +122,10 @@ class DenseForCausalLM(CausalLM):
             family.attention,
             qkv_bias=family.qkv_bias,
             output_bias=family.output_bias,
-            norm_eps=family.rms_norm_eps if family.qk_norm else None,
+            qk_norm=family.qk_norm,
+            norm_eps=family.rms_norm_eps,
+            rotary_dim=family.rotary_dim,
+            query_scales=self._query_scales,
             zero_centred=self.zero_centred,
             **self.attention_options,
             where=self.where,
@@ -122,10 +145,22 @@ class DenseForCausalLM(CausalLM):
         size, eps = self.config.hidden_size, self.family.rms_norm_eps
         return RMSNorm(size, eps, zero_centred=self.zero_centred, where=self.where)
 
-    def make_rotary(self) -> RotaryTable:
-        """Make the table for all positions that the model was made for."""
-        positions = self.config.max_position_embeddings
-        return RotaryTable(self.family.rope, self.family.head_dim, positions, self.device)
+    @cached_property
+    def _query_scales(self) -> Tensor | None:
+        """The factors of queries at all positions [P], which all layers share."""
+        scale, positions = self.family.query_scale, self.config.max_position_embeddings
+        return None if scale is None else scale.table(positions).to(self.device)
+
+    def make_rotaries(self) -> Sequence[RotaryTable | None]:
+        """Make a table for each rope, for all positions that the model was made for."""
+        family, positions = self.family, self.config.max_position_embeddings
+        ropes = family.layer_ropes or (family.rope,) * self.config.num_layers
+        tables = {
+            rope: RotaryTable(rope, family.rotary_dim, positions, self.device)
+            for rope in dict.fromkeys(ropes)
+            if rope is not None
+        }
+        return [None if rope is None else tables[rope] for rope in ropes]
 
 
 def dense_config(
@@ -137,6 +172,10 @@ def dense_config(
     output_bias: bool,
     mlp_bias: bool,
     rope: DefaultRope | None = None,  # None makes it from the configuration
+    rotary_dim: int | None = None,  # None: all of a head
+    layer_ropes: Sequence[DefaultRope | None] = (),  # empty: `rope` in all layers
+    query_scale: QueryScale | None = None,
+    qk_norm: NormScope | None = None,  # None: that of the model's class
     intermediate_size: int | None = None,  # None takes it from the configuration
 ) -> ModelConfig:
     """Make the configuration of a dense decoder from that of transformers.
@@ -153,10 +192,14 @@ def dense_config(
         intermediate_size=intermediate_size or hf.intermediate_size,
         rms_norm_eps=hf.rms_norm_eps,
         rope=rope,
+        rotary_dim=head_dim if rotary_dim is None else rotary_dim,
+        layer_ropes=tuple(layer_ropes),
+        query_scale=query_scale,
+        norm_places=model.norm_places,
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         mlp_bias=mlp_bias,
-        qk_norm=model.qk_norm,
+        qk_norm=qk_norm or model.qk_norm,
     )
     return common_config(hf, model.__name__, rope, family)
 

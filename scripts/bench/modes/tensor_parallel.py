@@ -5,31 +5,27 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-from measuring import DEVICE, commas, microseconds
+from measuring import DEVICE
 from modes.routing import run_rows
 from workloads import dummy_model, prompt_vocab, requests
 
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.parallel.rank_group import DistributedGroup, end_process
+from batchgen.engine.parallel.rank_group import end_process
 from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.engine.replicas import Leader, follow
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
 
-_SUM_ROWS, _HIDDEN, _VOCAB = (1, 4, 16, 64, 256), 4096, 151_936
-
 
 @dataclass(frozen=True)
 class BenchRecipe:
-    """What each rank runs: a workload on a model of `MODELS`, or sums and gathers alone for ""."""
+    """What each rank runs: a workload on a model of `MODELS`."""
 
     model: str
     workload: str
@@ -48,11 +44,7 @@ class BenchRecipe:
         return engine
 
     def follow(self, parallel: TensorParallel, connection: Connection[Any, Any]) -> None:
-        if self.model:
-            follow(self.engine(parallel), connection)
-        else:
-            measure_sums(parallel)
-            connection.recv()  # until rank 0 ends
+        follow(self.engine(parallel), connection)
 
     def measure_workload(self, engine: LLMEngine) -> dict[str, Any]:
         """Time the workload, after a quarter of it that compiles kernels."""
@@ -67,41 +59,10 @@ class BenchRecipe:
         return {"seconds": seconds, "output_tokens_per_s": rate, "memory": str(engine.memory)}
 
 
-def measure_sums(parallel: TensorParallel) -> list[dict[str, Any]]:
-    """Time sums in CUDA graphs by our kernel, which computes the norm behind the sum as well, and
-    by NCCL with other kernels behind it, and gathers of logits."""
-    group, found = parallel._collectives, []
-    assert isinstance(group, DistributedGroup)
-    where: dict[str, Any] = {"dtype": torch.bfloat16, "device": f"cuda:{parallel.rank}"}
-    weight = torch.ones(_HIDDEN, **where)
-    for way in ("fused", "nccl"):
-        if way == "nccl":
-            group._one_shot = None
-        for rows in _SUM_ROWS:
-            stream, part = torch.zeros(2, rows, _HIDDEN, **where)
-            logits = torch.zeros(rows, _VOCAB // parallel.size, **where)
-
-            def add(i: int, stream: Any = stream, part: Any = part) -> object:
-                return group.add_sum_norm(stream, part, i % 2, weight, 1e-6)
-
-            def gather(i: int, logits: Any = logits) -> object:
-                return group.gather(logits)
-
-            # As many launches on every rank, whose lanes take turns.
-            sums, gathers = (
-                microseconds([partial(run, i) for i in range(2)], 72) for run in (add, gather)
-            )
-            found.append({"sums": way, "rows": rows, "sum_us": sums, "gather_us": gathers})
-    return found
-
-
 def serve(recipe: BenchRecipe, ranks: int, results: Connection[Any, Any]) -> None:
     """Measure a recipe as rank 0 of its ranks, in a process of its own, and send the figures."""
     started = time.perf_counter()
     processes = RankProcesses(ranks, recipe, DEVICE.type) if ranks > 1 else None
-    if processes and not recipe.model:
-        results.send(measure_sums(processes.parallel))
-        end_process(0)
     if processes:
         with processes.starting():
             engine = recipe.engine(processes.parallel, Leader(processes))
@@ -126,35 +87,23 @@ def measured(recipe: BenchRecipe, ranks: int) -> Any:
     process.join()
     if found is None:
         raise RuntimeError(f"the process with {ranks} ranks has ended: {process.exitcode}")
-    print(f"{recipe.model or 'sums'}, {ranks} ranks: {found}", flush=True)
+    print(f"{recipe.model}, {ranks} ranks: {found}", flush=True)
     return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parts = ("sums", "throughput")
-    parser.add_argument("--parts", type=commas(str, parts), default=list(parts))
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--workload", default="mixed")
     parser.add_argument("--cache-gib", type=float, default=34.0, help="KV cache of a GPU")
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time a workload on one GPU and on two that divide the weights, and sums over two GPUs.
-
-    Sums are those of rows of 4,096 values in bfloat16 with the norm behind them, and gathers those
-    of logits for 151,936 ids. Each engine is a process of its own.
-    """
-    found: dict[str, Any] = {}
-    if "sums" in options.parts:
-        if DEVICE.type == "cpu":
-            raise SystemExit("the part sums needs two GPUs: leave it out of --parts")
-        found["sums"] = measured(BenchRecipe("", "", 0), 2)
-    if "throughput" in options.parts:
-        recipe = BenchRecipe(options.model, options.workload, options.cache_gib)
-        one, two = (measured(recipe, ranks) for ranks in (1, 2))
-        found |= {"one": one, "two": two, "times": one["seconds"] / two["seconds"]}
-        print(
-            f"{options.model}, {options.workload}: {one['seconds']:.1f} s on one GPU, "
-            f"{two['seconds']:.1f} on two: {found['times']:.2f} times as fast"
-        )
+    """Time a workload on one GPU and on two that divide the weights, each in its own process."""
+    recipe = BenchRecipe(options.model, options.workload, options.cache_gib)
+    one, two = (measured(recipe, ranks) for ranks in (1, 2))
+    found = {"one": one, "two": two, "times": one["seconds"] / two["seconds"]}
+    print(
+        f"{options.model}, {options.workload}: {one['seconds']:.1f} s on one GPU, "
+        f"{two['seconds']:.1f} on two: {found['times']:.2f} times as fast"
+    )
     return [found]

@@ -226,3 +226,33 @@ def test_halves_of_characters_and_deep_nesting_are_bad_lines(tmp_path: Path) -> 
     first, second, third = batch_lines(path)
     assert isinstance(first, BadLine) and isinstance(second, BadLine)
     assert first.code == second.code == "invalid_json_line" and isinstance(third, Request)
+
+
+def test_log_probabilities_of_the_lines_that_ask(model: Path, tmp_path: Path) -> None:
+    given_file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked: list[dict[str, Any]] = [{"logprobs": True, "top_logprobs": 3}, {"logprobs": True}, {}]
+    rows = [good(i, **options, max_tokens=4) for i, options in enumerate(asked)]
+    given_file.write_text("\n".join([*rows, good(5, logprobs=2, max_tokens=4)]))
+    assert run_command(arguments(given_file, out, model)) == 0
+    three, none, without, two = (
+        line["response"]["body"]["choices"][0]["logprobs"] for line in results(out)
+    )
+    assert without is None
+    for entry in three["content"]:
+        likely = entry["top_logprobs"]
+        assert len(likely) == 3 and bytes(entry["bytes"]).decode() == entry["token"]
+        assert [one["logprob"] for one in likely] == sorted(o["logprob"] for o in likely)[::-1]
+        assert entry["logprob"] <= likely[0]["logprob"] + 1e-6
+    assert all(entry["top_logprobs"] == [] for entry in none["content"])
+    assert len(two["tokens"]) == len(two["token_logprobs"]) == len(two["text_offset"])
+    assert all(len(likely) <= 2 for likely in two["top_logprobs"])
+
+
+def test_a_zero_of_tokens_is_an_error_of_its_line(model: Path, tmp_path: Path) -> None:
+    given_file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given_file.write_text(f"{good(0, max_tokens=0)}\n{good(1)}\n")
+    assert run_command(arguments(given_file, out, model)) == 3
+    assert [line["error"] and line["error"]["code"] for line in results(out)] == [
+        "bad_option",
+        None,
+    ]

@@ -29,8 +29,13 @@ MTP = ("strategy=ar_spec", "strategy.proposer=mtp", "strategy.adaptive=false")
 KINDS = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "LlamaForCausalLM": "llama",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
+    "Ministral3ForCausalLM": "ministral3",
+    "Mistral3ForConditionalGeneration": "mistral3",
+    "Olmo3ForCausalLM": "olmo3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen2MoeForCausalLM": "qwen2_moe",
@@ -40,10 +45,13 @@ KINDS = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+    "SmolLM3ForCausalLM": "smollm3",
     "SDARForCausalLM": "sdar",
     "SDARMoeForCausalLM": "sdar_moe",
 }
-WITH_HEAD = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "glm4_moe_lite")
+WITH_HEAD = (
+    "qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "glm4_moe_lite", "glm4_moe",
+)  # fmt: skip
 
 
 def command(model: Path, rows: Path, out: Path, *more: str) -> pa.Table:
@@ -66,7 +74,7 @@ def test_a_job_of_each_architecture(
     save_tokenizer(folder)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == [architecture]
-    has_experts = any(part in architecture for part in ("Moe", "Deepseek", "Next"))
+    has_experts = any(part in architecture for part in ("Moe", "Deepseek", "Next", "MiniMax"))
     columns = ["logprobs", "prompt_token_ids", *["routed_experts"] * has_experts]
     chosen = ["sampling=greedy", f"output.columns=[{','.join(columns)}]"]
     if architecture.startswith("SDAR"):

@@ -89,3 +89,25 @@ def test_what_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         run(overrides(model, rows, tmp_path / "out", *given))
+
+
+def test_answers_may_be_token_ids(model: Path, tmp_path: Path) -> None:
+    """They are scored as they are, also where a tokenizer would have cut the text elsewhere."""
+    fine = [72, 105]
+    answers = [fine, [], None, [5, 300], [9] * 1100]
+    data = [{"id": str(i), "q": [1, 2, 3], "a": ids} for i, ids in enumerate(answers)]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(map(json.dumps, data)))
+    keys = ("prompt=tokens", "prompt.token_ids_column=q", "prompt.answer_ids_column=a")
+    arguments = overrides(model, rows, tmp_path / "out", *SCORED[:2], *keys)
+    arguments = [one for one in arguments if not one.startswith("prompt.user")]
+    run(arguments)
+    found = pq.read_table(tmp_path / "out" / "data").to_pylist()
+    errors = [None if row["error"] is None else row["error"]["type"] for row in found]
+    assert errors == [None, "empty_answer", *["bad_token_ids"] * 2, "answer_too_long"]
+    with LLM(str(model), device="cpu") as llm:
+        score = llm.score([1, 2, 3], fine)
+    assert found[0]["answer_token_ids"] == fine
+    np.testing.assert_array_equal(found[0]["answer_logprobs"], score.logprobs.tolist())
+    with pytest.raises(ConfigError, match="are both set: choose one"):
+        run([*arguments, "prompt.answer=x"])

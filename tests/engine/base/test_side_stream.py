@@ -25,7 +25,7 @@ from batchgen.kernels.moe.experts_cpu import grouped_mlp_cpu
 from batchgen.kernels.moe.router.routing import route
 
 TinyModel = Callable[..., Path]
-KINDS = ["qwen2_moe", "deepseek_v2", "deepseek_v3"]
+KINDS = ["qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"]
 """Models with a shared expert: with a gate, and two without one."""
 
 

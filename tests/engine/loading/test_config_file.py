@@ -23,7 +23,7 @@ TinyModel = Callable[..., Path]
 KINDS = (
     "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5",
     "qwen3_5_moe_text", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "sdar",
-    "sdar_moe",
+    "sdar_moe", "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3",
 )  # fmt: skip
 # What a key may hold, each a wrong type for most; sizes beyond memory are no matter of types.
 VALUES: tuple[Any, ...] = (
@@ -37,6 +37,7 @@ MORE_KEYS = (
     "max_window_layers", "mlp_only_layers", "mlp_layer_types", "num_local_experts", "num_experts",
     "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "attn_output_gate",
     "moe_layer_freq", "first_k_dense_replace", "scoring_func", "topk_method", "mask_token_id",
+    "no_rope_layers", "attn_type_list", "qk_norm_type", "rotary_dim", "use_routing_bias",
     "block_size", "text_config", "head_dim", "id2label", "full_attention_interval",
 )  # fmt: skip
 
@@ -83,7 +84,8 @@ def test_a_wrong_value_is_named_or_makes_no_difference(
         assert len(str(error)) < 1000
     else:
         assert all(parameter.isfinite().all() for parameter in model.parameters())
-        assert model.model.rotary is None or model.model.rotary._table.isfinite().all()
+        for table in model.model.rotaries:
+            assert table is None or table._table.isfinite().all()
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -41,6 +41,9 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"split_experts": False, "moe_intermediate_size": 128}),
     ("deepseek_v3", {}),
     ("glm4_moe_lite", {}),
+    ("glm4_moe", {}),
+    ("minimax_m2", {}),
+    ("olmo3", {}),
     ("qwen3_next", {}),
     ("qwen3_5_moe", {}),
 ]
@@ -173,8 +176,8 @@ def test_what_is_never_in_fp8(tiny_model: TinyModel) -> None:
     plain = {n for n, p in model.named_parameters() if p.dtype != FP8 and "scales" not in n}
     kinds = {name.removesuffix(".weight").rpartition(".")[2] for name in plain}
     assert kinds == {
-        "embed_tokens", "lm_head", "norm", "norm_weight", "input_layernorm", "q_norm", "k_norm",
-        "post_attention_layernorm", "gate", "shared_expert_gate", "tail", "conv_weight", "A_log",
+        "embed_tokens", "lm_head", "norm", "norm_weight", "mixer_norm", "q_norm", "k_norm",
+        "mlp_norm", "gate", "shared_expert_gate", "tail", "conv_weight", "A_log",
         "dt_bias",
     }  # fmt: skip
     tail = model.get_parameter("model.layers.0.mixer.in_proj.tail")

@@ -163,7 +163,7 @@ def test_small_parameters_stay_in_float32(tiny_model: TinyModel, tmp_path: Path)
         expected = tensors[f"{at}linear_attn.{theirs}"].float()
         assert torch.equal(found[f"{at}mixer.{name}"], expected)
     norm = tensors[f"{at}input_layernorm.weight"].float() + 1
-    assert torch.equal(found[f"{at}input_layernorm.weight"], norm)
+    assert torch.equal(found[f"{at}mixer_norm.weight"], norm)
     assert found["model.layers.1.mixer.q_norm.weight"].dtype == torch.float32
 
 

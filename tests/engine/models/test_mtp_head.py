@@ -1,5 +1,5 @@
-"""The heads for multi-token prediction of Qwen3.5, Qwen3-Next, DeepSeek-V3 and GLM-4.7-Flash
-against those of transformers.
+"""The heads for multi-token prediction of Qwen3.5, Qwen3-Next, DeepSeek-V3, GLM-4.7-Flash and
+GLM-4.5 against those of transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from batchgen.engine.memory.model_use import ModelUse
 
 CPU = torch.device("cpu")
 NONE = np.empty(0, np.int64)
-KINDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "glm4_moe_lite")
+KINDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "glm4_moe_lite", "glm4_moe")
 
 
 class OurHead:

@@ -20,7 +20,7 @@ from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
+from batchgen.engine.models.sparse.moe_model import ROUTED_EXPERTS
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy

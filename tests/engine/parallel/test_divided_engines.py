@@ -15,7 +15,7 @@ from qwen_mtp import TheirHead
 from ranked_engines import Case, run_divided
 
 from batchgen.engine.base.outputs import RequestOutput
-from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
+from batchgen.engine.models.sparse.moe_model import ROUTED_EXPERTS
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
@@ -110,6 +110,8 @@ def test_two_ranks_say_what_one_says(tiny_model: TinyModel) -> None:
                 strategy=ARSpecStrategy("ngram", adaptive=False, ngram_min=1),
             ),
             Case(tiny_model("qwen3", vocab_size=WIDTH), constrained(6), has_text=True),
+            # The ranks share norms over all heads, and these norms stand behind a layer's parts.
+            Case(tiny_model("olmo3"), rows(5)),
         ],
         2,
     )
@@ -132,6 +134,13 @@ def all_cases(tiny_model: TinyModel, heads: Path) -> list[Case]:
         Case(tiny_model("deepseek_v2"), rows(6), columns=(ROUTED_EXPERTS,)),
         Case(tiny_model("deepseek_v3"), rows(6), load_format="dummy"),
         Case(tiny_model("glm4_moe_lite"), rows(6)),
+        Case(tiny_model("glm4_moe"), rows(6), columns=(ROUTED_EXPERTS,)),
+        Case(tiny_model("minimax_m2"), rows(6), columns=(ROUTED_EXPERTS,)),
+        Case(tiny_model("minimax_m2"), rows(6), load_format="dummy"),
+        Case(tiny_model("ministral3"), rows(6)),
+        Case(tiny_model("mistral3"), rows(6)),
+        Case(tiny_model("olmo3"), rows(6)),
+        Case(tiny_model("smollm3"), rows(6)),
         preempted(llama),
         Case(llama, spec, strategy=ARSpecStrategy("draft"), draft=llama, adaptive=True),
         Case(

@@ -18,7 +18,7 @@ from scored_rows import Reference, make_engine, scored
 
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.models.model_registry import MODELS
-from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
+from batchgen.engine.models.sparse.moe_model import ROUTED_EXPERTS
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy

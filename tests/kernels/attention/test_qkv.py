@@ -132,6 +132,16 @@ def test_some_pairs_are_rotated_and_norms_are_wide(
     assert torch.equal(q, prepare_qkv_reference(*fresh(case._replace(cos_sin=whole.flatten(1)))))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_pair_is_rotated(dtype: torch.dtype) -> None:
+    """Queries stay as they are, for layers without rotary embedding."""
+    case = make_case(4, 4, 2, 32, dtype, norm=False)
+    case = case._replace(cos_sin=case.cos_sin[:, :0].contiguous())
+    check(case)
+    q = prepare_qkv_triton(*fresh(case))
+    assert torch.equal(q.flatten(1), case.qkv[:, : 4 * 32])
+
+
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_narrower_cache(norm: bool) -> None:
     check(make_case(5, 4, 2, 32, torch.float32, norm=norm, cache_dtype=torch.bfloat16))

@@ -43,7 +43,7 @@ from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, Pre
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
-from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
+from batchgen.engine.models.sparse.moe_model import ROUTED_EXPERTS
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 

@@ -1,4 +1,5 @@
-"""Rows of models with latent attention: the same bits however scheduled, and transformers' choices.
+"""Rows of families that keep nothing but tokens: the same bits however scheduled, and transformers'
+choices.
 
 What a row says alone, with its prompt read in one forward, is held against every other way.
 """
@@ -20,11 +21,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.caches.model_caches import paged_token_bytes
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
+from batchgen.engine.models.sparse.moe_model import ROUTED_EXPERTS
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -32,7 +34,8 @@ from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
-KINDS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+KINDS = (*LATENT, "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3")
 
 
 def load(folder: Path, device: torch.device = CPU) -> CausalLM:
@@ -41,42 +44,65 @@ def load(folder: Path, device: torch.device = CPU) -> CausalLM:
 
 def make_engine(model: CausalLM, strategy: Strategy | None = None, **config: Any) -> LLMEngine:
     options: dict[str, Any] = {"max_model_len": 256, "kv_cache_gib": 0.01, "max_num_seqs": 6}
+    columns = model.declared_columns(model.config)
     return LLMEngine(
         model,
         None,
         (),
         strategy or ARStrategy(),
         EngineConfig(**options | config),
-        context_columns=[ROUTED_EXPERTS],
+        context_columns=[column.name for column in columns],
     )
 
 
-def requests(seed: int, count: int = 8, temperatures: Sequence[float] = (0, 0.8)) -> list[Request]:
-    """Prompts of which some begin alike, with samples."""
+def columns_of(kind: str) -> tuple[str, ...]:
+    return () if kind in ("ministral3", "mistral3", "olmo3", "smollm3") else (ROUTED_EXPERTS,)
+
+
+def requests(
+    seed: int,
+    count: int = 8,
+    temperatures: Sequence[float] = (0, 0.8),
+    columns: tuple[str, ...] = (ROUTED_EXPERTS,),
+) -> list[Request]:
+    """Prompts of which some begin alike, with up to three samples."""
     rng = random.Random(seed)
     common = [rng.randrange(3, 128) for _ in range(90)]
     rows: list[Request] = []
     while len(rows) < count:
         own = [rng.randrange(3, 128) for _ in range(rng.choice([1, 5, 40]))]
         prompt = [*common[: rng.choice([0, 20, 64, 90])], *own]
-        for _ in range(rng.randint(1, 2)):
+        for _ in range(rng.randint(1, 3)):
             params = SamplingParams(
                 temperature=rng.choice(temperatures),
                 max_new_tokens=rng.choice([1, 6, 20]),
                 seed=rng.randrange(4),
                 logprobs=True,
-                columns=(ROUTED_EXPERTS,),
+                columns=columns,
             )
             rows.append((prompt, params))
     return rows[:count]
 
 
+FAST = ("deepseek_v3", "minimax_m2", "olmo3")
+
+
 @pytest.fixture(
-    scope="module", params=[pytest.param("deepseek_v2", marks=pytest.mark.slow), "deepseek_v3"]
+    scope="module",
+    params=[k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS],
 )
-def folder(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Path:
-    lite = {"q_lora_rank": None} if request.param == "deepseek_v2" else {}
-    return tiny_model(request.param, **lite)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def columns(kind: str) -> tuple[str, ...]:
+    return columns_of(kind)
+
+
+@pytest.fixture(scope="module")
+def folder(kind: str, tiny_model: TinyModel) -> Path:
+    return tiny_model(kind, **{"q_lora_rank": None} if kind == "deepseek_v2" else {})
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +116,19 @@ def cache_gib(folder: Path, tokens: int) -> float:
     return (tokens + 16) * paged_token_bytes(model.cache_specs, columns, torch.float32) / 2**30
 
 
-@pytest.mark.parametrize(("batched", "overlap", "block_size"), [(48, True, 4), (2048, False, 16)])
+@pytest.mark.parametrize(
+    ("batched", "overlap", "block_size"),
+    [(48, True, 4), (2048, False, 16), pytest.param(6, False, 4, marks=pytest.mark.slow)],
+)
 def test_any_schedule(
-    alone: Alone, folder: Path, batched: int, overlap: bool, block_size: int
+    alone: Alone,
+    folder: Path,
+    columns: tuple[str, ...],
+    batched: int,
+    overlap: bool,
+    block_size: int,
 ) -> None:
-    rows = requests(seed=1)
+    rows = requests(seed=1, columns=columns)
     engine = make_engine(
         load(folder), overlap=overlap, max_batched_tokens=batched, block_size=block_size
     )
@@ -103,11 +137,11 @@ def test_any_schedule(
 
 
 def test_rows_that_lose_their_caches(
-    alone: Alone, folder: Path, monkeypatch: pytest.MonkeyPatch
+    alone: Alone, folder: Path, columns: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What they had generated is read again as part of their prompt."""
     expect_short_rows(monkeypatch)
-    params = SamplingParams(max_new_tokens=24, seed=3, logprobs=True, columns=(ROUTED_EXPERTS,))
+    params = SamplingParams(max_new_tokens=24, seed=3, logprobs=True, columns=columns)
     rows = [([3 + (i + 2) * j % 125 for j in range(20 + 9 * i)], params) for i in range(4)]
     small: dict[str, Any] = {"max_model_len": 128, "kv_cache_gib": cache_gib(folder, 128)}
     engine = make_engine(load(folder), max_batched_tokens=32, **small)
@@ -115,8 +149,10 @@ def test_rows_that_lose_their_caches(
     assert engine.stats.preemptions
 
 
-def test_drafts_that_fall_anywhere_are_taken_back(alone: Alone, folder: Path) -> None:
-    rows = requests(seed=20)
+def test_drafts_that_fall_anywhere_are_taken_back(
+    alone: Alone, folder: Path, columns: tuple[str, ...]
+) -> None:
+    rows = requests(seed=20, columns=columns)
     answers = {str(i): alone(row).token_ids for i, row in enumerate(rows)}
     strategy = ForcedStrategy(answers, k=3, seed=3)
     engine = make_engine(load(folder), strategy, max_num_seqs=4)
@@ -125,40 +161,58 @@ def test_drafts_that_fall_anywhere_are_taken_back(alone: Alone, folder: Path) ->
     assert all(strategy.held)
 
 
-def test_ngram_drafts(alone: Alone, folder: Path) -> None:
-    rows = requests(seed=40, count=4)
-    strategy = ARSpecStrategy(num_spec_tokens=3, adaptive=False, ngram_min=1)
+@pytest.mark.parametrize(
+    "k", [3, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 4, 5, 6, 7))]
+)
+def test_ngram_drafts(alone: Alone, folder: Path, columns: tuple[str, ...], k: int) -> None:
+    rows = requests(seed=40, count=4, columns=columns)
+    strategy = ARSpecStrategy(num_spec_tokens=k, adaptive=False, ngram_min=1)
     engine = make_engine(load(folder), strategy, overlap=True, max_batched_tokens=64)
     alone.check(rows, run(engine, rows))
     assert engine.stats.counts["num_draft_tokens"] > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_tokens_log_probabilities_and_experts(kind: str, tiny_model: TinyModel) -> None:
+def test_greedy_tokens_log_probabilities_and_experts(
+    kind: str, tiny_model: TinyModel, reference_logits: Callable[[Path, list[int]], torch.Tensor]
+) -> None:
     """In small chunks; the layer without experts has no entry in the column."""
+    if not (columns := columns_of(kind)):
+        rows = requests(seed=7, count=3, temperatures=(0,), columns=())
+        engine = make_engine(load(tiny_model(kind)), max_batched_tokens=32, block_size=4)
+        for (prompt, _), output in zip(rows, run(engine, rows), strict=True):
+            logits = reference_logits(tiny_model(kind), prompt + output.token_ids)
+            check_greedy(output, logits[len(prompt) - 1 : -1].log_softmax(-1))
+        return
     theirs = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.float32)
+    sparse = [layer.mlp for layer in theirs.model.layers if hasattr(layer.mlp, "experts")]
     chosen: list[list[set[int]]] = []
 
     def note(_router: nn.Module, _args: object, result: tuple[torch.Tensor, ...]) -> None:
         chosen.append([set(ids) for ids in result[2].tolist()])
 
-    for layer in theirs.model.layers[1:]:
-        layer.mlp.gate.register_forward_hook(note)
-    rows = requests(seed=7, count=3, temperatures=(0,))
+    for mlp in sparse:
+        mlp.gate.register_forward_hook(note)
+    rows = requests(seed=7, count=3, temperatures=(0,), columns=columns)
     engine = make_engine(load(tiny_model(kind)), max_batched_tokens=32, block_size=4)
     for (prompt, _), output in zip(rows, run(engine, rows), strict=True):
         chosen.clear()
         ids = prompt + output.token_ids
         with torch.inference_mode():
             logprobs = theirs(torch.tensor([ids])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
-        assert output.token_ids == logprobs.argmax(-1).tolist()
-        np.testing.assert_allclose(
-            output.columns["logprobs"], logprobs.max(-1).values.numpy(), atol=1e-4
-        )
+        check_greedy(output, logprobs)
         found = output.columns[ROUTED_EXPERTS]
-        assert found.shape == (len(ids) - 1, 2, 3)
-        for layer in range(2):
+        assert found.shape == (len(ids) - 1, len(sparse), 3)
+        for layer in range(len(sparse)):
             assert [set(row) for row in found[:, layer].tolist()] == chosen[layer][:-1]
+
+
+def check_greedy(output: RequestOutput, logprobs: torch.Tensor) -> None:
+    """Tokens and their log-probabilities are those of transformers' [tokens, vocab]."""
+    assert output.token_ids == logprobs.argmax(-1).tolist()
+    np.testing.assert_allclose(
+        output.columns["logprobs"], logprobs.max(-1).values.numpy(), atol=1e-4
+    )
 
 
 @pytest.mark.gpu
@@ -168,7 +222,7 @@ def test_greedy_tokens_log_probabilities_and_experts(kind: str, tiny_model: Tiny
 def test_a_gpu_gives_the_tokens_of_a_cpu(
     kind: str, drafts: bool, cuda_graph: bool, tiny_model: TinyModel
 ) -> None:
-    rows = requests(seed=3, count=12, temperatures=(0,))
+    rows = requests(seed=3, count=12, temperatures=(0,), columns=columns_of(kind))
     made = []
     for device in ("cpu", "cuda"):
         strategy = ARSpecStrategy(num_spec_tokens=3, adaptive=False) if drafts else ARStrategy()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.sparse.moe_model import MoEForCausalLM, moe_config
 from batchgen.engine.models.transformer.dense import dense_config, head_size
-from batchgen.engine.models.transformer.moe_model import MoEForCausalLM, moe_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Qwen3MoeForCausalLM(MoEForCausalLM):
     """Qwen3-MoE: attention as in Qwen3, and experts without a shared one."""
 
-    qk_norm = True
+    qk_norm = "head"
 
     hf_class = "Qwen3MoeConfig"
 

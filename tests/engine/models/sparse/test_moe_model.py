@@ -27,7 +27,7 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.model_config import Diffusion
-from batchgen.engine.models.transformer.moe_model import MoEConfig
+from batchgen.engine.models.sparse.moe_model import MoEConfig
 from batchgen.engine.parallel.tensor_parallel import PendingParts
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.kernels.moe.experts_triton import grouped_parts_triton

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.sparse.moe_model import MoEForCausalLM, moe_config
 from batchgen.engine.models.transformer.dense import dense_config, head_size
-from batchgen.engine.models.transformer.moe_model import MoEForCausalLM, moe_config
 from batchgen.engine.models.transformer.qwen2 import refuse_sliding_window
 
 if TYPE_CHECKING:

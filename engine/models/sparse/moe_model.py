@@ -131,8 +131,7 @@ class MoEForCausalLM(DenseForCausalLM):
         layer = DecoderLayer(
             self.make_attention(0),
             self.make_mlp(sparse[-1] if sparse else 0),
-            self.make_norm(),
-            self.make_norm(),
+            before=(self.make_norm(), self.make_norm()),
         )
         return MTPHead(self, layer, spared=self.spared_parameters if sparse else 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from batchgen.engine.models.model_config import ModelConfig
-from batchgen.engine.models.transformer.qwen3_moe import Qwen3MoeForCausalLM
+from batchgen.engine.models.sparse.qwen3_moe import Qwen3MoeForCausalLM
 from batchgen.engine.models.transformer.sdar import sdar_config_class, with_diffusion
 
 if TYPE_CHECKING:

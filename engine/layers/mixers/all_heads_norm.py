@@ -1,0 +1,75 @@
+"""The norm of a token's queries, or keys, over all heads together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from batchgen.engine.base.shard import Shard
+from batchgen.engine.layers.linear import empty_parameter
+from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.placement import Placement
+from batchgen.engine.parallel.tensor_parallel import NORM_LANE
+from batchgen.kernels.layers.rms_norm import rms_norm
+
+
+class AllHeadsNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight, with the mean over the values of all heads of a token.
+
+    Each rank has the weights of its own heads. `order` [head_dim], if given, is the order in which
+    a head's values stand here, as indices among a checkpoint's.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        head_dim: int,
+        eps: float,
+        order: Tensor | None,
+        where: Placement,
+    ) -> None:
+        super().__init__()
+        first, last = where.parallel.kv_heads(num_heads)
+        self.eps, self.size, self.parallel = eps, num_heads * head_dim, where.parallel
+        self._order, self._shard = order, None
+        if where.parallel.size > 1:
+            self._shard = Shard(0, self.size, ((first * head_dim, last * head_dim),))
+        # With fewer heads than ranks, this many neighbouring ranks have the same head.
+        self.copies = max(1, where.parallel.size // num_heads)
+        self.weight = empty_parameter(
+            (last - first) * head_dim, device=where.device, dtype=where.dtype
+        )
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield the slot of the weight, which is 1 in a model without a checkpoint."""
+        name, order = f"{path}.weight", self._order
+        combine = None
+        if order is not None:
+            combine = lambda w: w[name].unflatten(0, (-1, len(order)))[:, order].flatten()  # noqa: E731
+        yield WeightSlot(self.weight, (name,), (name,), combine, dummy=1.0, shard=self._shard)
+
+
+def normed_together(qkv: Tensor, q_norm: AllHeadsNorm, k_norm: AllHeadsNorm) -> Tensor:
+    """Normalise the queries and keys of rows [T, q + k + v] of this rank, and leave the values.
+
+    Ranks tell each other the sums of squares of their heads, and add them in the order of ranks.
+    """
+    sizes = [len(q_norm.weight), len(k_norm.weight)]
+    q, k, v = qkv.tensor_split([sizes[0], sum(sizes)], dim=1)
+    parallel = q_norm.parallel
+    if parallel.size == 1:
+        q, k = (rms_norm(x, n.weight, n.eps) for x, n in ((q, q_norm), (k, k_norm)))
+        return torch.cat((q, k, v), 1)
+    own = [x.float().square().sum(-1, keepdim=True) for x in (q, k)]
+    sums = parallel.gather(torch.cat(own, 1), NORM_LANE).unflatten(1, (-1, 2)).unbind(2)
+    normed = []
+    for x, norm, parts in ((q, q_norm, sums[0]), (k, k_norm, sums[1])):
+        total, *others = parts[:, :: norm.copies].split(1, 1)
+        for part in others:
+            total = total + part
+        scaled = x.float() * torch.rsqrt(total / norm.size + norm.eps)
+        normed.append((scaled.to(norm.weight.dtype) * norm.weight).to(x.dtype))
+    return torch.cat((*normed, v), 1)
