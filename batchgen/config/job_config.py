@@ -12,7 +12,12 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from batchgen.config.constraint_config import ConstraintConfig, NoConstraintConfig, job_constraint
+from batchgen.config.constraint_config import (
+    ChoiceConstraintConfig,
+    ConstraintConfig,
+    NoConstraintConfig,
+    job_constraint,
+)
 from batchgen.config.dataset_config import DatasetConfig as DatasetConfig
 from batchgen.config.prompt_config import PROMPT_KINDS as PROMPT_KINDS
 from batchgen.config.prompt_config import PromptConfig as PromptConfig
@@ -236,10 +241,20 @@ class JobConfig:
                 f"output.columns: {PARSED} is for JSON, and the constraint is {kind}: use "
                 "constraint=json_schema or constraint=json, or leave the column out"
             )
+        if self.scores_choices and self.sampling.n > 1:
+            raise ConfigError(
+                f"constraint.scores describes a row and not its samples, and sampling.n is "
+                f"{self.sampling.n}: set it to 1"
+            )
         answer = answer_key(self.prompt)
         if answer is not None or not self.sampling.max_new_tokens:
             self._check_answer(answer)
         _ = self.params  # making them checks the ranges of the group sampling
+
+    @property
+    def scores_choices(self) -> bool:
+        """Whether each choice of a row's constraint is scored."""
+        return isinstance(self.constraint, ChoiceConstraintConfig) and self.constraint.scores
 
     def _check_answer(self, key: str | None) -> None:
         """Check what goes with given answers that are scored, which `key` says."""

@@ -24,6 +24,7 @@ from batchgen.config.job_config import (
 )
 from batchgen.config.named_code import named_code
 from batchgen.config.strategy_options import strategy_options
+from batchgen.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
 from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
@@ -166,6 +167,8 @@ def open_job(config: JobConfig) -> OpenedJob:
         strictest = _strictest(config, params)
         vocab_size = model.config.vocab_size
         check_params(strictest, strategy, vocab_size, model.tokenizer, context_columns)
+        if config.scores_choices:
+            strategy.check(SamplingParams(max_new_tokens=0))
     _check_parsed(config, model.tokenizer)
     # After all that is checked without it: it takes seconds to load datasets and pyarrow.
     from batchgen.grading.build_steps import check_scored
@@ -174,7 +177,8 @@ def open_job(config: JobConfig) -> OpenedJob:
 
     of_data = identity(config)["dataset"]
     source, of_steps = behind_steps(open_source(config), config.rows, of_data, model.tokenizer)
-    check_fields(post, source.schema.names)
+    scores = [CHOICE_LOGPROBS.name, CHOICE_SCORES.name] if config.scores_choices else []
+    check_fields(post, [*source.schema.names, *scores])
     check_scored(post, config.score, source.schema.names)
     with _named("engine"):
         dtype = model.dtype(config.model.dtype, config.engine.device)
