@@ -202,12 +202,12 @@ def test_smollm2_scores_as_the_hf_model(tmp_path: Path) -> None:
     assert SPEC is not None and SPEC.origin is not None
     path = Path(SPEC.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
     tasks = write_tasks(tmp_path / "tasks", 80, 60, 60)
-    ours = BatchgenLM(str(path), max_length=LENGTH, device="cpu", dtype="float32")
+    ours = BatchgenLM(str(path), max_length=50, device="cpu", dtype="float32")
     weights = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype="float32"
     )
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    theirs = HFLM(weights, tokenizer=tokenizer, max_length=LENGTH, device="cpu", batch_size=8)
+    theirs = HFLM(weights, tokenizer=tokenizer, max_length=50, device="cpu", batch_size=8)
     assert_equal(evaluate(ours, tasks), evaluate(theirs, tasks))
 
 
