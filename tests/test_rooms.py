@@ -78,6 +78,7 @@ BATCHGEN = {
     "jobs": "a job from its first row to its last",
     "launchers": "workers on this machine, on Ray, on Slurm",
     "python": "the calls of Python programs",
+    "plugins": "models of evaluation harnesses, which this engine serves",
     "batch_files": "batch files of OpenAI as jobs",
     "planning": "what a job will read, need and cost",
     "viewer/rows": "the rows that the viewer finds, filters and sorts",

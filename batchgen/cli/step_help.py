@@ -17,6 +17,7 @@ STEPS = {
         "batchgen.grading.extract.Extract",
         "batchgen.grading.grade.Grade",
         "batchgen.grading.parse_score.ParseScore",
+        "batchgen.grading.parse_score.ChoiceScore",
     ),
 }
 """List of steps → the import paths of those that come with batchgen."""

@@ -53,6 +53,7 @@ _NEWER = {
     "prompt": ("messages", "continue", "tools_column", "answer"),
     "sampling": ("column", "stream"),
     "output": ("reasoning_end", "reasoning_start"),
+    "constraint": ("scores", "scores_end"),
 }
 """Keys that came later: without a value they are no part of a job's identity."""
 _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
@@ -149,9 +150,10 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
     if not config.rows:
         del groups["rows"]
     for name, newer in _NEWER.items():  # folders of jobs from before there were the keys lack them
+        group = groups.get(name, {})
         for key in newer:
-            if not groups[name].get(key):
-                groups[name].pop(key, None)
+            if not group.get(key):
+                group.pop(key, None)
     # What becomes of finished rows does not change them.
     for name in ("post", "score", "progress", "workers", "launcher"):
         del groups[name]

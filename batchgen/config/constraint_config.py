@@ -98,6 +98,18 @@ class ChoiceConstraintConfig(_GivenConstraint):
 
     kind: Literal["choice"] = "choice"
     choices: tuple[str, ...] | None = None
+    scores: bool = False
+    scores_end: bool = False
+
+    def __post_init__(self) -> None:
+        _GivenConstraint.__post_init__(self)
+        if self.scores_end and not self.scores:
+            raise ConfigError("constraint.scores_end needs constraint.scores=true")
+        if self.scores and self.start_after is not None:
+            raise ConfigError(
+                "constraint.scores is of choices right behind the prompt, and constraint."
+                "start_after lets free text come before them: leave one out"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,16 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from batchgen.config.constraint_config import ConstraintConfig, NoConstraintConfig, job_constraint
+from batchgen.config.constraint_config import (
+    ChoiceConstraintConfig,
+    ConstraintConfig,
+    NoConstraintConfig,
+    job_constraint,
+)
 from batchgen.config.dataset_config import DatasetConfig as DatasetConfig
 from batchgen.config.prompt_config import PROMPT_KINDS as PROMPT_KINDS
 from batchgen.config.prompt_config import PromptConfig as PromptConfig
+from batchgen.config.prompt_config import answer_key
 from batchgen.config.workers_config import WorkersConfig
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.base.engine_config import EngineConfig
@@ -235,22 +241,33 @@ class JobConfig:
                 f"output.columns: {PARSED} is for JSON, and the constraint is {kind}: use "
                 "constraint=json_schema or constraint=json, or leave the column out"
             )
-        if self.prompt.answer is not None or not self.sampling.max_new_tokens:
-            self._check_answer()
+        if self.scores_choices and self.sampling.n > 1:
+            raise ConfigError(
+                f"constraint.scores describes a row and not its samples, and sampling.n is "
+                f"{self.sampling.n}: set it to 1"
+            )
+        answer = answer_key(self.prompt)
+        if answer is not None or not self.sampling.max_new_tokens:
+            self._check_answer(answer)
         _ = self.params  # making them checks the ranges of the group sampling
 
-    def _check_answer(self) -> None:
-        """Check what goes with given answers that are scored."""
+    @property
+    def scores_choices(self) -> bool:
+        """Whether each choice of a row's constraint is scored."""
+        return isinstance(self.constraint, ChoiceConstraintConfig) and self.constraint.scores
+
+    def _check_answer(self, key: str | None) -> None:
+        """Check what goes with given answers that are scored, which `key` says."""
         most = self.sampling.max_new_tokens
-        if self.prompt.answer is None:
+        if key is None:
             raise ConfigError(
                 "sampling.max_new_tokens=0 generates nothing: give an answer to score with "
                 "prompt.answer='{{ COLUMN }}', or set it to 1 or more"
             )
         if most:
             raise ConfigError(
-                f"prompt.answer is scored and nothing is generated behind it, but "
-                f"sampling.max_new_tokens is {most}: set it to 0, or prompt.answer=null"
+                f"{key} is scored and nothing is generated behind it, but "
+                f"sampling.max_new_tokens is {most}: set it to 0, or {key}=null"
             )
         for ok, what in (
             (self.constraint.kind == "none", f"constraint={self.constraint.kind} restricts"),
@@ -260,7 +277,7 @@ class JobConfig:
         ):
             if not ok:
                 raise ConfigError(
-                    f"{what} what is generated, and with prompt.answer nothing is: leave it out"
+                    f"{what} what is generated, and with {key} nothing is: leave it out"
                 )
 
     @property

@@ -132,7 +132,12 @@ class TokensPromptConfig:
     kind: Literal["tokens"] = "tokens"
     token_ids_column: str
     answer: str | None = None  # a template
+    answer_ids_column: str | None = None
     too_long: TooLong = "error"
+
+    def __post_init__(self) -> None:
+        if self.answer is not None and self.answer_ids_column is not None:
+            raise ConfigError("prompt.answer and prompt.answer_ids_column are both set: choose one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,3 +161,11 @@ PROMPT_KINDS: dict[str, type[PromptConfig]] = {
     "tokens": TokensPromptConfig,
     "openai": OpenAIPromptConfig,
 }
+
+
+def answer_key(prompt: PromptConfig) -> str | None:
+    """The key that says which answer of a row is scored; None if rows generate."""
+    if prompt.answer is not None:
+        return "prompt.answer"
+    given = isinstance(prompt, TokensPromptConfig) and prompt.answer_ids_column is not None
+    return "prompt.answer_ids_column" if given else None

@@ -1,9 +1,11 @@
-"""The step that reads the number with which a judge ends its text."""
+"""The steps that make a number of what a judge wrote, or of how likely its choices were."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from batchgen.grading.latex import number
@@ -72,3 +74,69 @@ class ParseScore(TextStep):
                 mark = (score - self.low) / (self.high - self.low)
                 values = (score, *match.span(1), mark)
         return {c.name: value for c, value in zip(self.columns, values, strict=True)}
+
+
+_CHOICE_SCORES = "choice_scores"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceScore(TextStep):
+    """Reads the score of a judge from the probabilities that a job with constraint.scores=true
+    writes.
+
+    Attributes:
+        choices: the choices of the job, in their order.
+        choice: the choice whose probability is the score. null takes the expected value of
+            choices that are all numbers.
+        prefix: put before the name of the column.
+    """
+
+    version = 1
+    isolated = False
+
+    choices: Sequence[str]
+    choice: str | None = None
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "choices", tuple(map(str, self.choices)))
+        if self.choice is not None and self.choice not in self.choices:
+            raise ConfigError(
+                f"ChoiceScore: choice {self.choice!r} is none of choices {list(self.choices)}"
+            )
+        if self.choice is None and not all(map(_is_finite, self.choices)):
+            raise ConfigError(
+                "ChoiceScore: choices are not all numbers, so they have no expected value: set "
+                "choice to the one whose probability is the score"
+            )
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        what = "expected value of the choices"
+        if self.choice is not None:
+            what = f"probability of {self.choice!r} among the choices"
+        return (Column(self.prefix + "score", "float64", f"the {what}; null without choices"),)
+
+    @property
+    def reads_text(self) -> bool:
+        return False
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        return (_CHOICE_SCORES,)
+
+    def apply(self, row: AnswerRow) -> dict[str, Any]:
+        scores, name = row.fields[_CHOICE_SCORES], self.prefix + "score"
+        if not scores or len(scores) != len(self.choices):
+            return {name: None}
+        if self.choice is not None:
+            return {name: scores[list(self.choices).index(self.choice)]}
+        pairs = zip(scores, self.choices, strict=True)
+        return {name: sum(score * float(choice) for score, choice in pairs)}
+
+
+def _is_finite(text: str) -> bool:
+    try:
+        return isfinite(float(text))
+    except ValueError:
+        return False

@@ -86,10 +86,12 @@ def row_request(config: JobConfig, parts: JobParts) -> Callable[[Row], RowReques
         params = own.sampling(row)
         answer = None if parts.answer is None else parts.answer(row)
         behind = params.max_new_tokens if answer is None else len(answer)
-        room = prompt_room(parts.max_model_len, behind)
+        params = own.constrained(row, params)
+        choices = parts.choices(params.constraint)
+        room = prompt_room(parts.max_model_len, max([behind, *map(len, choices)]))
         ids = parts.prompt.token_ids(row)
         ids = fit_prompt(ids, room, config.prompt.too_long, parts.bos_id)
-        return RowRequest(ids, own.constrained(row, params), answer)
+        return RowRequest(ids, params, answer, choices)
 
     return request
 

@@ -16,6 +16,7 @@ from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.requests import derive_seed
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.folder.job_metrics import Metrics
+from batchgen.jobs.choice_scores import ChoiceScorer
 from batchgen.jobs.fail_fast import FailFast
 from batchgen.jobs.progress import Progress
 from batchgen.jobs.row_request import RowRequest
@@ -105,6 +106,7 @@ class _Request:
     prompt: list[int]
     params: SamplingParams
     answer: list[int] | None
+    choices: Sequence[list[int]]
     error: RequestError | None
 
     def finished(
@@ -141,6 +143,7 @@ class Generation:
         self._samples = config.sampling.n
         self._metrics = metrics
         self._engine = engine
+        self._requested = ChoiceScorer(engine, config.scores_choices)
         stops = config.output.on_all_errors == "stop"
         enabled = stops and not metrics.attempt.rows_resumed
         self._first = FailFast(enabled, writer.others_have_rows)
@@ -157,7 +160,7 @@ class Generation:
             todo.in_flight = len(self._in_flight)
             finished = [] if self._first.wait else self._refill(requests)
             if self._in_flight:
-                for output in self._engine.step():
+                for output in self._requested.step():
                     request = self._in_flight.pop(output.request_id)
                     output, thoughts = self._split(output)
                     finished.append(request.finished(output=output, thoughts=thoughts))
@@ -228,7 +231,8 @@ class Generation:
         seed = derive_seed(stream_seed(request.params.seed, self._stream), *key)
         params = dataclasses.replace(request.params, seed=seed)
         try:
-            self._engine.add_request(request_id, request.prompt, params, request.answer)
+            asked = RowRequest(request.prompt, params, request.answer, request.choices)
+            self._requested.add_request(request_id, asked)
         except RequestError as error:
             return error
         self._in_flight[request_id] = request

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from batchgen.config.constraint_config import ChoiceConstraintConfig
 from batchgen.config.job_config import JobConfig
+from batchgen.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
 from batchgen.engine.base.outputs import OutputColumn, RequestOutput, RowCount
+from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.requests import output_columns
 from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
+from batchgen.jobs.choice_scores import choice_ids
 from batchgen.prompts.row_prompts import Prompt
 from batchgen.resolve.opened_job import OpenedJob, open_job
 from batchgen.texts.tokens.decode_tokens import decode_with
@@ -39,6 +43,7 @@ class JobParts:
         check_params: raises ValueError for parameters of a row that cannot be honoured.
         build_engine: loads the weights. It is called last, and only if there are rows to compute.
         strategy: declares counts per row, which become columns, and lines for the job's summary.
+        choices: makes the token ids of each choice of a row's constraint, if choices are scored.
         answer: makes the token ids of a row's answer that is scored; None if rows generate.
         split: the output with its thoughts taken out of the text, and the thoughts.
         decode: the text of token ids, to show prompts to people; None without a tokenizer.
@@ -57,6 +62,7 @@ class JobParts:
     check_params: Callable[[SamplingParams], None] = lambda _: None
     strategy: Strategy | None = None
     answer: Callable[[Row], list[int]] | None = None
+    choices: Callable[[Constraint | None], list[list[int]]] = lambda _: []
     split: Callable[[RequestOutput], tuple[RequestOutput, str | None]] = lambda o: (o, None)
     decode: Callable[[list[int]], str] | None = None
     decode_all: Callable[[list[int]], str] | None = None
@@ -84,12 +90,16 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         prompt=opened.prompt,
         bos_id=None if tokenizer is None else tokenizer.bos_token_id,
         max_model_len=opened.max_model_len,
-        columns=output_columns(config.params, opened.strategy, opened.context_columns),
+        columns=(
+            *output_columns(config.params, opened.strategy, opened.context_columns),
+            *((CHOICE_LOGPROBS, CHOICE_SCORES) if config.scores_choices else ()),
+        ),
         fingerprints=fingerprints,
         build_engine=partial(opened.build_engine, config),
         check_params=opened.check_params,
         strategy=opened.strategy,
         answer=None if opened.answer is None else opened.answer.token_ids,
+        choices=_choices(config, opened),
         **({} if opened.reasoning is None else {"split": opened.reasoning.split}),
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),
@@ -105,6 +115,18 @@ def _close(opened: OpenedJob) -> None:
         opened.compiler.close()
     if isinstance(opened.source, IndexedSource):
         opened.source.close()
+
+
+def _choices(
+    config: JobConfig, opened: OpenedJob
+) -> Callable[[Constraint | None], list[list[int]]]:
+    tokenizer, constraint = opened.model.tokenizer, config.constraint
+    if not isinstance(constraint, ChoiceConstraintConfig) or not constraint.scores:
+        return lambda _: []
+    assert tokenizer is not None
+    end = opened.model.eos_token_ids[0] if constraint.scores_end else None
+    encode = partial(tokenizer.encode, add_special_tokens=False, verbose=False)
+    return partial(choice_ids, encode=encode, end=end)
 
 
 def _predict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from batchgen.engine.sampling.sampling_params import SamplingParams
@@ -13,3 +14,4 @@ class RowRequest(NamedTuple):
     prompt: list[int]
     params: SamplingParams
     answer: list[int] | None = None  # the tokens that are scored; None if the row generates
+    choices: Sequence[list[int]] = ()  # the tokens of each choice that is scored beside the row

@@ -124,9 +124,12 @@ def free_bytes(folder: Path) -> int:
 def _values(column: OutputColumn, generated: int, prompt: int, seed: int) -> np.ndarray:
     """Random values of a column for one answer."""
     # An answer that is scored is counted with the prompt.
-    tokens = {"output": generated, "context": generated + prompt - 1, "answer": prompt}[
-        column.scope
-    ]
+    tokens = {
+        "output": generated,
+        "context": generated + prompt - 1,
+        "answer": prompt,
+        "choice": 4,
+    }[column.scope]
     shape = (tokens, *column.tail_shape)
     if column.dtype.kind == "f":
         return (random_words(seed, shape) / 2.0**64).astype(column.dtype)

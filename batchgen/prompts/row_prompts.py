@@ -82,7 +82,7 @@ def build_prompt(
             or the model has no tokenizer or no chat template.
     """
     if isinstance(config, TokensPromptConfig):
-        return TokensPrompt(config, vocab_size, columns)
+        return TokensPrompt("prompt.token_ids_column", config.token_ids_column, vocab_size, columns)
     if tokenizer is None:
         raise ConfigError(
             f"prompt.kind={config.kind} needs a tokenizer, and the model comes without one: use "
@@ -178,13 +178,11 @@ class TextPrompt:
 
 
 class TokensPrompt(Prompt):
-    """The token ids that a column holds, as they are."""
+    """The token ids that a column holds, as they are. `key` is the one that names the column."""
 
-    def __init__(
-        self, config: TokensPromptConfig, vocab_size: int, columns: Mapping[str, Any]
-    ) -> None:
-        self._column, self._vocab_size = config.token_ids_column, vocab_size
-        self._path = named_path("prompt.token_ids_column", self._column, columns)
+    def __init__(self, key: str, column: str, vocab_size: int, columns: Mapping[str, Any]) -> None:
+        self._column, self._vocab_size = column, vocab_size
+        self._path = named_path(key, column, columns)
 
     def token_ids(self, row: Row) -> list[int]:
         ids = value_at(row.fields, self._path)

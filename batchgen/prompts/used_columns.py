@@ -11,7 +11,10 @@ from batchgen.templates.template_sandbox import BoundedEnvironment
 
 _TEMPLATES = ("system", "user", "text", "answer")
 """The keys that are one template each."""
-COLUMN_KEYS = ("messages_column", "tools_column", "token_ids_column", "body_column")
+COLUMN_KEYS = (
+    *("messages_column", "tools_column", "token_ids_column", "answer_ids_column"),
+    "body_column",
+)
 """The keys of the group `prompt` that name a column."""
 
 

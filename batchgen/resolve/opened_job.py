@@ -24,6 +24,7 @@ from batchgen.config.job_config import (
 )
 from batchgen.config.named_code import named_code
 from batchgen.config.strategy_options import strategy_options
+from batchgen.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
 from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
@@ -40,7 +41,7 @@ from batchgen.model.engine_recipe import EngineRecipe
 from batchgen.model.model_source import model_files
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
-from batchgen.prompts.answer_text import AnswerText
+from batchgen.prompts.answer_text import Answer, build_answer
 from batchgen.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
 from batchgen.texts.tokens.reasoning import ReasoningMarkers
 from batchgen.util.errors import ConfigError
@@ -86,7 +87,7 @@ class OpenedJob:
     max_model_len: int
     step_fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reasoning: ReasoningMarkers | None = None
-    answer: AnswerText | None = None
+    answer: Answer | None = None
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError if parameters of a row cannot be honoured; the message names one."""
@@ -166,6 +167,8 @@ def open_job(config: JobConfig) -> OpenedJob:
         strictest = _strictest(config, params)
         vocab_size = model.config.vocab_size
         check_params(strictest, strategy, vocab_size, model.tokenizer, context_columns)
+        if config.scores_choices:
+            strategy.check(SamplingParams(max_new_tokens=0))
     _check_parsed(config, model.tokenizer)
     # After all that is checked without it: it takes seconds to load datasets and pyarrow.
     from batchgen.grading.build_steps import check_scored
@@ -174,7 +177,8 @@ def open_job(config: JobConfig) -> OpenedJob:
 
     of_data = identity(config)["dataset"]
     source, of_steps = behind_steps(open_source(config), config.rows, of_data, model.tokenizer)
-    check_fields(post, source.schema.names)
+    scores = [CHOICE_LOGPROBS.name, CHOICE_SCORES.name] if config.scores_choices else []
+    check_fields(post, [*source.schema.names, *scores])
     check_scored(post, config.score, source.schema.names)
     with _named("engine"):
         dtype = model.dtype(config.model.dtype, config.engine.device)
@@ -195,10 +199,9 @@ def open_job(config: JobConfig) -> OpenedJob:
     if prompt.is_constant:
         warning = constant_prompt_warning(prompt, next(source.rows()))
         print(f"batchgen: warning: {warning}", file=sys.stderr)
-    answer = None
-    if config.prompt.answer is not None:
-        of_rows = source.features
-        answer = AnswerText(config.prompt.answer, model.tokenizer, of_rows, max_model_len)
+    answer = build_answer(
+        config.prompt, model.tokenizer, model.config.vocab_size, source.features, max_model_len
+    )
     others = open_others(strategy, model, max_model_len)
     job = OpenedJob(
         model,

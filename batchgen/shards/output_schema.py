@@ -260,6 +260,7 @@ def _column_field(column: OutputColumn) -> pa.Field:
         "output": "generated token",
         "context": "token that went through the model",
         "answer": "token of the answer",
+        "choice": "choice of the row's constraint",
     }[column.scope]
     metadata = {
         "meaning": f"{column.name}: one entry per {rows}",

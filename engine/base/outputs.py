@@ -15,7 +15,7 @@ from batchgen.engine.base.transfer import Download, upload
 
 FinishReason = Literal["stop", "length", "constraint_conflict", "scored", "error"]
 """Why a row ended; `RequestOutput.finish_reason` explains each."""
-Scope = Literal["output", "context", "answer"]
+Scope = Literal["output", "context", "answer", "choice"]
 """Which tokens a column has values for; `OutputColumn.scope` explains each."""
 
 
@@ -30,7 +30,8 @@ class OutputColumn:
     # `StepOutput.columns`. `context` columns have one value for each token that the model has read
     # (the prompt and all generated or given tokens but the last), and a layer of the model writes
     # them with `ForwardContext.record`. `answer` columns have one value for each token of a given
-    # answer, and the sampler puts them into `StepOutput.columns`.
+    # answer, and the sampler puts them into `StepOutput.columns`. `choice` columns have one value
+    # for each choice of a row's constraint, and the job makes them.
     scope: Scope = "output"
     # Further facts, as pairs of a name and a text, that readers of the output files need to
     # understand the values, such as which layers they are of.

@@ -35,6 +35,13 @@ class Shard(NamedTuple):
         whole[self.axis] = self.size
         return whole
 
+    def of_blocks(self, block: int) -> Shard:
+        """Return the same part of an axis with one entry for each `block` of this one's, the last
+        of which may be smaller. Ranges must begin at multiples of it."""
+        assert all(start % block == 0 for start, _ in self.ranges)
+        ranges = tuple((start // block, -(-end // block)) for start, end in self.ranges)
+        return Shard(self.axis, -(-self.size // block), ranges)
+
     @property
     def length(self) -> int:
         """The length of the axis in the shard."""

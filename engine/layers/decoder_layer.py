@@ -74,8 +74,10 @@ class DecoderLayer(nn.Module):
         self.checkpoint_names = {"mixer": mixer_name, **_norm_names(after is not None)}
         self.mixer = mixer
         self.mlp = mlp
-        self.mixer_norm, self.mlp_norm = before or (None, None)
-        self.mixer_post_norm, self.mlp_post_norm = after or (None, None)
+        self.mixer_norm: RMSNorm | None = before and before[0]
+        self.mlp_norm: RMSNorm | None = before and before[1]
+        self.mixer_post_norm: RMSNorm | None = after and after[0]
+        self.mlp_post_norm: RMSNorm | None = after and after[1]
 
     @property
     def cache_spec(self) -> CacheSpec | None:
@@ -104,7 +106,8 @@ class DecoderLayer(nn.Module):
         hidden, residual = _normed(self.mlp_norm, stream)
         if (norm := self.mlp_post_norm) is None:
             return self.mlp(hidden, residual, ctx)
-        return residual + norm.of_stream(self.mlp(hidden, torch.zeros_like(residual), ctx))[0]
+        yielded: Tensor = norm.of_stream(self.mlp(hidden, torch.zeros_like(residual), ctx))[0]
+        return residual + yielded
 
 
 def _normed(norm: RMSNorm | None, stream: Stream) -> tuple[Any, Tensor]:

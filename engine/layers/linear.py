@@ -112,8 +112,11 @@ class Linear(nn.Module):
         return fp8_linear(x, weight, self.bias, dtype=self._dtype, out=residual, add=True)
 
     def _compute_fp8(self, x: Tensor | FP8Rows) -> Tensor:
+        return self._fp8_product(x, self.bias)
+
+    def _fp8_product(self, x: Tensor | FP8Rows, bias: Tensor | None) -> Tensor:
         x, weight = self._fp8_operands(x)
-        return fp8_linear(x, weight, self.bias, dtype=self._dtype)
+        return fp8_linear(x, weight, bias, dtype=self._dtype)
 
     def _fp8_operands(self, x: Tensor | FP8Rows) -> tuple[FP8Rows, FP8Weight]:
         assert self.scales is not None and self.form is not None
@@ -196,12 +199,25 @@ class RowParallelLinear(Linear):
         self._shard = where.parallel.shard(1, in_features)
         super().__init__(self._shard.length, out_features, bias=bias, where=where)
 
+    def quantise(self, form: FP8Format, path: str) -> None:
+        """Keep the weight in FP8, as `Linear.quantise` says. Raises ValueError if a rank's columns
+        do not end where blocks do, as two ranks would need a block's scale for half a group."""
+        super().quantise(form, path)
+        own = self._shard.length
+        if self.scales is not None and own < self._shard.size and own % BLOCK:
+            raise ValueError(
+                f"tensor_parallel={self._parallel.size} leaves each rank {own} of the "
+                f"{self._shard.size} columns of {path}, and weights in FP8 are cut at multiples of "
+                f"{BLOCK}: choose a smaller tensor_parallel, or a checkpoint in bfloat16"
+            )
+
     def forward(self, x: Tensor | FP8Rows) -> Tensor:
         """Compute this rank's part [T, out_features] of the sum from its features of x."""
         if self._parallel.rank == 0:
             return super().forward(x)
-        assert isinstance(x, Tensor), "FP8 is refused with several ranks"
-        return linear(x, self.weight, None, self._most_rows)
+        if isinstance(x, Tensor) and self.scales is None:
+            return linear(x, self.weight, None, self._most_rows)
+        return self._fp8_product(x, None)
 
     def add_to(self, residual: Tensor, x: Tensor | FP8Rows) -> Stream:
         """Add the sum over all ranks to `residual` [T, out_features] in place and return it."""
@@ -214,6 +230,9 @@ class RowParallelLinear(Linear):
         if self._parallel.size == 1:
             yield from super().weight_slots(path)
             return
-        yield WeightSlot.plain(f"{path}.weight", self.weight, shard=self._shard)
+        name = f"{path}.weight"
+        yield WeightSlot(
+            self.weight, (name,), (name,), form=self.form, scales=self.scales, shard=self._shard
+        )
         if self.bias is not None:
             yield WeightSlot.plain(f"{path}.bias", self.bias)

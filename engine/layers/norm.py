@@ -16,6 +16,7 @@ from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream
 from batchgen.kernels.fp8.quantise import (
     BothRows,
     FP8Rows,
+    quantise_rows,
     rms_norm_both,
     rms_norm_quantised,
 )
@@ -77,8 +78,11 @@ class RMSNorm(nn.Module):
             if self._form is None:
                 return rms_norm_of_sum(x, parts, shared, self.weight, self.eps), x
             return self._quantised(x, self._form.powers_of_two, parts, shared), x
-        assert self._form is None, "FP8 is refused with several ranks"
-        return stream.normed(self.weight, self.eps)
+        normed, x = stream.normed(self.weight, self.eps)
+        if self._form is None:
+            return normed, x
+        rows = quantise_rows(normed, powers_of_two=self._form.powers_of_two)
+        return BothRows(normed, rows) if self._keeps else rows, x
 
     def quantise_result(self, form: FP8Format, *, keep: bool = False) -> None:
         """Quantise results [T, size] from now on; with `keep` they are `BothRows`."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from batchgen.engine.base.shard import Shard
 from batchgen.engine.layers.fp8_format import FP8Format
-from batchgen.kernels.fp8.fp8_weight import FP8Weight, quantise_weight, rows_of_scales
+from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight, quantise_weight, rows_of_scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ class WeightSlot:
         if self.form is not None:
             tensors = {name: self._in_fp8(name, tensor) for name, tensor in tensors.items()}
         if self.scales is None:
-            self._copy(self.parameter, {name: self._plain(t) for name, t in tensors.items()})
+            plain = {name: self._plain(t) for name, t in tensors.items()}
+            self._copy(self.parameter, plain, self.shard)
             return
         of_rows = self._has_scales_of_rows()
         values, scales = {}, {}
@@ -74,8 +75,8 @@ class WeightSlot:
             values[name] = tensor.values
             rows = tensor.values.shape[-2]
             scales[name] = rows_of_scales(tensor.scales, rows) if of_rows else tensor.scales
-        self._copy(self.parameter, values)
-        self._copy(self.scales, scales)
+        self._copy(self.parameter, values, self.shard)
+        self._copy(self.scales, scales, self._shard_of_scales(of_rows))
 
     def fill_dummy(self, values: Callable[[Tensor], None]) -> None:
         """Fill the parameter of a model without a checkpoint by `values`, which writes into a
@@ -93,11 +94,12 @@ class WeightSlot:
             values(whole)
             self.fill(dict.fromkeys(self.sources, whole))
             return
-        drawn = torch.empty(
-            self._shape_of(self.parameter), device=self.parameter.device, dtype=torch.bfloat16
-        )
+        drawn = torch.empty(self.source_shape, device=self.parameter.device, dtype=torch.bfloat16)
         values(drawn)
         rounded = quantise_weight(drawn)
+        if self.shard is not None:
+            self.fill(dict.fromkeys(self.sources, rounded))
+            return
         if self.scales is None:
             self._write(self.parameter, rounded.dequantise())
             return
@@ -110,10 +112,19 @@ class WeightSlot:
         assert self.scales is not None
         return self.scales.shape[-2] == self._shape_of(self.parameter)[-2]
 
-    def _copy(self, target: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Combine the sources and copy the result to the parameter, or to its scales."""
-        if self.shard is not None:
-            tensors = {name: self._own(name, tensor) for name, tensor in tensors.items()}
+    def _shard_of_scales(self, of_rows: bool) -> Shard | None:
+        """Return the part of a checkpoint's scales that belongs to the part of its values."""
+        if self.shard is None:
+            return None
+        from_end = self.shard.axis - len(self._shape_of(self.parameter))
+        if from_end == -1 or (from_end == -2 and not of_rows):
+            return self.shard.of_blocks(BLOCK)
+        return self.shard
+
+    def _copy(self, target: Tensor, tensors: Mapping[str, Tensor], shard: Shard | None) -> None:
+        """Combine this rank's part of the sources and copy it to the parameter, or its scales."""
+        if shard is not None:
+            tensors = {name: _own(name, tensor, shard) for name, tensor in tensors.items()}
         values = tensors[self.sources[0]] if self.combine is None else self.combine(tensors)
         if list(values.shape) != self._shape_of(target):
             raise ValueError(
@@ -162,12 +173,12 @@ class WeightSlot:
         device = self.parameter.device
         return FP8Weight(tensor.values.to(device), tensor.scales.to(device)).dequantise()
 
-    def _own(self, name: str, whole: Tensor) -> Tensor:
-        assert self.shard is not None
-        try:
-            return self.shard.take(whole)
-        except ValueError as error:
-            raise ValueError(f"tensor {name} {error}") from None
+
+def _own(name: str, whole: Tensor, shard: Shard) -> Tensor:
+    try:
+        return shard.take(whole)
+    except ValueError as error:
+        raise ValueError(f"tensor {name} {error}") from None
 
 
 @runtime_checkable

@@ -21,7 +21,7 @@ GRAPH_BYTES = 8 * 2**20
 LIBRARY_BYTES = 256 * 2**20
 """A reserve for kernels that are loaded later and for cuBLAS's workspaces."""
 
-_SCORE_BYTES = {"cpu": 2**25, "cuda": 2**28}
+_SCORE_BYTES = {"cpu": 2**26, "cuda": 2**28}
 """The most bytes of float32 logits of given tokens that are scored at once. On a CPU, which makes
 copies of them, few are as fast."""
 

@@ -95,11 +95,6 @@ class CausalLM(TokenModel):
         parallel: TensorParallel = ALONE,
     ) -> None:
         super().__init__()
-        if form is not None and parallel.size > 1:
-            raise ValueError(
-                f"tensor_parallel is {parallel.size}, and weights in FP8 cannot be divided between "
-                "GPUs yet: set it to 1, or take a checkpoint in bfloat16 without quantization"
-            )
         self.config = config
         self.parallel = parallel
         self.device, self.dtype = device, dtype

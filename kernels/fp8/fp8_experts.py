@@ -25,8 +25,9 @@ def fp8_grouped_mlp(
     *,
     shared: Callable[[], SharedPart] | None = None,
     powers_of_two: bool = False,  # the scales of activations are powers of two
+    num_routed: int | None = None,
 ) -> Tensor:
-    """Compute `moe/experts.grouped_mlp` with weights in FP8, without experts elsewhere.
+    """Compute `moe/experts.grouped_mlp` with weights in FP8.
 
     x and what is between the two products are quantised in groups of 128 values. If 128 rows of a
     weight share a scale, I is a multiple of 128.
@@ -34,7 +35,15 @@ def fp8_grouped_mlp(
     plain = plain_rows(x)
     if plain.is_cuda:
         return fp8_grouped_mlp_triton(
-            x, gate_up, down, ids, weights, residual, shared=shared, powers_of_two=powers_of_two
+            x,
+            gate_up,
+            down,
+            ids,
+            weights,
+            residual,
+            shared=shared,
+            powers_of_two=powers_of_two,
+            num_routed=num_routed,
         )
     out = fp8_grouped_mlp_reference(plain, gate_up, down, ids, weights, powers_of_two)
     return add_up(out, residual, shared)
@@ -66,8 +75,8 @@ def fp8_grouped_mlp_reference(
     powers_of_two: bool = False,
 ) -> Tensor:
     """`fp8_grouped_mlp` in PyTorch, as plainly as it can be written."""
-    of_slots = torch.empty((*ids.shape, x.shape[1]), device=x.device)
-    for expert in ids.unique().tolist():
+    of_slots = torch.zeros((*ids.shape, x.shape[1]), device=x.device)
+    for expert in ids[ids < len(gate_up.values)].unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
         wide, narrow = (FP8Weight(w.values[expert], w.scales[expert]) for w in (gate_up, down))
         tokens = quantise_rows(x[token], powers_of_two=powers_of_two)

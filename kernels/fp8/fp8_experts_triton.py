@@ -30,6 +30,7 @@ def fp8_grouped_mlp_triton(
     *,
     shared: Callable[[], SharedPart] | None = None,
     powers_of_two: bool = False,
+    num_routed: int | None = None,
     tiles: ExpertTiles | None = None,
 ) -> Tensor:
     """Compute `fp8_grouped_mlp` in five launches, seven if there are many tokens; one less if the
@@ -42,9 +43,18 @@ def fp8_grouped_mlp_triton(
     out = new_or_residual(plain, residual)
     if len(plain):
         parts = fp8_grouped_parts_triton(
-            x, gate_up, down, ids, weights, powers_of_two=powers_of_two, tiles=tiles
+            x,
+            gate_up,
+            down,
+            ids,
+            weights,
+            powers_of_two=powers_of_two,
+            num_routed=num_routed,
+            tiles=tiles,
         )
-        moe_combine(parts, out, None, shared and shared(), add=residual is not None)
+        experts = len(gate_up.values)
+        here = (ids, experts) if (num_routed or experts) > experts else None
+        moe_combine(parts, out, here, shared and shared(), add=residual is not None)
     return out
 
 
@@ -56,10 +66,11 @@ def fp8_grouped_parts_triton(
     weights: Tensor,
     *,
     powers_of_two: bool = False,
+    num_routed: int | None = None,
     tiles: ExpertTiles | None = None,
 ) -> Tensor:
     """Compute what `fp8_grouped_mlp_triton` adds up: [T·k, H], dtype of x, the slots' results times
-    their weights. There must be tokens."""
+    their weights. There must be tokens. Nothing is written for slots whose expert is elsewhere."""
     plain = plain_rows(x)
     tokens, hidden = plain.shape
     (experts, _, inner), k = matrix_sizes(down.values), ids.shape[1]
@@ -67,8 +78,9 @@ def fp8_grouped_parts_triton(
     assert matrix_sizes(down.values) == (experts, hidden, inner)
     assert gate_up.scale_rows == 1 or inner % BLOCK == 0
     assert weights.shape == ids.shape == (tokens, k) and weights.is_contiguous()
-    tiles = tiles or expert_tiles(ids.numel(), experts)
-    alignment = moe_align(ids, experts, tiles.block_m)
+    num_routed = num_routed or experts
+    tiles = tiles or expert_tiles(ids.numel() * experts // num_routed, experts)
+    alignment = moe_align(ids, experts, tiles.block_m, some_elsewhere=num_routed > experts)
     if isinstance(x, BothRows):
         values, scales, _ = x.in_fp8
     else:

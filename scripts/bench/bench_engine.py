@@ -7,6 +7,7 @@
         --routing uniform [--columns routed_experts] [--quantization none,fp8] [--requests 128]
     TRITON_CACHE_DIR=$(mktemp -d) python scripts/bench/bench_engine.py start-up --model qwen3-8b
     python scripts/bench/bench_engine.py speculation replay --model qwen3-8b [--accuracy 0.7]
+    python scripts/bench/bench_engine.py scoring [--model qwen3-8b] [--top 0,64]
     python scripts/bench/bench_engine.py dllm [--model sdar-8b] [--lengths 4,32]
     python scripts/bench/bench_engine.py tensor-parallel [--parts sums,dense,experts]
 
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 import triton
 from measuring import Mode, Rates, commas, measure_rates, process_age, run_mode
-from modes import dllm, speculation, tensor_parallel
+from modes import dllm, scoring, speculation, tensor_parallel
 from modes.engine_runs import Bench, Run
 from modes.routing import ROUTINGS
 from workloads import MODELS, WORKLOADS
@@ -215,6 +216,7 @@ MODES = {
     "throughput": Mode(add_throughput_arguments, run_throughput),
     "start-up": Mode(add_model_arguments, run_start_up),
     "speculation": Mode(speculation.add_arguments, speculation.run),
+    "scoring": Mode(scoring.add_arguments, scoring.run),
     "dllm": Mode(dllm.add_arguments, dllm.run),
     "tensor-parallel": Mode(tensor_parallel.add_arguments, tensor_parallel.run),
 }

@@ -32,6 +32,8 @@ FILES = {
     "job.yaml": "{}",
     "exam.yaml": "{}",
     "out/config.yaml": "{}",
+    "evals/score.yaml": "{}",
+    "evals/generate.yaml": "{}",
     "prompt.jinja": "{{ order }}",
     "person.json": '{"type": "object"}',
 }

@@ -20,6 +20,10 @@ ENGINE: dict[str, list[str]] = {
         *("replay", "--model", "tiny", "--batches", "2", "--output-len", "12", "--runs", "1"),
         *SMALL,
     ],
+    "scoring": [
+        *("--model", "tiny-moe", "--rows", "2", "--prompt", "8", "--answer", "9"),
+        *("--top", "0,4", "--runs", "1"),
+    ],
     "dllm": [
         *("--model", "tiny-sdar", "--lengths", "4", "--batches", "2", "--context", "16"),
         *("--steps", "4", "--ar-steps", "1"),

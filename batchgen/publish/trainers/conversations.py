@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
 import yaml
 
 from batchgen.grades.visible_columns import Wanted
@@ -33,10 +34,11 @@ class Exchange:
     answer: list[Message] | str
 
     @property
-    def messages(self) -> list[Message]:
-        """The whole conversation; only where the prompt is one."""
-        assert isinstance(self.prompt, list) and isinstance(self.answer, list)
-        return [*self.prompt, *self.answer]
+    def columns(self) -> dict[str, Any]:
+        """The values of `Conversations.fields`."""
+        if isinstance(self.prompt, list) and isinstance(self.answer, list):
+            return {"messages": [*self.prompt, *self.answer]}
+        return {"prompt": self.prompt, "completion": self.answer}
 
 
 class Conversations:
@@ -76,6 +78,9 @@ class Conversations:
         self._turns = [(role, self._template(f"{key}.{role}", text)) for role, text in turns]
         if given is not None and turns[-1][0] == _ASSISTANT:
             self._given_answer = self._turns.pop()[1]
+        elif given is None and answers and prompt.get("answer") is not None:  # it was scored
+            turns = [*turns, (_ASSISTANT, str(prompt["answer"]))]
+            self._given_answer = self._template("prompt.answer", turns[-1][1])
         if reasoning is not None and reasoning not in self._columns.names:
             raise ConfigError(
                 f"--reasoning: {rows.given} has no column {reasoning!r}: choose among "
@@ -83,6 +88,20 @@ class Conversations:
             )
         self._reasoning = reasoning
         self.wanted = self._wanted([text for _, text in turns])
+
+    @property
+    def kind(self) -> pa.DataType:
+        """The type of a prompt, and of an answer."""
+        if not self.are_messages:
+            return pa.string()
+        keys = ["role", "content", *(["reasoning_content"] if self._reasoning else [])]
+        return pa.list_(pa.struct([(key, pa.string()) for key in keys]))
+
+    @property
+    def fields(self) -> list[tuple[str, pa.DataType]]:
+        """The columns of a whole exchange."""
+        names = ("messages",) if self.are_messages else ("prompt", "completion")
+        return [(name, self.kind) for name in names]
 
     def _of_job(self, prompt: Mapping[str, Any]) -> list[tuple[str, str]]:
         """The templates of the job's own prompt; a column of messages is set apart."""

@@ -47,6 +47,11 @@ def _refuse_more(row: Mapping[str, Any], schema: pa.Schema) -> None:
                     )
 
 
+def binary_columns(schema: pa.Schema) -> list[str]:
+    """The columns that hold bytes, for which JSON has no place."""
+    return [field.name for field in schema if "binary" in str(field.type)]
+
+
 def write_lines(rows: Rows, file: TextIO) -> int:
     """Write the JSON of each row in a line; returns their number."""
     count = 0

@@ -12,12 +12,14 @@ from batchgen.publish.finished_rows import SET_FORMAT, FinishedRows
 from batchgen.publish.set_card import job_lineage, set_card
 from batchgen.publish.trainers.export_files import (
     JSON_NAMES,
+    binary_columns,
     tables,
     text_file,
     write_lines,
     write_parquet,
 )
 from batchgen.publish.trainers.openai_lines import OpenAILines
+from batchgen.publish.trainers.token_rows import TOKEN_FORMATS, TokenRows
 from batchgen.publish.trainers.trainer_rows import Asked, TrainerRows
 from batchgen.util.errors import ConfigError
 
@@ -50,7 +52,13 @@ def export_for(rows: FinishedRows, asked: Asked, out: Path | None) -> Exported:
         lines = OpenAILines(rows, asked.where, asked.reasoning)
         with text_file(out) as file:
             return Exported(write_lines(lines, file), lines.left_out)
-    made = TrainerRows(rows, asked)
+    of_tokens = asked.to in TOKEN_FORMATS
+    made = TokenRows(rows, asked) if of_tokens else TrainerRows(rows, asked)
+    if form == "jsonl" and (names := binary_columns(made.schema)):
+        raise ConfigError(
+            f"--to {asked.to} has bytes in {', '.join(names)}: name a .parquet file in --out, or a "
+            "folder, whose name has no suffix"
+        )
     if form == "jsonl":
         with text_file(out) as file:
             return Exported(write_lines(made, file), made.left_out)
@@ -78,7 +86,7 @@ def _form(asked: Asked, out: Path | None) -> str:
     )
 
 
-def _folder(rows: FinishedRows, asked: Asked, made: TrainerRows, out: Path) -> Exported:
+def _folder(rows: FinishedRows, asked: Asked, made: TrainerRows | TokenRows, out: Path) -> Exported:
     lineage = [job_lineage(rows)]
     request = request_digest({"asked": asdict(asked), "jobs": [one["digest"] for one in lineage]})
     if is_there(out, request):

@@ -58,6 +58,10 @@ _TAKEN = {
     "grpo": ("messages", "by", "answer"),
     "prm": ("messages", "steps", "labels"),
     "openai": ("reasoning",),
+    "kd": ("messages",),
+    "kd-v1": ("messages",),
+    "kd-packed": (),
+    "rl": ("by",),
 }
 """The options of each format besides `where`."""
 _NEEDED = {"dpo": ("by",), "kto": ("label",)}
@@ -128,13 +132,8 @@ class TrainerRows:
         return path
 
     def _schema(self) -> pa.Schema:
-        keys = ["role", "content", *(["reasoning_content"] if self._asked.reasoning else [])]
-        said: pa.DataType = pa.list_(pa.struct([(key, pa.string()) for key in keys]))
-        if not self._talks.are_messages:
-            said = pa.string()
-        score = pa.float64()
+        said, score = self._talks.kind, pa.float64()
         columns: dict[str, list[tuple[str, pa.DataType]]] = {
-            "sft": [("messages", said)],
             "dpo": [
                 *((name, said) for name in ("prompt", "chosen", "rejected")),
                 *((name, score) for name in ("score_chosen", "score_rejected")),
@@ -149,10 +148,9 @@ class TrainerRows:
                 *(("completions", pa.list_(pa.string())), ("labels", pa.list_(pa.bool_()))),
             ],
         }
-        found = columns[self._asked.to]
+        found = columns.get(self._asked.to, [])
         if self._asked.to == "sft":
-            if not self._talks.are_messages:
-                found = [("prompt", said), ("completion", said)]
+            found = self._talks.fields
             if self._tools:
                 found = [*found, ("tools", pa.string())]
         return pa.schema(found)
@@ -174,11 +172,7 @@ class TrainerRows:
 
     def _sft(self) -> Iterator[dict[str, Any]]:
         for row in self._passed():
-            talk = self._talks.of(row)
-            if not self._talks.are_messages:
-                found: dict[str, Any] = {"prompt": talk.prompt, "completion": talk.answer}
-            else:
-                found = {"messages": talk.messages}
+            found = self._talks.of(row).columns
             if self._tools:
                 value = value_at(row.variables, self._tools)
                 is_text = value is None or isinstance(value, str)

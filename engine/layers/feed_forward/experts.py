@@ -103,16 +103,25 @@ class Experts(nn.Module):
         It is added to `residual` in place if that is given. `shared` is called last, and once, and
         what it returns is added too.
         """
+        of = self._num_experts
+        if self._parallel.size > 1:
+            ids = self._own_ids(ids)
         if (in_fp8 := self._in_fp8()) is not None:
             gate_up, down, powers = in_fp8
             return fp8_grouped_mlp(
-                x, gate_up, down, ids, weights, residual, shared=shared, powers_of_two=powers
+                x,
+                gate_up,
+                down,
+                ids,
+                weights,
+                residual,
+                shared=shared,
+                powers_of_two=powers,
+                num_routed=of,
             )
         assert isinstance(x, Tensor)
-        if self._parallel.size > 1:
-            ids = self._own_ids(ids)
         if self._packed is None:
-            products, of = (self.gate_up_proj, self.down_proj), self._num_experts
+            products = self.gate_up_proj, self.down_proj
             return grouped_mlp(x, *products, ids, weights, residual, shared=shared, num_routed=of)
         return add_up(grouped_mlp_cpu(x, *self._packed, ids, weights), residual, shared)
 

@@ -103,8 +103,8 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = norm(where=where), norm(where=where)
         elif qk_norm == "all heads":
             assert not zero_centred and not output_gate, "no model has both"
-            own = partial(AllHeadsNorm, head_dim=head_dim, eps=norm_eps, order=order, where=where)
-            self.q_norm, self.k_norm = own(whole.num_heads), own(whole.num_kv_heads)
+            wide = partial(AllHeadsNorm, head_dim=head_dim, eps=norm_eps, order=order, where=where)
+            self.q_norm, self.k_norm = wide(whole.num_heads), wide(whole.num_kv_heads)
 
     @property
     def input_projection(self) -> Linear:

@@ -10,6 +10,7 @@ import pytest
 from datasets import load_dataset
 from finished_job import finished_job, row
 from hub_server import TOKEN, hub_server
+from token_job import CHAT, PROMPT, scored_job
 
 from batchgen.__main__ import run_command
 from batchgen.cli.verb_table import VERBS
@@ -26,6 +27,9 @@ def test_the_commands_of_the_guide_run_in_order(
     for name in ("out", "second"):
         job = finished_job(tmp_path / name, rows, graded=True)
         (job / "README.md").write_text("---\ntags:\n- batchgen\n---\n")
+    scored_job(tmp_path / "teacher")
+    drawn = [row(0, prompt_token_ids=[1])]
+    finished_job(tmp_path / "rollouts", drawn, [PROMPT], config={"prompt": CHAT})
     ran = []
     guide = GUIDE.read_text().replace("\\\n", " ")
     commands = re.findall(r"^    batchgen (.*)$", guide, re.MULTILINE)
@@ -45,12 +49,12 @@ def test_the_commands_of_the_guide_run_in_order(
                 assert run_command(arguments) == 0, command
                 ran.append(arguments[0])
     assert {name: ran.count(name) for name in VERBS if name in ran} == {
-        "export": 7, "select": 4, "push": 3,
+        "export": 9, "select": 4, "push": 3,
     }  # fmt: skip
     written = sorted(path.name for path in tmp_path.glob("*.*"))
     assert written == [
         "dpo.parquet", "given.jsonl", "kto.jsonl.gz", "prompts.parquet", "results.jsonl",
-        "sft.jsonl",
+        "rollouts.parquet", "sft.jsonl", "teacher.parquet",
     ]  # fmt: skip
     for folder in ("right", "best", "short", "both", "sft"):
         assert len(load_dataset(folder, split="train", cache_dir=str(tmp_path / "cache"))) > 0

@@ -48,6 +48,7 @@ class Case:
     tolerance: float = 1e-5
     aborts: Mapping[int, Sequence[int]] | None = None
     load_format: LoadFormat = "auto"
+    native_fp8: bool = False  # weights in FP8, which are rounded while they load if they are not
 
     @contextmanager
     def engine(
@@ -59,8 +60,16 @@ class Case:
         with pytest.MonkeyPatch.context() as patch:
             if self.short_rows:
                 expect_short_rows(patch)
+            model = load_model(
+                self.folder,
+                load_format=self.load_format,
+                heads=self.heads,
+                quantization="fp8" if self.native_fp8 else None,
+                native_fp8=self.native_fp8,
+                **where,
+            )
             yield LLMEngine(
-                load_model(self.folder, load_format=self.load_format, heads=self.heads, **where),
+                model,
                 make_tokenizer() if self.has_text else None,
                 (END,) if self.has_text else (2,),
                 copy.deepcopy(self.strategy),

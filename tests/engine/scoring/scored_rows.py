@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from engine_rows import Scored
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mistral3ForConditionalGeneration
 
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
@@ -49,9 +50,9 @@ class Reference:
     """A model of transformers, in float32."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        )
+        has_tower = json.loads((folder / "config.json").read_text())["model_type"] == "mistral3"
+        kind = Mistral3ForConditionalGeneration if has_tower else AutoModelForCausalLM
+        self._model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
     def logprobs(self, prompt: list[int], answer: list[int]) -> npt.NDArray[np.float32]:
         """[len(answer), vocab], of every token at each position of the answer."""

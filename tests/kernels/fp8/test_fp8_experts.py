@@ -66,6 +66,22 @@ class Case:
         self.weights = torch.rand((tokens, k), generator=generator).to(DEVICE)
 
 
+@pytest.mark.parametrize("in_panels", [False, True])
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_experts_elsewhere_are_left_out(tokens: int, in_panels: bool) -> None:
+    """The first three of six experts are on this rank, and the id 3 stands for the others."""
+    case = Case(tokens, 4, 6, 128, 128, False, in_panels)
+    ids = case.ids.clamp(max=3)
+    gate_up, down = (FP8Weight(w.values[:3], w.scales[:3]) for w in (case.gate_up, case.down))
+    found = fp8_grouped_mlp_triton(case.x, gate_up, down, ids, case.weights, num_routed=6)
+    gate_up, down = (FP8Weight(w.values[:3], w.scales[:3]) for w in case.weights_in_rows)
+    reference = fp8_grouped_mlp_reference(case.x, gate_up, down, ids, case.weights)
+    kept = case.weights * (case.ids < 3)
+    of_all = fp8_grouped_mlp_reference(case.x, *case.weights_in_rows, case.ids, kept)
+    torch.testing.assert_close(reference, of_all)
+    assert (found - reference).abs().max() <= 0.03 * reference.abs().max()
+
+
 CASES = [
     (1, 2, 4, 128, 64, False),
     (9, 3, 4, 200, 136, False),  # and a scale for each row

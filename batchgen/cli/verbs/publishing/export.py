@@ -45,6 +45,14 @@ kto     prompt, completion, label (--label: an expression)
 grpo    prompt, answer, pass_rate, row_id: a row for each input row; pass_rate is the mean of --by
 prm     prompt, completions, labels: one text and whether it is right for each step
 openai  the result lines of an OpenAI batch: id, custom_id, response, error
+kd      messages, logprobs, target_token_ids: the likeliest tokens at each token of an answer, which
+        was scored (prompt.answer) or generated; needs output.columns=[top_logprobs]
+kd-v1   messages, logprobs with entries {token: token_id:N, logprob}
+kd-packed  token ids, and their likeliest tokens in few bytes: ids of as many bits as they need,
+        log-probabilities of 16 bits, the probability of the rest; trainer_files.py of
+        the examples reads them
+rl      token_ids, mask, logprobs, temperatures, reward (--by, or mark), and routed_experts as
+        bytes with their shape; needs output.columns=[prompt_token_ids,logprobs]
 
 The prompt is what the job's configuration says, made again of the columns of the row, and the
 answer is the generated text. --messages gives other messages, a template for each.
@@ -67,7 +75,7 @@ _STRINGS = {
     "where": ("EXPR", "which rows: an expression over their columns and grades"),
     "messages": ("YAML", "messages with their templates; the last, the assistant's, is the answer"),
     "reasoning": ("COLUMN", "the column that becomes reasoning_content of the answer"),
-    "by": ("COLUMN", "dpo: by what answers are better; grpo: what is right (default: mark)"),
+    "by": ("COLUMN", "dpo: what is better; grpo: what is right, rl: the reward (default: mark)"),
     "label": ("EXPR", "kto: which answers are good"),
     "answer": ("COLUMN", "grpo: what is right (default: target)"),
     "steps": ("COLUMN", "prm: the list of steps (default: steps)"),
