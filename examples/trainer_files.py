@@ -5,7 +5,7 @@ They need numpy and pyarrow alone, and are meant to be copied into a trainer.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -71,6 +71,6 @@ def unpack(data: bytes, bits: int, count: int) -> np.ndarray:
     return np.packbits(whole, axis=1).view(">u4").reshape(count).astype(np.int32)
 
 
-def _rows(path: str | Path) -> Iterator[dict]:
+def _rows(path: str | Path) -> Iterator[dict[str, Any]]:
     for batch in pq.ParquetFile(path).iter_batches(64):
         yield from batch.to_pylist()
