@@ -27,7 +27,7 @@ OTHER_NAMES = {"hydra": "hydra-core", "markdown_it": "markdown-it-py", "yaml": "
 PUBLIC = """
     ARSpecStrategy ARStrategy AnswerRow BadRow Column CompleteJob ConfigError Constraint
     DLLMStrategy Dropped GradeFailure JobError JobFolderReader LLM Output PostStep RowStep
-    SamplingParams StepRow TableStep __version__ run_job same_math
+    SamplingParams Score StepRow TableStep __version__ run_job same_math
 """
 
 

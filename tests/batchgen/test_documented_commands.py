@@ -36,6 +36,7 @@ FILES = {
     "evals/generate.yaml": "{}",
     "prompt.jinja": "{{ order }}",
     "person.json": '{"type": "object"}',
+    "questions.json": '{"type": "object"}',
 }
 
 

@@ -194,7 +194,7 @@ def _config(path: Path) -> tuple[AnyConstraintConfig, dict[str, Any]]:
     identity = Manifest.read(path / "manifest.json").identity
     config = constraint_config(identity.get("constraint", {"kind": "none"}))
     if isinstance(config, NoConstraintConfig):
-        rows = "" if "column" not in identity["sampling"] else " for all rows"
+        rows = "" if "column" not in identity.get("sampling", {}) else " for all rows"
         raise ConfigError(f"the job in {path} has no constraint{rows}: there is nothing to check")
     metrics = path / "metrics.json"
     if not metrics.is_file() or json.loads(metrics.read_text("utf-8"))["status"] != "complete":

@@ -210,7 +210,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
     (
         "kind of prompt",
         ["prompt.kind=image"],
-        "prompt.kind must be one of chat, text, tokens, got 'image'",
+        "prompt.kind must be one of chat, text, tokens, openai, got 'image'",
     ),
     (
         "user and messages",

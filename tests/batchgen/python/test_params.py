@@ -94,7 +94,7 @@ def test_what_is_given_means(given: dict[str, Any], meant: dict[str, Any]) -> No
         ({"wibble": 1}, "no argument 'wibble': choose among columns, constraint,"),
         ({"max_tokens": 3, "max_new_tokens": 4}, "max_tokens and max_new_tokens mean the same"),
         ({"logprobs": 5, "top_logprobs": 3}, "logprobs=5 and top_logprobs=3 differ"),
-        ({"logprobs": -1}, "top_logprobs must be between 0 and 100"),
+        ({"logprobs": -1}, "top_logprobs must be between 0 and 256"),
         ({"use_beam_search": True}, "no beam search: draw n samples"),
         ({"best_of": 4}, "best_of=4: draw n samples"),
         ({"guided_decoding": {"json": {}}}, 'use constraint={"json_schema": …}'),
