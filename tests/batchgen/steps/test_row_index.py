@@ -313,7 +313,7 @@ def _run(job: SteppedJob) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_killed_grown_and_shared_it_has_the_same_bytes(tmp_path: Path, seed: int) -> None:
     """Twenty kills of three workers while the data set grows."""
-    job = SteppedJob(str(tmp_path / "rows.jsonl"), str(tmp_path / "out"), step_s=0.004)
+    job = SteppedJob(str(tmp_path / "rows.jsonl"), str(tmp_path / "out"), step_s=0.012)
     draw = random.Random(seed)
     forked = fork_server()
     kills = 0
@@ -323,7 +323,7 @@ def test_killed_grown_and_shared_it_has_the_same_bytes(tmp_path: Path, seed: int
             workers = [forked.Process(target=_run, args=(job,)) for _ in range(3)]
             for worker in workers:
                 worker.start()
-            time.sleep(draw.uniform(0.2, 1.5))
+            time.sleep(draw.uniform(0.2, 0.8))
             for worker in workers:
                 if worker.is_alive():
                     assert worker.pid is not None
