@@ -24,7 +24,8 @@ def stored_feature(field: pa.Field) -> Any:
     described = (field.metadata or {}).get(_KEY.encode())
     if described is None:
         return Features.from_arrow_schema(pa.schema([field]))[field.name]
-    return Features.from_dict(json.loads(described))[field.name]
+    (feature,) = Features.from_dict(json.loads(described)).values()
+    return feature
 
 
 def read_back(value: Any, feature: Any) -> Any:
@@ -34,8 +35,7 @@ def read_back(value: Any, feature: Any) -> Any:
 
 def without_filled_nulls(value: Any, feature: Any) -> Any:
     """The value without the null entries that Arrow adds where the structs of rows have different
-    keys.
-    Nulls inside JSON values are the data's own and stay."""
+    keys. Nulls inside JSON values are the data's own and stay."""
     if isinstance(value, dict) and isinstance(feature, dict):
         return {
             key: without_filled_nulls(item, feature[key])

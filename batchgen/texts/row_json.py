@@ -38,7 +38,7 @@ def json_readers(schema: pa.Schema) -> dict[str, Callable[[Any], Any]]:
     readers: dict[str, Callable[[Any], Any]] = {}
     for field in schema:
         if described := (field.metadata or {}).get(b"feature"):
-            feature = json.loads(described)[field.name]
+            (feature,) = json.loads(described).values()  # by the name that the column had then
             readers[field.name] = partial(_read_back, feature=feature)
     return readers
 

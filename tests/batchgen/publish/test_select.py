@@ -292,3 +292,17 @@ def test_a_column_id_of_the_data_does_not_take_the_place_of_the_sets(
     assert run("select", job, "--out", tmp_path / "out") == 0
     (found,) = read(tmp_path / "out")
     assert found["id"] == "id0#0" and found.get("input_id") == (None if id_column else "id0")
+
+
+def test_json_of_a_column_that_gets_another_name_is_read_as_json(tmp_path: Path) -> None:
+    described = {"meaning": "as in the input", "feature": json.dumps({"id": {"_type": "Json"}})}
+    fields = [pa.field("id", pa.string(), metadata=described)]
+    config = {"dataset": {"kind": "files", "id_column": None}}
+    rows = [row(0, id='{"a": [1, "b"]}')]
+    job = finished_job(tmp_path / "job", rows, fields, config=config)
+    assert run("select", job, "--out", tmp_path / "out") == 0
+    messages = '[{user: "{{ input_id.a[1] }}"}, {assistant: "{{ response }}"}]'
+    lines = tmp_path / "a.jsonl"
+    asked = ("--to", "sft", "--messages", messages, "--where", "input_id.a[0] == 1")
+    assert run("export", tmp_path / "out", *asked, "--out", lines) == 0
+    assert json.loads(lines.read_text())["messages"][0]["content"] == "b"
