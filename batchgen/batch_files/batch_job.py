@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from batchgen.batch_files.batch_lines import BadLine, Request, batch_lines
 from batchgen.compose.compose_config import compose
 from batchgen.config.job_config import JobConfig
-from batchgen.leases.fsync import fsync_path
+from batchgen.storage.manifest import whole_file
 from batchgen.texts.row_json import json_text
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.temporary import temporary_name
@@ -144,7 +142,7 @@ def write_results(paths: BatchPaths, config: JobConfig, *, any_rows: bool) -> tu
     """
     answered = failed = 0
     results = _results(paths, config) if any_rows else iter(())
-    with _whole_file(paths.results) as file:
+    with whole_file(paths.results, newline="") as file:
         for number, line in enumerate(batch_lines(paths.given)):
             if isinstance(line, BadLine):
                 found = _error_line(line, number)
@@ -185,20 +183,3 @@ def _error_line(line: BadLine, number: int) -> dict[str, Any]:
         "response": None,
         "error": error,
     }
-
-
-@contextmanager
-def _whole_file(path: Path) -> Iterator[TextIO]:
-    """A text file that takes its name once it is written and synced."""
-    temporary = temporary_name(path)
-    try:
-        with temporary.open("w", encoding="utf-8", newline="") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-        fsync_path(path.parent)
-    except OSError as error:
-        raise JobError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.config.dataset_config import dataset_name
-from batchgen.folder.how_to_read import GRADE_KEYS, how_to_read, rows_with_grades
+from batchgen.folder.how_to_read import CARD_HEADER, GRADE_KEYS, how_to_read, rows_with_grades
 from batchgen.folder.job_metrics import OUTCOMES, Totals
 from batchgen.folder.job_summary import JobSummary
 
@@ -19,20 +19,6 @@ _IN_TABLE = (b"meaning", b"scope", b"dtype", b"shape")
 """Keys of a field's metadata that the table of columns shows, or that its type says."""
 _GRADES = "## Grades"
 _HOW_TO_READ = "## How to read it"
-_HEADER = """\
----
-configs:
-- config_name: default
-  data_files:
-  - split: train
-    path: data/*.parquet
-tags:
-- batchgen
-- synthetic
-dataset_info:
-  description: Written by batchgen ({mark}).
----
-"""
 _MADE_FROM = """\
 ## How it was made
 
@@ -67,7 +53,7 @@ def _header() -> str:
     `load_dataset` keeps rows that it has read by the name of the folder and this header. With equal
     headers it would give the rows of another job with that name, or those before the job grew.
     """
-    return _HEADER.format(mark=secrets.token_hex(8))
+    return CARD_HEADER.format(mark=secrets.token_hex(8))
 
 
 def unfinished_card(folder: str) -> str:

@@ -9,6 +9,21 @@ from batchgen.util.paths import is_url
 
 GRADE_KEYS = ("row_id", *KEYS)
 """Columns that rows and grades have in common."""
+CARD_HEADER = """\
+---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/*.parquet
+tags:
+- batchgen
+- synthetic
+dataset_info:
+  description: Written by batchgen ({mark}).
+---
+"""
+"""What a README.md begins with, for the hub and `load_dataset`; `mark` says what wrote it."""
 
 
 def how_to_read(folder: str) -> dict[str, str]:

@@ -29,8 +29,8 @@ def choice_ids(
     return [encode(choice) + behind for choice in json.loads(constraint.text)]
 
 
-class _Engine(Protocol):
-    """What it needs of an engine."""
+class TakesRequests(Protocol):
+    """What runs the requests of rows."""
 
     def add_request(
         self,
@@ -38,9 +38,17 @@ class _Engine(Protocol):
         prompt_token_ids: list[int],
         params: SamplingParams,
         answer_token_ids: list[int] | None = None,
-    ) -> None: ...
+    ) -> None:
+        """Queue a request, whose answer is scored if one is given.
 
-    def step(self) -> list[RequestOutput]: ...
+        Raises:
+            RequestError: it can never be served.
+        """
+        ...
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return the requests that it finished."""
+        ...
 
 
 class ChoiceScorer:
@@ -51,7 +59,7 @@ class ChoiceScorer:
         is_on: whether the rows of the job have columns of choices.
     """
 
-    def __init__(self, engine: _Engine, is_on: bool) -> None:
+    def __init__(self, engine: TakesRequests, is_on: bool) -> None:
         self._engine, self._is_on = engine, is_on
         # By the id of a row's request: what has ended of the row and of its choices, by number.
         self._open: dict[str, dict[int, RequestOutput]] = {}

@@ -16,7 +16,7 @@ from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.requests import derive_seed
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.folder.job_metrics import Metrics
-from batchgen.jobs.choice_scores import ChoiceScorer
+from batchgen.jobs.choice_scores import ChoiceScorer, TakesRequests
 from batchgen.jobs.fail_fast import FailFast
 from batchgen.jobs.progress import Progress
 from batchgen.jobs.row_request import RowRequest
@@ -33,26 +33,8 @@ if TYPE_CHECKING:
     from batchgen.engine.memory.memory_plan import MemoryPlan
 
 
-class Engine(Protocol):
+class Engine(TakesRequests, Protocol):
     """What a job needs of the engine."""
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        answer_token_ids: list[int] | None = None,
-    ) -> None:
-        """Queue a request, whose answer is scored if one is given.
-
-        Raises:
-            RequestError: it can never be served.
-        """
-        ...
-
-    def step(self) -> list[RequestOutput]:
-        """Run one step and return the requests that it finished."""
-        ...
 
     @property
     def generated_tokens(self) -> int:

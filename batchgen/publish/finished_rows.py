@@ -73,6 +73,11 @@ class FinishedRows(FinishedShards):
         """Whether the rows are those of a set."""
         return self.facts is not None
 
+    def refuse_set(self, what: str) -> None:
+        """Raise ConfigError if the rows are those of a set, which do not say how they ended."""
+        if self.is_set:
+            raise ConfigError(f"{what} is for jobs, and {self.given} is a set: give its job")
+
     def group(self, name: str) -> dict[str, Any]:
         """A group of the configuration; empty if there is none."""
         found = self.config.get(name)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from batchgen.grades.visible_columns import Wanted
 from batchgen.publish.finished_rows import FinishedRows, FoundRow, row_name
 from batchgen.templates.row_expression import ExpressionFailed, RowExpression
 from batchgen.util.errors import ConfigError
@@ -42,6 +44,19 @@ def value_of(expression: RowExpression, row: FoundRow) -> Any:
             f"{row_name(row)}: {error}: mend the expression, or let it pass such rows over "
             "(`x is not none and …`)"
         ) from None
+
+
+def answered_rows(
+    rows: FinishedRows, wanted: Wanted, where: RowExpression | None, left_out: Counter[str]
+) -> Iterator[FoundRow]:
+    """The rows that have an answer, and of which an expression is true; the others are counted."""
+    for row in rows.rows(wanted):
+        if row.variables.get("error") is not None and not rows.is_set:
+            left_out["with an error"] += 1
+        elif where is not None and not is_true(where, row):
+            left_out["by --where"] += 1
+        else:
+            yield row
 
 
 def rows_where(

@@ -8,27 +8,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.folder.how_to_read import how_to_read
+from batchgen.folder.how_to_read import CARD_HEADER, how_to_read
 from batchgen.publish.finished_rows import FinishedRows
 
 _GROUPS = ("model", "dataset", "rows", "prompt", "strategy", "sampling", "constraint", "post")
 """What a set keeps of the configuration of each job."""
 _NOT_KEPT = ("row_digests", "history")
 """Parts of a manifest that grow with the rows, or that are for people."""
-_HEADER = """\
----
-configs:
-- config_name: default
-  data_files:
-  - split: train
-    path: data/*.parquet
-tags:
-- batchgen
-- synthetic
-dataset_info:
-  description: Written by batchgen ({mark}).
----
-"""
 
 
 def job_lineage(job: FinishedRows) -> dict[str, Any]:
@@ -54,7 +40,7 @@ def set_card(
     """
     reading = [f"- {reader}: `{line}`" for reader, line in how_to_read(str(folder)).items()]
     parts = [
-        _HEADER.format(mark=mark),
+        CARD_HEADER.format(mark=mark),
         *(f"# {folder.name}", "", about, "", "## Lineage", ""),
         *lineage_lines(lineage),
         *("", "## How the rows were chosen", "", "| step | rows |", "|---|---|"),

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     import torch
 
     from batchgen.dataset.source import Source
+    from batchgen.grading.step import PostStep
 
 _SAID_BY_CLASS = ("name", "step_inputs", "decide")
 """Attributes that every strategy's own class has: what the base class cannot say for it."""
@@ -99,8 +100,7 @@ class OpenedJob:
 
     def fingerprints(self, config: JobConfig) -> dict[str, str]:
         """Digests of what decides the answers besides configuration and data set. Every file of the
-        models is
-        read, unless its digest is known from before."""
+        models is read, unless its digest is known from before."""
         found = {
             "model": fingerprint_files(model_files(self.model.path)),
             # `auto` may mean another dtype on another machine, and that gives other tokens.
@@ -170,16 +170,7 @@ def open_job(config: JobConfig) -> OpenedJob:
         if config.scores_choices:
             strategy.check(SamplingParams(max_new_tokens=0))
     _check_parsed(config, model.tokenizer)
-    # After all that is checked without it: it takes seconds to load datasets and pyarrow.
-    from batchgen.grading.build_steps import check_scored
-    from batchgen.row_index.open_rows import behind_steps
-    from batchgen.upstream.open_source import open_source
-
-    of_data = identity(config)["dataset"]
-    source, of_steps = behind_steps(open_source(config), config.rows, of_data, model.tokenizer)
-    scores = [CHOICE_LOGPROBS.name, CHOICE_SCORES.name] if config.scores_choices else []
-    check_fields(post, [*source.schema.names, *scores])
-    check_scored(post, config.score, source.schema.names)
+    source, of_steps = _open_rows(config, model, post)  # last: it takes seconds to load datasets
     with _named("engine"):
         dtype = model.dtype(config.model.dtype, config.engine.device)
         longest = config.engine.model_len(model.config.longest_row, model.config.window)
@@ -222,6 +213,23 @@ def open_job(config: JobConfig) -> OpenedJob:
     return job
 
 
+def _open_rows(
+    config: JobConfig, model: OpenedModel, post: Sequence[PostStep]
+) -> tuple[Source, Mapping[str, str]]:
+    """The rows behind their steps, with the columns that post steps read, and the digests of what
+    the steps read."""
+    from batchgen.grading.build_steps import check_scored
+    from batchgen.row_index.open_rows import behind_steps
+    from batchgen.upstream.open_source import open_source
+
+    of_data = identity(config)["dataset"]
+    source, of_steps = behind_steps(open_source(config), config.rows, of_data, model.tokenizer)
+    scores = [CHOICE_LOGPROBS.name, CHOICE_SCORES.name] if config.scores_choices else []
+    check_fields(post, [*source.schema.names, *scores])
+    check_scored(post, config.score, source.schema.names)
+    return source, of_steps
+
+
 def build_strategy(config: StrategyConfig) -> Strategy:
     """The decoding strategy that the configuration names, with its options."""
     target = f"strategy._target_: {config.target}"
@@ -254,9 +262,7 @@ def _has(strategy: Strategy, name: str) -> bool:
 
 def _strictest(config: JobConfig, params: SamplingParams) -> SamplingParams:
     """The parameters to check before the job starts: with a constraint if rows can have one of
-    their
-    own,
-    since strategies refuse more options for such rows."""
+    their own, since strategies refuse more options for such rows."""
     if params.constraint is None and not isinstance(config.constraint, NoConstraintConfig):
         return dataclasses.replace(params, constraint=Constraint.make("json", None))
     return params

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchgen.steps.table_step import BadRow, Dropped, Pass, StepRow, TableStep, Taken, Tools
+from batchgen.steps.table_step import BadRow, Dropped, Pass, SplittingStep, StepRow, Taken, Tools
 from batchgen.steps.values import feature_of, field_of
 from batchgen.util.errors import ConfigError
 
@@ -25,7 +25,7 @@ _BREAKS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk(TableStep):
+class Chunk(SplittingStep):
     """Cuts a text into pieces of at most so many tokens, a row for each, with `#0`, `#1` … behind
     its id.
 
@@ -41,9 +41,6 @@ class Chunk(TableStep):
         as_: the column that gets the piece; null for that of the text itself.
     """
 
-    stable = True
-    splits = True
-
     column: str
     tokens: int
     overlap: int = 0
@@ -57,21 +54,6 @@ class Chunk(TableStep):
                 f"overlap must be from 0 to half of tokens ({self.tokens // 2}), got "
                 f"{self.overlap!r}"
             )
-
-    @property
-    def name(self) -> str:
-        """The column that gets the piece."""
-        return self.as_ or self.column.rpartition(".")[2]
-
-    @property
-    def field_names(self) -> Sequence[str]:
-        """The columns that a row must have."""
-        return (self.column,)
-
-    @property
-    def uncopied(self) -> Sequence[str]:
-        """The whole text, unless the piece takes its place."""
-        return () if self.name == self.column else (self.column,)
 
     def made(self, features: Features) -> Features:
         """The piece's column."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchgen.steps.table_step import BadRow, Dropped, StepRow, TableStep, Taken
+from batchgen.steps.table_step import BadRow, Dropped, SplittingStep, StepRow, Taken
 from batchgen.steps.values import feature_of, field_of
 from batchgen.util.errors import ConfigError
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explode(TableStep):
+class Explode(SplittingStep):
     """Makes a row of each item of a list, with `#0`, `#1` … behind its id.
 
     An empty list has no rows. The list itself is not copied to the output any more, and prompts
@@ -27,9 +27,6 @@ class Explode(TableStep):
         most: a row with a longer list becomes an error row.
     """
 
-    stable = True
-    splits = True
-
     column: str
     as_: str | None = None
     most: int = 1000
@@ -37,21 +34,6 @@ class Explode(TableStep):
     def __post_init__(self) -> None:
         if self.most < 1:
             raise ConfigError(f"most must be at least 1, got {self.most!r}")
-
-    @property
-    def name(self) -> str:
-        """The column that gets the item."""
-        return self.as_ or self.column.rpartition(".")[2]
-
-    @property
-    def field_names(self) -> Sequence[str]:
-        """The columns that a row must have."""
-        return (self.column,)
-
-    @property
-    def uncopied(self) -> Sequence[str]:
-        """The list, unless the item takes its place."""
-        return () if self.name == self.column else (self.column,)
 
     def made(self, features: Features) -> Features:
         """The item's column."""

@@ -144,3 +144,28 @@ class TableStep:
         """The values of the step's columns, made again for row number `k` of those that `take` made
         of a row with these fields."""
         return stored
+
+
+class SplittingStep(TableStep):
+    """A step that makes rows of what one column of a row holds."""
+
+    stable = True
+    splits = True
+
+    column: str
+    as_: str | None
+
+    @property
+    def name(self) -> str:
+        """The column that gets a part."""
+        return self.as_ or self.column.rpartition(".")[2]
+
+    @property
+    def field_names(self) -> Sequence[str]:
+        """The columns that a row must have."""
+        return (self.column,)
+
+    @property
+    def uncopied(self) -> Sequence[str]:
+        """The whole, unless a part takes its place."""
+        return () if self.name == self.column else (self.column,)

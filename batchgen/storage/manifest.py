@@ -4,11 +4,12 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from batchgen.leases.fsync import fsync_path
 from batchgen.util.errors import ConfigError, JobError
@@ -112,8 +113,7 @@ class Manifest:
         """A line `key: old → new` for everything that would make the content another one.
 
         `digests` are those of the new manifest's rows, asked for only if they matter; `changed_row`
-        names a
-        row that changed.
+        names a row that changed.
         """
         olds, news = self._compared(), new._compared()
         lines = [
@@ -145,9 +145,7 @@ class Manifest:
 
     def goes_on(self, new: "Manifest", changed: Sequence[str], rows: int) -> "Manifest":
         """This manifest continued by another one, with an entry of history: what `changed`, after
-        how
-        many
-        finished `rows`."""
+        how many finished `rows`."""
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         entry = {"when": when, "changed": list(changed), "rows": rows, "versions": new.versions}
         return replace(
@@ -224,16 +222,25 @@ def _version(package: str) -> str | None:
 def write_atomic(path: Path, text: str) -> None:
     """Write a file so that it is either whole or not there, whenever the program is killed. Several
     processes may do so at once; one of them wins."""
+    with whole_file(path) as file:
+        file.write(text)
+
+
+@contextmanager
+def whole_file(path: Path, newline: str | None = None) -> Iterator[TextIO]:
+    """A text file that takes its name once it is written and synced. JobError if that fails."""
     temporary = temporary_name(path)
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("w", encoding="utf-8", newline=newline) as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
         fsync_path(path.parent)
     except OSError as error:
         raise JobError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -187,6 +187,16 @@ def rotated_size(parameters: dict[str, Any], head_dim: int) -> int:
             f"partial_rotary_factor is {share!r:.60}, and must be a number over 0 and at most 1"
         )
     return int(head_dim * share)
+
+
+def partial_rope(
+    parameters: Mapping[str, Any], head_dim: int, unused: Collection[str] = ()
+) -> tuple[DefaultRope, int]:
+    """Return the rotary embedding of transformers' `rope_parameters`, and how many of a head's
+    values rotate. Keys that are `unused` are passed over."""
+    left = {name: value for name, value in parameters.items() if name not in unused}
+    rotary_dim = rotated_size(left, head_dim)
+    return rope_from_parameters(left), rotary_dim
 
 
 def rope_from_parameters(parameters: Mapping[str, Any]) -> DefaultRope:

@@ -40,8 +40,7 @@ class OpenAILines:
     ) -> None:
         """Raise ConfigError for a set, whose rows do not say how they ended. Log-probabilities need
         the texts of tokens."""
-        if rows.is_set:
-            raise ConfigError(f"--to openai is for jobs, and {rows.given} is a set: give its job")
+        rows.refuse_set("--to openai")
         columns = rows.columns
         self._rows, self._reasoning, self.left_out = rows, reasoning, Counter[str]()
         self._where = None if where is None else columns.expression("--where", where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.publish.finished_rows import FinishedRows, FoundRow, row_name
-from batchgen.publish.row_values import is_true, number
+from batchgen.publish.row_values import answered_rows, number
 from batchgen.publish.trainers.conversations import Conversations
 from batchgen.publish.trainers.trainer_rows import Asked
 from batchgen.util.errors import ConfigError
@@ -66,14 +65,11 @@ class TokenRows:
     def __init__(self, rows: FinishedRows, asked: Asked) -> None:
         """Raise ConfigError if the rows lack a column that the format needs."""
         self._rows, self._to, self.left_out = rows, asked.to, Counter[str]()
-        if rows.is_set:
-            raise ConfigError(
-                f"--to {asked.to} is for jobs, and {rows.given} is a set: give its job"
-            )
+        rows.refuse_set(f"--to {asked.to}")
         names = rows.schema.names
         scored = "answer_token_ids" in names
         self._name = {n: f"answer_{n}" if scored else n for n in (_IDS, _LOGPROBS, _TOP, _TOP_IDS)}
-        self._sampling = dict(rows.config.get("sampling") or {})
+        self._sampling = rows.group("sampling")
         self._experts = self._to == "rl" and _EXPERTS in names
         needed = [self._name[_IDS], *self._needed()]
         if missing := [name for name in needed if name not in names]:
@@ -121,15 +117,11 @@ class TokenRows:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The rows with the columns of the schema; ConfigError if a row cannot be made."""
         make = {"kd": self._kd, "kd-v1": self._kd, "kd-packed": self._packed, "rl": self._rl}
-        for row in self._rows.rows(self._wanted):
-            if row.variables["error"] is not None:
-                self.left_out["with an error"] += 1
-            elif self._where is not None and not is_true(self._where, row):
-                self.left_out["by --where"] += 1
-            elif not row.variables[self._name[_IDS]]:
-                self.left_out["without tokens"] += 1
-            else:
+        for row in answered_rows(self._rows, self._wanted, self._where, self.left_out):
+            if row.variables[self._name[_IDS]]:
                 yield make[self._to](row)
+            else:
+                self.left_out["without tokens"] += 1
 
     def _kd(self, row: FoundRow) -> dict[str, Any]:
         assert self._talks is not None
@@ -174,12 +166,17 @@ class TokenRows:
             "reward": reward,
         }
         if self._experts:
-            many = json.loads(self._rows.schema.field(_EXPERTS).metadata[b"num_experts"]) > 256
-            routing = np.array(values[_EXPERTS], np.uint16 if many else np.uint8)
+            kind = self._rows.schema.field(_EXPERTS).type
+            while not pa.types.is_integer(kind):
+                kind = kind.value_type
+            routing = np.array(values[_EXPERTS], kind.to_pandas_dtype())
             if len(routing) != len(found[_IDS]) - 1:
                 raise ConfigError(f"{row_name(row)}: {_EXPERTS} is not of all tokens but the last")
-            kind = {"data": routing.tobytes(), "shape": list(routing.shape)}
-            found[_EXPERTS] = kind | {"dtype": routing.dtype.name}
+            found[_EXPERTS] = {
+                "data": routing.tobytes(),
+                "shape": list(routing.shape),
+                "dtype": routing.dtype.name,
+            }
         return found
 
     def _temperature(self, row: FoundRow) -> float:

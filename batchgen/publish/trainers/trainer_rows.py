@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.publish.finished_rows import FinishedRows, FoundRow, row_name
-from batchgen.publish.row_values import is_true, number, value_of
+from batchgen.publish.row_values import answered_rows, number, value_of
 from batchgen.publish.trainers.conversations import Conversations, Exchange, value_at
 from batchgen.publish.trainers.row_groups import Member, adjacent_groups, pairs, scattered_groups
 from batchgen.templates.row_expression import RowExpression
@@ -161,14 +161,7 @@ class TrainerRows:
 
     def _passed(self) -> Iterator[FoundRow]:
         """The rows that have an answer, and for which `where` is true."""
-        where = self._of.get("where")
-        for row in self._rows.rows(self._wanted):
-            if row.variables.get("error") is not None and not self._rows.is_set:
-                self.left_out["with an error"] += 1
-            elif where is not None and not is_true(where, row):
-                self.left_out["by --where"] += 1
-            else:
-                yield row
+        return answered_rows(self._rows, self._wanted, self._of.get("where"), self.left_out)
 
     def _sft(self) -> Iterator[dict[str, Any]]:
         for row in self._passed():

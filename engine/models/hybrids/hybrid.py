@@ -11,8 +11,7 @@ from batchgen.engine.layers.mixers.delta_shape import DeltaShape
 from batchgen.engine.layers.mixers.gated_delta_net import GatedDeltaNet
 from batchgen.engine.models.model_config import (
     ModelConfig,
-    rope_from_parameters,
-    rotated_size,
+    partial_rope,
 )
 from batchgen.engine.models.mtp import MTP_HEAD
 from batchgen.engine.models.sparse.moe_model import (
@@ -114,12 +113,10 @@ def hybrid_config(
     Raises ValueError if the engine lacks something it needs, which the message names.
     """
     values = hf.to_dict()
-    parameters: dict[str, Any] = dict(hf.rope_parameters)
-    rotary_dim = rotated_size(parameters, hf.head_dim)
     # Rows of text have the same position on all three axes of multimodal rotary embedding, so its
     # sections make no difference.
-    for name in ("mrope_section", "mrope_interleaved"):
-        parameters.pop(name, None)
+    sections = ("mrope_section", "mrope_interleaved")
+    rope, rotary_dim = partial_rope(hf.rope_parameters, hf.head_dim, sections)
     dense = dense_config(
         hf,
         model,
@@ -127,7 +124,7 @@ def hybrid_config(
         qkv_bias=hf.attention_bias,
         output_bias=hf.attention_bias,
         mlp_bias=False,
-        rope=rope_from_parameters(parameters),
+        rope=rope,
         rotary_dim=rotary_dim,
         intermediate_size=values.get("intermediate_size") or hf.moe_intermediate_size,
     )

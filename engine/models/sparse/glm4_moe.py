@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from batchgen.engine.models.model_config import ModelConfig, rope_from_parameters, rotated_size
+from batchgen.engine.models.model_config import ModelConfig, partial_rope
 from batchgen.engine.models.sparse.deepseek_moe import (
     DeepseekMoEForCausalLM,
     mtp_layers,
@@ -29,8 +29,7 @@ class Glm4MoeForCausalLM(DeepseekMoEForCausalLM):
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         head_dim = head_size(hf)
-        parameters: dict[str, Any] = dict(hf.rope_parameters)
-        rotary_dim = rotated_size(parameters, head_dim)
+        rope, rotary_dim = partial_rope(hf.rope_parameters, head_dim)
         dense = dense_config(
             hf,
             cls,
@@ -38,7 +37,7 @@ class Glm4MoeForCausalLM(DeepseekMoEForCausalLM):
             qkv_bias=hf.attention_bias,
             output_bias=False,
             mlp_bias=False,
-            rope=rope_from_parameters(parameters),
+            rope=rope,
             rotary_dim=rotary_dim,
             qk_norm="head" if hf.use_qk_norm else None,
         )

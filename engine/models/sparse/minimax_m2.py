@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from batchgen.engine.layers.feed_forward.moe import Router
-from batchgen.engine.models.model_config import ModelConfig, rope_from_parameters, rotated_size
+from batchgen.engine.models.model_config import ModelConfig, partial_rope
 from batchgen.engine.models.sparse.moe_model import MoEConfig, MoEForCausalLM, extended
 from batchgen.engine.models.transformer.dense import dense_config, head_size
 from batchgen.kernels.moe.router.router_form import RouterForm
@@ -49,8 +49,7 @@ class MiniMaxM2ForCausalLM(MoEForCausalLM):
                     "tokens, is supported for each layer"
                 )
         head_dim = head_size(hf)
-        parameters: dict[str, Any] = dict(hf.rope_parameters)
-        rotary_dim = rotated_size(parameters, head_dim)
+        rope, rotary_dim = partial_rope(hf.rope_parameters, head_dim)
         dense = dense_config(
             hf,
             cls,
@@ -58,7 +57,7 @@ class MiniMaxM2ForCausalLM(MoEForCausalLM):
             qkv_bias=False,
             output_bias=False,
             mlp_bias=False,
-            rope=rope_from_parameters(parameters),
+            rope=rope,
             rotary_dim=rotary_dim,
         )
         return extended(
