@@ -61,9 +61,8 @@ class RowConstraints:
 
 def cell_text(kind: str, cell: Any, feature: Any) -> str | None:
     """What the constraint column holds for one row, as text; None if it holds nothing. A list of
-    choices, a
-    schema and a tag become JSON text. `feature` is the column's type, as the library datasets says
-    it.
+    choices, a schema and a tag become JSON text. `feature` is the column's type, as the library
+    datasets says it.
 
     Raises:
         ConstraintError: the cell is neither text nor what else may stand there for this kind.

@@ -48,9 +48,8 @@ def make_check(config: AnyConstraintConfig, value: Any, *, behind: bool = False)
     """The check of texts against a constraint, or `Unchecked` if the checker cannot read it.
 
     `value` is what the job or the row gives for it: a schema or a tag as parsed JSON, the choices,
-    the
-    pattern, or the EBNF. None stands for any JSON object. With `behind` the texts begin behind the
-    marker `start_after`, which is not in them.
+    the pattern, or the EBNF. None stands for any JSON object. With `behind` the texts begin behind
+    the marker `start_after`, which is not in them.
     """
     if isinstance(config, (JsonSchemaConstraintConfig, JsonConstraintConfig)):
         schema = {"type": "object"} if value is None else value

@@ -11,9 +11,7 @@ from batchgen.util.shorten import some_names
 
 def column_path(name: str, features: Mapping[str, Any]) -> tuple[str, ...] | None:
     """The keys that lead from a row to the value that a name with dots means: the name of the
-    column,
-    then
-    the keys inside its structs; None if there is no such column.
+    column, then the keys inside its structs; None if there is no such column.
 
     A column that has dots in its own name goes before what lies inside another one.
     """

@@ -37,8 +37,7 @@ DEMO = Path(__file__).parents[1] / "data" / "demo.jsonl"
 @dataclass(frozen=True)
 class LoadedDataset:
     """All rows of one split. The fingerprint differs if the content of any row differs; `files` are
-    the
-    local files that it is read from, none for the hub."""
+    the local files that it is read from, none for the hub."""
 
     data: Dataset | IterableDataset
     fingerprint: str
@@ -211,9 +210,7 @@ def _declared(folder: Path) -> Literal["nothing", "only files", "more"]:
 
 def _check_all_used(files: Sequence[Path], used: Sequence[Path]) -> None:
     """Refuse a folder of which datasets would leave out a file: if the names of some files contain
-    the
-    name
-    of a split, it drops all files without one."""
+    the name of a split, it drops all files without one."""
     known = {file.resolve() for file in used}
     left_out = [file for file in files if file.resolve() not in known]
     if left_out:

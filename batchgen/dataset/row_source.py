@@ -42,18 +42,15 @@ class RowSource:
 
     Data is either map-style, which is memory-mapped and can be read from any row on, or a stream,
     which is read from its start for every call of `rows`. While rows are read, a file that cannot
-    be read
-    further raises ConfigError, and a network or a disk that fails JobError.
+    be read further raises ConfigError, and a network or a disk that fails JobError.
 
     Attributes:
         columns: the names of all columns that `Row.fields` has.
         features: what the columns hold, in the terms of datasets.
         schema: the Arrow schema of the columns that are copied to the output. If a stream has no
             features, its first 1000 rows tell them, and a later row that does not fit becomes an
-            error
-            row (bad_row). A column with JSON values of several types holds JSON text, of whose
-            numbers
-            datasets keeps ten decimals.
+            error row (bad_row). A column with JSON values of several types holds JSON text, of
+            whose numbers datasets keeps ten decimals.
         num_rows: how many rows there are, None for a stream.
         fingerprint: equal for equal rows on every machine. Data of the hub is known by its commit.
     """
@@ -93,9 +90,7 @@ class RowSource:
 
     def rows(self, start: int = 0) -> Iterator[Row]:
         """The rows from index `start` on. Rows before it are read only if the data is a stream,
-        whose
-        ids are
-        checked as they come: a missing or repeated one raises ConfigError."""
+        whose ids are checked as they come: a missing or repeated one raises ConfigError."""
         seen = IdSet() if self.num_rows is None and self._id_path else None
         first = 0 if self.num_rows is None else start
         for index, fields in enumerate(self._fields(first), first):

@@ -29,10 +29,8 @@ class SteppedSource:
     """A `Source` whose rows went through steps, one after the other.
 
     A column that a step writes replaces one of the data set with the same name. A row in which a
-    step
-    fails has none of the steps' columns and becomes an error row (bad_choices). The fingerprint is
-    that
-    of the data set: the steps are part of the job's configuration.
+    step fails has none of the steps' columns and becomes an error row (bad_choices). The
+    fingerprint is that of the data set: the steps are part of the job's configuration.
     """
 
     def __init__(self, source: Source, steps: Sequence[RowStep]) -> None:

@@ -35,8 +35,7 @@ class JobFolder:
         logs/ (of workers that a launcher has started on other machines)
 
     The lock is exclusive until `share`, so that others join a job that is ready. They find the same
-    job,
-    or are refused.
+    job, or are refused.
 
     Attributes:
         exclusive: whether no other worker of the job runs. Then the job may change.
@@ -305,9 +304,7 @@ def finished_rows(storage: Storage) -> int:
 
 def refuse_shrinking(storage: Storage, most_rows: int | None) -> None:
     """Refuse a data set that ends before a row which is finished. `most_rows` is how many rows it
-    has
-    at
-    most; None if that is not known."""
+    has at most; None if that is not known."""
     if most_rows is None:
         return
     if (end := finished_rows(storage)) > most_rows:

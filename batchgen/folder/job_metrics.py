@@ -180,8 +180,7 @@ class Metrics:
     """The content of metrics.json.
 
     It is saved while the job runs, so that it also tells of an attempt that was killed. Each of
-    several
-    workers tells the others its figures, and the first one writes the file.
+    several workers tells the others its figures, and the first one writes the file.
 
     Attributes:
         attempt: the present one.
@@ -289,8 +288,7 @@ class Metrics:
 
     def keep(self) -> None:
         """Write the file again, at the end, if it is not as this worker saved it last: the first
-        worker may
-        have overwritten it with what it knew before the job was complete."""
+        worker may have overwritten it with what it knew before the job was complete."""
         if self._storage.read(self._path) != self._text.encode():
             write_atomic(self._path, self._text)
             self._storage.upload(self._path)

@@ -30,8 +30,7 @@ class Peers(Protocol):
 
 def attempt_of(beat: Mapping[str, Any], is_complete: bool) -> dict[str, Any] | None:
     """The attempt that another worker has told; None if it has told nothing yet. If the job is
-    complete,
-    workers that live have done their part."""
+    complete, workers that live have done their part."""
     if "attempt" not in beat:
         return None
     attempt = dict(beat["attempt"])

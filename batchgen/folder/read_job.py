@@ -39,12 +39,9 @@ class JobFolderReader:
     """A job's folder, which is neither changed nor locked.
 
     Finished rows lie in shards, and those of incomplete shards in journals. Of a row that is in
-    both,
-    what was written last counts, as it will when the shard is published. A running job may publish
-    a
-    shard at any moment, which this class notices. Methods that read rows raise ConfigError for
-    unknown
-    columns and JobError for damaged files.
+    both, what was written last counts, as it will when the shard is published. A running job may
+    publish a shard at any moment, which this class notices. Methods that read rows raise
+    ConfigError for unknown columns and JobError for damaged files.
     """
 
     def __init__(self, path: Path, storage: Storage | None = None) -> None:
@@ -200,8 +197,7 @@ class JobFolderReader:
         """The rows of a shard as they are now.
 
         The journal files of a shard are deleted after it is published. So if one of them goes while
-        they are
-        opened, all is read again; otherwise nothing is missing.
+        they are opened, all is read again; otherwise nothing is missing.
         """
         while True:
             written: list[pa.RecordBatch] | None = []
@@ -234,8 +230,7 @@ class JobFolderReader:
 
 class Shard:
     """The rows of one shard as they were when it was opened: its Parquet file, if there is one, and
-    what the
-    journals hold, in the order in which it was written."""
+    what the journals hold, in the order in which it was written."""
 
     def __init__(self, published: Source | None, written: list[pa.RecordBatch]) -> None:
         self._published = published
@@ -250,8 +245,7 @@ class Shard:
         self, names: Sequence[str], first_row: int = 0, size: int = BATCH
     ) -> Iterator[pa.RecordBatch]:
         """The rows in order, each once, in batches of about `size` rows. Row groups before
-        `first_row`, a
-        `row_index`, are not read."""
+        `first_row`, a `row_index`, are not read."""
         least = first_key(first_row)
         start, end = int(np.searchsorted(self._written.keys, least)), len(self._written.keys)
         wanted = [*dict.fromkeys([*names, *KEYS])]

@@ -69,8 +69,7 @@ class Status:
 
 def read_status(storage: Storage, stale_after: float) -> Status:
     """The state of a job's workers, none for a complete job; without a heartbeat for `stale_after`
-    seconds
-    a worker is called silent."""
+    seconds a worker is called silent."""
     board = LeaseTable.of(_names(storage, LEASES))
     open_shards = {
         shard: epoch

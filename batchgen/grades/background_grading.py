@@ -90,9 +90,7 @@ def grading_beside(
     job: Path, config: JobConfig, *, needed: bool
 ) -> Iterator[GradingProcess | None]:
     """Grade shards while the job goes on in the body; None if that is not needed, or if no step
-    needs
-    a
-    process. It ends with the body, at once if the body raises."""
+    needs a process. It ends with the body, at once if the body raises."""
     if not needed or not config.post:
         yield None
         return

@@ -46,9 +46,7 @@ class ChangedMarks:
 
     def __init__(self, write: Callable[[str], None] | None = None) -> None:
         """Collect changes; `write` takes them part by part, as JSON lines of `ChangedMark`, before
-        the
-        new
-        grades replace the old."""
+        the new grades replace the old."""
         self.compared = 0
         self._write = write
         self._lock = threading.Lock()

@@ -30,10 +30,8 @@ class JobGrades:
     """The grades of one job.
 
     A part says of which shard and by which steps it was made. Parts that are up to date stay; so
-    grading
-    goes on where it was killed, and what a job computed anew is graded anew. An object remembers
-    which
-    shards it has read and which parts it has written.
+    grading goes on where it was killed, and what a job computed anew is graded anew. An object
+    remembers which shards it has read and which parts it has written.
     """
 
     def __init__(self, job: Path, witness: Witness | None = None) -> None:

@@ -36,9 +36,8 @@ class Stopped(Exception):
 @dataclass(frozen=True)
 class Witness:
     """What looks at rows and their grades as these are made, and so need not read them again. A
-    shard
-    that
-    lacks one of the `columns` is not shown. `see` takes a written part, its rows and its grades."""
+    shard that lacks one of the `columns` is not shown. `see` takes a written part, its rows and its
+    grades."""
 
     columns: tuple[str, ...]
     see: Callable[[Part, pa.Table, pa.Table], None]
@@ -64,9 +63,7 @@ class GradingPass:
 
     def grade(self, parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
         """Write the parts one after the other, and give each with the number of its rows. `Stopped`
-        is
-        raised if
-        `stop` says so; parts that were given stay."""
+        is raised if `stop` says so; parts that were given stay."""
         if not self.grader.chain.takes_columns:
             return self._grade_rows(parts)
         return self._grade_in_threads(parts)

@@ -21,8 +21,7 @@ _LAST_SPACE = ord(" ")
 
 class LoneBoxes(NamedTuple):
     """What simple texts hold in their only box: `found` [N] bool, and where the content begins and
-    ends in
-    characters, `first` and `last` [N] int32, 0 for other texts."""
+    ends in characters, `first` and `last` [N] int32, 0 for other texts."""
 
     found: npt.NDArray[np.bool_]
     first: npt.NDArray[np.int32]
@@ -44,8 +43,7 @@ def lone_boxes(texts: pa.StringArray, without: str = "") -> LoneBoxes:
     r"""Find the ASCII texts [N] whose only backslash begins `\boxed{…}`, and what that holds.
 
     A text that has one of the characters `without`, or whose box is empty or long, holds a brace,
-    begins
-    or ends with white space or has no end, is not simple.
+    begins or ends with white space or has no end, is not simple.
     """
     data, begins, ends = _bytes(texts)
     slashes = np.flatnonzero(data == _COMMAND[0])

@@ -82,10 +82,8 @@ class StepChain:
         """Run the first steps, up to the first that needs a worker.
 
         Returns the values of all columns, and the row for the steps that are left, without the text
-        and the
-        fields that these do not read; None if nothing is left to do. A row with an error has no
-        text, which
-        leaves all values null.
+        and the fields that these do not read; None if nothing is left to do. A row with an error
+        has no text, which leaves all values null.
         """
         values: _Values = dict.fromkeys(self._names)
         if text is None:
@@ -169,8 +167,7 @@ def run_steps(steps: Sequence[PostStep], row: AnswerRow) -> _Values:
 
 class Grader:
     """Grades a stream of rows. A context manager, because it may own worker processes: `workers` of
-    them,
-    each with `memory_bytes` and `seconds` for a row."""
+    them, each with `memory_bytes` and `seconds` for a row."""
 
     def __init__(
         self,

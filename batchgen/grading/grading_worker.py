@@ -3,8 +3,8 @@
     python -c PROGRAM FD      (see pool.py)
 
 It talks over the socket FD. First it gets the function and the limit of its memory, and sends READY
-when it can begin. Then it gets lists of items, for each of which it sends (True, result) or
-(False, (type, message)).
+when it can begin. Then it gets lists of items, for each of which it sends (True, result) or (False,
+(type, message)).
 """
 
 from __future__ import annotations

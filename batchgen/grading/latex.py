@@ -81,9 +81,9 @@ def stripped(text: str, span: Span) -> Span:
 def plain(answer: str) -> str:
     r"""An answer without what does not change its meaning.
 
-    Gone are dollar signs around it, `\left` and other sizes, spaces of LaTeX, fonts (`\text{A}`),
-    a full stop at the end and wrappers such as `\(…\)`. Full-width digits and the sign − become
-    plain ones.
+    Gone are dollar signs around it, `\left` and other sizes, spaces of LaTeX, fonts (`\text{A}`), a
+    full stop at the end and wrappers such as `\(…\)`. Full-width digits and the sign − become plain
+    ones.
     """
     text = unicodedata.normalize("NFKC", answer).replace("−", "-").replace("–", "-").strip()
     text = _SIZES.sub("", text.replace("{,}", ","))

@@ -19,10 +19,9 @@ class FailFast:
     """Holds back the first rows of a job while all of them fail with the same type of error.
 
     As soon as a row has an answer, or fails in another way, all rows that were held back may be
-    written,
-    and this object has nothing more to do. Rows that are held back are lost with the process; the
-    next
-    attempt computes them again, so that a mistake which was mended in between leaves no trace.
+    written, and this object has nothing more to do. Rows that are held back are lost with the
+    process; the next attempt computes them again, so that a mistake which was mended in between
+    leaves no trace.
     """
 
     def __init__(self, enabled: bool, others_have_rows: Callable[[], bool] = lambda: False) -> None:
@@ -40,9 +39,8 @@ class FailFast:
 
     def passed(self, finished: Sequence[FinishedRow], in_flight: int) -> list[FinishedRow]:
         """The rows that may be written now, given those that have finished since the last call and
-        how
-        many are
-        in flight. AllRowsFailed is raised when the first rows have all failed in the same way."""
+        how many are in flight. AllRowsFailed is raised when the first rows have all failed in the
+        same way."""
         if not self._undecided:
             return list(finished)
         self._held += finished
@@ -59,9 +57,7 @@ class FailFast:
 
     def ended(self, rows_total: int | None) -> list[FinishedRow]:
         """The rows that may be written when no further row can begin, or AllRowsFailed if every row
-        of
-        the job
-        has failed in the same way."""
+        of the job has failed in the same way."""
         if self._held and len(self._held) == rows_total and not self._others_have_rows():
             rows = len(self._indices)
             who = (

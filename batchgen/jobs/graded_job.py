@@ -28,8 +28,7 @@ def scores_of(
     marks.
 
     Marks of earlier grades that change are named on stderr. Grading that went on `beside` the job
-    is
-    waited for. If a signal comes first, JobStopped is raised, and what is graded stays.
+    is waited for. If a signal comes first, JobStopped is raised, and what is graded stays.
     """
     if not config.post:
         return None
@@ -62,8 +61,7 @@ def score(samples: Samples) -> dict[str, Any] | None:
 
 def save_scores(folder: Path, scores: Mapping[str, Any] | None, shown: str | None = None) -> None:
     """Write scores into metrics.json, and the columns of the grades into README.md if that is still
-    there.
-    `shown` is what people call the folder."""
+    there. `shown` is what people call the folder."""
     from batchgen.scoring.job_score import save_score
 
     save_score(folder, scores)

@@ -26,9 +26,7 @@ from batchgen.util.signals import StopSignals
 @dataclass(frozen=True)
 class JobResult:
     """How a job ended without an error: complete, with `error_rows` rows that have an error instead
-    of
-    an
-    answer, or stopped by a signal."""
+    of an answer, or stopped by a signal."""
 
     error_rows: int
     stopped_by: int | None

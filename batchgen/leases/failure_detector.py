@@ -71,8 +71,8 @@ def any_lives(
     """Whether a worker of a folder lives.
 
     A worker on another machine lives if its heartbeat changes within `stale_after` seconds, for
-    which
-    this waits, unless the worker has ended cleanly. `here` also counts workers of this machine.
+    which this waits, unless the worker has ended cleanly. `here` also counts workers of this
+    machine.
     """
     names = [worker_name(n) for name in do(Names(WORKERS)) if (n := parse_worker(name))]
     beats = {name: content for name in names if (content := do(Read(name))) is not None}

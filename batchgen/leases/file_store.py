@@ -37,11 +37,9 @@ class FileStore:
     """Objects are files, which appear whole or not at all.
 
     A file is written under a temporary name in `workers/` and then linked to its own name, which
-    fails
-    if that exists (link(2)); on NFS, where the answer may be lost, the number of links tells. When
-    the
-    job is complete, `workers/` is deleted: from then on a worker that was paused can change
-    nothing.
+    fails if that exists (link(2)); on NFS, where the answer may be lost, the number of links tells.
+    When the job is complete, `workers/` is deleted: from then on a worker that was paused can
+    change nothing.
     """
 
     def __init__(
@@ -162,8 +160,7 @@ def _copy(source: Path, path: Path, temporary: Path) -> bool:
     """Copy instead of linking, on a file system without links.
 
     A lease is written with one call. A shard is copied and renamed; where two workers do so at
-    once,
-    the second file replaces an equal one.
+    once, the second file replaces an equal one.
     """
     if path.parent.name not in (LEASES, WORKERS):
         if path.exists():

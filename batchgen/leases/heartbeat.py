@@ -22,8 +22,7 @@ class Heartbeat:
     """Rewrites `workers/0007.json` every few seconds, in a thread, until the worker ends.
 
     If the process is paused or its machine is gone, the file stops changing. `facts` is what the
-    file
-    says besides; the main thread replaces it as a whole.
+    file says besides; the main thread replaces it as a whole.
     """
 
     def __init__(

@@ -147,8 +147,7 @@ def publish(shard: int, payload: Payload, worker: int, *, replaces: bool) -> Ste
     payload.
 
     With `replaces`, the shard takes the place of an older one with fewer rows. Workers then agree
-    on a
-    claim first, because create-if-absent cannot exchange an object.
+    on a claim first, because create-if-absent cannot exchange an object.
     """
     name = claim_name(shard) if replaces else published_name(shard)
     if not (yield from create(name, payload)):

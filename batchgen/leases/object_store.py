@@ -42,11 +42,9 @@ class ObjectStore:
     """Objects below a URL, in any store that fsspec reaches and that has create-if-absent.
 
     On S3, create-if-absent is a PUT with `If-None-Match: *`. A request that failed or was not
-    answered
-    in time may have happened all the same, as may one that botocore repeated. So a caller that
-    learns
-    that an object exists compares its content with its own, which no other worker writes
-    differently.
+    answered in time may have happened all the same, as may one that botocore repeated. So a caller
+    that learns that an object exists compares its content with its own, which no other worker
+    writes differently.
     """
 
     def __init__(
@@ -58,8 +56,7 @@ class ObjectStore:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Create a store over fsspec's, which must have no cache of listings; requests that are not
-        answered
-        are repeated for `patience` seconds."""
+        answered are repeated for `patience` seconds."""
         self.url = url
         self.operations: dict[str, int] = {}
         self._files = files
@@ -123,8 +120,7 @@ class ObjectStore:
 
     def create(self, name: str, payload: Payload, **options: Any) -> bool:
         """Make an object if there is none; returns whether it is there now with this content.
-        `options` are
-        those of fsspec's `pipe_file`."""
+        `options` are those of fsspec's `pipe_file`."""
         content = _content(payload)
 
         def put() -> None:
@@ -234,8 +230,7 @@ class ObjectStore:
         ConfigError.
 
         On S3 a large shard is uploaded in parts, and the request that ends them makes the object:
-        there are
-        stores that heed If-None-Match in a PUT and not in that request.
+        there are stores that heed If-None-Match in a PUT and not in that request.
         """
         try:
             first = self.create(name, b"1")

@@ -16,10 +16,8 @@ _UNKNOWN = "running"
 @cache
 def machine() -> str:
     """A text that two processes share if each can see whether the other runs: they have one kernel
-    since
-    its start, and one numbering of processes. A clone of a running machine differs in its name or
-    in
-    the addresses of its network cards."""
+    since its start, and one numbering of processes. A clone of a running machine differs in its
+    name or in the addresses of its network cards."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         texts = [boot, os.readlink("/proc/self/ns/pid"), socket.gethostname(), *_cards()]
@@ -41,8 +39,7 @@ def started(pid: int) -> str | None:
     """When a process of this machine was started, in the system's own unit; None if it has ended.
 
     A process number may be given again, then with another start. Where the system hides a process
-    of
-    another user, this is `_UNKNOWN`.
+    of another user, this is `_UNKNOWN`.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

@@ -77,8 +77,7 @@ def create(name: str, payload: Payload) -> Steps[bool]:
     """Make an object unless there is one; returns whether this call made it.
 
     An attempt that was not answered may have made it all the same. Then the content tells, which
-    must
-    be that of no other worker, or equal for all of them.
+    must be that of no other worker, or equal for all of them.
     """
     unsure = False
     while True:

@@ -115,8 +115,7 @@ class OpenedModel:
 
     def load_beside(self, model: CausalLM) -> CausalLM:
         """Load the model with its weights, on the device and in the dtype of another model, and
-        divided
-        between the same ranks."""
+        divided between the same ranks."""
         return load_model(
             self.path,
             device=model.device,
@@ -206,9 +205,7 @@ def open_model(
 
 def limit_threads() -> None:
     """Limit torch to as many threads as the process may run at once, unless OMP_NUM_THREADS is set.
-    In
-    a
-    container torch would start a thread for each core of the host."""
+    In a container torch would start a thread for each core of the host."""
     if "OMP_NUM_THREADS" not in os.environ and (cores := usable_cores()) < torch.get_num_threads():
         torch.set_num_threads(cores)
 

@@ -25,14 +25,11 @@ class RowTemplate:
 
     It runs in Jinja's sandbox, which keeps it from Python's internals, from changing the row, and
     from ranges of more than 100,000, and within the bounds of one render (template_bounds.py).
-    Nothing
-    is escaped for HTML, `tojson` writes plain JSON, and newlines are kept. A template can ask
-    whether a
-    column is null (`{% if note %}`, `{{ note or '' }}`), but printing null is an error: a file
-    leaves a
-    missing value null, and no prompt shall say "None". A template that does not compile, or that
-    uses
-    unknown columns, raises ConfigError, which names the `key` of the configuration.
+    Nothing is escaped for HTML, `tojson` writes plain JSON, and newlines are kept. A template can
+    ask whether a column is null (`{% if note %}`, `{{ note or '' }}`), but printing null is an
+    error: a file leaves a missing value null, and no prompt shall say "None". A template that does
+    not compile, or that uses unknown columns, raises ConfigError, which names the `key` of the
+    configuration.
     """
 
     def __init__(self, key: str, source: str, columns: Collection[str]) -> None:

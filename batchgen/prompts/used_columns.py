@@ -20,8 +20,7 @@ COLUMN_KEYS = (
 
 def used_columns(prompt: Mapping[str, Any]) -> list[str]:
     """The columns that the group `prompt` of a config.yaml uses, in order; a nested field counts as
-    its
-    column. A template that does not compile names none."""
+    its column. A template that does not compile names none."""
     named = [name for _, source in prompt_templates(prompt) for name in _variables(source)]
     named += [column.split(".")[0] for key in COLUMN_KEYS if (column := prompt.get(key))]
     return list(dict.fromkeys(named))

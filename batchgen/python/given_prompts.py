@@ -31,8 +31,7 @@ _WRAPPED = ("prompt", "prompt_token_ids")
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
     """One prompt of a call. `value` is the text, the ids as a list of int, or the list of messages;
-    for kind
-    `none` it is a sentence that says what a prompt is."""
+    for kind `none` it is a sentence that says what a prompt is."""
 
     given: Any
     kind: Literal["text", "ids", "messages", "none"]
@@ -85,8 +84,8 @@ class PromptIds:
 
     def check(self, prompts: Iterable[ReadPrompt]) -> None:
         """Check that the model can take prompts of these kinds, or raise ValueError: texts and
-        conversations
-        need a tokenizer, conversations also a chat template that knows the options."""
+        conversations need a tokenizer, conversations also a chat template that knows the
+        options."""
         kinds = {prompt.kind for prompt in prompts}
         if self.tokenizer is None and kinds & {"text", "messages"}:
             raise ValueError("the model comes without a tokenizer: give prompts as token ids")

@@ -32,10 +32,8 @@ class Streams:
     """Runs the requests of several streams in one engine.
 
     The stream that is asked for its next output lets the engine make a step, and keeps what others
-    have
-    finished in it for them. Threads may have streams of their own; the engine works for one thread
-    at a
-    time.
+    have finished in it for them. Threads may have streams of their own; the engine works for one
+    thread at a time.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -54,8 +52,7 @@ class Streams:
 
     def run(self, requests: Sequence[Request]) -> Generator[Finished]:
         """Yield the requests as they finish; those that cannot be served come first, with an error.
-        When the
-        iterator is abandoned, its unfinished requests are dropped."""
+        When the iterator is abandoned, its unfinished requests are dropped."""
         number = next(self._numbers)
         mine: deque[Finished] = deque()
         ids: list[str] = []

@@ -30,9 +30,7 @@ class Names:
 
     def ours(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The given keywords under our names, without harmless ones; ValueError if one is unknown
-        or
-        refused,
-        or two mean the same and differ."""
+        or refused, or two mean the same and differ."""
         ours: dict[str, Any] = {}
         typed: dict[str, str] = {}
         for name, value in given.items():

@@ -86,8 +86,7 @@ def scoring(
     job: GradedJob, overrides: Sequence[str], trusted: Sequence[str] | None = None
 ) -> Scoring:
     """The `post` steps and the group `score` of a job, with what the user gives in their place:
-    arguments
-    `post=…`, `score.KEY=…`, and `+experiment=NAME`, which takes both from a ready job.
+    arguments `post=…`, `score.KEY=…`, and `+experiment=NAME`, which takes both from a ready job.
 
     `trusted` is what the user has given as `--trust`; None where no step runs.
 

@@ -36,12 +36,9 @@ def arrow_type(schema: Any) -> pa.DataType:
     an optional property is absent or a value is null.
 
     An object has no other properties than `properties`, whatever the schema says, because a
-    constrained
-    row writes no others. An integer without bounds becomes int64, and `ParsedColumn` makes null of
-    a
-    value that is too large. Recursive schemas, values of several types and integers that are
-    bounded
-    beyond 64 bits are `Inexact`.
+    constrained row writes no others. An integer without bounds becomes int64, and `ParsedColumn`
+    makes null of a value that is too large. Recursive schemas, values of several types and integers
+    that are bounded beyond 64 bits are `Inexact`.
     """
     return _Typing(schema).type(schema, "", ())
 

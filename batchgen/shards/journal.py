@@ -8,8 +8,7 @@ unbuffered write, so that it survives `kill -9` from then on. Every `SYNC_SECOND
 what is new safe, so that the loss of the machine costs at most the rows that finished since: files
 in a folder are fsynced; those for an object store, where nothing can be appended, are ended and
 uploaded, and the worker goes on in `part-00003.0001.2.journal`. A reader leaves out an end that
-does
-not match its length or checksum; no later worker appends to such a file.
+does not match its length or checksum; no later worker appends to such a file.
 """
 
 import os

@@ -65,9 +65,7 @@ _SATISFIED = (
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
     """One sample of one row that is finished, with the `fields` that are copied from the data set.
-    A
-    row
-    that never reached the engine has an `error` instead of an `output`."""
+    A row that never reached the engine has an `error` instead of an `output`."""
 
     row_id: str
     row_index: int

@@ -29,25 +29,18 @@ class OutputWriter:
     """Writes the shards of a job, of which other workers may write some at the same time.
 
     Shard k holds all samples of the input rows from k·rows_per_shard up to (k+1)·rows_per_shard.
-    Rows go
-    to the journal as they finish. When the last sample of a shard is there, a thread makes the
-    shard
-    from its journal files, which do not change any more. Memory holds one flag for each sample of
-    the
-    shards that are not complete.
+    Rows go to the journal as they finish. When the last sample of a shard is there, a thread makes
+    the shard from its journal files, which do not change any more. Memory holds one flag for each
+    sample of the shards that are not complete.
 
     A job can grow. Then a published shard lacks rows or samples, or has errors that are computed
-    again;
-    the new rows go to the journal too, and a shard made of both replaces the old one. A row that is
-    there
-    more than once counts as it was written last, so a journal that a kill left beside its shard
-    does no
-    harm.
+    again; the new rows go to the journal too, and a shard made of both replaces the old one. A row
+    that is there more than once counts as it was written last, so a journal that a kill left beside
+    its shard does no harm.
 
     Workers share the journal's folder, where each has files of its own. `take` reads what all of
-    them
-    have written of a shard, `absorb` what they have written since, and `drop` forgets a shard that
-    another worker has published. Which worker does which shard is not decided here.
+    them have written of a shard, `absorb` what they have written since, and `drop` forgets a shard
+    that another worker has published. Which worker does which shard is not decided here.
 
     Attributes:
         resumed: how many samples of rows need no computing, because earlier attempts wrote them.
@@ -173,9 +166,7 @@ class OutputWriter:
 
     def take(self, number: int) -> None:
         """Find out what all workers have finished of a shard that is to be completed now. If
-        another
-        worker
-        publishes it meanwhile, it is not open afterwards."""
+        another worker publishes it meanwhile, it is not open afterwards."""
         self._dropped.discard(number)
         self._journal.refresh()
         try:

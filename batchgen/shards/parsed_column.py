@@ -56,8 +56,7 @@ class ParsedColumn:
         """The column's value for each row.
 
         It is null where the row has no complete JSON, or a value that does not fit its Arrow type,
-        such as an
-        integer of more than 64 bits or half a surrogate pair.
+        such as an integer of more than 64 bits or half a surrogate pair.
         """
         fit = _fit(self.type) if self.typed else None
         return pa.array([self._value(output, fit) for output in outputs], self.type)
@@ -77,8 +76,7 @@ class ParsedColumn:
 
 def _fit(type: pa.DataType) -> _Fit:
     """A function that returns a JSON value as the type holds it, or raises _Misfit. Arrow itself
-    would
-    refuse the whole batch, round the value, or drop a part of it."""
+    would refuse the whole batch, round the value, or drop a part of it."""
     if pa.types.is_struct(type):
         fits = {field.name: _fit(field.type) for field in type}
         return lambda value: None if value is None else _struct(value, fits)

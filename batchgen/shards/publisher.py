@@ -22,8 +22,7 @@ is there already, and it is only noted that nothing is left to do."""
 
 class Publisher:
     """Publishes, in a thread, the shards that one worker has completed. If `exact`, a row that was
-    computed
-    twice must have equal bits."""
+    computed twice must have equal bits."""
 
     def __init__(
         self,
@@ -54,8 +53,7 @@ class Publisher:
         """Publish soon a shard with `rows` output rows in journal files.
 
         If it `replaces` an older one, rows of that stay unless they are in the files. A shard that
-        another
-        worker has published meanwhile is whole, and is not merged.
+        another worker has published meanwhile is whole, and is not merged.
         """
         self._publishing.append(self._thread.submit(self._publish, number, files, rows, replaces))
 

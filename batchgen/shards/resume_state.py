@@ -12,8 +12,7 @@ from batchgen.shards.shard_files import Extent
 @dataclass(frozen=True)
 class ResumeState:
     """What the session's first worker found: the extents of published shards and the number of
-    finished
-    output rows. The other workers read it instead of all shards and journals."""
+    finished output rows. The other workers read it instead of all shards and journals."""
 
     extents: Mapping[int, Extent]
     rows: int

@@ -53,9 +53,9 @@ def write_shard(
     number.
 
     The file is written and fsynced under the `temporary` name, so that it can be renamed as a
-    whole. It
-    has row groups of about ROW_GROUP_BYTES, one at a time in memory, because the batches are
-    memory-mapped. Its bytes depend on the rows alone, not on how these are spread over the batches.
+    whole. It has row groups of about ROW_GROUP_BYTES, one at a time in memory, because the batches
+    are memory-mapped. Its bytes depend on the rows alone, not on how these are spread over the
+    batches.
     """
     try:
         with pq.ParquetWriter(

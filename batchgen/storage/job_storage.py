@@ -46,8 +46,7 @@ class Store(Protocol):
         """Write from now on only as long as the workers' session has this content.
 
         By this a worker that stood still learns that others have taken the folder since, where
-        there is no
-        lock that the system drops with a process.
+        there is no lock that the system drops with a process.
         """
         ...
 
@@ -81,9 +80,8 @@ class Storage(Protocol):
     """Keeps the files of a job's folder.
 
     Files are named by their paths in a working folder of this machine. New files are written there,
-    and
-    others can be read there once they were downloaded. Methods that write raise JobError if they
-    cannot.
+    and others can be read there once they were downloaded. Methods that write raise JobError if
+    they cannot.
 
     Attributes:
         path: the working folder.
@@ -118,9 +116,7 @@ class Storage(Protocol):
 
     def write(self, path: Path, text: str) -> None:
         """Make a small file whole, over one that may be there. A worker, which has a `store`,
-        writes
-        nothing
-        if others have completed the job."""
+        writes nothing if others have completed the job."""
         ...
 
     def mark(self, path: Path) -> None:
@@ -161,15 +157,13 @@ class Storage(Protocol):
         """Have all that is finished in the working folder, for what reads and adds files there.
 
         At the end of the body, what it added or changed becomes the job's. Unless it is `needed`,
-        nothing
-        is done.
+        nothing is done.
         """
         ...
 
     def store(self, owner: str, *, joins: bool) -> Store:
         """What the workers agree through. `owner` is a text that no other worker has; if no worker
-        `joins`,
-        the folders of workers are made."""
+        `joins`, the folders of workers are made."""
         ...
 
     def lock(self, wait: float) -> Lock:

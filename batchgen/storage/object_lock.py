@@ -23,23 +23,18 @@ class ObjectLock:
     """A lock whose exclusive holders each make one object, `.locks/0003.json`.
 
     An exclusive holder rewrites its object again and again, until it shares the lock or gives it
-    back.
-    From then on the heartbeats of the workers tell whether the lock is held. When all workers are
-    dead,
-    the next holder makes the object of the next number.
+    back. From then on the heartbeats of the workers tell whether the lock is held. When all workers
+    are dead, the next holder makes the object of the next number.
 
     Two processes can come at once: one takes the lock because all workers are dead, the other joins
     because a worker seemed to live. The first makes its object and then looks for workers; the
-    second
-    becomes a worker and then looks for the object (`confirm`). So one of them sees the other, and
-    it is
-    always the second that gives way.
+    second becomes a worker and then looks for the object (`confirm`). So one of them sees the
+    other, and it is always the second that gives way.
     """
 
     def __init__(self, store: ObjectStore, config: WorkersConfig, wait: float) -> None:
         """Take the lock exclusively, or share it if workers live, waiting up to `wait` seconds;
-        ConfigError if
-        it stays taken."""
+        ConfigError if it stays taken."""
         self._store = store
         self._config = config
         self._watch = FailureDetector(config.stale_after, time.monotonic, is_gone)

@@ -38,10 +38,8 @@ class ObjectStorage:
 
     Rows go to journal files in the working folder. Every SYNC_SECONDS those with new rows are ended
     and uploaded by a thread, and the first rows of a shard at once. So a worker that dies costs the
-    rows
-    of its last SYNC_SECONDS. Shards are uploaded when they are published, and read in parts where
-    they
-    are, unless all is fetched (`local_copy`).
+    rows of its last SYNC_SECONDS. Shards are uploaded when they are published, and read in parts
+    where they are, unless all is fetched (`local_copy`).
     """
 
     def __init__(self, store: ObjectStore, config: WorkersConfig) -> None:

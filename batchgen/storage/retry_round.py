@@ -17,13 +17,10 @@ class RetryRound:
     """A round of `output.retry_errors=true`, in which each error row is computed again once.
 
     The round lasts until the job is complete, across kills. It is kept in the journal's folder as
-    empty
-    files. `part-00003.0006.retry` says that the error rows of shard 3 from before attempt 6 are to
-    be
-    computed again; it is deleted just before the shard is published with its new rows. `retry`,
-    written
-    last when a round begins, says that every shard with errors has such a file, and makes it
-    `is_open`.
+    empty files. `part-00003.0006.retry` says that the error rows of shard 3 from before attempt 6
+    are to be computed again; it is deleted just before the shard is published with its new rows.
+    `retry`, written last when a round begins, says that every shard with errors has such a file,
+    and makes it `is_open`.
     """
 
     def __init__(self, journal: Path, storage: Storage | None = None) -> None:

@@ -26,9 +26,7 @@ _CHUNK = 10 << 20
 
 def json_features(files: Sequence[Path], cache: Path) -> Features | None:
     """What the columns of files of JSON lines hold, as datasets infers it from their first rows,
-    but
-    with
-    text where datasets takes text for a date; None if it cannot tell."""
+    but with text where datasets takes text for a date; None if it cannot tell."""
     known = {field.name for field in dataclasses.fields(JsonConfig)}
     # Newer versions of datasets make other rows of what looks like the log of a coding agent.
     options = {"parse_agent_traces": False} if "parse_agent_traces" in known else {}
@@ -55,9 +53,7 @@ def _without_dates(feature: Any) -> Any:
 
 def json_tables(file: Path, features: Features) -> Iterator[pa.Table]:
     """The rows of a file of JSON lines with these features; a row that does not fit raises
-    ValueError,
-    as
-    pyarrow's errors are."""
+    ValueError, as pyarrow's errors are."""
     mixed = Features({name: kind for name, kind in features.items() if _has_json(kind)})
     plain = {name: _json_as_text(kind) for name, kind in features.items()}
     schema = Features(plain).arrow_schema

@@ -33,9 +33,7 @@ def file_builder(
     kind: str, files: Sequence[Path], config: DatasetConfig, split: str, cache: Path
 ) -> DatasetBuilder:
     """What reads the rows of files of one format, in the order of the files; `cache` is a folder
-    for
-    these
-    files, read in this way."""
+    for these files, read in this way."""
     parts = list(files)
     if config.encoding is not None and not is_utf8(config.encoding):
         parts = [as_utf8(file, config.encoding, cache, i) for i, file in enumerate(parts)]

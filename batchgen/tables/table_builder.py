@@ -12,9 +12,7 @@ import pyarrow as pa
 
 class TableBuilder(datasets.ArrowBasedBuilder):  # type: ignore[misc]
     """A split of rows that come as Arrow tables from `read`. Unless they are streamed, datasets
-    keeps
-    them
-    in the folder `cache`, which belongs to these very rows."""
+    keeps them in the folder `cache`, which belongs to these very rows."""
 
     def __init__(self, read: Callable[[], Iterator[pa.Table]], split: str, cache: str) -> None:
         self._read_tables, self._split = read, split

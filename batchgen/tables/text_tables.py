@@ -38,11 +38,9 @@ class CsvReader:
     """Reads CSV files, which all have the same header.
 
     A cell is the text between its delimiters, with the spaces that it has there; in quotes it may
-    hold
-    delimiters and line breaks. An empty cell is empty text, or null in a column that `types` gives
-    another Arrow type than string. Lines with nothing on them are left out. A column without a name
-    gets
-    one from its place, such as `Unnamed: 0`.
+    hold delimiters and line breaks. An empty cell is empty text, or null in a column that `types`
+    gives another Arrow type than string. Lines with nothing on them are left out. A column without
+    a name gets one from its place, such as `Unnamed: 0`.
     """
 
     def __init__(self, delimiter: str, types: Mapping[str, str]) -> None:
@@ -54,10 +52,8 @@ class CsvReader:
 
         Raises:
             ConfigError: a row has more or fewer cells than the header, a quote is never closed, a
-                cell is not
-                of its type, the header differs from that of the file before, or the file is not
-                UTF-8. The
-                message names the line.
+                cell is not of its type, the header differs from that of the file before, or the
+                file is not UTF-8. The message names the line.
         """
         with _lines(file, newline="") as lines:
             reader = csv.reader(chain(lines, [_END]), delimiter=self._delimiter)

@@ -37,8 +37,7 @@ class TemplateLimit(TemplateError):
 
 class _Budget(threading.local):
     """What is left to the render of this thread: characters, and time by two clocks. Outside of a
-    render
-    nothing is bounded."""
+    render nothing is bounded."""
 
     rendering = False
     left = MOST_CHARACTERS
@@ -96,8 +95,7 @@ def size(value: Any) -> int:
     """About how many characters a value prints, or a step for each of its items.
 
     Raises TemplateLimit beyond the bounds: lists that hold one list many times can be as large as
-    that in
-    little memory.
+    that in little memory.
     """
     if isinstance(value, str):
         return len(value)

@@ -19,8 +19,7 @@ class DigestCache:
     """Remembers digests by a file's path, inode, size and times of change.
 
     Each digest has a small file, so that jobs do not disturb each other. A damaged entry, or a
-    cache
-    folder that cannot be used, means that files are read again.
+    cache folder that cannot be used, means that files are read again.
     """
 
     def __init__(self) -> None:

@@ -15,8 +15,7 @@ the model's file is wanted, and not the packages that it needs to run that file.
 
 def find_in_package(path: str, what: str) -> Path:
     """The file or folder that `package://PACKAGE/PATH` names; the package is not imported. Messages
-    begin
-    with `what` the path is for."""
+    begin with `what` the path is for."""
     package, _, name = path.removeprefix(PACKAGE_SCHEME).partition("/")
     if not package.isidentifier() or not name:
         raise ConfigError(f"{what} {path}: give {PACKAGE_SCHEME}PACKAGE/PATH")

@@ -46,9 +46,8 @@ def user_path(given: str | os.PathLike[str], key: str) -> Path:
     """The absolute path that a user means for a key or argument.
 
     A leading `~` or `~name` is a home folder, as in a shell, and a relative path begins at the
-    working
-    directory. Trailing slashes, `.` and `..` are taken out; links and globs stay as they are
-    written.
+    working directory. Trailing slashes, `.` and `..` are taken out; links and globs stay as they
+    are written.
 
     Raises:
         ConfigError: the path is empty, names an unknown user, or holds a null character.
@@ -70,9 +69,7 @@ def user_path(given: str | os.PathLike[str], key: str) -> Path:
 
 def short_user_path(given: str | os.PathLike[str], key: str) -> Path:
     """`user_path`, but a relative path stays relative, so that configurations and messages show it
-    as
-    it was
-    typed. No job changes the working directory."""
+    as it was typed. No job changes the working directory."""
     path = user_path(given, key)
     short = os.path.normpath(given)
     # pyarrow reads a leading ~ (of ./~/x) as the home folder, and a colon as the mark of a URL.

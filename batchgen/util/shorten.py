@@ -52,8 +52,7 @@ def wrapped(text: str, width: int, most: int | None = None) -> list[str]:
     two.
 
     Lines are broken between words, and words only where they are longer than a line. The text's
-    newlines
-    stay. The last of `most` lines ends with `…` if there is more.
+    newlines stay. The last of `most` lines ends with `…` if there is more.
     """
     lines: list[str] = []
     for line in visible(text).expandtabs(4).split("\n"):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 def temporary_name(path: Path) -> Path:
     """A new name beside a file or folder, for writing before a rename, or renaming before deletion.
-    Each
-    process and thread gets its own; `delete_temporaries` deletes what killed processes left."""
+    Each process and thread gets its own; `delete_temporaries` deletes what killed processes
+    left."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 

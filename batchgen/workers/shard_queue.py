@@ -22,8 +22,7 @@ class ShardQueue:
     It takes a shard when the one before has no more rows. It gives None where there is nothing to
     begin for now, because other workers do what is left, or because a shard has to wait until no
     row is in flight; and it ends when all shards are finished. The caller sets `in_flight`, the
-    number
-    of rows that are begun and not finished.
+    number of rows that are begun and not finished.
     """
 
     def __init__(
@@ -70,8 +69,7 @@ class ShardQueue:
 
     def is_over(self) -> bool:
         """Whether all shards are finished, whatever is in flight still. Now and then this looks at
-        what the
-        other workers have done, unless this worker waits, which looks at every request."""
+        what the other workers have done, unless this worker waits, which looks at every request."""
         if not self._waits and self._worker.is_time_to_look():
             self.look()
         self._sweep()

@@ -37,9 +37,7 @@ How = Literal["complete", "stopped", "failed"]
 
 class Worker:
     """A worker: its number, its heartbeat, its leases, and what it sees of the others. `session` is
-    a
-    text
-    that it shares with the workers beside which it runs."""
+    a text that it shares with the workers beside which it runs."""
 
     def __init__(
         self,

@@ -74,8 +74,8 @@ def process(
 
     The options apply in this order: penalties, the ban of stop ids before min_new_tokens (unless it
     leaves no token), the mask, temperature, top-k, top-p, min-p. The filters come after the mask so
-    that they choose among allowed tokens. `positions` [R] belong to the tokens to be sampled. A
-    row is -inf everywhere only if its logits were or the mask left nothing. May return the logits
+    that they choose among allowed tokens. `positions` [R] belong to the tokens to be sampled. A row
+    is -inf everywhere only if its logits were or the mask left nothing. May return the logits
     themselves.
     """
     left, _ = _exclude(logits, sampling, positions, mask)

@@ -12,8 +12,8 @@
     python scripts/bench/bench_engine.py tensor-parallel [--parts sums,dense,experts]
 
 All modes take random weights, in bfloat16 on a GPU, or in FP8 with `--quantization fp8`, and in
-float32 on a CPU. Prompts are random, and EOS is ignored. Every mode writes its figures with
-`--json PATH`.
+float32 on a CPU. Prompts are random, and EOS is ignored. Every mode writes its figures with `--json
+PATH`.
 """
 
 from __future__ import annotations

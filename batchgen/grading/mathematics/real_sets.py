@@ -120,9 +120,7 @@ def bound(node: Node) -> Any:
 
 def set_of(node: Node, only_sets: bool = True) -> Pieces:
     """The set of real numbers that an answer says, or NotRead. With `only_sets` relations are
-    refused,
-    which
-    say what is in a set but are none."""
+    refused, which say what is in a set but are none."""
     if isinstance(node, Group):
         if node.opening == "{set":
             return union(interval(at, at, True, True) for at in map(bound, node.items))

@@ -703,8 +703,8 @@ def test_a_preempted_row_of_a_last_wave_keeps_its_turn(depth: int) -> None:
 
 
 def steps_by_chunks(loop: Loop, rows: list[Row]) -> int:
-    """Until the last of the rows has ended, if each step prefills as much as it may, longest
-    rows first.
+    """Until the last of the rows has ended, if each step prefills as much as it may, longest rows
+    first.
     """
     left = [row.seq.num_tokens for row in rows]
     lengths = [row.seq.stop.max_new_tokens for row in rows]

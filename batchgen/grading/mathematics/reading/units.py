@@ -98,8 +98,7 @@ Unit = tuple[str, Fraction]
 
 def unit_of(words: list[str]) -> Unit | None:
     """The unit that words say, such as `square cm`, `m / s`, `km per hour` or `cm ^ 2`: its factors
-    with
-    their powers, in order (`m s^-1`); empty for `units`; None if a word is no unit."""
+    with their powers, in order (`m s^-1`); empty for `units`; None if a word is no unit."""
     words = [part for word in words for part in _SHORTHANDS.get(word, _chinese(word))]
     factors: list[tuple[str, int]] = []
     sign, coming, at = 1, 1, 0
