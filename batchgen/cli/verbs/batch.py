@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser("batch", _ABOUT)
     parser.add_argument("given", metavar="IN", help="the batch file: {custom_id, url, body} a line")
     parser.add_argument("results", metavar="OUT", help="the file of result lines")
-    parser.add_argument("keys", metavar="KEY=VALUE", nargs="*", help="keys of the job")
+    parser.add_argument("keys", metavar="KEY=VALUE", nargs="*", default=[], help="keys of the job")
     asked = parser.parse_args(arguments)
     from batchgen.batch_files.batch_job import (
         BatchPaths,
