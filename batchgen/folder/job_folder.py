@@ -5,7 +5,7 @@ import errno
 import itertools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -23,6 +23,14 @@ from batchgen.util.temporary import delete_temporaries, is_temporary_of
 
 MIN_FREE_BYTES = 32 * 2**20
 _WITH_SHARDS = (DATA, "grades")
+
+
+class DifferentJob(ConfigError):
+    """A folder holds rows of another job; `differences` are lines that say in what it differs."""
+
+    def __init__(self, message: str, differences: Sequence[str]) -> None:
+        super().__init__(message)
+        self.differences = differences
 
 
 class JobFolder:
@@ -289,10 +297,11 @@ def refuse_other_job(
     """
     differences = found.differences(asked, digests, changed_row)
     if differences and not overwrite and has_rows(storage):
-        raise ConfigError(
+        raise DifferentJob(
             f"output.dir={storage.shown} holds the output of a different job:\n  "
             + "\n  ".join(differences)
-            + "\nuse another output.dir, or output.overwrite=true to delete that output"
+            + "\nuse another output.dir, or output.overwrite=true to delete that output",
+            differences,
         )
     return differences
 

@@ -189,6 +189,7 @@ class Metrics:
         in_flight: how many rows run in the engine, without waiting ones.
         was_complete: whether an earlier attempt completed the job.
         score: what the job's marks come to; None without marks.
+        funnel: how many answers of other jobs each choice among them has left, if it reads any.
         predicted: what this attempt was expected to take (`Forecast.summary`).
         timeline: how the job went on over time; of workers beside each other it has only this one.
     """
@@ -217,6 +218,7 @@ class Metrics:
         self._earlier: list[dict[str, Any]] = []
         self.was_complete = False
         self.score: Mapping[str, Any] | None = None
+        self.funnel: Sequence[tuple[str, int]] = ()
         self.predicted: Mapping[str, Any] | None = None
         self.timeline = Timeline(rows=rows_resumed)
         if (content := self._storage.read(path)) is not None:
@@ -276,6 +278,8 @@ class Metrics:
         summary["tokens_per_s"] = round(tokens / max(summary["generate_s"], 1e-3), 1)
         if self.score is not None:
             summary["score"] = self.score
+        if self.funnel:
+            summary["funnel"] = self.funnel
         if self.predicted is not None:
             names = ("wall_s", "start_s", "prompt_tokens", "generated_tokens")
             summary["predicted"] = self.predicted

@@ -133,9 +133,15 @@ class Generation:
         self._window = 2 * engine.max_num_seqs
         self._in_flight: dict[str, _Request] = {}
 
-    def run(self, todo: ShardQueue, signals: StopSignals, progress: Progress) -> bool:
+    def run(
+        self,
+        todo: ShardQueue,
+        signals: StopSignals,
+        progress: Progress,
+        watch: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Generate until all rows are written, by this worker or others; False if a signal came
-        first."""
+        first. `watch` is called now and then, and may end the job with an error."""
         requests = self._requests(todo)
         started = time.monotonic()
         while not todo.is_over():
@@ -159,6 +165,7 @@ class Generation:
             if self._metrics.due():
                 self._save_metrics()
                 progress.set_others(self._metrics.others, self._metrics.attempt.worker)
+                watch()
             if progress.due():
                 progress.show(self._engine.generated_tokens, self._engine.running_lengths)
             if signals.received is not None:

@@ -50,6 +50,9 @@ class JobParts:
         decode_all: the text with special tokens, to show single tokens.
         close: ends what works in the background.
         predict: what an attempt will take, from its engine, its answers and its seconds so far.
+        title: what the bar begins with; empty for a job by itself.
+        watch: is called every few seconds while rows are computed; an error that it raises ends the
+            job.
     """
 
     source: Source
@@ -68,6 +71,8 @@ class JobParts:
     decode_all: Callable[[list[int]], str] | None = None
     close: Callable[[], None] = lambda: None
     predict: Callable[[Engine, int, float], Forecast | None] = lambda *_: None
+    title: str = ""
+    watch: Callable[[], None] = lambda: None
 
     @property
     def counts(self) -> Sequence[RowCount]:
@@ -100,7 +105,7 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         strategy=opened.strategy,
         answer=None if opened.answer is None else opened.answer.token_ids,
         choices=_choices(config, opened),
-        **({} if opened.reasoning is None else {"split": opened.reasoning.split}),
+        split=(lambda o: (o, None)) if opened.reasoning is None else opened.reasoning.split,
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),
         close=partial(_close, opened),

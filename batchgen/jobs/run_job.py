@@ -119,6 +119,7 @@ class _Attempt:
             return already_complete(config, self._parts, folder, self._signals)
         num_rows = self._parts.source.num_rows
         metrics.attempt.rows_total = None if num_rows is None else num_rows * config.sampling.n
+        metrics.funnel = [(left.choice, left.rows) for left in data_of(self._parts.source).funnel]
         begins = folder.exclusive and not is_done
         if begins:
             folder.storage.write(folder.path / "README.md", unfinished_card(self._shown))
@@ -165,10 +166,11 @@ class _Attempt:
             resumed_errors=metrics.tally.totals.error_rows,
             longest=self._longest(),
             expected=expected,
+            title=parts.title,
         )
         metrics.begin()
         with closing(engine), shown as progress:
-            if not generation.run(self._todo, self._signals, progress):
+            if not generation.run(self._todo, self._signals, progress, parts.watch):
                 return self._stopped()
         return None
 
