@@ -67,7 +67,7 @@ def _run(
     that have ended."""
     results: dict[str, JobResult] = {}
     while running:
-        idle = list[float]()
+        idle: list[float] = []
         for name, turns in list(running.items()):
             try:
                 idle.append(next(turns))

@@ -72,7 +72,7 @@ def test_an_error_of_one_job_stops_the_others_cleanly(jobs: list[FakeJob]) -> No
         def passthrough(self, row: Any) -> dict[str, Any]:
             if row.index == 20:
                 raise OSError("the disk is away")
-            return row.fields
+            return dict(row.fields)
 
     source = Source(70)
     given = {
