@@ -78,6 +78,7 @@ BATCHGEN = {
     "forecast": "how long a job will take",
     "workers": "which worker computes which shard",
     "jobs": "a job from its first row to its last",
+    "sharing": "several jobs in one engine",
     "launchers": "workers on this machine, on Ray, on Slurm",
     "python": "the calls of Python programs",
     "plugins": "models of evaluation harnesses, which this engine serves",
