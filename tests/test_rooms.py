@@ -25,6 +25,7 @@ ENGINE = {
     "caches": "what layers keep between forwards",
     "parallel": "several ranks that compute one model",
     "layers": "linear layers, norms, embeddings, rotary positions, slots for weights",
+    "layers/vision": "the tower that makes features of images",
     "layers/feed_forward": "MLP and mixture of experts",
     "layers/mixers": "attention and recurrences",
     "models": "what all models share, and their registry",
