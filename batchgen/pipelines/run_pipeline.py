@@ -37,7 +37,7 @@ def run_pipeline(pipeline: Pipeline) -> PipelineResult:
             error.add_note(funnel_table(counts(opened)))
             raise
         last = results[-1]
-        if last.stopped_by is not None:
+        if last.stopped_by is not None or last.is_spent:
             return PipelineResult(last.exit_code, last.stopped_by, last.message)
         lines = [funnel_table(counts(opened)), *make_exports(opened)]
         lines += push_all(opened, lambda line: print(line, file=sys.stderr))

@@ -18,7 +18,8 @@ from batchgen.util.errors import ConfigError, JobError
 
 
 def run_steps(opened: OpenPipeline) -> list[JobResult]:
-    """Run the steps one after the other, until one is stopped by a signal; returns how each ended.
+    """Run the steps one after the other, until one is stopped by a signal or has spent its budget;
+    returns how each ended.
 
     Raises:
         ConfigError: there is a mistake in a step. Those before it are complete.
@@ -28,7 +29,7 @@ def run_steps(opened: OpenPipeline) -> list[JobResult]:
     for name in opened.pipeline.steps:
         result = _run(opened, name)
         results.append(result)
-        if result.stopped_by is not None:
+        if result.stopped_by is not None or result.is_spent:
             break
     return results
 
@@ -68,6 +69,6 @@ def _run_version(opened: OpenPipeline, name: str) -> JobResult:
         watch = ErrorWatch(name, storage, opened.pipeline.most_errors)
         parts = replace(job_parts(config), title=name, watch=watch.look)
         result = run_job(config, parts)
-        if result.stopped_by is None:
+        if result.stopped_by is None and not result.is_spent:
             watch.look()
     return result
