@@ -75,6 +75,7 @@ BATCHGEN = {
     "report": "report.html",
     "forecast": "how long a job will take",
     "workers": "which worker computes which shard",
+    "waves": "further samples of a row, until enough are valid",
     "jobs": "a job from its first row to its last",
     "launchers": "workers on this machine, on Ray, on Slurm",
     "python": "the calls of Python programs",
