@@ -95,7 +95,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         return value
     if origin is tuple:
         return _tuple(value, args, key)
-    if dataclasses.is_dataclass(origin):
+    if isinstance(origin, type) and dataclasses.is_dataclass(origin):
         return build(origin, _mapping(value, str, Any, key), key)
     if any(origin is kind for kind in _LISTS) and len(args) <= 1:
         return _list(value, args[0] if args else Any, key)

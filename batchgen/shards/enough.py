@@ -1,6 +1,6 @@
 """When a row has enough samples, in jobs with `sampling.until`, and which of them it keeps.
 
-A row keeps the samples 0…m, where m is the first of these: the sample with which `valid` samples are
+A row keeps the samples 0…m, where m is the first of these: the sample that makes `valid` samples
 valid, the `most`-th sample, or one with an error from before the engine, which all samples of the
 row would have. What was computed beyond m is no part of the result, so that this depends on the
 samples alone and not on which of them ran.
@@ -130,9 +130,9 @@ class KeptRows:
         starts = np.flatnonzero(first)
         group = np.cumsum(first) - 1
         so_far = np.cumsum(valid)
-        before = (so_far - valid)[starts][group]
+        before: Ints = (so_far - valid)[starts][group]
         ends = (so_far - before >= enough.valid) | failed
-        earlier = np.cumsum(ends) - ends
+        earlier: Ints = np.cumsum(ends) - ends
         self.places: Ints = np.flatnonzero(earlier == earlier[starts][group])
         kept = group[self.places]
         sizes = np.bincount(kept, minlength=len(starts))

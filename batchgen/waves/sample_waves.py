@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class EverySample:
-    """All samples of a row are begun at once, and are finished once the engine has finished them."""
+    """All samples of a row are begun at once, and are finished when the engine says so."""
 
     pending = 0
     """How many samples the engine has finished and `finished` has not."""

@@ -101,7 +101,7 @@ def every_sample(job: FakeJob, out: Path) -> list[Row]:
 
 def is_marked(row: Row, one_of: int = 3) -> bool:
     """What `MARKED` is for a row, found without grades."""
-    total = sum(map(int, row["text"].split())) + row["number"]
+    total: int = sum(map(int, row["text"].split())) + row["number"]
     return total % 11 != 10 and total % one_of == 0
 
 
