@@ -35,7 +35,7 @@ class SamplesPerRow(NamedTuple):
 def samples_per_row(
     sampling: SamplingConfig, measured: MeasuredSamples | None = None
 ) -> SamplesPerRow:
-    """The samples of a row: `sampling.n`, or with `sampling.until` what was `measured`, and anything
+    """The samples of a row: `sampling.n`; with `sampling.until` as `measured`, and anything that is
     possible where nothing was."""
     until = sampling.until
     if until is None:
