@@ -17,6 +17,7 @@ MOST_FILES, MOST_TESTS = 12, 20
 
 ENGINE = {
     "base": "what steps put out, the engine's options, memory and copies of the device",
+    "images": "pictures of rows, and what the engine knows of them",
     "constraint/regex": "regular expressions as the grammar library reads them",
     "constraint/json_schema": "JSON Schema as the grammar library reads it",
     "constraint": "what a row's text must be, compiled and matched",
@@ -24,6 +25,7 @@ ENGINE = {
     "caches": "what layers keep between forwards",
     "parallel": "several ranks that compute one model",
     "layers": "linear layers, norms, embeddings, rotary positions, slots for weights",
+    "layers/vision": "the tower that makes features of images",
     "layers/feed_forward": "MLP and mixture of experts",
     "layers/mixers": "attention and recurrences",
     "models": "what all models share, and their registry",
@@ -76,7 +78,9 @@ BATCHGEN = {
     "forecast": "how long a job will take",
     "workers": "which worker computes which shard",
     "waves": "further samples of a row, until enough are valid",
+    "budget": "what a job may use, and has used",
     "jobs": "a job from its first row to its last",
+    "sharing": "several jobs in one engine",
     "launchers": "workers on this machine, on Ray, on Slurm",
     "python": "the calls of Python programs",
     "plugins": "models of evaluation harnesses, which this engine serves",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.budget.spending import Spending
 from batchgen.config.job_config import JobConfig
 from batchgen.dataset.seed_stream import stream_of, stream_seed
 from batchgen.dataset.source import Row, Source
@@ -20,6 +21,7 @@ from batchgen.jobs.choice_scores import ChoiceScorer, TakesRequests
 from batchgen.jobs.fail_fast import FailFast
 from batchgen.jobs.progress import Progress
 from batchgen.jobs.row_request import RowRequest
+from batchgen.jobs.turns import Turns
 from batchgen.shards.output_schema import FinishedRow
 from batchgen.shards.output_writer import OutputWriter
 from batchgen.util.signals import StopSignals
@@ -116,6 +118,7 @@ class Generation:
         writer: OutputWriter,
         metrics: Metrics,
         waves: EverySample,
+        spending: Spending,
     ) -> None:
         """Prepare to run rows. `request` says what the requests of a row ask for, or raises
         RequestError; `split` takes the thoughts out of an output's text; `waves` says which samples
@@ -127,6 +130,7 @@ class Generation:
         self._writer = writer
         self._waves = waves
         self._metrics = metrics
+        self._spending = spending
         self._engine = engine
         self._requested = ChoiceScorer(engine, config.scores_choices)
         stops = config.output.on_all_errors == "stop"
@@ -136,15 +140,16 @@ class Generation:
         self._window = 2 * engine.max_num_seqs
         self._in_flight: dict[str, _Request] = {}
 
-    def run(self, todo: ShardQueue, signals: StopSignals, progress: Progress) -> bool:
+    def turns(self, todo: ShardQueue, signals: StopSignals, progress: Progress) -> Turns[bool]:
         """Generate until all rows are written, by this worker or others; False if a signal came
-        first."""
+        first, or the budget was spent."""
         requests = self._requests(todo)
         started = time.monotonic()
         while not todo.is_over():
             todo.in_flight = len(self._in_flight) + self._waves.pending
             finished = [] if self._first.wait else self._refill(requests)
             if self._in_flight:
+                yield 0.0
                 for output in self._requested.step():
                     request = self._in_flight.pop(output.request_id)
                     output, thoughts = self._split(output)
@@ -153,7 +158,7 @@ class Generation:
                 if held := self._first.ended(self._writer.num_rows):
                     self._write(held, progress)
                 else:  # other workers do what is left
-                    time.sleep(_IDLE_SECONDS)
+                    yield _IDLE_SECONDS
             passed = self._first.passed(finished, len(self._in_flight))
             self._write(self._waves.finished(passed), progress)
             seconds = time.monotonic() - started
@@ -165,7 +170,7 @@ class Generation:
                 progress.set_others(self._metrics.others, self._metrics.attempt.worker)
             if progress.due():
                 progress.show(self._engine.generated_tokens, self._engine.running_lengths)
-            if signals.received is not None:
+            if signals.received is not None or self._spending.is_spent:
                 self._write(self._waves.rest(), progress)
                 self._save_metrics()
                 return False
