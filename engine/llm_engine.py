@@ -273,13 +273,14 @@ class LLMEngine:
         self._costs = StepCosts(timer, self.max_num_seqs)
 
     def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
-        """Return the seconds of the device that requests took, by their ids, each once: requests
-        that have ended, and whose last step was read. With `wait` it waits for all steps that were
-        launched, so that no seconds are left of requests that have ended."""
+        """Return the seconds of the device that requests took, by their ids, of those that have
+        ended and whose last step was read. With `wait` it waits for all steps that were launched,
+        and tells of requests that have not ended what they took so far; what they take from then on
+        comes later."""
         assert self._costs is not None
         if wait:
             self._costs.share(leave=0)
-        return self._costs.take()
+        return self._costs.take(running=wait)
 
     @property
     def is_usable(self) -> bool:

@@ -81,14 +81,18 @@ class StepCosts:
         if account is not None:  # else no step has computed it
             self._ended.append((self._shared + len(self._steps), request_id, account))
 
-    def take(self) -> list[tuple[str, float]]:
-        """Return the costs that are final, in seconds, by request, and forget them."""
+    def take(self, *, running: bool = False) -> list[tuple[str, float]]:
+        """Return costs in seconds by request, and forget them: those that are final, and with
+        `running` what requests took so far that have not ended."""
         found: list[tuple[str, float]] = []
         while self._ended and self._ended[0][0] <= self._shared:
             _, request_id, account = self._ended.popleft()
             found.append((request_id, float(self._seconds[account])))
             self._seconds[account] = 0.0
             self._free.append(account)
+        for request_id, account in self._accounts.items() if running else ():
+            found.append((request_id, float(self._seconds[account])))
+            self._seconds[account] = 0.0
         return found
 
     def _account(self, seq: Sequence) -> int:

@@ -51,6 +51,7 @@ BATCHGEN = {
     "leases": "how processes that share a folder or a bucket agree",
     "storage": "a job's folder on a disk or in an object store",
     "shards": "rows in journals and Parquet files",
+    "costs": "what rows and jobs took of the device",
     "grading/mathematics/reading": "mathematical answers become trees",
     "grading/mathematics": "whether two mathematical answers are the same",
     "grading": "the steps that extract and grade answers",
