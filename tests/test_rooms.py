@@ -80,6 +80,7 @@ BATCHGEN = {
     "launchers": "workers on this machine, on Ray, on Slurm",
     "python": "the calls of Python programs",
     "plugins": "models of evaluation harnesses, which this engine serves",
+    "proof": "rows computed again, locks, and sets that are made again",
     "batch_files": "batch files of OpenAI as jobs",
     "planning": "what a job will read, need and cost",
     "viewer/rows": "the rows that the viewer finds, filters and sorts",
@@ -87,6 +88,7 @@ BATCHGEN = {
     "cli": "the command line",
     "cli/verbs": "a module for each verb",
     "cli/verbs/publishing": "the verbs that write data for others",
+    "cli/verbs/proving": "the verbs that prove where data come from",
     "": "the command",
 }
 """Folders of batchgen/, in the same way."""

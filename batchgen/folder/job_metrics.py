@@ -326,7 +326,7 @@ def peak_rss_mib() -> float:
 
 def _device_s(attempts: Sequence[Mapping[str, Any]]) -> float:
     """Seconds of the device of all attempts; those of older versions say none."""
-    return round(sum(one.get("device_s", 0.0) for one in attempts), 6)
+    return round(sum(float(one.get("device_s", 0.0)) for one in attempts), 6)
 
 
 def _count(counts: Counter[str], values: pa.ChunkedArray) -> None:

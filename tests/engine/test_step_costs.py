@@ -25,7 +25,6 @@ from batchgen.engine.rows.scheduled_batch import (
     DecodeBatch,
     MixedBatch,
     PrefillBatch,
-    ScheduledBatch,
 )
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.step_costs import StepCosts
@@ -108,15 +107,13 @@ def test_costs_add_up_however_rows_come_and_go(data: st.DataObject) -> None:
                 waiting.append(f"r{made}")
             joining[slot] = waiting.popleft()
         lengths = [data.draw(st.integers(0, 9)) for _ in joining]
-        batch: ScheduledBatch | None = None
+        parts: list[Any] = []
         if running:
-            batch = decode(list(running), data.draw(st.integers(1, 5)))
+            parts.append(decode(list(running), data.draw(st.integers(1, 5))))
         if joining:
-            batch = prefill(joining, lengths) if batch is None else MixedBatch(
-                batch, prefill(joining, lengths)
-            )  # fmt: skip
-        if batch is not None:
-            costs.begin(batch)
+            parts.append(prefill(joining, lengths))
+        if parts:
+            costs.begin(MixedBatch(*parts) if len(parts) == 2 else parts[0])
         running |= joining
         seen |= set(joining.values())
         for slot in list(running):
