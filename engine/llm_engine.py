@@ -24,6 +24,7 @@ from batchgen.engine.engine_models import chunk_multiple, planned_uses
 from batchgen.engine.engine_stats import EngineStats
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
 from batchgen.engine.execution.model_runner import ModelRunner
+from batchgen.engine.images.image import Image
 from batchgen.engine.memory.largest_steps import score_rows
 from batchgen.engine.memory.memory_plan import MemoryPlan, plan_memory
 from batchgen.engine.memory.model_use import ModelUse
@@ -211,6 +212,7 @@ class LLMEngine:
         prompt_token_ids: abc.Sequence[int],
         params: SamplingParams,
         answer_token_ids: abc.Sequence[int] | None = None,
+        images: abc.Sequence[Image] = (),
     ) -> None:
         """Queue a request.
 
@@ -218,6 +220,8 @@ class LLMEngine:
             answer_token_ids: tokens behind the prompt that are scored instead of generating any:
                 the columns of answer scope say how likely each of them is. They must be given if
                 `params.max_new_tokens` is 0, and not otherwise.
+            images: the pictures of the prompt, in order. For each the prompt has as many of the
+                model's image tokens as the picture takes.
 
         Raises:
             RequestError: the request can never be served; its `type` says why.
@@ -226,14 +230,15 @@ class LLMEngine:
         if request_id in self._live:
             raise ValueError(f"request {request_id!r} is already running: ids must be unique")
         answer = None if answer_token_ids is None else list(answer_token_ids)
-        seq = self._requests.sequence(request_id, list(prompt_token_ids), params, answer)
+        prompt = list(prompt_token_ids)
+        seq = self._requests.sequence(request_id, prompt, params, answer, images)
         if params.constraint is None:
             self.scheduler.add(seq)
         else:
             self._compiling.add(seq)
         self._live[request_id] = seq
         if self._leader is not None:
-            self._leader.post(Add(request_id, list(prompt_token_ids), params, answer))
+            self._leader.post(Add(request_id, prompt, params, answer, list(images)))
 
     def abort(self, request_id: str) -> bool:
         """Drop a request. Returns False if there is no unfinished request with this id."""
@@ -309,6 +314,11 @@ class LLMEngine:
     def running_lengths(self) -> npt.NDArray[np.int64]:
         """How many tokens each of the `num_running` rows has generated so far."""
         return self.scheduler.running.generated
+
+    @property
+    def running_ids(self) -> list[str]:
+        """The ids of these rows, in the order of `running_lengths`."""
+        return [seq.request_id for seq in self.scheduler.running.rows]
 
     def has_unfinished(self) -> bool:
         """Whether some request was added and neither returned nor aborted yet."""

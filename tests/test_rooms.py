@@ -17,6 +17,7 @@ MOST_FILES, MOST_TESTS = 12, 20
 
 ENGINE = {
     "base": "what steps put out, the engine's options, memory and copies of the device",
+    "images": "pictures of rows, and what the engine knows of them",
     "constraint/regex": "regular expressions as the grammar library reads them",
     "constraint/json_schema": "JSON Schema as the grammar library reads it",
     "constraint": "what a row's text must be, compiled and matched",
@@ -77,6 +78,7 @@ BATCHGEN = {
     "forecast": "how long a job will take",
     "workers": "which worker computes which shard",
     "jobs": "a job from its first row to its last",
+    "sharing": "several jobs in one engine",
     "launchers": "workers on this machine, on Ray, on Slurm",
     "python": "the calls of Python programs",
     "plugins": "models of evaluation harnesses, which this engine serves",
