@@ -86,8 +86,8 @@ def _audited(again: pa.Table, stored: pa.Table) -> AuditedRow:
         return AuditedRow(row_id, len(samples), difference)
     for place, sample in enumerate(samples):
         own = again.slice(known.index(sample), 1)
-        if (difference := first_difference(own, stored.slice(place, 1), names)) is not None:
-            return AuditedRow(row_id, len(samples), f"sample {sample}: {difference}")
+        if (what := first_difference(own, stored.slice(place, 1), names)) is not None:
+            return AuditedRow(row_id, len(samples), f"sample {sample}: {what}")
     return AuditedRow(row_id, len(samples), None)
 
 
