@@ -87,6 +87,8 @@ class JobSummary:
         measured."""
         kept = self.totals.rows - self.totals.error_rows
         price = self.group("budget").get("price_per_hour")
+        if price is not None:
+            price *= self.group("engine").get("tensor_parallel", 1)
         return cost_line(self.costs, kept, price) if self.costs else None
 
     def group(self, name: str) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 
+from batchgen.budget.spending import Spending
 from batchgen.compose.load_config import job_file_text
 from batchgen.config.job_config import JobConfig
 from batchgen.costs.cost_recorder import CostRecorder
@@ -116,6 +117,8 @@ class _Attempt:
             folder.storage.write(folder.path / "config.yaml", job_file_text(config))
             worker.tell_older(writer.older)
         self._metrics = self._new_metrics()
+        devices, elsewhere = config.engine.tensor_parallel, parts.used_elsewhere
+        self._spending = Spending(config.budget, self._metrics, folder.storage, devices, elsewhere)
         self._todo = ShardQueue(parts.source, writer, worker, config.output.rows_per_shard)
 
     def turns(self) -> Turns[JobResult]:
@@ -159,6 +162,8 @@ class _Attempt:
         """Load the weights and compute rows until none is left; the result if a signal came."""
         yield 0.0  # jobs beside this one are opened before any weights load
         metrics, writer = self._metrics, self._writer
+        if self._spending.is_spent:
+            return self._stopped()
         engine = self._parts.build_engine()
         self._signals.deferred = True
         self._note_engine(engine)
@@ -167,7 +172,15 @@ class _Attempt:
         rows_per_shard = self._config.output.rows_per_shard
         costs = CostRecorder(self._folder.storage, rows_per_shard, self._worker.number)
         generation = Generation(
-            self._config, parts.source, request, parts.split, engine, writer, metrics, costs
+            self._config,
+            parts.source,
+            request,
+            parts.split,
+            engine,
+            writer,
+            metrics,
+            self._spending,
+            costs,
         )
         shown = Progress(
             metrics.attempt.rows_total,
@@ -240,6 +253,9 @@ class _Attempt:
         self._writer.flush()
         self._metrics.save("stopped")
         done = self._metrics.attempt.rows + self._metrics.attempt.rows_resumed
+        if self._signals.received is None and self._spending.is_spent:
+            message = f"{self._spending.text()}\nStopped with {done:,} rows done in {self._shown}."
+            return JobResult(0, None, message, is_spent=True)
         message = f"Stopped with {done:,} rows done. {_resume(self._shown)}"
         return JobResult(0, self._signals.received, message)
 

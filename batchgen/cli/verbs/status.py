@@ -41,6 +41,10 @@ def main(arguments: Sequence[str]) -> int:
     summary = JobSummary.of(reader.metrics, reader.config, name=given.out)
     if (cost := summary.cost) is not None:
         print(f"device: {cost}")
+    if (budget := reader.metrics.get("budget")) is not None:
+        from batchgen.budget.spending import shown_facts
+
+        print(f"budget: {shown_facts(budget)}")
     for line in lines(status, _num_shards(reader)):
         print(line)
     return 0
