@@ -54,6 +54,7 @@ BATCHGEN = {
     "storage": "a job's folder on a disk or in an object store",
     "pipelines/record": "in which folders the steps of a pipeline write",
     "shards": "rows in journals and Parquet files",
+    "costs": "what rows and jobs took of the device",
     "grading/mathematics/reading": "mathematical answers become trees",
     "grading/mathematics": "whether two mathematical answers are the same",
     "grading": "the steps that extract and grade answers",
@@ -85,6 +86,7 @@ BATCHGEN = {
     "launchers": "workers on this machine, on Ray, on Slurm",
     "python": "the calls of Python programs",
     "plugins": "models of evaluation harnesses, which this engine serves",
+    "proof": "rows computed again, locks, and sets that are made again",
     "batch_files": "batch files of OpenAI as jobs",
     "planning": "what a job will read, need and cost",
     "pipelines": "several jobs in one file, each of which may read others",
@@ -93,6 +95,7 @@ BATCHGEN = {
     "cli": "the command line",
     "cli/verbs": "a module for each verb",
     "cli/verbs/publishing": "the verbs that write data for others",
+    "cli/verbs/proving": "the verbs that prove where data come from",
     "": "the command",
 }
 """Folders of batchgen/, in the same way."""

@@ -22,7 +22,7 @@ from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.temporary import delete_temporaries, is_temporary_of
 
 MIN_FREE_BYTES = 32 * 2**20
-_WITH_SHARDS = (DATA, "grades")
+_WITH_SHARDS = (DATA, "grades", "cost")
 
 
 class DifferentJob(ConfigError):
@@ -39,6 +39,7 @@ class JobFolder:
         README.md  config.yaml  manifest.json  metrics.json  data/part-00000.parquet …
         journal/  leases/  workers/ (only while the job is not complete)  .lock
         grades/part-00000.parquet … (if the job has `post` steps)
+        cost/part-00000.0001.parquet … (what each worker's rows took of the device)
         report.html (once it is complete)
         logs/ (of workers that a launcher has started on other machines)
 
