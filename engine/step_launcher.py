@@ -10,6 +10,7 @@ import torch
 from batchgen.engine.base.outputs import StepOutput
 from batchgen.engine.base.step_timing import StepTimer, timed
 from batchgen.engine.base.transfer import upload
+from batchgen.engine.caches.forward_context import ImageFeatures
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import (
@@ -20,7 +21,13 @@ from batchgen.engine.rows.scheduled_batch import (
     ScoreBatch,
 )
 from batchgen.engine.rows.sequence import Sequence
-from batchgen.engine.scheduling.prefill_inputs import block_tables, prefill_inputs, state_slots
+from batchgen.engine.scheduling.image_store import ImageStore
+from batchgen.engine.scheduling.prefill_inputs import (
+    block_tables,
+    prefill_inputs,
+    rope_shifts,
+    state_slots,
+)
 from batchgen.engine.scorer import Scorer, sampling_inputs
 from batchgen.engine.step_inputs import JoiningRows
 from batchgen.engine.strategy import Strategy
@@ -37,12 +44,19 @@ class StepLauncher:
         runner: the runner of the target.
         score_rows: how many tokens of answers are scored at once.
         timer: measures the steps; None measures nothing.
+        images: the images that rows are about to read; None if the model reads none.
     """
 
     def __init__(
-        self, strategy: Strategy, runner: ModelRunner, score_rows: int, timer: StepTimer | None
+        self,
+        strategy: Strategy,
+        runner: ModelRunner,
+        score_rows: int,
+        timer: StepTimer | None,
+        images: ImageStore | None = None,
     ) -> None:
         self._strategy, self._runner, self._timer = strategy, runner, timer
+        self._images = images
         self._scorer = Scorer(runner, score_rows)
 
     def launch(self, batch: ScheduledBatch, catch_up: Callable[[], None]) -> list[Launched]:
@@ -108,9 +122,22 @@ class StepLauncher:
                     seq.restore_from = None
             slots = [seq.state_slot for seq in seqs]
             states.begin(upload(slots, torch.int64, self._runner.device))
-        return prefill_inputs(
+        inputs = prefill_inputs(
             batch, self._runner.device, states is not None, self._strategy.needs_hidden
         )
+        if inputs is None or self._images is None or not any(seq.spans for seq in seqs):
+            return inputs
+        return inputs._replace(images=self._encode_images(self._images, batch))
+
+    def _encode_images(self, images: ImageStore, batch: PrefillBatch) -> ImageFeatures | None:
+        """Encode the images whose first tokens a prefill reads. Returns all of its image tokens."""
+        if (number := images.num_waiting) > 0:
+            with timed(self._timer, "images", number):
+                images.encode()
+        features = images.features(batch)
+        for seq in batch.seqs:
+            images.drop(seq, seq.num_computed_tokens)
+        return features
 
     def _join(
         self, batch: PrefillBatch, prefill: PrefillInputs | None, output: ModelOutput | None
@@ -159,4 +186,5 @@ class StepLauncher:
             sampling_inputs(seqs, device),
             None if self._runner.states is None else state_slots(seqs, device),
             Guide.of(seqs),
+            rope_shifts(seqs, device) if self._runner.model.turns_by_axes else None,
         )
