@@ -51,7 +51,7 @@ _NEWER = {
     "model": ("quantization",),
     "dataset": ("rename", "rows", "best", "where", "text_as", "errors"),
     "prompt": ("messages", "continue", "tools_column", "answer"),
-    "sampling": ("column", "stream"),
+    "sampling": ("column", "stream", "until"),
     "output": ("reasoning_end", "reasoning_start"),
     "constraint": ("scores", "scores_end"),
 }
@@ -150,6 +150,8 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
         groups[name] = {key: value for key, value in groups[name].items() if key not in keys}
     if not config.rows:
         del groups["rows"]
+    if config.sampling.until is not None:  # how many samples there are can grow
+        groups["sampling"]["until"] = {"where": config.sampling.until.where}
     for name, newer in _NEWER.items():  # folders of jobs from before there were the keys lack them
         group = groups.get(name, {})
         for key in newer:
@@ -164,7 +166,10 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
 def growing(config: JobConfig) -> dict[str, Any]:
     """What may change while a job goes on in its folder, and is worth being remembered."""
     groups = resolved(config)
-    return {f"{name}.{key}": groups[name].get(key) for name, key in _REMEMBERED}
+    found = {f"{name}.{key}": groups[name].get(key) for name, key in _REMEMBERED}
+    if (until := config.sampling.until) is not None:
+        found |= {"sampling.until.valid": until.valid, "sampling.until.most": until.most}
+    return found
 
 
 def job_file_text(config: JobConfig) -> str:

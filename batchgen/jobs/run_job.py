@@ -43,6 +43,8 @@ from batchgen.shards.output_writer import OutputWriter
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError, FolderLost, JobError
 from batchgen.util.signals import JobStopped, StopSignals
+from batchgen.waves.sample_waves import EverySample, SampleWaves
+from batchgen.waves.valid_samples import Judge
 from batchgen.workers.shard_queue import ShardQueue
 from batchgen.workers.worker import How, Worker, others_run
 
@@ -127,7 +129,8 @@ class _Attempt:
             self._signals.deferred = True
             return (yield from already_complete(config, self._parts, folder, self._signals))
         num_rows = self._parts.source.num_rows
-        metrics.attempt.rows_total = None if num_rows is None else num_rows * config.sampling.n
+        if num_rows is not None and config.sampling.until is None:
+            metrics.attempt.rows_total = num_rows * config.sampling.n
         begins = folder.exclusive and not is_done
         if begins:
             folder.storage.write(folder.path / "README.md", unfinished_card(self._shown))
@@ -166,6 +169,7 @@ class _Attempt:
         self._note_engine(engine)
         expected = self._predict(engine)
         parts, request = self._parts, self._rows.request
+        waves = self._waves()
         generation = Generation(
             self._config,
             parts.source,
@@ -174,6 +178,7 @@ class _Attempt:
             engine,
             writer,
             metrics,
+            waves,
             self._spending,
         )
         shown = Progress(
@@ -186,10 +191,16 @@ class _Attempt:
             expected=expected,
         )
         metrics.begin()
-        with closing(engine), shown as progress:
+        with closing(engine), closing(waves), shown as progress:
             if not (yield from generation.turns(self._todo, self._signals, progress)):
                 return self._stopped()
         return None
+
+    def _waves(self) -> EverySample:
+        """What says which samples of a row begin when."""
+        if self._rows.where is None:
+            return EverySample()
+        return SampleWaves(Judge(self._rows.where, self._config.score), self._writer)
 
     def _longest(self) -> int:
         """The most tokens that an answer can have."""
@@ -321,7 +332,7 @@ def _writer(
             folder.journal,
             schema,
             config.output.rows_per_shard,
-            config.sampling.n,
+            config.sampling.most_samples,
             num_rows=source.num_rows,
             retry_errors=config.output.retry_errors,
             worker=worker.number,
