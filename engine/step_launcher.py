@@ -10,7 +10,6 @@ import torch
 from batchgen.engine.base.outputs import StepOutput
 from batchgen.engine.base.step_timing import StepTimer, timed
 from batchgen.engine.base.transfer import upload
-from batchgen.engine.caches.forward_context import ImageFeatures
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import (
@@ -55,7 +54,7 @@ class StepLauncher:
         timer: StepTimer | None,
         images: ImageStore | None = None,
     ) -> None:
-        self._strategy, self._runner, self._timer = strategy, runner, timer
+        self._strategy, self._runner, self.timer = strategy, runner, timer
         self._images = images
         self._scorer = Scorer(runner, score_rows)
 
@@ -70,19 +69,20 @@ class StepLauncher:
             The parts of the batch that yield tokens or score them, each with what it produces.
         """
         if isinstance(batch, DecodeBatch):
-            with timed(self._timer, "decode", batch.num_rows):
+            with timed(self.timer, "decode", batch.num_rows):
                 step, _ = self._decode(batch, None, catch_up)
                 return [(batch, step)]
         prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
         inputs = self._prefill_inputs(prefill)
         if isinstance(batch, PrefillBatch):
-            with timed(self._timer, "prefill", len(batch.seqs)):
-                output = None
+            with timed(self.timer, "prefill", len(batch.seqs)):
+                inputs, output = self._with_images(inputs, batch), None
                 if inputs is not None:  # Otherwise the prefix cache had all of it.
                     output = self._runner.prefill(inputs)
                 return [*self._scorer.score(batch, output), *self._join(batch, inputs, output)]
         decode = batch.decode
-        with timed(self._timer, "mixed", decode.num_rows + len(prefill.seqs)):
+        with timed(self.timer, "mixed", decode.num_rows + len(prefill.seqs)):
+            inputs = self._with_images(inputs, prefill)
             step, prefilled = self._decode(decode, inputs, catch_up)
             scored = self._scorer.score(prefill, prefilled)
             return [(decode, step), *scored, *self._join(prefill, inputs, prefilled)]
@@ -122,22 +122,23 @@ class StepLauncher:
                     seq.restore_from = None
             slots = [seq.state_slot for seq in seqs]
             states.begin(upload(slots, torch.int64, self._runner.device))
-        inputs = prefill_inputs(
+        return prefill_inputs(
             batch, self._runner.device, states is not None, self._strategy.needs_hidden
         )
-        if inputs is None or self._images is None or not any(seq.spans for seq in seqs):
-            return inputs
-        return inputs._replace(images=self._encode_images(self._images, batch))
 
-    def _encode_images(self, images: ImageStore, batch: PrefillBatch) -> ImageFeatures | None:
-        """Encode the images whose first tokens a prefill reads. Returns all of its image tokens."""
-        if (number := images.num_waiting) > 0:
-            with timed(self._timer, "images", number):
-                images.encode()
+    def _with_images(
+        self, inputs: PrefillInputs | None, batch: PrefillBatch
+    ) -> PrefillInputs | None:
+        """Encode the images whose first tokens a prefill reads, and add what its image tokens are
+        to its inputs."""
+        images = self._images
+        if inputs is None or images is None or not any(seq.spans for seq in batch.seqs):
+            return inputs
+        images.encode()
         features = images.features(batch)
         for seq in batch.seqs:
             images.drop(seq, seq.num_computed_tokens)
-        return features
+        return inputs._replace(images=features)
 
     def _join(
         self, batch: PrefillBatch, prefill: PrefillInputs | None, output: ModelOutput | None

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.engine.base.step_timing import StepTimer
 from batchgen.engine.base.transfer import upload
 from batchgen.engine.caches.forward_context import ImageFeatures
 from batchgen.engine.images.image import Pixels
@@ -45,6 +46,7 @@ class ImageStore:
         self._left = most_tokens
         self._entries: dict[bytes, _Entry] = {}
         self.num_images = self.num_tokens = 0  # encoded since the start
+        self._timer = StepTimer(device)
 
     def begin(self) -> None:
         """Begin to plan a step, in which no image was encoded yet."""
@@ -85,9 +87,9 @@ class ImageStore:
         return any(other.image.digest == span.image.digest for other in later)
 
     @property
-    def num_waiting(self) -> int:
-        """How many images the planned step needs that are not encoded yet."""
-        return sum(entry.pixels is not None for entry in self._entries.values())
+    def seconds(self) -> float:
+        """The device's seconds for all images so far; it waits for those that are still encoded."""
+        return sum(step.seconds for step in self._timer.steps())
 
     def encode(self) -> None:
         """Encode the images that the planned step needs."""
@@ -104,10 +106,10 @@ class ImageStore:
         self.num_tokens += sum(entry.num_tokens for entry in waiting)
 
     def _encode(self, group: Sequence[_Entry]) -> None:
-        pixels = [
-            upload(e.pixels, torch.uint8, self._device) for e in group if e.pixels is not None
-        ]
-        features = self._tower(pixels).split([entry.num_tokens for entry in group], dim=1)
+        loaded = [entry.pixels for entry in group if entry.pixels is not None]
+        with self._timer.step("images", len(group)):
+            pixels = [upload(image, torch.uint8, self._device) for image in loaded]
+            features = self._tower(pixels).split([entry.num_tokens for entry in group], dim=1)
         for entry, own in zip(group, features, strict=True):
             entry.pixels, entry.features = None, own
 
