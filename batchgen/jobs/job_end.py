@@ -55,7 +55,8 @@ def completed_elsewhere(storage: Storage, parts: JobParts, rows: int) -> JobResu
         return None
     totals = Totals.of(figures)
     head = f"The job is complete; this worker has computed {rows:,} rows of it.\n"
-    job = JobSummary(totals, score=figures.get("score"))
+    copied = figures.get("rows_copied", 0)
+    job = JobSummary(totals, score=figures.get("score"), rows_copied=copied)
     table = end_table(job, storage.shown, parts.strategy)
     return JobResult(totals.error_rows, None, head + table)
 
@@ -86,7 +87,11 @@ def complete(
     metrics.keep()
     report = _report(parts, folder) if config.output.report else None
     job = JobSummary(
-        totals, attempts=[asdict(metrics.attempt)], score=metrics.score, row_facts=facts
+        totals,
+        attempts=[asdict(metrics.attempt)],
+        score=metrics.score,
+        row_facts=facts,
+        rows_copied=metrics.rows_copied,
     )
     message = end_table(job, shown, parts.strategy, report)
     return JobResult(totals.error_rows, None, message)

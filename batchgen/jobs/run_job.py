@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -34,6 +34,7 @@ from batchgen.jobs.progress import Progress, show_memory
 from batchgen.jobs.turns import Turns, alone
 from batchgen.leases.file_store import FolderGone
 from batchgen.report.write_report import REPORT
+from batchgen.reuse.row_reuse import row_reuse
 from batchgen.row_index.indexed_source import IndexedSource
 from batchgen.row_index.open_rows import data_of
 from batchgen.scoring.samples import Samples
@@ -166,6 +167,9 @@ class _Attempt:
         self._note_engine(engine)
         expected = self._predict(engine)
         parts, request = self._parts, self._rows.request
+        storage, schema = self._folder.storage, self._rows.schema
+        facts = parts.fingerprints, parts.max_model_len
+        reuse = row_reuse(self._config, *facts, schema, storage)
         generation = Generation(
             self._config,
             parts.source,
@@ -175,6 +179,7 @@ class _Attempt:
             writer,
             metrics,
             self._spending,
+            reuse,
         )
         shown = Progress(
             metrics.attempt.rows_total,
@@ -186,7 +191,7 @@ class _Attempt:
             expected=expected,
         )
         metrics.begin()
-        with closing(engine), shown as progress:
+        with closing(engine), nullcontext() if reuse is None else closing(reuse), shown as progress:
             if not (yield from generation.turns(self._todo, self._signals, progress)):
                 return self._stopped()
         return None
