@@ -56,6 +56,9 @@ class JobParts:
         decode_all: the text with special tokens, to show single tokens.
         close: ends what works in the background.
         predict: what an attempt will take, from its engine, its answers and its seconds so far.
+        title: what the bar begins with; empty for a job by itself.
+        watch: is called every few seconds while rows are computed; an error that it raises ends the
+            job.
         used_elsewhere: what other jobs have used of the budget that they share with this one.
     """
 
@@ -75,6 +78,8 @@ class JobParts:
     decode_all: Callable[[list[int]], str] | None = None
     close: Callable[[], None] = lambda: None
     predict: Callable[[Engine, int, float], Forecast | None] = lambda *_: None
+    title: str = ""
+    watch: Callable[[], None] = lambda: None
     used_elsewhere: Callable[[], Used] = Used
 
     @property

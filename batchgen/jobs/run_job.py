@@ -11,6 +11,7 @@ from functools import partial
 from batchgen.budget.spending import Spending
 from batchgen.compose.load_config import job_file_text
 from batchgen.config.job_config import JobConfig
+from batchgen.costs.cost_recorder import CostRecorder
 from batchgen.dataset.row_digest import rows_digest
 from batchgen.folder.changed_row import changed_row
 from batchgen.folder.dataset_card import unfinished_card
@@ -44,6 +45,8 @@ from batchgen.shards.output_writer import OutputWriter
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError, FolderLost, JobError
 from batchgen.util.signals import JobStopped, StopSignals
+from batchgen.waves.sample_waves import EverySample, SampleWaves
+from batchgen.waves.valid_samples import Judge
 from batchgen.workers.shard_queue import ShardQueue
 from batchgen.workers.worker import How, Worker, others_run
 
@@ -128,7 +131,9 @@ class _Attempt:
             self._signals.deferred = True
             return (yield from already_complete(config, self._parts, folder, self._signals))
         num_rows = self._parts.source.num_rows
-        metrics.attempt.rows_total = None if num_rows is None else num_rows * config.sampling.n
+        if num_rows is not None and config.sampling.until is None:
+            metrics.attempt.rows_total = num_rows * config.sampling.n
+        metrics.funnel = [(left.choice, left.rows) for left in data_of(self._parts.source).funnel]
         begins = folder.exclusive and not is_done
         if begins:
             folder.storage.write(folder.path / "README.md", unfinished_card(self._shown))
@@ -154,7 +159,9 @@ class _Attempt:
         for table in writer.done_rows(tally.columns) if writer.resumed and folder.exclusive else ():
             tally.add_table(table)
         path = folder.path / "metrics.json"
-        return Metrics(path, writer.resumed, tally, self._worker, folder.storage)
+        metrics = Metrics(path, writer.resumed, tally, self._worker, folder.storage)
+        metrics.read_jobs = [cost for job in self._parts.source.jobs for cost in job.costs]
+        return metrics
 
     def _generate(self) -> Turns[JobResult | None]:
         """Load the weights and compute rows until none is left; the result if a signal came."""
@@ -170,6 +177,9 @@ class _Attempt:
         storage, schema = self._folder.storage, self._rows.schema
         facts = parts.fingerprints, parts.max_model_len
         reuse = row_reuse(self._config, *facts, schema, storage)
+        rows_per_shard = self._config.output.rows_per_shard
+        costs = CostRecorder(self._folder.storage, rows_per_shard, self._worker.number)
+        waves = self._waves()
         generation = Generation(
             self._config,
             parts.source,
@@ -178,7 +188,9 @@ class _Attempt:
             engine,
             writer,
             metrics,
+            waves,
             self._spending,
+            costs,
             reuse,
         )
         shown = Progress(
@@ -189,12 +201,21 @@ class _Attempt:
             resumed_errors=metrics.tally.totals.error_rows,
             longest=self._longest(),
             expected=expected,
+            title=parts.title,
         )
         metrics.begin()
-        with closing(engine), nullcontext() if reuse is None else closing(reuse), shown as progress:
-            if not (yield from generation.turns(self._todo, self._signals, progress)):
+        beside = nullcontext() if reuse is None else closing(reuse)
+        with closing(engine), closing(waves), beside, shown as progress:
+            turns = generation.turns(self._todo, self._signals, progress, parts.watch)
+            if not (yield from turns):
                 return self._stopped()
         return None
+
+    def _waves(self) -> EverySample:
+        """What says which samples of a row begin when."""
+        if self._rows.where is None:
+            return EverySample()
+        return SampleWaves(Judge(self._rows.where, self._config.score), self._writer)
 
     def _longest(self) -> int:
         """The most tokens that an answer can have."""
@@ -326,7 +347,7 @@ def _writer(
             folder.journal,
             schema,
             config.output.rows_per_shard,
-            config.sampling.n,
+            config.sampling.most_samples,
             num_rows=source.num_rows,
             retry_errors=config.output.retry_errors,
             worker=worker.number,

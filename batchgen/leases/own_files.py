@@ -25,7 +25,7 @@ KEYS = "keys"
 OF_WORKERS = (LEASES, WORKERS)
 """What tells the workers of a job of each other while it runs."""
 OWN = (
-    *(DATA, JOURNAL, "differing", "grades", *OF_WORKERS, "report.html", ROW_INDEX, ROWS),
+    *(DATA, JOURNAL, "cost", "differing", "grades", *OF_WORKERS, "report.html", ROW_INDEX, ROWS),
     *(KEYS, "README.md", "config.yaml", "metrics.json", MANIFEST),
 )
 """All that a job ever writes, in the order in which it is deleted. The manifest is the last, so

@@ -16,6 +16,7 @@ from batchgen.folder.read_job import BATCH, JobFolderReader
 from batchgen.prompts.row_request import RowRequest
 from batchgen.reuse.key_index import Place
 from batchgen.reuse.key_log import tokens_crc
+from batchgen.shards.enough import ENOUGH_COLUMNS
 from batchgen.shards.output_schema import (
     ANSWER_TOKEN_IDS,
     PROMPT_TOKEN_IDS,
@@ -31,8 +32,9 @@ _BACK = 64
 _MADE_ANEW = {
     *("row_id", "row_index", "sample_index", "error", "num_prompt_tokens", "num_generated_tokens"),
     *(PROMPT_TOKEN_IDS, ANSWER_TOKEN_IDS, PARSED),
+    *(name for name, *_ in ENOUGH_COLUMNS),
 }
-"""Columns that follow from the request and the others."""
+"""Columns that follow from the request, the other columns, and the row's other samples."""
 
 
 class Copied(NamedTuple):

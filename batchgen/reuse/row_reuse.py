@@ -84,7 +84,7 @@ class RowReuse:
         return self._keys.key(request)
 
     def copy(self, key: bytes, request_id: str, request: RowRequest) -> Copied | None:
-        """As of `OlderJobs.copy`."""
+        """What the engine would return for a row; None if no older job has it."""
         return self._older.copy(key, request_id, request)
 
     def keep(self, rows: Sequence[FinishedRow]) -> None:
