@@ -77,7 +77,7 @@ class JobParts:
 
 def job_parts(config: JobConfig) -> JobParts:
     """Open and check all that a job runs on, except the weights: those load when rows need them."""
-    opened = open_job(config)
+    opened = open_job(config, wait=True)
     return parts_of(opened, config, opened.fingerprints(config))
 
 
