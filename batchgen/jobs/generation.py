@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.budget.spending import Spending
 from batchgen.config.job_config import JobConfig
 from batchgen.dataset.seed_stream import stream_of, stream_seed
 from batchgen.dataset.source import Row, Source
@@ -24,6 +25,7 @@ from batchgen.jobs.turns import Turns
 from batchgen.shards.output_schema import FinishedRow
 from batchgen.shards.output_writer import OutputWriter
 from batchgen.util.signals import StopSignals
+from batchgen.waves.sample_waves import EverySample
 from batchgen.workers.shard_queue import ShardQueue
 
 _IDLE_SECONDS = 0.05
@@ -115,16 +117,20 @@ class Generation:
         engine: Engine,
         writer: OutputWriter,
         metrics: Metrics,
+        waves: EverySample,
+        spending: Spending,
     ) -> None:
         """Prepare to run rows. `request` says what the requests of a row ask for, or raises
-        RequestError; `split` takes the thoughts out of an output's text."""
+        RequestError; `split` takes the thoughts out of an output's text; `waves` says which samples
+        begin when."""
         self._source = source
         self._request, self._split = request, split
         self._params = config.params
         self._stream = stream_of(config.sampling.stream, source.jobs)
         self._writer = writer
-        self._samples = config.sampling.n
+        self._waves = waves
         self._metrics = metrics
+        self._spending = spending
         self._engine = engine
         self._requested = ChoiceScorer(engine, config.scores_choices)
         stops = config.output.on_all_errors == "stop"
@@ -136,11 +142,11 @@ class Generation:
 
     def turns(self, todo: ShardQueue, signals: StopSignals, progress: Progress) -> Turns[bool]:
         """Generate until all rows are written, by this worker or others; False if a signal came
-        first."""
+        first, or the budget was spent."""
         requests = self._requests(todo)
         started = time.monotonic()
         while not todo.is_over():
-            todo.in_flight = len(self._in_flight)
+            todo.in_flight = len(self._in_flight) + self._waves.pending
             finished = [] if self._first.wait else self._refill(requests)
             if self._in_flight:
                 yield 0.0
@@ -149,11 +155,12 @@ class Generation:
                     output, thoughts = self._split(output)
                     finished.append(request.finished(output=output, thoughts=thoughts))
             elif not finished:
-                if held := self._first.ended(self._rows_total()):
+                if held := self._first.ended(self._writer.num_rows):
                     self._write(held, progress)
                 else:  # other workers do what is left
                     yield _IDLE_SECONDS
-            self._write(self._first.passed(finished, len(self._in_flight)), progress)
+            passed = self._first.passed(finished, len(self._in_flight))
+            self._write(self._waves.finished(passed), progress)
             seconds = time.monotonic() - started
             self._metrics.attempt.generate_s = round(seconds, 3)
             if self._metrics.timeline.due(seconds):
@@ -163,17 +170,13 @@ class Generation:
                 progress.set_others(self._metrics.others, self._metrics.attempt.worker)
             if progress.due():
                 progress.show(self._engine.generated_tokens, self._engine.running_lengths)
-            if signals.received is not None:
+            if signals.received is not None or self._spending.is_spent:
+                self._write(self._waves.rest(), progress)
                 self._save_metrics()
                 return False
         self._add_point(time.monotonic() - started)
         self._save_metrics()
         return True
-
-    def _rows_total(self) -> int | None:
-        """The output rows of the job, None as long as the end of a stream is not reached."""
-        rows = self._writer.num_rows
-        return None if rows is None else rows * self._samples
 
     def _write(self, finished: list[FinishedRow], progress: Progress) -> None:
         # What another worker has finished meanwhile counts as its own.
@@ -186,6 +189,7 @@ class Generation:
             self._writer.write(new)
             self._count(new)
             progress.add(new)
+        self._waves.written(finished)
 
     def _add_point(self, seconds: float) -> None:
         rows = self._metrics.attempt.rows
@@ -209,6 +213,10 @@ class Generation:
                 failed.append(request.finished(error=error))
         return failed
 
+    def _has_room(self) -> bool:
+        """Whether the engine could run more requests than it has."""
+        return len(self._in_flight) < self._engine.max_num_seqs
+
     def _submit(self, request: _Request) -> RequestError | None:
         request_id = f"{request.row_index}.{request.sample_index}"
         key = request.row_id, request.sample_index
@@ -225,7 +233,7 @@ class Generation:
     def _requests(self, todo: ShardQueue) -> Iterator[_Request | None]:
         """A request for each missing sample, with the row's prompt; None as long as nothing can be
         begun."""
-        for task in todo:
+        for task in self._waves.tasks(iter(todo), self._has_room):
             if task is None:
                 yield None
                 continue

@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 
+from batchgen.budget.spending import Spending
 from batchgen.compose.load_config import job_file_text
 from batchgen.config.job_config import JobConfig
 from batchgen.dataset.row_digest import rows_digest
@@ -42,6 +43,8 @@ from batchgen.shards.output_writer import OutputWriter
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError, FolderLost, JobError
 from batchgen.util.signals import JobStopped, StopSignals
+from batchgen.waves.sample_waves import EverySample, SampleWaves
+from batchgen.waves.valid_samples import Judge
 from batchgen.workers.shard_queue import ShardQueue
 from batchgen.workers.worker import How, Worker, others_run
 
@@ -115,6 +118,8 @@ class _Attempt:
             folder.storage.write(folder.path / "config.yaml", job_file_text(config))
             worker.tell_older(writer.older)
         self._metrics = self._new_metrics()
+        devices, elsewhere = config.engine.tensor_parallel, parts.used_elsewhere
+        self._spending = Spending(config.budget, self._metrics, folder.storage, devices, elsewhere)
         self._todo = ShardQueue(parts.source, writer, worker, config.output.rows_per_shard)
 
     def turns(self) -> Turns[JobResult]:
@@ -124,7 +129,8 @@ class _Attempt:
             self._signals.deferred = True
             return (yield from already_complete(config, self._parts, folder, self._signals))
         num_rows = self._parts.source.num_rows
-        metrics.attempt.rows_total = None if num_rows is None else num_rows * config.sampling.n
+        if num_rows is not None and config.sampling.until is None:
+            metrics.attempt.rows_total = num_rows * config.sampling.n
         begins = folder.exclusive and not is_done
         if begins:
             folder.storage.write(folder.path / "README.md", unfinished_card(self._shown))
@@ -156,13 +162,24 @@ class _Attempt:
         """Load the weights and compute rows until none is left; the result if a signal came."""
         yield 0.0  # jobs beside this one are opened before any weights load
         metrics, writer = self._metrics, self._writer
+        if self._spending.is_spent:
+            return self._stopped()
         engine = self._parts.build_engine()
         self._signals.deferred = True
         self._note_engine(engine)
         expected = self._predict(engine)
         parts, request = self._parts, self._rows.request
+        waves = self._waves()
         generation = Generation(
-            self._config, parts.source, request, parts.split, engine, writer, metrics
+            self._config,
+            parts.source,
+            request,
+            parts.split,
+            engine,
+            writer,
+            metrics,
+            waves,
+            self._spending,
         )
         shown = Progress(
             metrics.attempt.rows_total,
@@ -174,10 +191,16 @@ class _Attempt:
             expected=expected,
         )
         metrics.begin()
-        with closing(engine), shown as progress:
+        with closing(engine), closing(waves), shown as progress:
             if not (yield from generation.turns(self._todo, self._signals, progress)):
                 return self._stopped()
         return None
+
+    def _waves(self) -> EverySample:
+        """What says which samples of a row begin when."""
+        if self._rows.where is None:
+            return EverySample()
+        return SampleWaves(Judge(self._rows.where, self._config.score), self._writer)
 
     def _longest(self) -> int:
         """The most tokens that an answer can have."""
@@ -235,6 +258,9 @@ class _Attempt:
         self._writer.flush()
         self._metrics.save("stopped")
         done = self._metrics.attempt.rows + self._metrics.attempt.rows_resumed
+        if self._signals.received is None and self._spending.is_spent:
+            message = f"{self._spending.text()}\nStopped with {done:,} rows done in {self._shown}."
+            return JobResult(0, None, message, is_spent=True)
         message = f"Stopped with {done:,} rows done. {_resume(self._shown)}"
         return JobResult(0, self._signals.received, message)
 
@@ -306,7 +332,7 @@ def _writer(
             folder.journal,
             schema,
             config.output.rows_per_shard,
-            config.sampling.n,
+            config.sampling.most_samples,
             num_rows=source.num_rows,
             retry_errors=config.output.retry_errors,
             worker=worker.number,
