@@ -55,6 +55,8 @@ class JobParts:
         decode: the text of token ids, to show prompts to people; None without a tokenizer.
         decode_all: the text with special tokens, to show single tokens.
         close: ends what works in the background.
+        grades_at_once: whether shards are graded as soon as they are there, because other jobs wait
+            for the grades; only in a folder of this machine.
         predict: what an attempt will take, from its engine, its answers and its seconds so far.
         used_elsewhere: what other jobs have used of the budget that they share with this one.
     """
@@ -74,6 +76,7 @@ class JobParts:
     decode: Callable[[list[int]], str] | None = None
     decode_all: Callable[[list[int]], str] | None = None
     close: Callable[[], None] = lambda: None
+    grades_at_once: bool = False
     predict: Callable[[Engine, int, float], Forecast | None] = lambda *_: None
     used_elsewhere: Callable[[], Used] = Used
 

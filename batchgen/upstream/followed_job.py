@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,11 +17,13 @@ from batchgen.config.named_code import OWN
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.grades.finished_shards import FinishedShard, GradedShards, ends_of
 from batchgen.grades.folder_grades import GRADES
-from batchgen.grading.build_steps import post_steps
+from batchgen.grades.grade_files import STEPS_KEY
+from batchgen.grading.build_steps import described, post_steps
 from batchgen.grading.grade_rows import StepChain
 from batchgen.grading.step import arrow_schema
 from batchgen.leases.lease_files import DATA
 from batchgen.shards.checked_file import CheckedFile, damaged, read_schema
+from batchgen.shards.enough import Enough
 from batchgen.shards.shard_files import last_row, shard_path
 from batchgen.storage.job_storage import FolderStorage
 from batchgen.storage.manifest import SAMPLES, Manifest
@@ -64,7 +67,8 @@ class Promise:
             raise ConfigError(
                 f"dataset.follow: {reader.storage.shown} is graded by {odd[0]}, which is not "
                 "batchgen's own, so that nothing is known of the grades before they are there: "
-                "wait until it is complete and use dataset.follow=false (in a pipeline: after: complete)"
+                "wait until it is complete and use dataset.follow=false (in a pipeline: after: "
+                "complete)"
             )
         return cls(reader.manifest, read_schema(path), post)
 
@@ -92,17 +96,19 @@ class FollowedJob(GradedShards):
                 f"dataset.path: {folder}/manifest.json is not of batchgen ({error!r})"
             ) from None
         self.schema = promise.schema
-        self.grade_schema = arrow_schema(StepChain(post_steps(promise.post)).columns)
+        steps = post_steps(promise.post)
+        self.grade_schema = arrow_schema(StepChain(steps).columns)
+        self._steps = json.dumps(described(promise.post, steps), sort_keys=True).encode()
         self.shards: list[FinishedShard] = []
         self.is_complete = self.needs_grades = False
-        self._graded: list[str] = []  # digests of the grades of each shard
+        self._grade_digests: list[str] = []  # digests of the grades of each shard
         self._seen: tuple[int, ...] = ()
         self._ended = False
 
     @property
     def grades_digest(self) -> str:
         """A digest of the grades of all shards so far."""
-        return fingerprint_text(*self._graded)
+        return fingerprint_text(*self._grade_digests)
 
     def _check_grades(self) -> None:
         """Those of shards that were taken up were looked at."""
@@ -132,15 +138,19 @@ class FollowedJob(GradedShards):
                 return False
             shard = FinishedShard(self.total, ends_of(file), file.content_digest())
         self.shards.append(shard)
-        self._graded.append(grades)
+        self._grade_digests.append(grades)
         return True
 
     def _is_whole(self, file: CheckedFile, number: int) -> bool:
         """Whether a shard has all rows that it will have: in a job that grows, it may be one of
         fewer rows or samples, which is replaced."""
         most = self._rows_per_shard
-        is_last = last_row(file) == (number + 1) * most - 1
-        return is_last and file.metadata.num_rows == most * self._samples
+        if last_row(file) != (number + 1) * most - 1:
+            return False
+        enough = Enough.of(file.schema.metadata)
+        if enough is None:
+            return bool(file.metadata.num_rows == most * self._samples)
+        return enough == Enough.of(self.schema.metadata)
 
     def _grades_of(self, number: int) -> str | None:
         """A digest of the grades of a shard; None if there are none of it as it is."""
@@ -148,7 +158,10 @@ class FollowedJob(GradedShards):
         if not path.exists():
             return None
         with CheckedFile(path) as file:
-            return file.content_digest() if self._is_graded(number, file.schema) else None
+            by_steps = (file.schema.metadata or {}).get(STEPS_KEY) == self._steps
+            if not by_steps or not self._is_graded(number, file.schema):
+                return None
+            return file.content_digest()
 
     def _is_ended(self) -> bool:
         """Whether the job says that it is complete. The file is read again only if it is another

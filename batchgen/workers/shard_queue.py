@@ -102,7 +102,7 @@ class ShardQueue:
             self._end_at(self._source.num_rows)
         else:
             ready = source.num_ready // self._size
-            self._worker.begin(self._writer.complete_shards, None, ready)
+            self._worker.begin(set(), None, ready)
         self._waits = self._waits and self._stalled
 
     def _learn(self) -> None:
