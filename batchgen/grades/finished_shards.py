@@ -171,7 +171,7 @@ class GradedShards(ABC):
         if written is not None and graded is not None and written < graded:
             return True
         made_of = (grades.metadata or {}).get(SHARD_KEY, b"")
-        return made_of == bytes_digest(self._source(DATA, number)).encode()
+        return bool(made_of == bytes_digest(self._source(DATA, number)).encode())
 
     def _unusable(self, fault: str) -> ConfigError:
         return ConfigError(

@@ -133,9 +133,9 @@ class Choice:
         if self._config.rows != "samples":
             self._count(f"dataset.rows={self._config.rows}", len(ends))
         failures = dict[int, str]()
-        for place in np.flatnonzero(np.isin(answers, list(failed))).tolist():
-            row = int(np.searchsorted(ends, place, side="right"))
-            failures.setdefault(row, failed[int(answers[place])])
+        for kept_at in np.flatnonzero(np.isin(answers, list(failed))).tolist():
+            row = int(np.searchsorted(ends, kept_at, side="right"))
+            failures.setdefault(row, failed[int(answers[kept_at])])
         return Chosen(answers, ends, failures)
 
     def _batches(

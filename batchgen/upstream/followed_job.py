@@ -27,7 +27,7 @@ from batchgen.shards.enough import Enough
 from batchgen.shards.shard_files import last_row, shard_path
 from batchgen.storage.job_storage import FolderStorage
 from batchgen.storage.manifest import SAMPLES, Manifest
-from batchgen.upstream.other_job import read_facts
+from batchgen.upstream.other_job import OtherJob, read_facts
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_text
 
@@ -178,3 +178,7 @@ class FollowedJob(GradedShards):
 
     def _metrics(self) -> dict[str, Any]:
         return JobFolderReader(self.storage.path, self.storage).metrics
+
+
+ReadableJob = OtherJob | FollowedJob
+"""What rows of other jobs are read from."""

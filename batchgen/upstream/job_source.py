@@ -21,6 +21,7 @@ from batchgen.dataset.stored_json import stored_feature
 from batchgen.engine.base.outputs import RequestError
 from batchgen.grades.visible_columns import GRADES
 from batchgen.upstream.chosen_answers import Choice, Chosen, Ints
+from batchgen.upstream.followed_job import ReadableJob
 from batchgen.upstream.job_columns import (
     SAMPLE_INDEX,
     SOURCE,
@@ -28,7 +29,6 @@ from batchgen.upstream.job_columns import (
     job_columns,
     with_grades,
 )
-from batchgen.upstream.other_job import OtherJob
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_text
 from batchgen.util.shorten import some_names
@@ -56,7 +56,7 @@ class JobSource:
     """
 
     def __init__(
-        self, jobs: Sequence[OtherJob], config: DatasetConfig, named: frozenset[str] | None
+        self, jobs: Sequence[ReadableJob], config: DatasetConfig, named: frozenset[str] | None
     ) -> None:
         """Choose among the answers, which is a pass over what the expressions read.
 
@@ -172,7 +172,7 @@ class JobSource:
         if len(joined):
             yield joined.combine_chunks()
 
-    def _prefix(self, job: OtherJob) -> str:
+    def _prefix(self, job: ReadableJob) -> str:
         """What ids of the job's rows begin with, so that they differ from those of other jobs."""
         return f"{job.read.name}/" if len(self._jobs) > 1 else ""
 
@@ -318,7 +318,7 @@ class JobSource:
         return pa.table(made)
 
 
-def _nothing_left(jobs: Sequence[OtherJob], choice: Choice) -> str:
+def _nothing_left(jobs: Sequence[ReadableJob], choice: Choice) -> str:
     """Why there are no rows, with examples of what was left out."""
     names = ", ".join(job.given for job in jobs)
     steps = "; ".join(f"{left.choice}: {left.rows:,}" for left in choice.funnel)
