@@ -176,15 +176,15 @@ def job_file_text(config: JobConfig) -> str:
     """The text of config.yaml, which is a job file: `batchgen OUT/config.yaml` runs it."""
     groups = resolved(config)
     groups["workers"]["name"] = None  # that of one process
-    return yaml.safe_dump(_literal(groups), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(literal(groups), sort_keys=False, allow_unicode=True)
 
 
-def _literal(value: Any) -> Any:
+def literal(value: Any) -> Any:
     """The value with every `${` escaped, so that OmegaConf reads it as text, not as a reference."""
     if isinstance(value, dict):
-        return {key: _literal(item) for key, item in value.items()}
+        return {key: literal(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_literal(item) for item in value]
+        return [literal(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 from datasets import Features
 
-from batchgen.dataset.source import Following, Left, Row, Source
+from batchgen.dataset.source import Following, Left, ReadJob, Row, Source
 from batchgen.engine.base.outputs import RequestError
 from batchgen.grading.choices import BadChoices, RowStep
 from batchgen.grading.step import arrow_schema
@@ -53,7 +53,11 @@ class SteppedSource:
         self.columns = tuple(self.features)
         kept = [column for column in source.schema if column.name not in self._made]
         self.schema = pa.schema([*kept, *self._made.values()])
-        self.jobs = source.jobs
+
+    @property
+    def jobs(self) -> tuple[ReadJob, ...]:
+        """Those of the data set."""
+        return self._source.jobs
 
     @property
     def num_rows(self) -> int | None:

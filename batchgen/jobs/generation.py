@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from batchgen.budget.spending import Spending
 from batchgen.config.job_config import JobConfig
+from batchgen.costs.cost_recorder import CostRecorder
 from batchgen.dataset.seed_stream import stream_of, stream_seed
 from batchgen.dataset.source import Row, Source
 from batchgen.engine.base.outputs import RequestError, RequestOutput
@@ -74,6 +75,14 @@ class Engine(TakesRequests, Protocol):
         """Why a token's bits depend on the other rows of its batch; None if they do not."""
         ...
 
+    def measure_costs(self) -> None:
+        """Begin to measure what requests take of the device; see `take_costs`."""
+        ...
+
+    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+        """Seconds by request, each once: of those that have ended, and with `wait` of all."""
+        ...
+
     def close(self) -> None:
         """Stop what works in the background; nothing waits for it."""
         ...
@@ -119,6 +128,7 @@ class Generation:
         metrics: Metrics,
         waves: EverySample,
         spending: Spending,
+        costs: CostRecorder,
     ) -> None:
         """Prepare to run rows. `request` says what the requests of a row ask for, or raises
         RequestError; `split` takes the thoughts out of an output's text; `waves` says which samples
@@ -132,6 +142,8 @@ class Generation:
         self._metrics = metrics
         self._spending = spending
         self._engine = engine
+        self._costs = costs
+        engine.measure_costs()
         self._requested = ChoiceScorer(engine, config.scores_choices)
         stops = config.output.on_all_errors == "stop"
         enabled = stops and not metrics.attempt.rows_resumed
@@ -140,9 +152,16 @@ class Generation:
         self._window = 2 * engine.max_num_seqs
         self._in_flight: dict[str, _Request] = {}
 
-    def turns(self, todo: ShardQueue, signals: StopSignals, progress: Progress) -> Turns[bool]:
+    def turns(
+        self,
+        todo: ShardQueue,
+        signals: StopSignals,
+        progress: Progress,
+        watch: Callable[[], None] = lambda: None,
+    ) -> Turns[bool]:
         """Generate until all rows are written, by this worker or others; False if a signal came
-        first, or the budget was spent."""
+        first, or the budget was spent. `watch` is called now and then, and may end the job with an
+        error."""
         requests = self._requests(todo)
         started = time.monotonic()
         while not todo.is_over():
@@ -154,6 +173,7 @@ class Generation:
                     request = self._in_flight.pop(output.request_id)
                     output, thoughts = self._split(output)
                     finished.append(request.finished(output=output, thoughts=thoughts))
+                self._costs.add(self._engine.take_costs())
             elif not finished:
                 if held := self._first.ended(self._writer.num_rows):
                     self._write(held, progress)
@@ -165,18 +185,28 @@ class Generation:
             self._metrics.attempt.generate_s = round(seconds, 3)
             if self._metrics.timeline.due(seconds):
                 self._add_point(seconds)
+            if self._costs.due():
+                self._costs.save()
             if self._metrics.due():
                 self._save_metrics()
                 progress.set_others(self._metrics.others, self._metrics.attempt.worker)
+                watch()
             if progress.due():
                 progress.show(self._engine.generated_tokens, self._engine.running_lengths)
             if signals.received is not None or self._spending.is_spent:
                 self._write(self._waves.rest(), progress)
+                self._end_costs()
                 self._save_metrics()
                 return False
         self._add_point(time.monotonic() - started)
+        self._end_costs()
         self._save_metrics()
         return True
+
+    def _end_costs(self) -> None:
+        """Write what requests cost, those that have not ended too."""
+        self._costs.add(self._engine.take_costs(wait=True))
+        self._costs.save()
 
     def _write(self, finished: list[FinishedRow], progress: Progress) -> None:
         # What another worker has finished meanwhile counts as its own.
@@ -197,6 +227,7 @@ class Generation:
 
     def _save_metrics(self) -> None:
         self._metrics.in_flight = self._engine.num_running
+        self._metrics.attempt.device_s = round(self._costs.seconds, 6)
         self._metrics.attempt.engine = dataclasses.asdict(self._engine.stats)
         self._metrics.save("running")
 

@@ -11,6 +11,7 @@ from functools import partial
 from batchgen.budget.spending import Spending
 from batchgen.compose.load_config import job_file_text
 from batchgen.config.job_config import JobConfig
+from batchgen.costs.cost_recorder import CostRecorder
 from batchgen.dataset.row_digest import rows_digest
 from batchgen.dataset.source import Following
 from batchgen.folder.changed_row import changed_row
@@ -134,6 +135,7 @@ class _Attempt:
         num_rows = self._parts.source.num_rows
         if num_rows is not None and config.sampling.until is None:
             metrics.attempt.rows_total = num_rows * config.sampling.n
+        metrics.funnel = [(left.choice, left.rows) for left in data_of(self._parts.source).funnel]
         begins = folder.exclusive and not is_done
         if begins:
             folder.storage.write(folder.path / "README.md", unfinished_card(self._shown))
@@ -178,7 +180,9 @@ class _Attempt:
         for table in writer.done_rows(tally.columns) if writer.resumed and folder.exclusive else ():
             tally.add_table(table)
         path = folder.path / "metrics.json"
-        return Metrics(path, writer.resumed, tally, self._worker, folder.storage)
+        metrics = Metrics(path, writer.resumed, tally, self._worker, folder.storage)
+        metrics.read_jobs = [cost for job in self._parts.source.jobs for cost in job.costs]
+        return metrics
 
     def _generate(self) -> Turns[JobResult | None]:
         """Load the weights and compute rows until none is left; the result if a signal came."""
@@ -191,6 +195,8 @@ class _Attempt:
         self._note_engine(engine)
         expected = self._predict(engine)
         parts, request = self._parts, self._rows.request
+        rows_per_shard = self._config.output.rows_per_shard
+        costs = CostRecorder(self._folder.storage, rows_per_shard, self._worker.number)
         waves = self._waves()
         generation = Generation(
             self._config,
@@ -202,6 +208,7 @@ class _Attempt:
             metrics,
             waves,
             self._spending,
+            costs,
         )
         shown = Progress(
             metrics.attempt.rows_total,
@@ -211,10 +218,12 @@ class _Attempt:
             resumed_errors=metrics.tally.totals.error_rows,
             longest=self._longest(),
             expected=expected,
+            title=parts.title,
         )
         metrics.begin()
         with closing(engine), closing(waves), shown as progress:
-            if not (yield from generation.turns(self._todo, self._signals, progress)):
+            turns = generation.turns(self._todo, self._signals, progress, parts.watch)
+            if not (yield from turns):
                 return self._stopped()
         return None
 

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.dataset.feature_types import has_json
-from batchgen.dataset.source import Left, Row, Source
+from batchgen.dataset.source import Left, ReadJob, Row, Source
 from batchgen.dataset.stored_json import stored_field
 from batchgen.folder.row_funnel import IndexFacts
 from batchgen.leases.own_files import ROW_INDEX
@@ -57,7 +57,6 @@ class IndexedSource:
         gone = chain.uncopied | set(chain.made)
         self._copied = [name for name in data.schema.names if name not in gone]
         self.schema = pa.schema([*(data.schema.field(name) for name in self._copied), *added])
-        self.jobs = data.jobs
         self._reader: IndexReader | None = None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
@@ -70,6 +69,11 @@ class IndexedSource:
     def fingerprint(self) -> str:
         """That of the data set."""
         return self.data.fingerprint
+
+    @property
+    def jobs(self) -> tuple[ReadJob, ...]:
+        """Those of the data set."""
+        return self.data.jobs
 
     @property
     def facts(self) -> IndexFacts | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pyarrow as pa
 from batchgen.compose.load_config import step_configs
 from batchgen.config.job_config import JobConfig, StepConfig
 from batchgen.config.named_code import OWN
+from batchgen.costs.chain_costs import all_steps
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.grades.finished_shards import FinishedShard, GradedShards, ends_of
 from batchgen.grades.folder_grades import GRADES
@@ -125,8 +126,9 @@ class FollowedJob(GradedShards):
         path = shard_path(self.storage.path / DATA, number)
         if not path.exists():
             if is_ended:
-                self.is_complete = True
-                self.check_job(self.text_column, self._metrics().get("rows"))
+                self.is_complete, metrics = True, self._metrics()
+                self.check_job(self.text_column, metrics.get("rows"))
+                self.read = replace(self.read, costs=all_steps(metrics, self.read.name))
             return False
         grades = self._grades_of(number) if self.needs_grades else ""
         if grades is None:

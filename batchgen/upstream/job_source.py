@@ -16,7 +16,7 @@ from datasets.features import List
 
 from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.feature_types import has_json
-from batchgen.dataset.source import Left, Row
+from batchgen.dataset.source import Left, ReadJob, Row
 from batchgen.dataset.stored_json import stored_feature
 from batchgen.engine.base.outputs import RequestError
 from batchgen.grades.visible_columns import GRADES
@@ -78,7 +78,6 @@ class JobSource:
         # What was chosen, in parts, each with the number of its job, and behind which row it ends.
         self._chosen: list[tuple[int, Chosen]] = []
         self._ends: list[int] = []
-        self.jobs = tuple(job.read for job in jobs)
         self.features = self._features()
         self.columns = tuple(self.features)
         whole = [GRADES] if used is None or GRADES in used else []
@@ -120,6 +119,11 @@ class JobSource:
     def funnel(self) -> tuple[Left, ...]:
         """See `Source`."""
         return self._choice.funnel
+
+    @property
+    def jobs(self) -> tuple[ReadJob, ...]:
+        """See `Source`."""
+        return tuple(job.read for job in self._jobs)
 
     @property
     def num_errors(self) -> int:

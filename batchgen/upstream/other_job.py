@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from batchgen.costs.chain_costs import all_steps
 from batchgen.dataset.source import ReadJob
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.grades.finished_shards import FinishedShards
@@ -31,7 +33,8 @@ class OtherJob(FinishedShards):
             JobError: a file is damaged, or not there.
         """
         super().__init__(reader.storage, reader.storage.shown)
-        self.read, self.text_column = read_facts(lambda: reader.manifest, name, self.given)
+        read, self.text_column = read_facts(lambda: reader.manifest, name, self.given)
+        self.read = replace(read, costs=all_steps(reader.metrics, name))
         self.check_job(self.text_column, reader.metrics.get("rows"))
 
 
