@@ -135,7 +135,7 @@ class _Attempt:
         num_rows = self._parts.source.num_rows
         if num_rows is not None and config.sampling.until is None:
             metrics.attempt.rows_total = num_rows * config.sampling.n
-        metrics.funnel = [(left.choice, left.rows) for left in data_of(self._parts.source).funnel]
+        self._note_read()
         begins = folder.exclusive and not is_done
         if begins:
             folder.storage.write(folder.path / "README.md", unfinished_card(self._shown))
@@ -157,6 +157,7 @@ class _Attempt:
             self._writer.finish(self._todo.num_rows)
             if isinstance(self._parts.source, Following):
                 folder.settle(job_manifest(config, self._parts, self._rows.schema))
+                self._note_read()
             with folder.storage.local_copy(needed=bool(config.post) or config.output.report):
                 process = grading if early is None else early.process
                 metrics.score = yield from scores_of(samples, config, self._signals, process)
@@ -180,9 +181,13 @@ class _Attempt:
         for table in writer.done_rows(tally.columns) if writer.resumed and folder.exclusive else ():
             tally.add_table(table)
         path = folder.path / "metrics.json"
-        metrics = Metrics(path, writer.resumed, tally, self._worker, folder.storage)
-        metrics.read_jobs = [cost for job in self._parts.source.jobs for cost in job.costs]
-        return metrics
+        return Metrics(path, writer.resumed, tally, self._worker, folder.storage)
+
+    def _note_read(self) -> None:
+        """Record in the metrics what is known of the jobs whose rows are read."""
+        source = self._parts.source
+        self._metrics.read_jobs = [cost for job in source.jobs for cost in job.costs]
+        self._metrics.funnel = [(left.choice, left.rows) for left in data_of(source).funnel]
 
     def _generate(self) -> Turns[JobResult | None]:
         """Load the weights and compute rows until none is left; the result if a signal came."""
