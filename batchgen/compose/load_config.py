@@ -42,7 +42,7 @@ from batchgen.util.errors import ConfigError
 
 _NOT_DECIDING = {
     "model": {"name", "path", "revision"},
-    "dataset": {"path", "limit"},
+    "dataset": {"path", "limit", "follow"},
     "sampling": {"n"},
     "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report", "reuse"},
 }
