@@ -113,7 +113,7 @@ def test_too_many_errors_end_the_pipeline(
     said = capsys.readouterr().err
     assert "step draft: 2 of the first 8 answers are errors (25%), more than most_errors" in said
     assert "r1" in said and "judge" in said.rpartition("The pipeline ends here")[2]
-    assert not list((tmp_path / "out").glob("judge.*"))
+    assert not list((tmp_path / "out").glob("judge.*/data/*"))
     assert run(pipeline, "most_errors=0.3") == 3
 
 
