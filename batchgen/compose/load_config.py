@@ -44,7 +44,7 @@ _NOT_DECIDING = {
     "model": {"name", "path", "revision"},
     "dataset": {"path", "limit", "follow"},
     "sampling": {"n"},
-    "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report"},
+    "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report", "reuse"},
 }
 """Keys of each group that decide nothing about the content of a row."""
 _NEWER = {

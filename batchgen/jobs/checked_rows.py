@@ -12,8 +12,8 @@ from batchgen.constraint.row_params import RowParams
 from batchgen.dataset.seed_stream import depth_of, stream_of
 from batchgen.dataset.source import Following, Row, Source
 from batchgen.jobs.job_parts import JobParts
-from batchgen.jobs.row_request import RowRequest
 from batchgen.prompts.row_prompts import fit_prompt, prompt_room
+from batchgen.prompts.row_request import RowRequest
 from batchgen.shards.enough import Enough
 from batchgen.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.shards.parsed_column import ParsedColumn

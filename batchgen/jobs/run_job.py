@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -38,6 +38,7 @@ from batchgen.jobs.turns import Turns, alone, between
 from batchgen.leases.file_store import FolderGone
 from batchgen.leases.lease_files import GRADING
 from batchgen.report.write_report import REPORT
+from batchgen.reuse.row_reuse import row_reuse
 from batchgen.row_index.indexed_source import IndexedSource
 from batchgen.row_index.open_rows import data_of
 from batchgen.scoring.samples import Samples
@@ -122,8 +123,8 @@ class _Attempt:
             folder.storage.write(folder.path / "config.yaml", job_file_text(config))
             worker.tell_older(writer.older)
         self._metrics = self._new_metrics()
-        devices, elsewhere = config.engine.tensor_parallel, parts.used_elsewhere
-        self._spending = Spending(config.budget, self._metrics, folder.storage, devices, elsewhere)
+        self._metrics.attempt.devices = config.engine.tensor_parallel
+        self._spending = Spending(config.budget, self._metrics, folder.storage, parts.elsewhere)
         self._todo = ShardQueue(parts.source, writer, worker, config.output.rows_per_shard)
 
     def turns(self) -> Turns[JobResult]:
@@ -201,6 +202,9 @@ class _Attempt:
         self._note_engine(engine)
         expected = self._predict(engine)
         parts, request = self._parts, self._rows.request
+        storage, schema = self._folder.storage, self._rows.schema
+        facts = parts.fingerprints, parts.max_model_len
+        reuse = row_reuse(self._config, *facts, schema, storage)
         rows_per_shard = self._config.output.rows_per_shard
         costs = CostRecorder(self._folder.storage, rows_per_shard, self._worker.number)
         waves = self._waves()
@@ -215,6 +219,7 @@ class _Attempt:
             waves,
             self._spending,
             costs,
+            reuse,
         )
         shown = Progress(
             metrics.attempt.rows_total,
@@ -227,7 +232,8 @@ class _Attempt:
             title=parts.title,
         )
         metrics.begin()
-        with closing(engine), closing(waves), shown as progress:
+        beside = nullcontext() if reuse is None else closing(reuse)
+        with closing(engine), closing(waves), beside, shown as progress:
             turns = generation.turns(self._todo, self._signals, progress, parts.watch)
             if not (yield from turns):
                 return self._stopped()

@@ -134,7 +134,11 @@ class _Run:
             self._known[name] = job = open_job(config, self._promised)
             parts = parts_of(job, config, job.fingerprints(config))
             parts = replace(
-                parts, title=name, watch=watch.look, grades_at_once=self._groups.is_followed(name)
+                parts,
+                title=name,
+                watch=watch.look,
+                elsewhere=partial(opened.attempts_elsewhere, name),
+                grades_at_once=self._groups.is_followed(name),
             )
             schema = output_schema(config, parts)
         except (ConfigError, JobError) as error:
