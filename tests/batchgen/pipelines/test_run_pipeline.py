@@ -125,7 +125,7 @@ def test_a_filter_that_leaves_nothing_ends_the_pipeline(
     assert run(written(tmp_path / "pipeline.yaml", given)) == 2
     said = capsys.readouterr().err
     assert "batchgen: step judge: " in said
-    assert "not begun" in said.splitlines()[-1]
+    assert "0  stopped" in said.splitlines()[-1]
 
 
 def test_sets_are_written_once(
