@@ -17,6 +17,7 @@ from batchgen.folder.read_job import JobFolderReader
 from batchgen.pipelines.pipeline_file import FROM
 from batchgen.pipelines.record.pipeline_record import STEP_NAME, step_of
 from batchgen.pipelines.record.step_folders import find_record, is_pipeline
+from batchgen.proof.audit.stored_rows import places_beside
 from batchgen.proof.folder_proof import step_proof
 from batchgen.proof.lock_file import Lock, StepProof
 from batchgen.storage.manifest import READ_JOB
@@ -93,9 +94,7 @@ def _read(reader: JobFolderReader, groups: Mapping[str, Any], given: str) -> lis
     dataset = groups.get("dataset") or {}
     if dataset.get("kind") != "job":
         return []
-    paths = DatasetConfig(**dataset).paths
-    beside = [str(_beside(path, reader.path)) for path in paths]
-    jobs = read_jobs(beside, None)
+    jobs = read_jobs(places_beside(DatasetConfig(**dataset).paths, reader.path), None)
     known = reader.manifest["fingerprints"]
     for job in jobs:
         key = f"{READ_JOB} {job.read.name}" if len(jobs) > 1 else READ_JOB
@@ -105,14 +104,6 @@ def _read(reader: JobFolderReader, groups: Mapping[str, Any], given: str) -> lis
                 "place, or run the job again"
             )
     return jobs
-
-
-def _beside(path: str, reader: Path) -> Path | str:
-    """Where a job is that another one names: there, or beside the other one's folder."""
-    if user_path(path, "dataset.path").exists():
-        return path
-    name = Path(path).name
-    return found if (found := reader.resolve().parent / name).is_dir() else path
 
 
 def _tables(groups: Mapping[str, Any]) -> dict[int, str]:
@@ -150,7 +141,7 @@ def step_values(
     }
     if _composed(short) != _composed(kept):
         short = kept
-    values = deepcopy(short)
+    values: dict[str, Any] = deepcopy(short)
     if parents:
         del values["dataset"][_PATH]
         values = {FROM: parents[0] if len(parents) == 1 else list(parents), **values}
@@ -158,7 +149,7 @@ def step_values(
         options = _options(values["rows"][place])
         del options[_PATH]
         options[FROM] = name
-    return dict(values)
+    return values
 
 
 def _set(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from batchgen.dataset.row_digest import rows_digest
 from batchgen.jobs.checked_rows import job_manifest, output_schema
 from batchgen.jobs.job_parts import JobParts, job_parts
 from batchgen.jobs.run_job import run_job
-from batchgen.proof.folder_proof import FolderDigests, folder_digests
+from batchgen.proof.folder_proof import FolderDigests, folder_digests, without_places
 from batchgen.proof.lock_file import StepProof
 from batchgen.proof.locked_jobs import LockedJobs
 from batchgen.row_index.open_rows import data_of
@@ -63,7 +63,8 @@ def opened(config: JobConfig, name: str, proof: StepProof) -> Iterator[tuple[Job
         config = replace(config, dataset=replace(config.dataset, limit=proof.dataset_rows))
     parts = job_parts(config)
     try:
-        found = job_manifest(config, parts, output_schema(config, parts)).fingerprints
+        manifest = job_manifest(config, parts, output_schema(config, parts))
+        found = without_places(manifest.fingerprints)
         lines = [
             f"{what}: {known} in the lock, {found.get(what, 'none')} here"
             for what, known in proof.fingerprints.items()

@@ -12,12 +12,12 @@ import pyarrow.compute as pc
 
 from batchgen.dataset.source import Source
 from batchgen.jobs.job_parts import job_parts
-from batchgen.proof.first_difference import first_difference
+from batchgen.proof.audit.first_difference import first_difference
+from batchgen.proof.audit.rows_again import compute_again
 from batchgen.proof.lock_file import StepProof
 from batchgen.proof.locked_jobs import LockedJobs
 from batchgen.proof.merkle import Digest, climbed, leaves, root, shard_leaves, way_up
 from batchgen.proof.rebuilt import opened
-from batchgen.proof.rows_again import compute_again
 from batchgen.row_index.indexed_source import IndexedSource
 from batchgen.shards.checked_file import CheckedFile
 from batchgen.shards.row_order import KEYS

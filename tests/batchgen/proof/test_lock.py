@@ -76,6 +76,44 @@ def test_a_chain_is_made_again_to_the_byte_in_another_folder(
     }
 
 
+def test_a_pipeline_is_made_again_without_its_file(
+    chain: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a step that joins the rows of another one, and one that reads several."""
+    steps = {
+        "a": {},
+        "b": {"sampling": {"choice": "greedy", "max_new_tokens": 5}},
+        "both": {"from": ["a", "b"], "dataset": {"text_as": "t"}},
+        "last": {
+            "from": "a",
+            "dataset": {"text_as": "t"},
+            "rows": [{"Join": {"from": "b", "on": "id", "columns": {"text": "other"}}}],
+        },
+    }
+    given = overrides(model, chain / "rows.jsonl", tmp_path / "out")
+    kept = [one for one in given if not one.startswith(("dataset=", "dataset.", "output.dir"))]
+    common = dict(one.split("=", 1) for one in kept)
+    data = {"dataset": {"choice": "files", "path": f"{chain}/rows.jsonl", "id_column": "id"}}
+    of_data = [name for name in steps if "from" not in steps[name]]
+    values = {name: {**(data if name in of_data else {}), **step} for name, step in steps.items()}
+    common.pop("sampling")
+    groups = {key: yaml.safe_load(value) for key, value in common.items()}
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump({**groups, "steps": values}))
+    assert run_command([str(tmp_path / "p.yaml"), f"output.dir={tmp_path}/out"]) == 0
+    lock = tmp_path / "p.lock"
+    assert run_command(["lock", f"{tmp_path}/out", "-o", str(lock)]) == 0
+    shutil.move(tmp_path / "out", tmp_path / "moved")
+    capsys.readouterr()
+    command = ["rebuild", str(lock), f"output.dir={tmp_path}/again", *places(chain, model)]
+    assert run_command(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["a", "b", "both", "last"]
+    assert all("equal to the byte" in line for line in lines)
+    whole = ["--row", "r1#0", "--step", "both", *places(chain, model)]
+    assert run_command(["rebuild", str(lock), *whole]) == 2
+    assert "step both reads several jobs" in capsys.readouterr().err
+
+
 def test_a_lock_is_small_and_the_same_each_time(chain: Path, tmp_path: Path) -> None:
     assert (chain / "judge.lock").stat().st_size < 5000
     assert run_command(["lock", str(chain / "judge"), "-o", str(tmp_path / "lock")]) == 0
