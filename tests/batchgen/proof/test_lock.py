@@ -80,7 +80,7 @@ def test_a_pipeline_is_made_again_without_its_file(
     chain: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a step that joins the rows of another one, and one that reads several."""
-    steps = {
+    steps: dict[str, dict[str, Any]] = {
         "a": {},
         "b": {"sampling": {"choice": "greedy", "max_new_tokens": 5}},
         "both": {"from": ["a", "b"], "dataset": {"text_as": "t"}},
