@@ -293,6 +293,11 @@ class LLMEngine:
         """How many tokens each of the `num_running` rows has generated so far."""
         return self.scheduler.running.generated
 
+    @property
+    def running_ids(self) -> list[str]:
+        """The ids of these rows, in the order of `running_lengths`."""
+        return [seq.request_id for seq in self.scheduler.running.rows]
+
     def has_unfinished(self) -> bool:
         """Whether some request was added and neither returned nor aborted yet."""
         return bool(self._live)

@@ -20,6 +20,7 @@ from batchgen.jobs.choice_scores import ChoiceScorer, TakesRequests
 from batchgen.jobs.fail_fast import FailFast
 from batchgen.jobs.progress import Progress
 from batchgen.jobs.row_request import RowRequest
+from batchgen.jobs.turns import Turns
 from batchgen.shards.output_schema import FinishedRow
 from batchgen.shards.output_writer import OutputWriter
 from batchgen.util.signals import StopSignals
@@ -133,7 +134,7 @@ class Generation:
         self._window = 2 * engine.max_num_seqs
         self._in_flight: dict[str, _Request] = {}
 
-    def run(self, todo: ShardQueue, signals: StopSignals, progress: Progress) -> bool:
+    def turns(self, todo: ShardQueue, signals: StopSignals, progress: Progress) -> Turns[bool]:
         """Generate until all rows are written, by this worker or others; False if a signal came
         first."""
         requests = self._requests(todo)
@@ -142,6 +143,7 @@ class Generation:
             todo.in_flight = len(self._in_flight)
             finished = [] if self._first.wait else self._refill(requests)
             if self._in_flight:
+                yield 0.0
                 for output in self._requested.step():
                     request = self._in_flight.pop(output.request_id)
                     output, thoughts = self._split(output)
@@ -150,7 +152,7 @@ class Generation:
                 if held := self._first.ended(self._rows_total()):
                     self._write(held, progress)
                 else:  # other workers do what is left
-                    time.sleep(_IDLE_SECONDS)
+                    yield _IDLE_SECONDS
             self._write(self._first.passed(finished, len(self._in_flight)), progress)
             seconds = time.monotonic() - started
             self._metrics.attempt.generate_s = round(seconds, 3)

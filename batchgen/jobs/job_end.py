@@ -14,6 +14,7 @@ from batchgen.folder.job_summary import JobSummary, end_table
 from batchgen.folder.row_funnel import IndexFacts
 from batchgen.jobs.graded_job import graded_card, save_scores, scores_of
 from batchgen.jobs.job_parts import JobParts
+from batchgen.jobs.turns import Turns
 from batchgen.leases.own_files import ROW_INDEX
 from batchgen.report.write_report import REPORT, is_up_to_date, try_report
 from batchgen.scoring.samples import Samples
@@ -90,12 +91,12 @@ def complete(
 
 def already_complete(
     config: JobConfig, parts: JobParts, folder: JobFolder, signals: StopSignals
-) -> JobResult:
+) -> Turns[JobResult]:
     storage = folder.storage
     folder.remove_journal()
     wants_report = config.output.report and not is_up_to_date(storage)
     with storage.local_copy(needed=bool(config.post) or wants_report):
-        score = scores_of(Samples(folder.path, config.score), config, signals)
+        score = yield from scores_of(Samples(folder.path, config.score), config, signals)
         if config.post:
             save_scores(folder.path, score, storage.shown)
         totals = _count_shards(config, parts, folder).totals

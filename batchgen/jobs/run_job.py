@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
@@ -31,6 +30,7 @@ from batchgen.jobs.job_end import (
 )
 from batchgen.jobs.job_parts import JobParts
 from batchgen.jobs.progress import Progress, show_memory
+from batchgen.jobs.turns import Turns, alone
 from batchgen.leases.file_store import FolderGone
 from batchgen.report.write_report import REPORT
 from batchgen.row_index.indexed_source import IndexedSource
@@ -63,27 +63,33 @@ def run_job(config: JobConfig, parts: JobParts) -> JobResult:
         Exception: whatever the engine or the data set raises. Finished rows are safe.
     """
     with StopSignals() as signals, closing(parts):
-        try:
-            rows = check_rows(config, parts)
-            with (
-                _folder(config, parts, rows.schema) as folder,
-                _worker(config, folder) as worker,
-                _writer(config, parts, folder, rows.schema, worker) as writer,
-            ):
-                return _Attempt(config, parts, rows, folder, worker, writer, signals).run()
-        except JobStopped as stopped:
-            assert signals.received is not None
-            message = f"{stopped or 'Stopped before the first row.'} {_resume(config.output.dir)}"
-            return JobResult(0, signals.received, message)
-        except FolderGone:  # others have completed the job while this worker began to join them
-            with closing(open_storage(config.output.dir, config.workers)) as storage:
-                ended = completed_elsewhere(storage, parts, rows=0)
-            if ended is None:
-                raise JobError(
-                    f"the workers of the job in {config.output.dir} have left it while this one "
-                    "began to join them: run the same command again"
-                ) from None
-            return ended
+        return alone(job_turns(config, parts, signals))
+
+
+def job_turns(config: JobConfig, parts: JobParts, signals: StopSignals) -> Turns[JobResult]:
+    """The turns of `run_job`, in which `signals` say when to stop. All that can be refused without
+    the weights is refused in the first turn."""
+    try:
+        rows = check_rows(config, parts)
+        with (
+            _folder(config, parts, rows.schema) as folder,
+            _worker(config, folder) as worker,
+            _writer(config, parts, folder, rows.schema, worker) as writer,
+        ):
+            attempt = _Attempt(config, parts, rows, folder, worker, writer, signals)
+            return (yield from attempt.turns())
+    except JobStopped as stopped:
+        message = f"{stopped or 'Stopped before the first row.'} {_resume(config.output.dir)}"
+        return JobResult(0, signals.received, message)
+    except FolderGone:  # others have completed the job while this worker began to join them
+        with closing(open_storage(config.output.dir, config.workers)) as storage:
+            ended = completed_elsewhere(storage, parts, rows=0)
+        if ended is None:
+            raise JobError(
+                f"the workers of the job in {config.output.dir} have left it while this one "
+                "began to join them: run the same command again"
+            ) from None
+        return ended
 
 
 class _Attempt:
@@ -111,12 +117,12 @@ class _Attempt:
         self._metrics = self._new_metrics()
         self._todo = ShardQueue(parts.source, writer, worker, config.output.rows_per_shard)
 
-    def run(self) -> JobResult:
+    def turns(self) -> Turns[JobResult]:
         config, folder, metrics = self._config, self._folder, self._metrics
         is_done = self._todo.is_empty()
         if is_done and metrics.was_complete:
             self._signals.deferred = True
-            return already_complete(config, self._parts, folder, self._signals)
+            return (yield from already_complete(config, self._parts, folder, self._signals))
         num_rows = self._parts.source.num_rows
         metrics.attempt.rows_total = None if num_rows is None else num_rows * config.sampling.n
         begins = folder.exclusive and not is_done
@@ -127,13 +133,13 @@ class _Attempt:
         beside = grading_beside(folder.path, config, needed=begins and folder.storage.in_place)
         with _recorded(metrics, self._shown), beside as grading:
             folder.share()
-            ended = None if is_done else self._generate()
-            ended = ended or self._wait_for_others()
+            ended = None if is_done else (yield from self._generate())
+            ended = ended or (yield from self._wait_for_others())
             if ended is not None:
                 return ended
             self._writer.finish(self._todo.num_rows)
             with folder.storage.local_copy(needed=bool(config.post) or config.output.report):
-                metrics.score = scores_of(samples, config, self._signals, grading)
+                metrics.score = yield from scores_of(samples, config, self._signals, grading)
                 return complete(config, self._parts, folder, self._rows.schema, metrics)
 
     def _new_metrics(self) -> Metrics:
@@ -146,8 +152,9 @@ class _Attempt:
         path = folder.path / "metrics.json"
         return Metrics(path, writer.resumed, tally, self._worker, folder.storage)
 
-    def _generate(self) -> JobResult | None:
+    def _generate(self) -> Turns[JobResult | None]:
         """Load the weights and compute rows until none is left; the result if a signal came."""
+        yield 0.0  # jobs beside this one are opened before any weights load
         metrics, writer = self._metrics, self._writer
         engine = self._parts.build_engine()
         self._signals.deferred = True
@@ -168,7 +175,7 @@ class _Attempt:
         )
         metrics.begin()
         with closing(engine), shown as progress:
-            if not generation.run(self._todo, self._signals, progress):
+            if not (yield from generation.turns(self._todo, self._signals, progress)):
                 return self._stopped()
         return None
 
@@ -202,7 +209,7 @@ class _Attempt:
             self._metrics.predicted = expected.summary()
         return expected
 
-    def _wait_for_others(self) -> JobResult | None:
+    def _wait_for_others(self) -> Turns[JobResult | None]:
         """Wait until this worker is the one that completes the job, which is None, or until
         another has completed it or a signal came, which is how the job ended for this worker."""
         folder, worker = self._folder, self._worker
@@ -222,7 +229,7 @@ class _Attempt:
                 return None
             if self._signals.received is not None:
                 return self._stopped()
-            time.sleep(min(1.0, worker.look_seconds))
+            yield min(1.0, worker.look_seconds)
 
     def _stopped(self) -> JobResult:
         self._writer.flush()

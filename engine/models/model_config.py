@@ -15,6 +15,7 @@ from batchgen.engine.layers.rotary import (
     Llama3Rope,
     YarnRope,
 )
+from batchgen.engine.layers.vision.vision_config import VisionConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -82,6 +83,7 @@ class ModelConfig:
     untied: bool = False
     # Tokens that layers with a sliding window see; rows must not have more. None: no such layer.
     window: int | None = None
+    vision: VisionConfig | None = None  # None: it reads no images
 
     def __post_init__(self) -> None:
         check_positive(

@@ -208,7 +208,9 @@ class FakeEngine:
     ) -> None:
         assert request_id not in self._running
         if self.job.bad and prompt_token_ids[0] % BAD_REQUEST == 0:
-            raise RequestError("kv_cache_too_small", f"request {request_id} can never run")
+            raise RequestError(
+                "kv_cache_too_small", f"request {request_id.rpartition(chr(10))[2]} can never run"
+            )
         self._running[request_id] = _Running(
             request_id, prompt_token_ids, params, 1 + params.seed % 5
         )
@@ -220,6 +222,13 @@ class FakeEngine:
     @property
     def running_lengths(self) -> npt.NDArray[np.int64]:
         return np.zeros(self.num_running, np.int64)
+
+    @property
+    def running_ids(self) -> list[str]:
+        return list(self._running)[: self.num_running]
+
+    def abort(self, request_id: str) -> bool:
+        return self._running.pop(request_id, None) is not None
 
     @property
     def max_num_seqs(self) -> int:
