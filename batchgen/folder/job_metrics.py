@@ -46,6 +46,8 @@ class Attempt:
         session: a text that is the same for workers that ran beside each other.
         batch_dependence: why a token's bits depend on what else is in the batch, as was found out
             on this CPU; None if they do not, and on a GPU.
+        images: the images of its rows' prompts, once for each sample.
+        image_tokens: the tokens of these, which are prompt tokens, too.
     """
 
     rows_resumed: int
@@ -66,6 +68,8 @@ class Attempt:
     batch_dependence: str | None = None
     worker: int = 0
     session: str = ""
+    images: int = 0
+    image_tokens: int = 0
 
 
 OUTCOMES = {

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """The formats that are read. Others that Pillow knows start programs, such as EPS, or are rare."""
 MOST_PIXELS = 100_000_000
-"""The most pixels of a file; a header may claim any number, and decoding takes 3 to 8 bytes each."""
+"""The most pixels of a file: a header may claim any number, and each takes 3 to 8 bytes."""
 _ORIENTATION = 0x0112
 """The EXIF tag that says how a camera was held."""
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")

@@ -13,7 +13,7 @@ from batchgen.dataset.seed_stream import depth_of, stream_of
 from batchgen.dataset.source import Row
 from batchgen.jobs.job_parts import JobParts
 from batchgen.jobs.row_request import RowRequest
-from batchgen.prompts.row_prompts import fit_prompt, prompt_room
+from batchgen.prompts.row_prompts import fit_prompt, prompt_room, with_images
 from batchgen.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.shards.parsed_column import ParsedColumn
 from batchgen.storage.manifest import READ_JOB, ROWS, Manifest
@@ -61,6 +61,7 @@ def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
         reasoning=config.output.reasoning_end is not None,
         text_column=config.output.text_column,
         answers=parts.answer is not None,
+        images=parts.images is not None,
     )
 
 
@@ -89,9 +90,10 @@ def row_request(config: JobConfig, parts: JobParts) -> Callable[[Row], RowReques
         params = own.constrained(row, params)
         choices = parts.choices(params.constraint)
         room = prompt_room(parts.max_model_len, max([behind, *map(len, choices)]))
-        ids = parts.prompt.token_ids(row)
-        ids = fit_prompt(ids, room, config.prompt.too_long, parts.bos_id)
-        return RowRequest(ids, params, answer, choices)
+        ids, images = with_images(parts.prompt, row)
+        too_long = "error" if images else config.prompt.too_long
+        ids = fit_prompt(ids, room, too_long, parts.bos_id)
+        return RowRequest(ids, params, answer, choices, images)
 
     return request
 

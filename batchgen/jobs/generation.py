@@ -16,12 +16,13 @@ from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.requests import derive_seed
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.folder.job_metrics import Metrics
+from batchgen.images.row_images import RowImage, without_pixels
 from batchgen.jobs.choice_scores import ChoiceScorer, TakesRequests
 from batchgen.jobs.fail_fast import FailFast
 from batchgen.jobs.progress import Progress
 from batchgen.jobs.row_request import RowRequest
 from batchgen.jobs.turns import Turns
-from batchgen.shards.output_schema import FinishedRow
+from batchgen.shards.output_schema import PROMPT_IMAGES, FinishedRow
 from batchgen.shards.output_writer import OutputWriter
 from batchgen.util.signals import StopSignals
 from batchgen.workers.shard_queue import ShardQueue
@@ -90,6 +91,7 @@ class _Request:
     params: SamplingParams
     answer: list[int] | None
     choices: Sequence[list[int]]
+    images: Sequence[RowImage]
     error: RequestError | None
 
     def finished(
@@ -99,7 +101,14 @@ class _Request:
         thoughts: str | None = None,
     ) -> FinishedRow:
         return FinishedRow(
-            self.row_id, self.row_index, self.sample_index, self.fields, output, error, thoughts
+            self.row_id,
+            self.row_index,
+            self.sample_index,
+            self.fields,
+            output,
+            error,
+            thoughts,
+            None if self.error else [image.reference for image in self.images],
         )
 
 
@@ -121,6 +130,7 @@ class Generation:
         self._source = source
         self._request, self._split = request, split
         self._params = config.params
+        self._has_images = PROMPT_IMAGES in writer.schema.arrow.names
         self._stream = stream_of(config.sampling.stream, source.jobs)
         self._writer = writer
         self._samples = config.sampling.n
@@ -215,7 +225,9 @@ class Generation:
         seed = derive_seed(stream_seed(request.params.seed, self._stream), *key)
         params = dataclasses.replace(request.params, seed=seed)
         try:
-            asked = RowRequest(request.prompt, params, request.answer, request.choices)
+            asked = RowRequest(
+                request.prompt, params, request.answer, request.choices, request.images
+            )
             self._requested.add_request(request_id, asked)
         except RequestError as error:
             return error
@@ -235,6 +247,8 @@ class Generation:
             failure: RequestError | None = None
             try:
                 fields = self._source.passthrough(row)
+                if self._has_images:
+                    fields = without_pixels(fields)
                 asked = self._request(row)
             except RequestError as error:
                 failure = error
@@ -251,4 +265,6 @@ class Generation:
             else:
                 given = (row.output.prompt_token_ids, row.output.answer_token_ids or ())
                 attempt.prompt_tokens += sum(map(len, given))
+                attempt.images += len(row.images or ())
+                attempt.image_tokens += sum(image["tokens"] for image in row.images or ())
                 attempt.generated_tokens += len(row.output.token_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import lcm
 from typing import TYPE_CHECKING
@@ -37,12 +37,14 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.prefill_policy import check_chunk_sizes
 from batchgen.engine.strategy import Strategy
 from batchgen.grading.build_steps import check_fields, post_steps
+from batchgen.images.row_images import RowImages
 from batchgen.model.engine_recipe import EngineRecipe
 from batchgen.model.model_source import model_files
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.prompts.answer_text import Answer, build_answer
 from batchgen.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
+from batchgen.resolve.job_images import image_columns, row_images
 from batchgen.texts.tokens.reasoning import ReasoningMarkers
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_files, fingerprint_text
@@ -75,6 +77,7 @@ class OpenedJob:
         max_model_len: how many tokens prompt and answer may have together.
         step_fingerprints: versions of the steps of `rows`, and digests of what they read.
         reasoning: tells thoughts from answers; None if the job does not ask for that.
+        images: makes the images of rows; None if these have none.
     """
 
     model: OpenedModel
@@ -89,6 +92,7 @@ class OpenedJob:
     step_fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reasoning: ReasoningMarkers | None = None
     answer: Answer | None = None
+    images: RowImages | None = None
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError if parameters of a row cannot be honoured; the message names one."""
@@ -108,6 +112,8 @@ class OpenedJob:
         }
         if (weights := self.model.weights_text(config.engine.device)) is not None:
             found["weights"] = weights  # of FP8 is computed with only where the device can
+        if self.images is not None:
+            found["images"] = self.images.fingerprint
         for name, other in self.others.items():
             found[f"{name}_model"] = fingerprint_files(model_files(other.path))
         if (constraint := config.params.constraint) is not None:
@@ -170,7 +176,13 @@ def open_job(config: JobConfig) -> OpenedJob:
         if config.scores_choices:
             strategy.check(SamplingParams(max_new_tokens=0))
     _check_parsed(config, model.tokenizer)
-    source, of_steps = _open_rows(config, model, post)  # last: it takes seconds to load datasets
+    columns = image_columns(config, model)
+    source, of_steps = _open_rows(
+        config, model, post, columns
+    )  # last: it takes seconds to load datasets
+    images = row_images(config, model, source)
+    if images is not None:
+        model = dataclasses.replace(model, with_vision=True)
     with _named("engine"):
         dtype = model.dtype(config.model.dtype, config.engine.device)
         longest = config.engine.model_len(model.config.longest_row, model.config.window)
@@ -186,6 +198,7 @@ def open_job(config: JobConfig) -> OpenedJob:
         vocab_size=vocab_size,
         columns=source.features,
         room=max(1, max_model_len - config.sampling.max_new_tokens),
+        images=images,
     )
     if prompt.is_constant:
         warning = constant_prompt_warning(prompt, next(source.rows()))
@@ -207,6 +220,7 @@ def open_job(config: JobConfig) -> OpenedJob:
         of_steps,
         _reasoning(config, model),
         answer,
+        images,
     )
     with _named("engine"):
         job.recipe(config).check()
@@ -214,7 +228,7 @@ def open_job(config: JobConfig) -> OpenedJob:
 
 
 def _open_rows(
-    config: JobConfig, model: OpenedModel, post: Sequence[PostStep]
+    config: JobConfig, model: OpenedModel, post: Sequence[PostStep], images: Collection[str]
 ) -> tuple[Source, Mapping[str, str]]:
     """The rows behind their steps, with the columns that post steps read, and the digests of what
     the steps read."""
@@ -223,7 +237,9 @@ def _open_rows(
     from batchgen.upstream.open_source import open_source
 
     of_data = identity(config)["dataset"]
-    source, of_steps = behind_steps(open_source(config), config.rows, of_data, model.tokenizer)
+    source, of_steps = behind_steps(
+        open_source(config, images), config.rows, of_data, model.tokenizer
+    )
     scores = [CHOICE_LOGPROBS.name, CHOICE_SCORES.name] if config.scores_choices else []
     check_fields(post, [*source.schema.names, *scores])
     check_scored(post, config.score, source.schema.names)

@@ -62,10 +62,27 @@ _SATISFIED = (
 )
 
 
+PROMPT_IMAGES = "prompt_images"
+IMAGE_FIELDS = (
+    ("path", pa.string()),
+    ("digest", pa.string()),
+    ("width", pa.int32()),
+    ("height", pa.int32()),
+    ("tokens", pa.int32()),
+)
+_IMAGES = (
+    PROMPT_IMAGES,
+    pa.list_(pa.struct(IMAGE_FIELDS)),
+    "the images of the prompt: what the row names each, a digest of its file, and the size in "
+    "pixels and tokens at which the model read it; null if the row failed before",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
     """One sample of one row that is finished, with the `fields` that are copied from the data set.
-    A row that never reached the engine has an `error` instead of an `output`."""
+    A row that never reached the engine has an `error` instead of an `output`. `images` are what the
+    output says of those of the prompt, None where they are not known."""
 
     row_id: str
     row_index: int
@@ -74,6 +91,7 @@ class FinishedRow:
     output: RequestOutput | None = None
     error: RequestError | None = None
     reasoning: str | None = None
+    images: Sequence[Mapping[str, Any]] | None = None
 
     @property
     def finish_reason(self) -> str:
@@ -118,6 +136,7 @@ class OutputSchema:
         parsed: ParsedColumn | None = None,
         text_column: str = TEXT,
         answers: bool = False,
+        images: bool = False,
     ) -> "OutputSchema":
         """The schema of a job.
 
@@ -126,6 +145,7 @@ class OutputSchema:
             reasoning: whether thoughts have a column of their own.
             constrained: whether a column says which rows satisfy their constraint.
             answers: whether rows have given answers, which are scored.
+            images: whether rows may have images.
 
         Raises:
             ConfigError: a column of the data set has the name of a column that batchgen writes, or
@@ -147,6 +167,8 @@ class OutputSchema:
             after.append(_field(*_SATISFIED))
         if answers:
             after.append(_field(*_ANSWER))
+        if images:
+            after.append(_field(*_IMAGES))
         if parsed is not None:
             after.append(_field(PARSED, parsed.type, parsed.meaning))
         not_run = "; null if the row failed before its first"
@@ -157,6 +179,7 @@ class OutputSchema:
         taken |= {column.name for column in columns} | {_SATISFIED[0], PARSED}
         taken |= {ANSWER_TOKEN_IDS} if answers else set()
         taken |= {REASONING} if reasoning else set()
+        taken |= {PROMPT_IMAGES} if images else set()
         taken.remove(TEXT)
         _check_clashes(passthrough.names, taken, text_column)
         # The metadata of the whole input schema is dropped: it describes the input's columns alone.
@@ -208,6 +231,8 @@ class OutputSchema:
             ]
         if ANSWER_TOKEN_IDS in self.arrow.names:
             values[ANSWER_TOKEN_IDS] = [o.answer_token_ids if o else None for o in outputs]
+        if PROMPT_IMAGES in self.arrow.names:
+            values[PROMPT_IMAGES] = [row.images for row in rows]
         if self.parsed is not None:
             values[PARSED] = self.parsed.array(outputs)
         if PROMPT_TOKEN_IDS in self.arrow.names:

@@ -78,7 +78,7 @@ class OutputWriter:
             JobError: a published shard is damaged or is not of this job.
             ConfigError: the other workers have another `retry_errors`.
         """
-        self._schema = schema
+        self.schema = schema
         self._rows_per_shard = rows_per_shard
         self._samples = samples
         self._storage = FolderStorage(data.parent) if storage is None else storage
@@ -251,7 +251,7 @@ class OutputWriter:
             if not new:
                 continue
             try:
-                self._journal.append(number, self._schema.encode(new))
+                self._journal.append(number, self.schema.encode(new))
             except JournalGone:
                 self.drop(number)
                 continue

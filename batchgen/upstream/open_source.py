@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 
 from batchgen.compose.load_config import resolved
 from batchgen.config.job_config import JobConfig
@@ -10,8 +11,9 @@ from batchgen.dataset.source import Source
 from batchgen.upstream.named_columns import named_columns
 
 
-def open_source(config: JobConfig) -> Source:
+def open_source(config: JobConfig, images: Collection[str] = ()) -> Source:
     """The rows that the configuration names, with all checks that need no pass over a stream.
+    `images` are the columns that may hold images.
 
     Raises:
         ConfigError: they do not exist, cannot be read, lack a column that the group `dataset`
@@ -34,7 +36,7 @@ def open_source(config: JobConfig) -> Source:
         return source
     from batchgen.dataset.row_source import open_dataset
 
-    return open_dataset(group)
+    return open_dataset(group, images)
 
 
 def _said(source: Source) -> str:

@@ -32,7 +32,7 @@ _EXPECTED: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class ImageRules:
+class ImageSizes:
     """The sizes that images are given.
 
     Attributes:
@@ -68,9 +68,7 @@ class ImageRules:
             )
         elif rows * columns < self.least:
             beta = math.sqrt(self.least / scale)
-            rows, columns = (
-                math.ceil(length * beta / side) * side for length in (height, width)
-            )
+            rows, columns = (math.ceil(length * beta / side) * side for length in (height, width))
         return rows, columns
 
     def tokens(self, height: int, width: int) -> int:
@@ -87,7 +85,7 @@ class ImageRules:
         return fingerprint_text("images", _READING, pillow, *map(str, numbers))
 
 
-def image_rules(folder: Path, side: int, max_pixels: int | None) -> ImageRules:
+def image_sizes(folder: Path, side: int, max_pixels: int | None) -> ImageSizes:
     """The rules of a model's folder, whose tokens stand for squares of `side` pixels.
 
     Raises:
@@ -117,7 +115,7 @@ def image_rules(folder: Path, side: int, max_pixels: int | None) -> ImageRules:
             f"pixels: give {side**2} or more"
         )
     own = min(most, DEFAULT_TOKENS * side**2 if max_pixels is None else max_pixels)
-    return ImageRules(side, min(least, own), own, most)
+    return ImageSizes(side, min(least, own), own, most)
 
 
 def _processor(folder: Path) -> tuple[Path, dict[str, Any]]:
