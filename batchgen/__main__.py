@@ -1,9 +1,9 @@
 """The command `batchgen`: it runs one job, or several with `--multirun`, or a verb.
 
 Exit codes: 0 if all rows have an answer, 1 if the job failed, 2 if there is a mistake in the
-configuration, 3 if the job is complete but some rows have an error instead of an answer, and 128
-plus the signal's number if a signal stopped it. A sweep ends with the gravest code of its jobs; a
-signal ends the whole sweep.
+configuration, 3 if the job is complete but some rows have an error instead of an answer, 4 if its
+budget is spent, and 128 plus the signal's number if a signal stopped it. A sweep ends with the
+gravest code of its jobs; a signal ends the whole sweep.
 
 Torch, transformers and the libraries of the data take seconds to load. So nothing is imported here
 before it is known to be needed.

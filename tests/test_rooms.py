@@ -77,6 +77,7 @@ BATCHGEN = {
     "report": "report.html",
     "forecast": "how long a job will take",
     "workers": "which worker computes which shard",
+    "budget": "what a job may use, and has used",
     "jobs": "a job from its first row to its last",
     "sharing": "several jobs in one engine",
     "launchers": "workers on this machine, on Ray, on Slurm",

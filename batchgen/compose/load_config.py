@@ -37,7 +37,7 @@ from batchgen.config.job_config import (
     StrategyConfig,
 )
 from batchgen.config.launcher_config import job_launcher
-from batchgen.config.workers_config import WorkersConfig
+from batchgen.config.workers_config import BudgetConfig, WorkersConfig
 from batchgen.util.errors import ConfigError
 
 _NOT_DECIDING = {
@@ -82,7 +82,7 @@ def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = (
     # The config.yaml of a job from before there were these groups does not have them.
     groups.setdefault("constraint", {"kind": "none"})
     groups.setdefault("launcher", {"_target_": None})
-    for name in ("progress", "score", "workers"):
+    for name in ("progress", "score", "workers", "budget"):
         groups.setdefault(name, {})
     for name in STEP_LISTS:
         groups.setdefault(name, [])
@@ -105,6 +105,7 @@ def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = (
         launcher=_build_launcher(groups["launcher"]),
         post=step_configs(groups["post"], "post"),
         score=build(ScoreConfig, groups["score"], "score"),
+        budget=build(BudgetConfig, groups["budget"], "budget"),
         output=build(OutputConfig, groups["output"], "output"),
         progress=build(ProgressConfig, groups["progress"], "progress"),
     )
@@ -159,7 +160,7 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
             if not group.get(key):
                 group.pop(key, None)
     # What becomes of finished rows does not change them.
-    for name in ("post", "score", "progress", "workers", "launcher"):
+    for name in ("post", "score", "budget", "progress", "workers", "launcher"):
         del groups[name]
     return groups
 

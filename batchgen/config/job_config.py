@@ -22,7 +22,7 @@ from batchgen.config.dataset_config import DatasetConfig as DatasetConfig
 from batchgen.config.prompt_config import PROMPT_KINDS as PROMPT_KINDS
 from batchgen.config.prompt_config import PromptConfig as PromptConfig
 from batchgen.config.prompt_config import answer_key
-from batchgen.config.workers_config import WorkersConfig
+from batchgen.config.workers_config import BudgetConfig, WorkersConfig
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.sampling.sampling_params import LogprobsMode, SamplingParams, SharedSampling
@@ -218,6 +218,7 @@ class JobConfig:
     launcher: LauncherConfig | None = None
     post: tuple[StepConfig, ...] = ()
     score: ScoreConfig = field(default_factory=ScoreConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
     output: OutputConfig
     progress: ProgressConfig = field(default_factory=ProgressConfig)
 

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -194,6 +194,7 @@ class Metrics:
         was_complete: whether an earlier attempt completed the job.
         score: what the job's marks come to; None without marks.
         predicted: what this attempt was expected to take (`Forecast.summary`).
+        budget: what is used of the job's budget; None without one.
         timeline: how the job went on over time; of workers beside each other it has only this one.
     """
 
@@ -222,6 +223,7 @@ class Metrics:
         self.was_complete = False
         self.score: Mapping[str, Any] | None = None
         self.predicted: Mapping[str, Any] | None = None
+        self.budget: Callable[[], Mapping[str, Any]] | None = None
         self.timeline = Timeline(rows=rows_resumed)
         if (content := self._storage.read(path)) is not None:
             earlier = json.loads(content)
@@ -278,6 +280,8 @@ class Metrics:
             summary[key] = seconds(attempts, key)
         tokens = sum(attempt["generated_tokens"] for attempt in attempts)
         summary["tokens_per_s"] = round(tokens / max(summary["generate_s"], 1e-3), 1)
+        if self.budget is not None:
+            summary["budget"] = self.budget()
         if self.score is not None:
             summary["score"] = self.score
         if self.predicted is not None:

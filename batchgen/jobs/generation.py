@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.budget.spending import Spending
 from batchgen.config.job_config import JobConfig
 from batchgen.dataset.seed_stream import stream_of, stream_seed
 from batchgen.dataset.source import Row, Source
@@ -124,6 +125,7 @@ class Generation:
         engine: Engine,
         writer: OutputWriter,
         metrics: Metrics,
+        spending: Spending,
     ) -> None:
         """Prepare to run rows. `request` says what the requests of a row ask for, or raises
         RequestError; `split` takes the thoughts out of an output's text."""
@@ -135,6 +137,7 @@ class Generation:
         self._writer = writer
         self._samples = config.sampling.n
         self._metrics = metrics
+        self._spending = spending
         self._engine = engine
         self._requested = ChoiceScorer(engine, config.scores_choices)
         stops = config.output.on_all_errors == "stop"
@@ -146,7 +149,7 @@ class Generation:
 
     def turns(self, todo: ShardQueue, signals: StopSignals, progress: Progress) -> Turns[bool]:
         """Generate until all rows are written, by this worker or others; False if a signal came
-        first."""
+        first, or the budget was spent."""
         requests = self._requests(todo)
         started = time.monotonic()
         while not todo.is_over():
@@ -173,7 +176,7 @@ class Generation:
                 progress.set_others(self._metrics.others, self._metrics.attempt.worker)
             if progress.due():
                 progress.show(self._engine.generated_tokens, self._engine.running_lengths)
-            if signals.received is not None:
+            if signals.received is not None or self._spending.is_spent:
                 self._save_metrics()
                 return False
         self._add_point(time.monotonic() - started)

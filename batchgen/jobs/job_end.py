@@ -27,17 +27,20 @@ from batchgen.util.signals import StopSignals
 @dataclass(frozen=True)
 class JobResult:
     """How a job ended without an error: complete, with `error_rows` rows that have an error instead
-    of an answer, or stopped by a signal."""
+    of an answer, or stopped by a signal or because its budget `is_spent`."""
 
     error_rows: int
     stopped_by: int | None
     message: str
+    is_spent: bool = False
 
     @property
     def exit_code(self) -> int:
         """As `batchgen.__main__` describes them."""
         if self.stopped_by is not None:
             return 128 + self.stopped_by
+        if self.is_spent:
+            return 4
         return 3 if self.error_rows else 0
 
 

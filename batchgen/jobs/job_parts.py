@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from batchgen.budget.spending import Used
 from batchgen.config.constraint_config import ChoiceConstraintConfig
 from batchgen.config.job_config import JobConfig
 from batchgen.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
@@ -30,6 +31,11 @@ from dataclasses import dataclass
 from functools import partial
 
 
+def whole_text(output: RequestOutput) -> tuple[RequestOutput, None]:
+    """The output as it is, without thoughts."""
+    return output, None
+
+
 @dataclass(frozen=True)
 class JobParts:
     """What a job runs on; everything but the weights has been opened and checked.
@@ -52,6 +58,7 @@ class JobParts:
         close: ends what works in the background.
         images: makes the images of rows; None if these have none.
         predict: what an attempt will take, from its engine, its answers and its seconds so far.
+        used_elsewhere: what other jobs have used of the budget that they share with this one.
     """
 
     source: Source
@@ -65,12 +72,13 @@ class JobParts:
     strategy: Strategy | None = None
     answer: Callable[[Row], list[int]] | None = None
     choices: Callable[[Constraint | None], list[list[int]]] = lambda _: []
-    split: Callable[[RequestOutput], tuple[RequestOutput, str | None]] = lambda o: (o, None)
+    split: Callable[[RequestOutput], tuple[RequestOutput, str | None]] = whole_text
     decode: Callable[[list[int]], str] | None = None
     decode_all: Callable[[list[int]], str] | None = None
     images: RowImages | None = None
     close: Callable[[], None] = lambda: None
     predict: Callable[[Engine, int, float], Forecast | None] = lambda *_: None
+    used_elsewhere: Callable[[], Used] = Used
 
     @property
     def counts(self) -> Sequence[RowCount]:
@@ -103,7 +111,7 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         strategy=opened.strategy,
         answer=None if opened.answer is None else opened.answer.token_ids,
         choices=_choices(config, opened),
-        **({} if opened.reasoning is None else {"split": opened.reasoning.split}),
+        split=whole_text if opened.reasoning is None else opened.reasoning.split,
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),
         images=opened.images,

@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 
+from batchgen.budget.spending import Spending
 from batchgen.compose.load_config import job_file_text
 from batchgen.config.job_config import JobConfig
 from batchgen.dataset.row_digest import rows_digest
@@ -115,6 +116,8 @@ class _Attempt:
             folder.storage.write(folder.path / "config.yaml", job_file_text(config))
             worker.tell_older(writer.older)
         self._metrics = self._new_metrics()
+        devices, elsewhere = config.engine.tensor_parallel, parts.used_elsewhere
+        self._spending = Spending(config.budget, self._metrics, folder.storage, devices, elsewhere)
         self._todo = ShardQueue(parts.source, writer, worker, config.output.rows_per_shard)
 
     def turns(self) -> Turns[JobResult]:
@@ -156,13 +159,22 @@ class _Attempt:
         """Load the weights and compute rows until none is left; the result if a signal came."""
         yield 0.0  # jobs beside this one are opened before any weights load
         metrics, writer = self._metrics, self._writer
+        if self._spending.is_spent:
+            return self._stopped()
         engine = self._parts.build_engine()
         self._signals.deferred = True
         self._note_engine(engine)
         expected = self._predict(engine)
         parts, request = self._parts, self._rows.request
         generation = Generation(
-            self._config, parts.source, request, parts.split, engine, writer, metrics
+            self._config,
+            parts.source,
+            request,
+            parts.split,
+            engine,
+            writer,
+            metrics,
+            self._spending,
         )
         shown = Progress(
             metrics.attempt.rows_total,
@@ -235,6 +247,9 @@ class _Attempt:
         self._writer.flush()
         self._metrics.save("stopped")
         done = self._metrics.attempt.rows + self._metrics.attempt.rows_resumed
+        if self._signals.received is None and self._spending.is_spent:
+            message = f"{self._spending.text()}\nStopped with {done:,} rows done in {self._shown}."
+            return JobResult(0, None, message, is_spent=True)
         message = f"Stopped with {done:,} rows done. {_resume(self._shown)}"
         return JobResult(0, self._signals.received, message)
 

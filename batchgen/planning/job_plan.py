@@ -17,6 +17,7 @@ from batchgen.launchers.launch import described
 if TYPE_CHECKING:
     from batchgen.dataset.source import Left
     from batchgen.engine.memory.memory_plan import MemoryPlan
+    from batchgen.planning.budget_outlook import Outlook
     from batchgen.planning.disk import DiskUse
 
 
@@ -38,7 +39,8 @@ class Plan:
     `prompts` are titles and texts of the first prompts, `room` is that of a prompt in tokens, and
     `folder` says what lies in the output folder, where `done` answers are. `memory` is None if it
     does not fit, `forecast` if nothing can run or the device is not known. The job would be refused
-    or is not worth a start for `errors`. `funnel` says how many rows each choice among them leaves.
+    or is not worth a start for `errors`. `funnel` says how many rows each choice among them leaves,
+    `outlook` whether each limit of the budget will suffice.
     Making the plan took `seconds`.
     """
 
@@ -60,6 +62,7 @@ class Plan:
     warnings: list[str]
     seconds: float
     funnel: Sequence[Left] = ()
+    outlook: Sequence[Outlook] = ()
 
     @property
     def at_once(self) -> int:
@@ -112,6 +115,7 @@ class Plan:
             "forecast": None if self.forecast is None else self.forecast.summary(),
             "gpu_hours": self.gpu_hours and asdict(self.gpu_hours),
             "price": self.price and asdict(self.price),
+            "budget": [{**asdict(one), "verdict": one.verdict} for one in self.outlook],
             "errors": self.errors,
             "warnings": self.warnings,
             "seconds": round(self.seconds, 2),

@@ -152,6 +152,8 @@ def _time(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "GPU hours", _columns(hours, lambda value: f"{value:,.3g}")
     if plan.price is not None:
         yield "price", _columns(plan.price, lambda value: f"{value:,.2f}")
+    if plan.outlook:
+        yield "budget", "\n".join(one.text for one in plan.outlook)
     yield (
         "assumed",
         "; ".join(expected.assumptions)

@@ -24,6 +24,7 @@ from batchgen.forecast.planned_work import here, job_work, same_speed, step_cost
 from batchgen.forecast.scan import FoundRows, Scan, scan_rows
 from batchgen.jobs.job_parts import parts_of
 from batchgen.kernels.compile_ahead import have_compiled
+from batchgen.planning.budget_outlook import Outlook, outlooks, used_before
 from batchgen.planning.job_plan import Constraints, Plan
 from batchgen.planning.plan_settings import PlanSettings
 from batchgen.planning.plan_text import row_title, shown_prompt
@@ -120,9 +121,11 @@ class _Planner:
             expected = self._forecast(engine, memory, device, scan, done)
         disk = None if expected is None else self._disk(scan, expected, done)
         self._judge(scan, disk)
+        outlook = self._outlook(expected)
         price = None
-        if expected is not None and self._settings.price_per_hour is not None:
-            per_hour = self._settings.price_per_hour * config.engine.tensor_parallel
+        per_device = self._settings.price_per_hour or config.budget.price_per_hour
+        if expected is not None and per_device is not None:
+            per_hour = per_device * config.engine.tensor_parallel
             price = expected.seconds.times(per_hour / 3600)
         return Plan(
             config=config,
@@ -139,6 +142,7 @@ class _Planner:
             forecast=expected,
             disk=disk,
             price=price,
+            outlook=outlook,
             errors=self._errors,
             warnings=self._warnings,
             seconds=time.perf_counter() - started,
@@ -217,6 +221,18 @@ class _Planner:
         own = Path(config.output.dir)
         is_there = (own / "manifest.json").is_file() and (own / "metrics.json").is_file()
         return seen_in(own, same, device.name, config.output.dir) if is_there else None
+
+    def _outlook(self, expected: Forecast | None) -> list[Outlook]:
+        """Whether the budget will suffice, of which a warning tells where it likely does not."""
+        if expected is None:
+            return []
+        found = outlooks(self._config, expected, used_before(self._config))
+        for limit in found:
+            if limit.verdict == "will not suffice":
+                self._warnings.append(
+                    f"the job will likely stop before its end, with exit code 4: {limit.text}"
+                )
+        return found
 
     def _constraints(self, scan: Scan) -> Constraints | None:
         """Compile constraints, those of most rows first; rows of one that cannot be enforced are

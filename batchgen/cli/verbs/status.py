@@ -38,6 +38,10 @@ def main(arguments: Sequence[str]) -> int:
     print(status_line(reader, given.out))
     if (facts := reader.row_facts) is not None:
         print(f"steps of rows: {facts.funnel}")
+    if (budget := reader.metrics.get("budget")) is not None:
+        from batchgen.budget.spending import shown_facts
+
+        print(f"budget: {shown_facts(budget)}")
     for line in lines(status, _num_shards(reader)):
         print(line)
     return 0
