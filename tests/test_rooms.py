@@ -52,6 +52,7 @@ BATCHGEN = {
     "texts/math": "formulas as MathML",
     "leases": "how processes that share a folder or a bucket agree",
     "storage": "a job's folder on a disk or in an object store",
+    "images": "images of rows: found, sized, decoded ahead",
     "shards": "rows in journals and Parquet files",
     "grading/mathematics/reading": "mathematical answers become trees",
     "grading/mathematics": "whether two mathematical answers are the same",

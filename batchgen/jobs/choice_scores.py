@@ -71,10 +71,10 @@ class ChoiceScorer:
         """Queue a row and its choices. Raises RequestError if it can never be served."""
         # If the longest can be served, all can.
         longest_first = sorted(enumerate(asked.choices), key=lambda pair: -len(pair[1]))
-        images = [each.image for each in asked.images]
+        more = {"images": [each.image for each in asked.images]} if asked.images else {}
         for number, ids in longest_first:
-            self._engine.add_request(f"{request_id}/{number}", asked.prompt, _SCORED, ids, images)
-        self._engine.add_request(request_id, asked.prompt, asked.params, asked.answer, images)
+            self._engine.add_request(f"{request_id}/{number}", asked.prompt, _SCORED, ids, **more)
+        self._engine.add_request(request_id, asked.prompt, asked.params, asked.answer, **more)
         if self._is_on:
             self._open[request_id] = {}
             self._counts[request_id] = len(asked.choices)

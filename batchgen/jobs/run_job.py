@@ -22,6 +22,7 @@ from batchgen.jobs.checked_rows import CheckedRows, check_rows, job_manifest, mo
 from batchgen.jobs.fail_fast import AllRowsFailed
 from batchgen.jobs.generation import Engine, Generation
 from batchgen.jobs.graded_job import scores_of
+from batchgen.jobs.image_files import content_of
 from batchgen.jobs.job_end import (
     JobResult,
     already_complete,
@@ -35,7 +36,6 @@ from batchgen.jobs.turns import Turns, alone
 from batchgen.leases.file_store import FolderGone
 from batchgen.report.write_report import REPORT
 from batchgen.row_index.indexed_source import IndexedSource
-from batchgen.row_index.open_rows import data_of
 from batchgen.scoring.samples import Samples
 from batchgen.shards.checked_file import DamagedFile
 from batchgen.shards.output_schema import OutputSchema
@@ -261,7 +261,7 @@ def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFold
     folder = JobFolder(
         storage.path,
         job_manifest(config, parts, schema),
-        lambda stop: rows_digest(data_of(source), stop),
+        lambda stop: rows_digest(content_of(source, parts.prompt), stop),
         # Rows that steps have chosen cannot be told before the folder is open.
         changed_row=_no_row if indexed else partial(changed_row, storage, source),
         overwrite=config.output.overwrite,

@@ -87,6 +87,10 @@ class ChatPrompt:
         found = images.load(sources)
         return images.expanded(ids, [image.tokens for image in found]), found
 
+    @property
+    def has_images(self) -> bool:
+        return self._places is not None
+
     def file_digests(self, row: Row) -> list[str]:
         """The digests of the files that the row names as its images."""
         if self._places is None:

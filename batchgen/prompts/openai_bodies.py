@@ -73,6 +73,10 @@ class BodyPrompt:
             return self.token_ids(row), []
         return self._of_messages().asked(self._messages(row, body))
 
+    @property
+    def has_images(self) -> bool:
+        return self._chat is not None and self._chat.has_images
+
     def file_digests(self, row: Row) -> list[str]:
         """The digests of the files that the row names as its images."""
         body = self._body(row)
