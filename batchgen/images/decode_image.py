@@ -76,6 +76,7 @@ def decode_image(data: bytes, height: int, width: int) -> Pixels:
 @contextmanager
 def _opened(data: bytes | BinaryIO) -> Iterator[Pillow.Image]:
     from PIL import Image as pillow
+    from PIL import UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
@@ -89,7 +90,7 @@ def _opened(data: bytes | BinaryIO) -> Iterator[Pillow.Image]:
                         f"{MOST_PIXELS:,} are read: scale it down",
                     )
                 yield image
-    except pillow.UnidentifiedImageError:
+    except UnidentifiedImageError:
         raise RequestError(
             "bad_image", f"the file is no image that can be read: use {', '.join(FORMATS)}"
         ) from None

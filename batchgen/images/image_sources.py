@@ -112,13 +112,14 @@ class ImageFolder:
             status = os.stat(real) if inside else None
         except (OSError, ValueError):
             raise RequestError(
-                "image_not_found", f"{_short(name)}: there is no such file below {root}"
+                "image_not_found",
+                f"{_short(name)}: there is no such file below the folder of images",
             ) from None
         if status is None:
             raise RequestError(
                 "image_not_allowed",
-                f"{_short(name)} is outside {root}: rows may name files below it only; "
-                "prompt.image_root names another folder",
+                f"{_short(name)} is outside the folder of images: rows may name files below that "
+                "of the data set only, or below prompt.image_root",
             )
         if not stat.S_ISREG(status.st_mode):
             raise RequestError("image_not_found", f"{_short(name)} is no file")

@@ -20,7 +20,8 @@ from batchgen.images.image_sizes import ImageSizes
 from batchgen.images.image_sources import ImageFolder, ImageSource
 
 FILE_DIGEST_BYTES = 16
-_DATA_URL = re.compile(r"(data:image/[\w.+-]{1,40});base64,([\w+/\\-]*={0,2})", re.ASCII)
+_DATA_URL = re.compile(r"(data:image\\?/[\w.+-]{1,40});base64,([\w+/\\-]*={0,2})", re.ASCII)
+"""A data: URL; JSON may write a slash with a backslash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +89,12 @@ class RowImages:
 
     def file_digests(self, sources: Sequence[ImageSource]) -> list[str]:
         """The digests of the files that a row names; of images within the row there is none."""
-        return [
-            _digest(self._folder.read(source.path))
-            for source in sources
-            if source.data is None and source.path is not None
-        ]
+        return [_digest(self._folder.read(name)) for name in file_names(sources)]
+
+    def file_stamps(self, sources: Sequence[ImageSource]) -> list[str]:
+        """The names, sizes and times of change of the files that a row names."""
+        found = ((name, self._folder.find(name).stat()) for name in file_names(sources))
+        return [f"{name} {status.st_size} {status.st_mtime_ns}" for name, status in found]
 
     def expanded(self, ids: Sequence[int], tokens: Sequence[int]) -> list[int]:
         """A prompt in which each image has as many tokens as it takes, of one in which it has one.
@@ -193,6 +195,11 @@ class RowImages:
         )
 
 
+def file_names(sources: Sequence[ImageSource]) -> list[str]:
+    """The names of the files among the images of a row."""
+    return [each.path for each in sources if each.data is None and each.path is not None]
+
+
 def _digest(data: bytes) -> str:
     return blake2b(data, digest_size=FILE_DIGEST_BYTES).hexdigest()
 
@@ -201,7 +208,7 @@ def without_pixels(value: Any) -> Any:
     """A value in which each data: URL of an image, at any depth and within any text, has its digest
     instead of its bytes, so that no pixels are written to the output."""
     if isinstance(value, str):
-        return _DATA_URL.sub(_short_url, value) if "data:image/" in value else value
+        return _DATA_URL.sub(_short_url, value) if "data:image" in value else value
     if isinstance(value, Mapping):
         return {key: without_pixels(item) for key, item in value.items()}
     return [without_pixels(item) for item in value] if isinstance(value, list) else value

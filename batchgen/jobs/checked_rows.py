@@ -100,7 +100,8 @@ def row_request(config: JobConfig, parts: JobParts) -> Callable[[Row], RowReques
 
 def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Manifest:
     """The manifest of a job as it is asked for, without digests of its rows."""
-    from batchgen.row_index.open_rows import data_of  # it loads the libraries of the data
+    from batchgen.jobs.image_files import content_fingerprint  # it loads the libraries of the data
+    from batchgen.row_index.open_rows import data_of
 
     source, given = data_of(parts.source), parts.fingerprints
     read = parts.source.jobs
@@ -113,7 +114,7 @@ def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Ma
     jobs = {f"{READ_JOB} {job.name}" if many else READ_JOB: job.digest for job in read}
     return Manifest.build(
         groups,
-        {"dataset": source.fingerprint, **given, **jobs},
+        {"dataset": content_fingerprint(parts.source, parts.prompt), **given, **jobs},
         {field.name: str(field.type) for field in schema.arrow},
         {**growing(config), ROWS: source.num_rows},
     )

@@ -88,14 +88,13 @@ class ChatPrompt:
         return images.expanded(ids, [image.tokens for image in found]), found
 
     @property
-    def has_images(self) -> bool:
-        return self._places is not None
+    def images(self) -> RowImages | None:
+        """What makes the images of rows; None if these have none."""
+        return None if self._places is None else self._places.images
 
-    def file_digests(self, row: Row) -> list[str]:
-        """The digests of the files that the row names as its images."""
-        if self._places is None:
-            return []
-        return self._places.images.file_digests(self._placed(row)[1])
+    def image_sources(self, row: Row) -> list[ImageSource]:
+        """The images that a row names; RequestError as `token_ids` has it."""
+        return self._placed(row)[1]
 
     def _ids_and_sources(self, row: Row) -> tuple[list[int], list[ImageSource]]:
         """The prompt with one token for each image, and the images."""
@@ -226,7 +225,7 @@ class ChatPrompt:
             self._render([{"role": role, "content": "text"} for role in roles])
             if self._places is not None and "user" in roles:
                 text = self._render([{"role": "user", "content": image}])
-                mark = self._tokenizer.decode([self._places.images.image_token_id])
+                mark = str(self._tokenizer.decode([self._places.images.image_token_id]))
                 refuse_template_without_images(text, mark)
         except RENDER_ERRORS as error:
             why = " ".join(str(error).split())

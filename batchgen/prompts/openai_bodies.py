@@ -13,6 +13,7 @@ from batchgen.dataset.dataset_columns import feature_at, named_path, value_at
 from batchgen.dataset.json_cells import json_cell
 from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import RequestError
+from batchgen.images.image_sources import ImageSource
 from batchgen.images.row_images import RowImage, RowImages
 from batchgen.prompts.chat_prompt import ChatPrompt
 from batchgen.prompts.messages import short
@@ -74,15 +75,16 @@ class BodyPrompt:
         return self._of_messages().asked(self._messages(row, body))
 
     @property
-    def has_images(self) -> bool:
-        return self._chat is not None and self._chat.has_images
+    def images(self) -> RowImages | None:
+        """What makes the images of rows; None if these have none."""
+        return None if self._chat is None else self._chat.images
 
-    def file_digests(self, row: Row) -> list[str]:
-        """The digests of the files that the row names as its images."""
+    def image_sources(self, row: Row) -> list[ImageSource]:
+        """The images that a row names; RequestError as `token_ids` has it."""
         body = self._body(row)
         if "messages" not in body:
             return []
-        return self._of_messages().file_digests(self._messages(row, body))
+        return self._of_messages().image_sources(self._messages(row, body))
 
     def size(self, row: Row) -> int:
         """How many bytes of text, or how many ids, go into the row's prompt."""
