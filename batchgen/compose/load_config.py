@@ -55,7 +55,7 @@ _NEWER = {
         *("messages", "continue", "tools_column", "answer"),
         *("image_column", "images", "max_images", "max_pixels"),
     ),
-    "sampling": ("column", "stream"),
+    "sampling": ("column", "stream", "until"),
     "output": ("reasoning_end", "reasoning_start"),
     "constraint": ("scores", "scores_end"),
 }
@@ -154,6 +154,8 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
         groups[name] = {key: value for key, value in groups[name].items() if key not in keys}
     if not config.rows:
         del groups["rows"]
+    if config.sampling.until is not None:  # how many samples there are can grow
+        groups["sampling"]["until"] = {"where": config.sampling.until.where}
     for name, newer in _NEWER.items():  # folders of jobs from before there were the keys lack them
         group = groups.get(name, {})
         for key in newer:
@@ -168,22 +170,25 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
 def growing(config: JobConfig) -> dict[str, Any]:
     """What may change while a job goes on in its folder, and is worth being remembered."""
     groups = resolved(config)
-    return {f"{name}.{key}": groups[name].get(key) for name, key in _REMEMBERED}
+    found = {f"{name}.{key}": groups[name].get(key) for name, key in _REMEMBERED}
+    if (until := config.sampling.until) is not None:
+        found |= {"sampling.until.valid": until.valid, "sampling.until.most": until.most}
+    return found
 
 
 def job_file_text(config: JobConfig) -> str:
     """The text of config.yaml, which is a job file: `batchgen OUT/config.yaml` runs it."""
     groups = resolved(config)
     groups["workers"]["name"] = None  # that of one process
-    return yaml.safe_dump(_literal(groups), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(literal(groups), sort_keys=False, allow_unicode=True)
 
 
-def _literal(value: Any) -> Any:
+def literal(value: Any) -> Any:
     """The value with every `${` escaped, so that OmegaConf reads it as text, not as a reference."""
     if isinstance(value, dict):
-        return {key: _literal(item) for key, item in value.items()}
+        return {key: literal(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_literal(item) for item in value]
+        return [literal(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 

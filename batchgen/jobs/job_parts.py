@@ -58,6 +58,9 @@ class JobParts:
         close: ends what works in the background.
         images: makes the images of rows; None if these have none.
         predict: what an attempt will take, from its engine, its answers and its seconds so far.
+        title: what the bar begins with; empty for a job by itself.
+        watch: is called every few seconds while rows are computed; an error that it raises ends the
+            job.
         used_elsewhere: what other jobs have used of the budget that they share with this one.
     """
 
@@ -78,6 +81,8 @@ class JobParts:
     images: RowImages | None = None
     close: Callable[[], None] = lambda: None
     predict: Callable[[Engine, int, float], Forecast | None] = lambda *_: None
+    title: str = ""
+    watch: Callable[[], None] = lambda: None
     used_elsewhere: Callable[[], Used] = Used
 
     @property

@@ -11,6 +11,7 @@ from functools import partial
 from batchgen.budget.spending import Spending
 from batchgen.compose.load_config import job_file_text
 from batchgen.config.job_config import JobConfig
+from batchgen.costs.cost_recorder import CostRecorder
 from batchgen.dataset.row_digest import rows_digest
 from batchgen.folder.changed_row import changed_row
 from batchgen.folder.dataset_card import unfinished_card
@@ -36,6 +37,7 @@ from batchgen.jobs.turns import Turns, alone
 from batchgen.leases.file_store import FolderGone
 from batchgen.report.write_report import REPORT
 from batchgen.row_index.indexed_source import IndexedSource
+from batchgen.row_index.open_rows import data_of
 from batchgen.scoring.samples import Samples
 from batchgen.shards.checked_file import DamagedFile
 from batchgen.shards.output_schema import OutputSchema
@@ -43,6 +45,8 @@ from batchgen.shards.output_writer import OutputWriter
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError, FolderLost, JobError
 from batchgen.util.signals import JobStopped, StopSignals
+from batchgen.waves.sample_waves import EverySample, SampleWaves
+from batchgen.waves.valid_samples import Judge
 from batchgen.workers.shard_queue import ShardQueue
 from batchgen.workers.worker import How, Worker, others_run
 
@@ -127,7 +131,9 @@ class _Attempt:
             self._signals.deferred = True
             return (yield from already_complete(config, self._parts, folder, self._signals))
         num_rows = self._parts.source.num_rows
-        metrics.attempt.rows_total = None if num_rows is None else num_rows * config.sampling.n
+        if num_rows is not None and config.sampling.until is None:
+            metrics.attempt.rows_total = num_rows * config.sampling.n
+        metrics.funnel = [(left.choice, left.rows) for left in data_of(self._parts.source).funnel]
         begins = folder.exclusive and not is_done
         if begins:
             folder.storage.write(folder.path / "README.md", unfinished_card(self._shown))
@@ -153,7 +159,9 @@ class _Attempt:
         for table in writer.done_rows(tally.columns) if writer.resumed and folder.exclusive else ():
             tally.add_table(table)
         path = folder.path / "metrics.json"
-        return Metrics(path, writer.resumed, tally, self._worker, folder.storage)
+        metrics = Metrics(path, writer.resumed, tally, self._worker, folder.storage)
+        metrics.read_jobs = [cost for job in self._parts.source.jobs for cost in job.costs]
+        return metrics
 
     def _generate(self) -> Turns[JobResult | None]:
         """Load the weights and compute rows until none is left; the result if a signal came."""
@@ -166,6 +174,9 @@ class _Attempt:
         self._note_engine(engine)
         expected = self._predict(engine)
         parts, request = self._parts, self._rows.request
+        rows_per_shard = self._config.output.rows_per_shard
+        costs = CostRecorder(self._folder.storage, rows_per_shard, self._worker.number)
+        waves = self._waves()
         generation = Generation(
             self._config,
             parts.source,
@@ -174,7 +185,9 @@ class _Attempt:
             engine,
             writer,
             metrics,
+            waves,
             self._spending,
+            costs,
         )
         shown = Progress(
             metrics.attempt.rows_total,
@@ -184,12 +197,20 @@ class _Attempt:
             resumed_errors=metrics.tally.totals.error_rows,
             longest=self._longest(),
             expected=expected,
+            title=parts.title,
         )
         metrics.begin()
-        with closing(engine), shown as progress:
-            if not (yield from generation.turns(self._todo, self._signals, progress)):
+        with closing(engine), closing(waves), shown as progress:
+            turns = generation.turns(self._todo, self._signals, progress, parts.watch)
+            if not (yield from turns):
                 return self._stopped()
         return None
+
+    def _waves(self) -> EverySample:
+        """What says which samples of a row begin when."""
+        if self._rows.where is None:
+            return EverySample()
+        return SampleWaves(Judge(self._rows.where, self._config.score), self._writer)
 
     def _longest(self) -> int:
         """The most tokens that an answer can have."""
@@ -321,7 +342,7 @@ def _writer(
             folder.journal,
             schema,
             config.output.rows_per_shard,
-            config.sampling.n,
+            config.sampling.most_samples,
             num_rows=source.num_rows,
             retry_errors=config.output.retry_errors,
             worker=worker.number,

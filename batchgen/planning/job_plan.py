@@ -11,6 +11,7 @@ import numpy as np
 from batchgen.config.job_config import JobConfig
 from batchgen.forecast.engine_estimate import EngineEstimate
 from batchgen.forecast.forecast import Forecast, Range
+from batchgen.forecast.samples_per_row import SamplesPerRow
 from batchgen.forecast.scan import Scan
 from batchgen.launchers.launch import described
 
@@ -37,7 +38,8 @@ class Plan:
     """What was found out about a job.
 
     `prompts` are titles and texts of the first prompts, `room` is that of a prompt in tokens, and
-    `folder` says what lies in the output folder, where `done` answers are. `memory` is None if it
+    `folder` says what lies in the output folder, where `done` answers are; rows have `samples`
+    answers. `memory` is None if it
     does not fit, `forecast` if nothing can run or the device is not known. The job would be refused
     or is not worth a start for `errors`. `funnel` says how many rows each choice among them leaves,
     `outlook` whether each limit of the budget will suffice.
@@ -55,6 +57,7 @@ class Plan:
     memory: MemoryPlan | None
     folder: str
     done: int
+    samples: SamplesPerRow
     forecast: Forecast | None
     disk: DiskUse | None
     price: Range | None
@@ -81,9 +84,9 @@ class Plan:
 
     @property
     def answers(self) -> int:
-        """How many answers are still to be computed, of the rows that are known."""
+        """How many answers are likely still to be computed, of the rows that are known."""
         rows = self.scan.num_rows or self.scan.looked_at
-        return max(rows * self.config.sampling.n - self.done, 0)
+        return max(round(rows * self.samples.number.likely) - self.done, 0)
 
     def summary(self) -> dict[str, Any]:
         """Everything as plain values, for `--json`."""
@@ -107,6 +110,7 @@ class Plan:
             "state_bytes_per_row": self.engine.row_bytes,
             "memory": None if memory is None else asdict(memory),
             "rows_at_once": self.at_once,
+            "samples_per_row": asdict(self.samples.number),
             "answers": self.answers,
             "answers_done": self.done,
             "folder": self.folder,

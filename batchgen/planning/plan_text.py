@@ -74,9 +74,12 @@ def _rows(plan: Plan) -> str:
         text = f"a stream; the figures are of its first {counted(scan.looked_at, 'row')}"
     else:
         text = counted(scan.num_rows, "row")
-    text += f" of {plan.data}, {counted(plan.answers, 'answer')} to compute"
+    likely = "" if plan.samples.known_by is None else "likely "
+    text += f" of {plan.data}, {likely}{counted(plan.answers, 'answer')} to compute"
     if plan.done:
         text += f" ({plan.done:,} are there)"
+    if plan.samples.known_by is not None:
+        text += f"\n{plan.samples.known_by}"
     if scan.num_rows is not None and scan.looked_at < scan.num_rows:
         text += f"\nlooked at a random sample of {scan.looked_at:,} rows; counts are of those"
     return text

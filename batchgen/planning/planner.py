@@ -21,6 +21,7 @@ from batchgen.forecast.devices import DEVICES, Device, device_named
 from batchgen.forecast.engine_estimate import EngineEstimate, estimate_engine
 from batchgen.forecast.forecast import Forecast, forecast
 from batchgen.forecast.planned_work import here, job_work, same_speed, step_cost
+from batchgen.forecast.samples_per_row import samples_per_row
 from batchgen.forecast.scan import FoundRows, Scan, scan_rows
 from batchgen.jobs.job_parts import parts_of
 from batchgen.kernels.compile_ahead import have_compiled
@@ -105,7 +106,8 @@ class _Planner:
 
     def plan(self, started: float) -> Plan:
         config, opened, reading = self._config, self._opened, self._reading
-        (folder, done), refusal = output_folder(config, opened)
+        (folder, done, measured), refusal = output_folder(config, opened)
+        self._samples = samples_per_row(config.sampling, measured)
         if refusal is not None:
             self._errors.append(str(refusal))
         scan = scan_rows(reading)
@@ -139,6 +141,7 @@ class _Planner:
             memory=memory,
             folder=folder,
             done=done,
+            samples=self._samples,
             forecast=expected,
             disk=disk,
             price=price,
@@ -177,9 +180,8 @@ class _Planner:
         self, engine: EngineEstimate, memory: MemoryPlan, device: Device, scan: Scan, done: int
     ) -> Forecast:
         config = self._config
-        samples = config.sampling.n
         rows = scan.num_rows or scan.looked_at
-        answering = max(rows * (1 - scan.bad_share) - done / samples, 0)
+        answering = max(rows * (1 - scan.bad_share) - done / self._samples.number.likely, 0)
         work = job_work(
             config,
             self._opened,
@@ -188,6 +190,7 @@ class _Planner:
             [read.ids for read in scan.sample[:50]],
             scan.lengths,
             max(round(answering), 1),
+            samples=self._samples,
             longest=scan.longest_answer,
             seen=self._seen(scan, device),
             # After the probe, which compiles what the job needs.
@@ -205,8 +208,9 @@ class _Planner:
 
             number = min(settings.probe, len(scan.sample))
             print(f"batchgen: loading weights for a probe of {number:,} rows …", file=sys.stderr)
-            answers = (scan.num_rows or scan.looked_at) * config.sampling.n
-            return probe(config, self._opened, scan.sample, number, answers)
+            samples = self._samples.whole
+            answers = (scan.num_rows or scan.looked_at) * samples
+            return probe(config, self._opened, scan.sample, number, samples, answers)
         same = same_speed(config)
         if settings.like is not None:
             from batchgen.folder.open_folder import open_folder
@@ -280,14 +284,14 @@ class _Planner:
             (read, FinishedRow(read.row.id, read.row.index, 0, source.passthrough(read.row)))
             for read in scan.sample[:200]
         ]
-        answers = (scan.num_rows or scan.looked_at) * config.sampling.n - done
+        answers = round((scan.num_rows or scan.looked_at) * self._samples.number.likely) - done
         return disk_use(
             schema,
             sample,
             expected.generated,
             max(answers, 1),
             rows_per_shard=config.output.rows_per_shard,
-            samples=config.sampling.n,
+            samples=config.sampling.most_samples,
             folder=Path(gettempdir() if is_url(config.output.dir) else config.output.dir),
             decode=self._parts.decode,
         )

@@ -43,6 +43,7 @@ from batchgen.prompts.row_prompts import Prompt
 
 LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
 TOP_LOGPROBS = OutputColumn("top_logprobs", np.dtype(np.float32), (2, 3))
+STEP_COST = 0.25
 MEMORY = MemoryPlan(2**30, 0, 2**29, num_blocks=65, kv_tokens=1024, total=None)
 BAD_PROMPT, BAD_REQUEST = 13, 17  # rows whose index is a multiple of one of these fail
 
@@ -198,6 +199,7 @@ class FakeEngine:
     closed: bool = False
     generated_tokens: int = 0
     _running: dict[str, _Running] = field(default_factory=dict)
+    _costs: dict[str, float] = field(default_factory=dict)
 
     def add_request(
         self,
@@ -234,6 +236,14 @@ class FakeEngine:
     def max_num_seqs(self) -> int:
         return self.job.max_num_seqs
 
+    def measure_costs(self) -> None:
+        assert not self._running
+
+    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+        """A request costs STEP_COST for each of its steps."""
+        found, self._costs = self._costs, {}
+        return [*found.items()]
+
     def close(self) -> None:
         self.closed = True
 
@@ -246,6 +256,8 @@ class FakeEngine:
         finished = []
         for running in list(self._running.values())[: self.job.max_num_seqs]:
             running.steps_left -= 1
+            name = running.request_id
+            self._costs[name] = self._costs.get(name, 0.0) + STEP_COST
             waits = running.prompt[0] == self.job.straggler and self._others_run()
             if running.steps_left <= 0 and not waits:
                 finished.append(self._finish(running))

@@ -200,11 +200,11 @@ def test_a_probe_runs_rows_and_leaves_nothing(config: JobConfig) -> None:
 def test_a_probe_fills_the_engine_as_the_job_does(config: JobConfig) -> None:
     opened = open_job(config)
     sample = scan_rows(job_reading(config, opened)).sample
-    few = probe(config, opened, sample, 2, 22)
+    few = probe(config, opened, sample, 2, config.sampling.n, 22)
     assert few.counts is not None and few.counts.rows == len(few.answers) == 4
     assert few.full is not None and few.full.rows == 22
     assert few.full.decode_rows > 2 * few.full.decode_steps
-    assert probe(config, opened, sample, 11, 22).full is None
+    assert probe(config, opened, sample, 11, config.sampling.n, 22).full is None
 
 
 def test_a_plan_says_whether_the_budget_suffices(model: Path, rows: Path, tmp_path: Path) -> None:
