@@ -5,14 +5,12 @@ from __future__ import annotations
 import glob
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchgen.config.dataset_config import STDIN, DatasetConfig
 from batchgen.config.job_config import JobConfig
 from batchgen.config.prompt_config import ChatPromptConfig, OpenAIPromptConfig
 from batchgen.dataset.dataset_columns import feature_at, named_path, value_at
-from batchgen.dataset.json_cells import json_cell
-from batchgen.dataset.source import Source
 from batchgen.images.image_sizes import image_sizes
 from batchgen.images.image_sources import ImageFolder
 from batchgen.images.row_images import RowImages
@@ -21,6 +19,9 @@ from batchgen.prompts.image_places import USUAL_COLUMNS
 from batchgen.util.errors import ConfigError
 from batchgen.util.package_files import PACKAGE_SCHEME, find_in_package
 from batchgen.util.paths import short_user_path, user_path
+
+if TYPE_CHECKING:
+    from batchgen.dataset.source import Source
 
 MOST_IMAGES = 32
 """The most images of a row where `prompt.max_images` says nothing."""
@@ -92,6 +93,8 @@ def _parts_in(prompt: ChatPromptConfig | OpenAIPromptConfig, source: Source) -> 
         column = prompt.messages_column
     if column is None:
         return False
+    from batchgen.dataset.json_cells import json_cell  # it loads the libraries of the data
+
     key = "prompt.body_column" if body else "prompt.messages_column"
     path = named_path(key, column, source.features)
     row = next(source.rows(), None)

@@ -317,6 +317,7 @@ class RecordingEngine(FakeEngine):
         prompt_token_ids: list[int],
         params: SamplingParams,
         answer_token_ids: list[int] | None = None,
+        images: Sequence[Image] = (),
     ) -> None:
         self.asked[request_id] = params.constraint
         super().add_request(request_id, prompt_token_ids, params)

@@ -96,6 +96,12 @@ class DecodingEngine:
     def running_lengths(self) -> npt.NDArray[np.int64]:
         return np.zeros(self.num_running, np.int64)
 
+    def measure_costs(self) -> None:
+        pass
+
+    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+        return []
+
     def close(self) -> None:
         pass
 

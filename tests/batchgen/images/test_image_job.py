@@ -79,7 +79,7 @@ def test_conversations_with_parts(vl_model: Path, tmp_path: Path) -> None:
     openai = [{"type": "image_url", "image_url": url}, {"type": "text", "text": "Hi"}]
     path = [{"type": "image", "path": "a.png"}, {"text": "Hi"}]
     free = [{"type": "text", "text": "one"}, {"type": "image"}, {"type": "image"}]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": openai}]},
         {"messages": [{"role": "user", "content": path}]},
         {
