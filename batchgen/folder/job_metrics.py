@@ -36,10 +36,12 @@ class Attempt:
 
     Attributes:
         rows_resumed: output rows that earlier attempts had written.
+        rows_copied: those of its rows that it has copied from older jobs; no tokens are counted of
+            them.
         rows_total: output rows of the whole job; None if that is not known.
         status: how it ended. If it was killed, the file still says `running`, and the next attempt
             changes that to `killed`.
-        rows: output rows that it has computed, with error rows.
+        rows: output rows that it has computed or copied, with error rows.
         wall_s: seconds since the attempt began, with the loading of the weights.
         generate_s: seconds since the engine began.
         memory: how the engine divides the device's memory, in bytes; empty without an engine.
@@ -59,6 +61,7 @@ class Attempt:
     host: str = field(default_factory=socket.gethostname)
     rows: int = 0
     error_rows: int = 0
+    rows_copied: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     wall_s: float = 0.0
@@ -247,6 +250,11 @@ class Metrics:
         return self.attempt.generated_tokens / max(self.attempt.generate_s, 1e-9)
 
     @property
+    def rows_copied(self) -> int:
+        """How many rows all attempts have copied from older jobs."""
+        return sum(attempt.get("rows_copied", 0) for attempt in self._attempts())
+
+    @property
     def age(self) -> float:
         """The seconds since this attempt began."""
         return time.monotonic() - self._started
@@ -289,6 +297,8 @@ class Metrics:
         if self.read_jobs:
             summary["read_jobs"] = as_values(self.read_jobs)
         tokens = sum(attempt["generated_tokens"] for attempt in attempts)
+        if self.rows_copied:
+            summary["rows_copied"] = self.rows_copied
         summary["tokens_per_s"] = round(tokens / max(summary["generate_s"], 1e-3), 1)
         if self.budget is not None:
             summary["budget"] = self.budget()

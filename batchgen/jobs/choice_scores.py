@@ -14,7 +14,7 @@ from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.images.image import Image
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.jobs.row_request import RowRequest
+from batchgen.prompts.row_request import RowRequest
 
 _SCORED = SamplingParams(max_new_tokens=0)
 

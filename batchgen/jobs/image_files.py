@@ -7,7 +7,7 @@ from itertools import islice
 
 import pyarrow as pa
 
-from batchgen.dataset.source import Row, Source
+from batchgen.dataset.source import Following, Row, Source
 from batchgen.engine.base.outputs import RequestError
 from batchgen.images.image_sources import ImageSource
 from batchgen.images.row_images import RowImages, file_names
@@ -35,7 +35,10 @@ class ImageFiles:
         """The files of a job's rows; None if these name none, as far as the first ones tell."""
         if not isinstance(prompt, ChatPrompt | BodyPrompt) or prompt.images is None:
             return None
-        found = ImageFiles(data_of(source), prompt.images, prompt.image_sources)
+        data = data_of(source)
+        if isinstance(data, Following):  # its rows come from another job, and are not all there
+            return None
+        found = ImageFiles(data, prompt.images, prompt.image_sources)
         some = islice(found._data.rows(), _PEEKED)
         return found if any(found._of_row(row, file_names) for row in some) else None
 

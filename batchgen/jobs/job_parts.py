@@ -57,6 +57,8 @@ class JobParts:
         decode_all: the text with special tokens, to show single tokens.
         close: ends what works in the background.
         images: makes the images of rows; None if these have none.
+        grades_at_once: whether shards are graded as soon as they are there, because other jobs wait
+            for the grades; only in a folder of this machine.
         predict: what an attempt will take, from its engine, its answers and its seconds so far.
         title: what the bar begins with; empty for a job by itself.
         watch: is called every few seconds while rows are computed; an error that it raises ends the
@@ -80,6 +82,7 @@ class JobParts:
     decode_all: Callable[[list[int]], str] | None = None
     images: RowImages | None = None
     close: Callable[[], None] = lambda: None
+    grades_at_once: bool = False
     predict: Callable[[Engine, int, float], Forecast | None] = lambda *_: None
     title: str = ""
     watch: Callable[[], None] = lambda: None
@@ -93,7 +96,7 @@ class JobParts:
 
 def job_parts(config: JobConfig) -> JobParts:
     """Open and check all that a job runs on, except the weights: those load when rows need them."""
-    opened = open_job(config)
+    opened = open_job(config, wait=True)
     return parts_of(opened, config, opened.fingerprints(config))
 
 

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
     from batchgen.dataset.source import Source
     from batchgen.grading.step import PostStep
+    from batchgen.upstream.followed_job import Promise
 
 _SAID_BY_CLASS = ("name", "step_inputs", "decide")
 """Attributes that every strategy's own class has: what the base class cannot say for it."""
@@ -139,9 +140,11 @@ class OpenedJob:
         )
 
 
-def open_job(config: JobConfig) -> OpenedJob:
+def open_job(
+    config: JobConfig, promised: Mapping[str, Promise] | None = None, *, wait: bool = False
+) -> OpenedJob:
     """Open and check all that a job runs on, without reading a file of weights; ConfigError for a
-    mistake."""
+    mistake. `promised` and `wait` are for rows of a job that still runs, as of `open_source`."""
     strategy = build_strategy(config.strategy)
     post = post_steps(config.post)
     if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:
@@ -163,7 +166,8 @@ def open_job(config: JobConfig) -> OpenedJob:
             strategy.check(SamplingParams(max_new_tokens=0))
     _check_parsed(config, model.tokenizer)
     columns = image_columns(config, model)
-    source, of_steps = _open_rows(config, model, post, columns)  # last: to load datasets is slow
+    # Last of what can be refused: it takes seconds to load datasets.
+    source, of_steps = _open_rows(config, model, post, promised, wait, columns)
     images = row_images(config, model, source)
     if images is not None:
         model = dataclasses.replace(model, with_vision=True)
@@ -183,8 +187,9 @@ def open_job(config: JobConfig) -> OpenedJob:
         images=images,
     )
     if prompt.is_constant:
-        warning = constant_prompt_warning(prompt, next(source.rows()))
-        print(f"batchgen: warning: {warning}", file=sys.stderr)
+        if (first := next(source.rows(), None)) is not None:  # none of a job that has just begun
+            warning = constant_prompt_warning(prompt, first)
+            print(f"batchgen: warning: {warning}", file=sys.stderr)
     answer = build_answer(
         config.prompt, model.tokenizer, model.config.vocab_size, source.features, max_model_len
     )
@@ -236,7 +241,12 @@ def _dtype_and_length(
 
 
 def _open_rows(
-    config: JobConfig, model: OpenedModel, post: Sequence[PostStep], images: Collection[str]
+    config: JobConfig,
+    model: OpenedModel,
+    post: Sequence[PostStep],
+    promised: Mapping[str, Promise] | None,
+    wait: bool,
+    images: Collection[str],
 ) -> tuple[Source, Mapping[str, str]]:
     """The rows behind their steps, with the columns that post steps read, and the digests of what
     the steps read."""
@@ -245,9 +255,8 @@ def _open_rows(
     from batchgen.upstream.open_source import open_source
 
     of_data = identity(config)["dataset"]
-    source, of_steps = behind_steps(
-        open_source(config, images), config.rows, of_data, model.tokenizer
-    )
+    data = open_source(config, promised, wait=wait, images=images)
+    source, of_steps = behind_steps(data, config.rows, of_data, model.tokenizer)
     scores = [CHOICE_LOGPROBS.name, CHOICE_SCORES.name] if config.scores_choices else []
     check_fields(post, [*source.schema.names, *scores])
     check_scored(post, config.score, source.schema.names)
