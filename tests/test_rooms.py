@@ -60,6 +60,7 @@ BATCHGEN = {
     "grading/mathematics": "whether two mathematical answers are the same",
     "grading": "the steps that extract and grade answers",
     "folder": "what else lies in a job's folder, and its reader",
+    "pipelines/facts": "how many rows each step of a pipeline had, and the page that says so",
     "tables": "files of many formats as tables",
     "dataset": "rows of a data set",
     "ngrams": "what texts have in common, and which are nearly the same",

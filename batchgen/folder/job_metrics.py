@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import resource
 import socket
 import sys
@@ -51,6 +52,7 @@ class Attempt:
             on this CPU; None if they do not, and on a GPU.
         images: the images of its rows' prompts, once for each sample.
         image_tokens: the tokens of these, which are prompt tokens, too.
+        devices: between how many its model is divided.
         device_s: seconds that the engine's steps took of the device.
     """
 
@@ -76,6 +78,8 @@ class Attempt:
     session: str = ""
     images: int = 0
     image_tokens: int = 0
+    pid: int = field(default_factory=os.getpid)
+    devices: int = 1
 
 
 OUTCOMES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchgen.budget.spending import Used
+from batchgen.budget.spending import Attempts
 from batchgen.config.constraint_config import ChoiceConstraintConfig
 from batchgen.config.job_config import JobConfig
 from batchgen.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
@@ -63,7 +63,7 @@ class JobParts:
         title: what the bar begins with; empty for a job by itself.
         watch: is called every few seconds while rows are computed; an error that it raises ends the
             job.
-        used_elsewhere: what other jobs have used of the budget that they share with this one.
+        elsewhere: the attempts of other jobs that share this one's budget.
     """
 
     source: Source
@@ -86,7 +86,7 @@ class JobParts:
     predict: Callable[[Engine, int, float], Forecast | None] = lambda *_: None
     title: str = ""
     watch: Callable[[], None] = lambda: None
-    used_elsewhere: Callable[[], Used] = Used
+    elsewhere: Callable[[], Attempts] = tuple
 
     @property
     def counts(self) -> Sequence[RowCount]:

@@ -124,8 +124,8 @@ class _Attempt:
             folder.storage.write(folder.path / "config.yaml", job_file_text(config))
             worker.tell_older(writer.older)
         self._metrics = self._new_metrics()
-        devices, elsewhere = config.engine.tensor_parallel, parts.used_elsewhere
-        self._spending = Spending(config.budget, self._metrics, folder.storage, devices, elsewhere)
+        self._metrics.attempt.devices = config.engine.tensor_parallel
+        self._spending = Spending(config.budget, self._metrics, folder.storage, parts.elsewhere)
         self._todo = ShardQueue(parts.source, writer, worker, config.output.rows_per_shard)
 
     def turns(self) -> Turns[JobResult]:
