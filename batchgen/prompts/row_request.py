@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.images.row_images import RowImage
 
 
 class RowRequest(NamedTuple):
@@ -15,3 +16,4 @@ class RowRequest(NamedTuple):
     params: SamplingParams
     answer: list[int] | None = None  # the tokens that are scored; None if the row generates
     choices: Sequence[list[int]] = ()  # the tokens of each choice that is scored beside the row
+    images: Sequence[RowImage] = ()  # those of the prompt, in order
