@@ -52,6 +52,7 @@ BATCHGEN = {
     "texts/math": "formulas as MathML",
     "leases": "how processes that share a folder or a bucket agree",
     "storage": "a job's folder on a disk or in an object store",
+    "images": "images of rows: found, sized, decoded ahead",
     "pipelines/record": "in which folders the steps of a pipeline write",
     "shards": "rows in journals and Parquet files",
     "costs": "what rows and jobs took of the device",

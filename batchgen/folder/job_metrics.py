@@ -50,6 +50,8 @@ class Attempt:
         session: a text that is the same for workers that ran beside each other.
         batch_dependence: why a token's bits depend on what else is in the batch, as was found out
             on this CPU; None if they do not, and on a GPU.
+        images: the images of its rows' prompts, once for each sample.
+        image_tokens: the tokens of these, which are prompt tokens, too.
         devices: between how many its model is divided.
         device_s: seconds that the engine's steps took of the device.
     """
@@ -74,6 +76,8 @@ class Attempt:
     device_s: float = 0.0
     worker: int = 0
     session: str = ""
+    images: int = 0
+    image_tokens: int = 0
     pid: int = field(default_factory=os.getpid)
     devices: int = 1
 

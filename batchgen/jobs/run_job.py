@@ -25,6 +25,7 @@ from batchgen.jobs.checked_rows import CheckedRows, check_rows, job_manifest, mo
 from batchgen.jobs.fail_fast import AllRowsFailed
 from batchgen.jobs.generation import Engine, Generation
 from batchgen.jobs.graded_job import scores_of
+from batchgen.jobs.image_files import content_of
 from batchgen.jobs.job_end import (
     JobResult,
     already_complete,
@@ -331,7 +332,7 @@ def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFold
     folder = JobFolder(
         storage.path,
         job_manifest(config, parts, schema),
-        lambda stop: rows_digest(data, stop),
+        lambda stop: rows_digest(content_of(source, parts.prompt), stop),
         # Rows that steps have chosen cannot be told before the folder is open.
         changed_row=_no_row if indexed else partial(changed_row, storage, source),
         overwrite=config.output.overwrite,

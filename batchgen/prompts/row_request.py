@@ -9,6 +9,7 @@ from typing import NamedTuple
 from batchgen.dataset.seed_stream import stream_seed
 from batchgen.engine.requests import sample_params
 from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.images.row_images import RowImage
 
 
 class RowRequest(NamedTuple):
@@ -18,6 +19,7 @@ class RowRequest(NamedTuple):
     params: SamplingParams
     answer: list[int] | None = None  # the tokens that are scored; None if the row generates
     choices: Sequence[list[int]] = ()  # the tokens of each choice that is scored beside the row
+    images: Sequence[RowImage] = ()  # those of the prompt, in order
 
     def of_sample(self, row_id: str, sample_index: int, stream: str | None) -> RowRequest:
         """The request of one sample of the row, with its own seed in a job's `stream`."""
