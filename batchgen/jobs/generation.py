@@ -185,9 +185,11 @@ class Generation:
                     finished.append(request.finished(output=output, thoughts=thoughts))
                 self._costs.add(self._engine.take_costs())
             elif not finished:
-                if held := self._first.ended(self._writer.num_rows):
+                # While rows of a job that runs are waited for, those held back may get company.
+                num_rows = self._writer.num_rows
+                if held := [] if todo.is_following else self._first.ended(num_rows):
                     self._write(held, progress)
-                else:  # other workers do what is left
+                else:  # other workers do what is left, or rows are waited for
                     yield _IDLE_SECONDS
             passed = self._first.passed(finished, len(self._in_flight))
             self._write(self._waves.finished(passed), progress)
