@@ -190,7 +190,7 @@ class _Pass:
             found.constraint.update(outcomes)
             kept = np.isin(outcomes, ("cut", "conflict", "stopped"))
             self._pick("constraint", keys, draw, kept)
-        if pass_rates.NUM_SAMPLES in table.column_names:
+        if pass_rates.COLUMNS[-1] in table.column_names:
             found.until.add(table, starts(table), self._subset)
         marks = self._graded(table, keys, draw, failed)
         if marks is not None:

@@ -155,7 +155,7 @@ def test_other_expressions_and_steps_are_other_jobs(tmp_path: Path) -> None:
         ({"where": ""}, "sampling.until.where"),
     ):
         with pytest.raises(ConfigError, match=r"different job") as error:
-            replace(job, **other).run()  # type: ignore[arg-type]
+            replace(job, **other).run()
         assert said in str(error.value)
     with pytest.raises(ConfigError, match="no column 'marc': choose among"):
         replace(job, out=str(tmp_path / "b"), where="marc == 1").run()

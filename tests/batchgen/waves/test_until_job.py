@@ -27,7 +27,7 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> Rows:
 
 def _of(every: Rows, job: UntilJob) -> Rows:
     """The rows that a job must have."""
-    rows = [row for row in every if row["row_index"] < job.rows]
+    rows = Rows(row for row in every if row["row_index"] < job.rows)
     return expected(rows, job.valid, job.most, lambda row: is_marked(row, job.one_of))
 
 
