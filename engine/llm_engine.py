@@ -30,7 +30,7 @@ from batchgen.engine.memory.memory_plan import MemoryPlan, plan_memory
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.replicas import Abort, Add, Leader, Step
-from batchgen.engine.requests import Requests
+from batchgen.engine.requests import ImageLimits, Requests
 from batchgen.engine.rows.compile_queue import CompileQueue
 from batchgen.engine.rows.context_reader import ContextReader
 from batchgen.engine.rows.scheduled_batch import (
@@ -41,8 +41,10 @@ from batchgen.engine.rows.scheduled_batch import (
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.block_manager import BlockManager
+from batchgen.engine.scheduling.image_store import ImageStore
 from batchgen.engine.scheduling.prefill_policy import BatchLimits
 from batchgen.engine.scheduling.scheduler import Scheduler
+from batchgen.engine.step_costs import StepCosts
 from batchgen.engine.step_launcher import StepLauncher
 from batchgen.engine.strategy import TARGET, Limits, Strategy
 
@@ -114,6 +116,12 @@ class LLMEngine:
         strategy.allocate(limits)
         self.memory: MemoryPlan = plan_memory(list(uses.values()), self.config)
         self._block_manager = self._make_block_manager(model)
+        self.images: ImageStore | None = None
+        limits_of_images = None
+        if model.visual is not None:
+            most = self.config.image_tokens
+            self.images = ImageStore(model.visual, most, model.device)
+            limits_of_images = ImageLimits(model.visual.config.rules, most)
         self._requests = Requests(
             tokenizer,
             eos_token_ids,
@@ -122,6 +130,7 @@ class LLMEngine:
             max_model_len=max_model_len,
             cache_capacity=self._block_manager.capacity,
             context_columns=uses[TARGET].columns,
+            images=limits_of_images,
         )
         self._runners = {name: self._make_runner(use) for name, use in uses.items()}
         self._runner = self._runners[TARGET]
@@ -129,7 +138,8 @@ class LLMEngine:
         self.scheduler = self._make_scheduler(model, uses[TARGET])
         strategy.attach(self._runners)
         rows = score_rows(model, self.config)
-        self._launcher = StepLauncher(strategy, self._runner, rows, timer)
+        self._launcher = StepLauncher(strategy, self._runner, rows, timer, self.images)
+        self._costs: StepCosts | None = None
         self._live: dict[str, Sequence] = {}
         special_ids = (*eos_token_ids, *model.config.never_generated)
         self._compiling = CompileQueue(compiler, tokenizer, self.vocab_size, special_ids)
@@ -170,6 +180,7 @@ class LLMEngine:
             chunk_multiple=chunk_multiple(model),
             counts=[count.name for count in strategy.counts],
             before_free=ContextReader(self._runner.caches.columns, config.block_size).read,
+            images=self.images,
         )
 
     def _make_runner(self, use: ModelUse) -> ModelRunner:
@@ -243,6 +254,8 @@ class LLMEngine:
         seq = self._live.pop(request_id, None)
         if seq is None:
             return False
+        if self._costs is not None:
+            self._costs.end(request_id)
         if self._leader is not None:
             self._leader.post(Abort(request_id))
         # The row may have ended in a step that raised an error before it could return the row.
@@ -264,6 +277,24 @@ class LLMEngine:
             for runner in self._runners.values() if self.is_usable else ():
                 runner.drop_graphs()
             self._leader.close()
+
+    def measure_costs(self) -> None:
+        """Begin to measure what each request costs, before the first one. Whoever asks for this
+        must call `take_costs` from time to time, because costs are kept until then."""
+        assert self._costs is None and not self._live
+        timer = StepTimer(self._runner.device)
+        self._launcher.timer = timer
+        self._costs = StepCosts(timer, self.max_num_seqs)
+
+    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+        """Return the seconds of the device that requests took, by their ids, of those that have
+        ended and whose last step was read. With `wait` it waits for all steps that were launched,
+        and tells of requests that have not ended what they took so far; what they take from then on
+        comes later."""
+        assert self._costs is not None
+        if wait:
+            self._costs.share(leave=0)
+        return self._costs.take(running=wait)
 
     @property
     def is_usable(self) -> bool:
@@ -337,8 +368,11 @@ class LLMEngine:
         self._finished += self._leaving
         self._leaving = []
         batch = self.scheduler.schedule()
+        self._finished += self.scheduler.take_broken()
         if batch is not None:
             self.stats.count_batch(batch, self.scheduler)
+            if self._costs is not None:
+                self._costs.begin(batch)
             steps = self._launcher.launch(batch, self._catch_up)
             self._launched.append([_Launched(part, HostCopy(step)) for part, step in steps])
         # With overlap the device works on the new batch while the host reads the one before it.
@@ -355,17 +389,23 @@ class LLMEngine:
         stats = self.stats
         stats.generated_tokens = self.scheduler.running.num_committed
         stats.counts = dict(self.scheduler.running.totals)
+        if self.images is not None:
+            stats.images, stats.image_tokens = self.images.num_images, self.images.num_tokens
         if self._finished:
             stats.strategy = dict(self.strategy.stats())
         outputs = [self._requests.output(seq) for seq in self._finished]
         for seq in self._finished:
             del self._live[seq.request_id]
+            if self._costs is not None:
+                self._costs.end(seq.request_id)
         self._finished = []
         return outputs
 
-    def _read_oldest(self) -> None:
-        """Wait for the results of the oldest batch that was launched, and commit its tokens."""
-        for part in self._launched.popleft():
+    def _read_oldest(self, launching: int = 0) -> None:
+        """Wait for the results of the oldest batch that was launched, and commit its tokens. While
+        another batch is being launched, `launching` is 1."""
+        parts = self._launched.popleft()
+        for part in parts:
             step = part.copy.wait()
             if self._leader is not None:
                 self._leader.check()
@@ -375,11 +415,13 @@ class LLMEngine:
                 self.strategy.observe(step, self.scheduler.is_current(part.batch))
             for seq in self.scheduler.update(part.batch, step):
                 (self._leaving if seq.context_columns else self._finished).append(seq)
+        if parts and self._costs is not None:  # the copy came behind the step, which is over
+            self._costs.share(leave=len(self._launched) + launching)
 
     def _catch_up(self) -> None:
-        """Read all steps that were launched."""
+        """Read all steps that were launched before the one that is being launched."""
         while self._launched:
-            self._read_oldest()
+            self._read_oldest(launching=1)
 
 
 def _digest(step: HostOutput, before: int) -> int:

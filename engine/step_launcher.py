@@ -20,7 +20,13 @@ from batchgen.engine.rows.scheduled_batch import (
     ScoreBatch,
 )
 from batchgen.engine.rows.sequence import Sequence
-from batchgen.engine.scheduling.prefill_inputs import block_tables, prefill_inputs, state_slots
+from batchgen.engine.scheduling.image_store import ImageStore
+from batchgen.engine.scheduling.prefill_inputs import (
+    block_tables,
+    prefill_inputs,
+    rope_shifts,
+    state_slots,
+)
 from batchgen.engine.scorer import Scorer, sampling_inputs
 from batchgen.engine.step_inputs import JoiningRows
 from batchgen.engine.strategy import Strategy
@@ -37,12 +43,19 @@ class StepLauncher:
         runner: the runner of the target.
         score_rows: how many tokens of answers are scored at once.
         timer: measures the steps; None measures nothing.
+        images: the images that rows are about to read; None if the model reads none.
     """
 
     def __init__(
-        self, strategy: Strategy, runner: ModelRunner, score_rows: int, timer: StepTimer | None
+        self,
+        strategy: Strategy,
+        runner: ModelRunner,
+        score_rows: int,
+        timer: StepTimer | None,
+        images: ImageStore | None = None,
     ) -> None:
-        self._strategy, self._runner, self._timer = strategy, runner, timer
+        self._strategy, self._runner, self.timer = strategy, runner, timer
+        self._images = images
         self._scorer = Scorer(runner, score_rows)
 
     def launch(self, batch: ScheduledBatch, catch_up: Callable[[], None]) -> list[Launched]:
@@ -56,19 +69,20 @@ class StepLauncher:
             The parts of the batch that yield tokens or score them, each with what it produces.
         """
         if isinstance(batch, DecodeBatch):
-            with timed(self._timer, "decode", batch.num_rows):
+            with timed(self.timer, "decode", batch.num_rows):
                 step, _ = self._decode(batch, None, catch_up)
                 return [(batch, step)]
         prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
         inputs = self._prefill_inputs(prefill)
         if isinstance(batch, PrefillBatch):
-            with timed(self._timer, "prefill", len(batch.seqs)):
-                output = None
+            with timed(self.timer, "prefill", len(batch.seqs)):
+                inputs, output = self._with_images(inputs, batch), None
                 if inputs is not None:  # Otherwise the prefix cache had all of it.
                     output = self._runner.prefill(inputs)
                 return [*self._scorer.score(batch, output), *self._join(batch, inputs, output)]
         decode = batch.decode
-        with timed(self._timer, "mixed", decode.num_rows + len(prefill.seqs)):
+        with timed(self.timer, "mixed", decode.num_rows + len(prefill.seqs)):
+            inputs = self._with_images(inputs, prefill)
             step, prefilled = self._decode(decode, inputs, catch_up)
             scored = self._scorer.score(prefill, prefilled)
             return [(decode, step), *scored, *self._join(prefill, inputs, prefilled)]
@@ -111,6 +125,20 @@ class StepLauncher:
         return prefill_inputs(
             batch, self._runner.device, states is not None, self._strategy.needs_hidden
         )
+
+    def _with_images(
+        self, inputs: PrefillInputs | None, batch: PrefillBatch
+    ) -> PrefillInputs | None:
+        """Encode the images whose first tokens a prefill reads, and add what its image tokens are
+        to its inputs."""
+        images = self._images
+        if inputs is None or images is None or not any(seq.spans for seq in batch.seqs):
+            return inputs
+        images.encode()
+        features = images.features(batch)
+        for seq in batch.seqs:
+            images.drop(seq, seq.num_computed_tokens)
+        return inputs._replace(images=features)
 
     def _join(
         self, batch: PrefillBatch, prefill: PrefillInputs | None, output: ModelOutput | None
@@ -159,4 +187,5 @@ class StepLauncher:
             sampling_inputs(seqs, device),
             None if self._runner.states is None else state_slots(seqs, device),
             Guide.of(seqs),
+            rope_shifts(seqs, device) if self._runner.model.turns_by_axes else None,
         )

@@ -42,15 +42,19 @@ from batchgen.util.errors import ConfigError
 
 _NOT_DECIDING = {
     "model": {"name", "path", "revision"},
-    "dataset": {"path", "limit"},
+    "dataset": {"path", "limit", "follow"},
+    "prompt": {"image_root"},
     "sampling": {"n"},
-    "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report"},
+    "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report", "reuse"},
 }
 """Keys of each group that decide nothing about the content of a row."""
 _NEWER = {
     "model": ("quantization",),
     "dataset": ("rename", "rows", "best", "where", "text_as", "errors"),
-    "prompt": ("messages", "continue", "tools_column", "answer"),
+    "prompt": (
+        *("messages", "continue", "tools_column", "answer"),
+        *("image_column", "images", "max_images", "max_pixels"),
+    ),
     "sampling": ("column", "stream", "until"),
     "output": ("reasoning_end", "reasoning_start"),
     "constraint": ("scores", "scores_end"),
@@ -176,15 +180,15 @@ def job_file_text(config: JobConfig) -> str:
     """The text of config.yaml, which is a job file: `batchgen OUT/config.yaml` runs it."""
     groups = resolved(config)
     groups["workers"]["name"] = None  # that of one process
-    return yaml.safe_dump(_literal(groups), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(literal(groups), sort_keys=False, allow_unicode=True)
 
 
-def _literal(value: Any) -> Any:
+def literal(value: Any) -> Any:
     """The value with every `${` escaped, so that OmegaConf reads it as text, not as a reference."""
     if isinstance(value, dict):
-        return {key: _literal(item) for key, item in value.items()}
+        return {key: literal(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_literal(item) for item in value]
+        return [literal(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 

@@ -5,7 +5,7 @@ import errno
 import itertools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -22,7 +22,15 @@ from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.temporary import delete_temporaries, is_temporary_of
 
 MIN_FREE_BYTES = 32 * 2**20
-_WITH_SHARDS = (DATA, "grades")
+_WITH_SHARDS = (DATA, "grades", "cost")
+
+
+class DifferentJob(ConfigError):
+    """A folder holds rows of another job; `differences` are lines that say in what it differs."""
+
+    def __init__(self, message: str, differences: Sequence[str]) -> None:
+        super().__init__(message)
+        self.differences = differences
 
 
 class JobFolder:
@@ -31,6 +39,7 @@ class JobFolder:
         README.md  config.yaml  manifest.json  metrics.json  data/part-00000.parquet …
         journal/  leases/  workers/ (only while the job is not complete)  .lock
         grades/part-00000.parquet … (if the job has `post` steps)
+        cost/part-00000.0001.parquet … (what each worker's rows took of the device)
         report.html (once it is complete)
         logs/ (of workers that a launcher has started on other machines)
 
@@ -55,6 +64,7 @@ class JobFolder:
         wait: float = 0.0,
         exclusive: Callable[[Path], bool] = lambda path: True,
         storage: Storage | None = None,
+        follows: bool = False,
     ) -> None:
         """Make the folder this job's, or take up the same job where it was left.
 
@@ -68,13 +78,14 @@ class JobFolder:
             wait: for how many seconds to wait for another worker that is opening the folder.
             exclusive: whether the folder is nobody else's, as far as can be known without the lock,
                 which does not reach other machines on every file system.
+            follows: whether rows come while the job runs, so that more of them are no other job.
 
         Raises:
             ConfigError: the folder cannot be written, holds files that are no job's or another
                 job's output, or is in use. Nothing in it has been changed then.
         """
         self.path = path
-        self._changed_row = changed_row
+        self._changed_row, self._row_digests, self._follows = changed_row, digests, follows
         self.storage = FolderStorage(path) if storage is None else storage
         try:
             refuse_folder(self.storage)
@@ -142,12 +153,21 @@ class JobFolder:
 
         This comes before the first row of the grown job is written. `more` are further lines.
         """
+        if self._follows:
+            self.settle(self._asked)
         if changed := [*self.manifest.grown(self._asked), *more]:
             asked, digests = self._asked, self.manifest.row_digests
             if asked.growing.get(ROWS) != self.manifest.growing.get(ROWS):
                 digests = self._digests()
             asked = replace(asked, row_digests=digests)
             self.update(self.manifest.goes_on(asked, changed, rows))
+
+    def settle(self, asked: Manifest) -> None:
+        """Write what the manifest says of rows that come while the job runs, as it is now."""
+        rows = asked.growing.get(ROWS)
+        assert isinstance(rows, int)
+        written = written_manifest(self.storage) or self.manifest
+        self.update(written.with_rows(asked, self._row_digests(rows)))
 
     def update(self, manifest: Manifest) -> None:
         """Write another manifest of the same job."""
@@ -161,6 +181,8 @@ class JobFolder:
         if found is None:
             raise self._lock.in_use()
         self.manifest = found
+        if self._follows:
+            manifest = manifest.with_rows(found, found.row_digests)
         others = self.manifest.differences(manifest, digests) or self.manifest.grown(manifest)
         if others:
             error = self._lock.in_use()
@@ -289,10 +311,11 @@ def refuse_other_job(
     """
     differences = found.differences(asked, digests, changed_row)
     if differences and not overwrite and has_rows(storage):
-        raise ConfigError(
+        raise DifferentJob(
             f"output.dir={storage.shown} holds the output of a different job:\n  "
             + "\n  ".join(differences)
-            + "\nuse another output.dir, or output.overwrite=true to delete that output"
+            + "\nuse another output.dir, or output.overwrite=true to delete that output",
+            differences,
         )
     return differences
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import resource
 import socket
 import sys
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchgen.costs.chain_costs import JobCost, all_steps, as_values
 from batchgen.folder.peers import Peers, added, attempt_of, seconds
 from batchgen.folder.timeline import Timeline, metrics_text
 from batchgen.shards.enough import OUTCOME, VALID
@@ -39,10 +41,12 @@ class Attempt:
 
     Attributes:
         rows_resumed: output rows that earlier attempts had written.
+        rows_copied: those of its rows that it has copied from older jobs; no tokens are counted of
+            them.
         rows_total: output rows of the whole job; None if that is not known.
         status: how it ended. If it was killed, the file still says `running`, and the next attempt
             changes that to `killed`.
-        rows: output rows that it has computed, with error rows.
+        rows: output rows that it has computed or copied, with error rows.
         wall_s: seconds since the attempt began, with the loading of the weights.
         generate_s: seconds since the engine began.
         memory: how the engine divides the device's memory, in bytes; empty without an engine.
@@ -50,6 +54,10 @@ class Attempt:
         session: a text that is the same for workers that ran beside each other.
         batch_dependence: why a token's bits depend on what else is in the batch, as was found out
             on this CPU; None if they do not, and on a GPU.
+        images: the images of its rows' prompts, once for each sample.
+        image_tokens: the tokens of these, which are prompt tokens, too.
+        devices: between how many its model is divided.
+        device_s: seconds that the engine's steps took of the device.
     """
 
     rows_resumed: int
@@ -59,6 +67,7 @@ class Attempt:
     host: str = field(default_factory=socket.gethostname)
     rows: int = 0
     error_rows: int = 0
+    rows_copied: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     wall_s: float = 0.0
@@ -68,8 +77,13 @@ class Attempt:
     engine: Mapping[str, Any] = field(default_factory=dict)
     start_s: float = 0.0
     batch_dependence: str | None = None
+    device_s: float = 0.0
     worker: int = 0
     session: str = ""
+    images: int = 0
+    image_tokens: int = 0
+    pid: int = field(default_factory=os.getpid)
+    devices: int = 1
 
 
 OUTCOMES = {
@@ -209,9 +223,11 @@ class Metrics:
         in_flight: how many rows run in the engine, without waiting ones.
         was_complete: whether an earlier attempt completed the job.
         score: what the job's marks come to; None without marks.
+        funnel: how many answers of other jobs each choice among them has left, if it reads any.
         predicted: what this attempt was expected to take (`Forecast.summary`).
         budget: what is used of the job's budget; None without one.
         timeline: how the job went on over time; of workers beside each other it has only this one.
+        read_jobs: what the jobs cost whose rows are read.
     """
 
     def __init__(
@@ -238,9 +254,11 @@ class Metrics:
         self._earlier: list[dict[str, Any]] = []
         self.was_complete = False
         self.score: Mapping[str, Any] | None = None
+        self.funnel: Sequence[tuple[str, int]] = ()
         self.predicted: Mapping[str, Any] | None = None
         self.budget: Callable[[], Mapping[str, Any]] | None = None
         self.timeline = Timeline(rows=rows_resumed)
+        self.read_jobs: Sequence[JobCost] = ()
         if (content := self._storage.read(path)) is not None:
             earlier = json.loads(content)
             self.timeline = Timeline(earlier.get("timeline", ()), rows_resumed)
@@ -254,6 +272,11 @@ class Metrics:
     def tokens_per_s(self) -> float:
         """How many tokens this attempt has generated in each second that the engine ran."""
         return self.attempt.generated_tokens / max(self.attempt.generate_s, 1e-9)
+
+    @property
+    def rows_copied(self) -> int:
+        """How many rows all attempts have copied from older jobs."""
+        return sum(attempt.get("rows_copied", 0) for attempt in self._attempts())
 
     @property
     def age(self) -> float:
@@ -294,12 +317,19 @@ class Metrics:
             )
         for key in ("wall_s", "generate_s"):
             summary[key] = seconds(attempts, key)
+        summary["device_s"] = _device_s(attempts)
+        if self.read_jobs:
+            summary["read_jobs"] = as_values(self.read_jobs)
         tokens = sum(attempt["generated_tokens"] for attempt in attempts)
+        if self.rows_copied:
+            summary["rows_copied"] = self.rows_copied
         summary["tokens_per_s"] = round(tokens / max(summary["generate_s"], 1e-3), 1)
         if self.budget is not None:
             summary["budget"] = self.budget()
         if self.score is not None:
             summary["score"] = self.score
+        if self.funnel:
+            summary["funnel"] = self.funnel
         if self.predicted is not None:
             names = ("wall_s", "start_s", "prompt_tokens", "generated_tokens")
             summary["predicted"] = self.predicted
@@ -309,6 +339,11 @@ class Metrics:
         summary["timeline"] = self.timeline.points
         self._text = metrics_text(summary)
         self._storage.write(self._path, self._text)
+
+    def costs(self, job: str) -> list[JobCost]:
+        """What the jobs that are read and this one cost, which is called `job`."""
+        own = {"device_s": _device_s(self._attempts()), "rows": self.tally.totals.rows}
+        return all_steps({**own, "read_jobs": as_values(self.read_jobs)}, job)
 
     def keep(self) -> None:
         """Write the file again, at the end, if it is not as this worker saved it last: the first
@@ -333,6 +368,11 @@ def peak_rss_mib() -> float:
     """The most memory that this process has had so far, in MiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)
+
+
+def _device_s(attempts: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds of the device of all attempts; those of older versions say none."""
+    return round(sum(float(one.get("device_s", 0.0)) for one in attempts), 6)
 
 
 def _count(counts: Counter[str], values: pa.ChunkedArray) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from batchgen.costs.chain_costs import JobCost, all_steps, cost_line
 from batchgen.folder.how_to_read import how_to_read
 from batchgen.folder.job_metrics import Totals
 from batchgen.shards.enough import OUTCOMES
@@ -37,6 +38,8 @@ class JobSummary:
     wall_s: float = 0.0
     generate_s: float = 0.0
     row_facts: IndexFacts | None = None
+    rows_copied: int = 0  # from older jobs, instead of being computed
+    costs: Sequence[JobCost] = ()  # of the jobs whose rows it has read, and its own
 
     @classmethod
     def of(
@@ -44,6 +47,7 @@ class JobSummary:
         metrics: Mapping[str, Any],
         config: Mapping[str, Any] | None = None,
         row_facts: IndexFacts | None = None,
+        name: str = "this job",
     ) -> JobSummary:
         """The summary of a folder, from what metrics.json and config.yaml hold."""
         return cls(
@@ -56,6 +60,8 @@ class JobSummary:
             metrics.get("wall_s", 0.0),
             metrics.get("generate_s", 0.0),
             row_facts,
+            metrics.get("rows_copied", 0),
+            all_steps(metrics, name),
         )
 
     @property
@@ -77,6 +83,16 @@ class JobSummary:
     def mean_mark(self) -> float | None:
         value: float | None = None if self.score is None else self.score["avg"]["value"]
         return value
+
+    @property
+    def cost(self) -> str | None:
+        """What the jobs up to this one cost, for each row with an answer too; None if nothing was
+        measured."""
+        kept = self.totals.rows - self.totals.error_rows
+        price = self.group("budget").get("price_per_hour")
+        if price is not None:
+            price *= self.group("engine").get("tensor_parallel", 1)
+        return cost_line(self.costs, kept, price) if self.costs else None
 
     def group(self, name: str) -> Mapping[str, Any]:
         """A group of the configuration."""
@@ -111,6 +127,8 @@ def status_line(reader: JobFolderReader, name: str) -> str:
         facts = [f"{rows:,} of {total:,} rows ({rows / max(total, 1):.0%})"]
     if errors:
         facts.append(counted(errors, "error"))
+    if job.rows_copied:
+        facts.append(f"{job.rows_copied:,} copied")
     if job.tokens_per_s:
         facts.append(f"{job.tokens_per_s:,.0f} tokens/s")
     if job.status == "running" and total is not None and (speed := _rows_per_s(job.attempts)):
@@ -123,7 +141,8 @@ def status_line(reader: JobFolderReader, name: str) -> str:
 def _rows_per_s(attempts: Sequence[Mapping[str, Any]]) -> float:
     """How many rows the workers that run compute in a second, all together."""
     running = [one for one in attempts if one["status"] == "running" and one["generate_s"]]
-    return sum(float(one["rows"] / one["generate_s"]) for one in running)
+    rows = [(one["rows"] - one.get("rows_copied", 0), one["generate_s"]) for one in running]
+    return sum(float(number / took) for number, took in rows)
 
 
 def _counted_rows(reader: JobFolderReader) -> tuple[int, int]:
@@ -147,9 +166,13 @@ def end_table(
         report: the path or URL of report.html, if it was made.
     """
     totals, attempt = job.totals, job.attempt
-    resumed = attempt.get("rows_resumed")
+    more = []
+    if resumed := attempt.get("rows_resumed"):
+        more.append(f"{resumed:,} from before")
+    if job.rows_copied:
+        more.append(f"{job.rows_copied:,} copied from older jobs")
     lines = [
-        ("rows", f"{totals.rows:,}" + (f" ({resumed:,} from before)" if resumed else "")),
+        ("rows", f"{totals.rows:,}" + (f" ({', '.join(more)})" if more else "")),
         *([] if job.row_facts is None else [("steps of rows", job.row_facts.funnel)]),
         ("finish reasons", _counts(totals.finish_reasons)),
         ("errors", _counts(totals.errors)),
@@ -167,6 +190,8 @@ def end_table(
         lines += score_lines(job.score)
     if attempt:
         lines += _times(attempt)
+    if job.cost is not None:
+        lines.append(("device", job.cost))
     lines.append(("read it", f"{how_to_read(folder)['datasets']}; others: see its README.md"))
     if report is not None:
         lines.append(("report", report))

@@ -11,18 +11,20 @@ import numpy.typing as npt
 
 from batchgen.budget.spending import Spending
 from batchgen.config.job_config import JobConfig
-from batchgen.dataset.seed_stream import stream_of, stream_seed
+from batchgen.costs.cost_recorder import CostRecorder
+from batchgen.dataset.seed_stream import stream_of
 from batchgen.dataset.source import Row, Source
 from batchgen.engine.base.outputs import RequestError, RequestOutput
-from batchgen.engine.requests import derive_seed
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.folder.job_metrics import Metrics
+from batchgen.images.row_images import RowImage, without_pixels
 from batchgen.jobs.choice_scores import ChoiceScorer, TakesRequests
 from batchgen.jobs.fail_fast import FailFast
 from batchgen.jobs.progress import Progress
-from batchgen.jobs.row_request import RowRequest
 from batchgen.jobs.turns import Turns
-from batchgen.shards.output_schema import FinishedRow
+from batchgen.prompts.row_request import RowRequest
+from batchgen.reuse.row_reuse import RowReuse
+from batchgen.shards.output_schema import PROMPT_IMAGES, FinishedRow
 from batchgen.shards.output_writer import OutputWriter
 from batchgen.util.signals import StopSignals
 from batchgen.waves.sample_waves import EverySample
@@ -74,6 +76,14 @@ class Engine(TakesRequests, Protocol):
         """Why a token's bits depend on the other rows of its batch; None if they do not."""
         ...
 
+    def measure_costs(self) -> None:
+        """Begin to measure what requests take of the device; see `take_costs`."""
+        ...
+
+    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+        """Seconds by request, each once: of those that have ended, and with `wait` of all."""
+        ...
+
     def close(self) -> None:
         """Stop what works in the background; nothing waits for it."""
         ...
@@ -92,16 +102,22 @@ class _Request:
     params: SamplingParams
     answer: list[int] | None
     choices: Sequence[list[int]]
+    images: Sequence[RowImage]
     error: RequestError | None
+    key: bytes | None = None
 
     def finished(
         self,
         output: RequestOutput | None = None,
-        error: RequestError | None = None,
         thoughts: str | None = None,
+        *,
+        error: RequestError | None = None,
+        is_copied: bool = False,
     ) -> FinishedRow:
+        place = self.row_id, self.row_index, self.sample_index
+        images = None if self.error else [image.reference for image in self.images]
         return FinishedRow(
-            self.row_id, self.row_index, self.sample_index, self.fields, output, error, thoughts
+            *place, self.fields, output, error, thoughts, self.key, is_copied, images=images
         )
 
 
@@ -119,6 +135,8 @@ class Generation:
         metrics: Metrics,
         waves: EverySample,
         spending: Spending,
+        costs: CostRecorder,
+        reuse: RowReuse | None = None,
     ) -> None:
         """Prepare to run rows. `request` says what the requests of a row ask for, or raises
         RequestError; `split` takes the thoughts out of an output's text; `waves` says which samples
@@ -126,12 +144,16 @@ class Generation:
         self._source = source
         self._request, self._split = request, split
         self._params = config.params
+        self._has_images = PROMPT_IMAGES in writer.schema.arrow.names
         self._stream = stream_of(config.sampling.stream, source.jobs)
         self._writer = writer
         self._waves = waves
         self._metrics = metrics
         self._spending = spending
+        self._reuse = reuse
         self._engine = engine
+        self._costs = costs
+        engine.measure_costs()
         self._requested = ChoiceScorer(engine, config.scores_choices)
         stops = config.output.on_all_errors == "stop"
         enabled = stops and not metrics.attempt.rows_resumed
@@ -140,9 +162,16 @@ class Generation:
         self._window = 2 * engine.max_num_seqs
         self._in_flight: dict[str, _Request] = {}
 
-    def turns(self, todo: ShardQueue, signals: StopSignals, progress: Progress) -> Turns[bool]:
+    def turns(
+        self,
+        todo: ShardQueue,
+        signals: StopSignals,
+        progress: Progress,
+        watch: Callable[[], None] = lambda: None,
+    ) -> Turns[bool]:
         """Generate until all rows are written, by this worker or others; False if a signal came
-        first, or the budget was spent."""
+        first, or the budget was spent. `watch` is called now and then, and may end the job with an
+        error."""
         requests = self._requests(todo)
         started = time.monotonic()
         while not todo.is_over():
@@ -154,10 +183,13 @@ class Generation:
                     request = self._in_flight.pop(output.request_id)
                     output, thoughts = self._split(output)
                     finished.append(request.finished(output=output, thoughts=thoughts))
+                self._costs.add(self._engine.take_costs())
             elif not finished:
-                if held := self._first.ended(self._writer.num_rows):
+                # While rows of a job that runs are waited for, those held back may get company.
+                num_rows = self._writer.num_rows
+                if held := [] if todo.is_following else self._first.ended(num_rows):
                     self._write(held, progress)
-                else:  # other workers do what is left
+                else:  # other workers do what is left, or rows are waited for
                     yield _IDLE_SECONDS
             passed = self._first.passed(finished, len(self._in_flight))
             self._write(self._waves.finished(passed), progress)
@@ -165,18 +197,28 @@ class Generation:
             self._metrics.attempt.generate_s = round(seconds, 3)
             if self._metrics.timeline.due(seconds):
                 self._add_point(seconds)
+            if self._costs.due():
+                self._costs.save()
             if self._metrics.due():
                 self._save_metrics()
                 progress.set_others(self._metrics.others, self._metrics.attempt.worker)
+                watch()
             if progress.due():
                 progress.show(self._engine.generated_tokens, self._engine.running_lengths)
             if signals.received is not None or self._spending.is_spent:
                 self._write(self._waves.rest(), progress)
+                self._end_costs()
                 self._save_metrics()
                 return False
         self._add_point(time.monotonic() - started)
+        self._end_costs()
         self._save_metrics()
         return True
+
+    def _end_costs(self) -> None:
+        """Write what requests cost, those that have not ended too."""
+        self._costs.add(self._engine.take_costs(wait=True))
+        self._costs.save()
 
     def _write(self, finished: list[FinishedRow], progress: Progress) -> None:
         # What another worker has finished meanwhile counts as its own.
@@ -186,6 +228,8 @@ class Generation:
             if not self._writer.is_done_by_others(row.row_index, row.sample_index)
         ]
         if new:
+            if self._reuse is not None:
+                self._reuse.keep(new)
             self._writer.write(new)
             self._count(new)
             progress.add(new)
@@ -197,36 +241,43 @@ class Generation:
 
     def _save_metrics(self) -> None:
         self._metrics.in_flight = self._engine.num_running
+        self._metrics.attempt.device_s = round(self._costs.seconds, 6)
         self._metrics.attempt.engine = dataclasses.asdict(self._engine.stats)
         self._metrics.save("running")
 
     def _refill(self, requests: Iterator[_Request | None]) -> list[FinishedRow]:
         """Queue requests until the window is full; returns rows that failed before they reached
-        the engine."""
-        failed: list[FinishedRow] = []
-        while len(self._in_flight) + len(failed) < self._window:
+        the engine, or are copied."""
+        done: list[FinishedRow] = []
+        while len(self._in_flight) + len(done) < self._window:
             request = next(requests, None)
             if request is None:
                 break
-            error = request.error or self._submit(request)
-            if error is not None:
-                failed.append(request.finished(error=error))
-        return failed
+            if request.error is not None:
+                done.append(request.finished(error=request.error))
+            elif (row := self._submit(request)) is not None:
+                done.append(row)
+        return done
 
     def _has_room(self) -> bool:
         """Whether the engine could run more requests than it has."""
         return len(self._in_flight) < self._engine.max_num_seqs
 
-    def _submit(self, request: _Request) -> RequestError | None:
+    def _submit(self, request: _Request) -> FinishedRow | None:
+        """Queue a request, or return its row if it was refused or could be copied."""
         request_id = f"{request.row_index}.{request.sample_index}"
-        key = request.row_id, request.sample_index
-        seed = derive_seed(stream_seed(request.params.seed, self._stream), *key)
-        params = dataclasses.replace(request.params, seed=seed)
+        given = request.answer, request.choices, request.images
+        of_row = RowRequest(request.prompt, request.params, *given)
+        asked = of_row.of_sample(request.row_id, request.sample_index, self._stream)
+        if self._reuse is not None:
+            key = self._reuse.key(asked)
+            request = dataclasses.replace(request, key=key)
+            if (found := self._reuse.copy(key, request_id, asked)) is not None:
+                return request.finished(*found, is_copied=True)
         try:
-            asked = RowRequest(request.prompt, params, request.answer, request.choices)
             self._requested.add_request(request_id, asked)
         except RequestError as error:
-            return error
+            return request.finished(error=error)
         self._in_flight[request_id] = request
         return None
 
@@ -243,6 +294,8 @@ class Generation:
             failure: RequestError | None = None
             try:
                 fields = self._source.passthrough(row)
+                if self._has_images:
+                    fields = without_pixels(fields)
                 asked = self._request(row)
             except RequestError as error:
                 failure = error
@@ -256,7 +309,11 @@ class Generation:
         for row in finished:
             if row.output is None:
                 attempt.error_rows += 1
+            elif row.is_copied:
+                attempt.rows_copied += 1
             else:
                 given = (row.output.prompt_token_ids, row.output.answer_token_ids or ())
                 attempt.prompt_tokens += sum(map(len, given))
+                attempt.images += len(row.images or ())
+                attempt.image_tokens += sum(image["tokens"] for image in row.images or ())
                 attempt.generated_tokens += len(row.output.token_ids)

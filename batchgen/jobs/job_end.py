@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from batchgen.compose.load_config import resolved
 from batchgen.config.job_config import JobConfig
+from batchgen.costs.chain_costs import all_steps
 from batchgen.folder.dataset_card import dataset_card
 from batchgen.folder.job_folder import JobFolder
 from batchgen.folder.job_metrics import Metrics, Tally, Totals
@@ -55,7 +56,9 @@ def completed_elsewhere(storage: Storage, parts: JobParts, rows: int) -> JobResu
         return None
     totals = Totals.of(figures)
     head = f"The job is complete; this worker has computed {rows:,} rows of it.\n"
-    job = JobSummary(totals, score=figures.get("score"))
+    steps = all_steps(figures, _name(storage))
+    copied = figures.get("rows_copied", 0)
+    job = JobSummary(totals, score=figures.get("score"), rows_copied=copied, costs=steps)
     table = end_table(job, storage.shown, parts.strategy)
     return JobResult(totals.error_rows, None, head + table)
 
@@ -75,9 +78,10 @@ def complete(
 
     shown = storage.shown
     metrics.tally = _count_shards(config, parts, folder)
+    steps = metrics.costs(_name(storage))
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
     facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
-    about = JobSummary(totals, config=resolved(config), row_facts=facts)
+    about = JobSummary(totals, config=resolved(config), row_facts=facts, costs=steps)
     funnel = [(left.choice, left.rows) for left in data_of(parts.source).funnel]
     card = dataset_card(about, fingerprints, schema.arrow, shown, funnel)
     storage.write(folder.path / "README.md", graded_card(card, folder.path, shown))
@@ -86,10 +90,21 @@ def complete(
     metrics.keep()
     report = _report(parts, folder) if config.output.report else None
     job = JobSummary(
-        totals, attempts=[asdict(metrics.attempt)], score=metrics.score, row_facts=facts
+        totals,
+        attempts=[asdict(metrics.attempt)],
+        score=metrics.score,
+        config=resolved(config),
+        row_facts=facts,
+        rows_copied=metrics.rows_copied,
+        costs=steps,
     )
     message = end_table(job, shown, parts.strategy, report)
     return JobResult(totals.error_rows, None, message)
+
+
+def _name(storage: Storage) -> str:
+    """What the job is called among others: the last name of its folder's path."""
+    return storage.shown.rstrip("/").rpartition("/")[2]
 
 
 def already_complete(
@@ -108,7 +123,9 @@ def already_complete(
     message = "This job is complete already; nothing was computed.\n"
     shown = storage.shown
     facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
-    job = JobSummary(totals, score=score, row_facts=facts)
+    figures = json.loads(storage.read(folder.path / "metrics.json") or b"{}")
+    steps = all_steps(figures, _name(storage))
+    job = JobSummary(totals, score=score, row_facts=facts, costs=steps)
     table = end_table(job, shown, parts.strategy, report)
     return JobResult(totals.error_rows, None, message + table)
 

@@ -44,6 +44,7 @@ class Progress:
         resumed_errors: int = 0,
         longest: int = 1 << 16,
         expected: Forecast | None = None,
+        title: str = "",
     ) -> None:
         """
         Args:
@@ -54,9 +55,11 @@ class Progress:
             stream: stderr, if it is None.
             longest: the most tokens of an answer.
             expected: is shown until the first row ends.
+            title: stands before everything that is shown; the step of a pipeline.
         """
         self._stream = stream if stream is not None else sys.stderr
         self._is_terminal = self._stream.isatty()
+        self._title = f"{title}: " if title else ""
         self._interval = 0.5 if self._is_terminal else LINE_SECONDS
         rows = "{n:,} rows" if total is None else "{n:,}/{total:,} rows"
         bar = "" if total is None else "{percentage:3.0f}%|{bar}| "
@@ -67,13 +70,14 @@ class Progress:
             disable=not self._is_terminal,
             dynamic_ncols=True,
             mininterval=0.5,
-            bar_format=bar + rows + "{postfix}",
+            bar_format=self._title + bar + rows + "{postfix}",
         )
         self._rows = resumed
         self._others, self._others_rows, self._others_speed = 0, 0, 0.0
         self._others_errors = 0
         self._before: dict[int, int] = {}  # by worker: what it had finished before this one came
         self._resumed = resumed
+        self._copied = 0
         self._total = total
         self._errors: Counter[str] = Counter()
         self._resumed_errors = resumed_errors
@@ -99,9 +103,11 @@ class Progress:
         """Count finished rows, and show what the terminal has not seen of them."""
         self._rows += len(finished)
         self._bar.update(len(finished))
+        self._copied += sum(row.is_copied for row in finished)
         for row in finished:
             if self._left is not None:
-                self._left.add(None if row.output is None else len(row.output.token_ids))
+                run = None if row.is_copied else row.output
+                self._left.add(None if run is None else len(run.token_ids))
             if (error := row.failure) is not None:
                 self._errors[error.type] += 1
                 if self._errors[error.type] == 1:
@@ -152,6 +158,8 @@ class Progress:
         facts = [f"{speed:,.0f} tok/s", f"{len(running):,} running"]
         if self._others:
             facts.append(f"{1 + self._others} workers")
+        if self._copied:
+            facts.append(f"{self._copied:,} copied")
         facts += self._error_count()
         left = self._seconds_left(now, generated_tokens, running)
         facts += self._estimate(now) if left is None else [f"{duration(left, 0)} left"]
@@ -205,7 +213,7 @@ class Progress:
 
     def _print(self, text: str) -> None:
         """Print above the bar, if there is one."""
-        tqdm.write(text, file=self._stream)
+        tqdm.write(self._title + text, file=self._stream)
         self._stream.flush()
 
 

@@ -22,9 +22,9 @@ from batchgen.folder.job_folder import (
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.forecast.samples_per_row import MeasuredSamples
 from batchgen.jobs.checked_rows import job_manifest, most_rows, output_schema
+from batchgen.jobs.image_files import content_of
 from batchgen.jobs.job_parts import parts_of
 from batchgen.row_index.indexed_source import IndexedSource
-from batchgen.row_index.open_rows import data_of
 from batchgen.shards.enough import OUTCOME
 from batchgen.shards.row_order import KEYS
 from batchgen.storage.job_storage import Storage
@@ -83,7 +83,8 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
     if old is None or not has_rows(storage):
         return FolderState(f"{path}: no answers yet")
     asked, source = _manifest(config, opened, old), opened.source
-    digests, named = partial(rows_digest, data_of(source)), partial(changed_row, storage, source)
+    digests = partial(rows_digest, content_of(source, opened.prompt))
+    named = partial(changed_row, storage, source)
     if refuse_other_job(storage, old, asked, digests, named, overwrite=config.output.overwrite):
         what = "the output of a different job, which is deleted (output.overwrite)"
         return FolderState(f"{path}: {what}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import lcm
 from typing import TYPE_CHECKING
@@ -37,21 +37,23 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.prefill_policy import check_chunk_sizes
 from batchgen.engine.strategy import Strategy
 from batchgen.grading.build_steps import check_fields, post_steps
+from batchgen.images.row_images import RowImages
 from batchgen.model.engine_recipe import EngineRecipe
-from batchgen.model.model_source import model_files
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.prompts.answer_text import Answer, build_answer
 from batchgen.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
+from batchgen.resolve.job_images import image_columns, row_images
+from batchgen.resolve.model_fingerprints import model_fingerprints
 from batchgen.texts.tokens.reasoning import ReasoningMarkers
 from batchgen.util.errors import ConfigError
-from batchgen.util.fingerprint import fingerprint_files, fingerprint_text
 
 if TYPE_CHECKING:
     import torch
 
     from batchgen.dataset.source import Source
     from batchgen.grading.step import PostStep
+    from batchgen.upstream.followed_job import Promise
 
 _SAID_BY_CLASS = ("name", "step_inputs", "decide")
 """Attributes that every strategy's own class has: what the base class cannot say for it."""
@@ -75,6 +77,7 @@ class OpenedJob:
         max_model_len: how many tokens prompt and answer may have together.
         step_fingerprints: versions of the steps of `rows`, and digests of what they read.
         reasoning: tells thoughts from answers; None if the job does not ask for that.
+        images: makes the images of rows; None if these have none.
     """
 
     model: OpenedModel
@@ -89,6 +92,7 @@ class OpenedJob:
     step_fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reasoning: ReasoningMarkers | None = None
     answer: Answer | None = None
+    images: RowImages | None = None
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError if parameters of a row cannot be honoured; the message names one."""
@@ -101,18 +105,9 @@ class OpenedJob:
     def fingerprints(self, config: JobConfig) -> dict[str, str]:
         """Digests of what decides the answers besides configuration and data set. Every file of the
         models is read, unless its digest is known from before."""
-        found = {
-            "model": fingerprint_files(model_files(self.model.path)),
-            # `auto` may mean another dtype on another machine, and that gives other tokens.
-            "dtype": str(self.dtype).removeprefix("torch."),
-        }
-        if (weights := self.model.weights_text(config.engine.device)) is not None:
-            found["weights"] = weights  # of FP8 is computed with only where the device can
-        for name, other in self.others.items():
-            found[f"{name}_model"] = fingerprint_files(model_files(other.path))
-        if (constraint := config.params.constraint) is not None:
-            # The configuration is compared without the order of keys, in which the row writes them.
-            found["constraint"] = fingerprint_text(constraint.text)
+        found = model_fingerprints(config, self.model, self.others, self.dtype)
+        if self.images is not None:
+            found["images"] = self.images.fingerprint
         return {**found, **self.step_fingerprints}
 
     def build_engine(self, config: JobConfig) -> LLMEngine:
@@ -132,6 +127,15 @@ class OpenedJob:
             with _named("engine"):
                 return recipe.engine(weights, others, self.compiler, ranks.leader)
 
+    def shared(self, others: Sequence[JobConfig]) -> OpenedJob:
+        """What the engine of this job is made of if it serves other jobs as well, with the same
+        models, strategy and engine."""
+        of_model = model_class(self.model.config.architecture, self.model.path)
+        names = {name for config in others for name in config.output.columns}
+        known = of_model.declared_columns(self.model.config)
+        own = {column.name for column in self.context_columns}
+        return dataclasses.replace(self, context_columns=_named_columns(known, names | own))
+
     def recipe(self, config: JobConfig) -> EngineRecipe:
         """What the job's engine is made of."""
         return EngineRecipe(
@@ -145,21 +149,21 @@ class OpenedJob:
         )
 
 
-def open_job(config: JobConfig) -> OpenedJob:
+def open_job(
+    config: JobConfig, promised: Mapping[str, Promise] | None = None, *, wait: bool = False
+) -> OpenedJob:
     """Open and check all that a job runs on, without reading a file of weights; ConfigError for a
-    mistake."""
+    mistake. `promised` and `wait` are for rows of a job that still runs, as of `open_source`."""
     strategy = build_strategy(config.strategy)
     post = post_steps(config.post)
     if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:
         print(f"batchgen: warning: {copies}", file=sys.stderr)
-    with _named("model"):
-        group = config.model
-        model = open_model(group.path, group.revision, group.load_format, group.quantization)
+    model = _open_model(config)
     with _named("strategy"):
         strategy.block_length(model.config)
     strategy_heads(strategy, model)  # This raises an error if the model lacks one.
     of_model = model_class(model.config.architecture, model.path).declared_columns(model.config)
-    context_columns = [column for column in of_model if column.name in config.output.columns]
+    context_columns = _named_columns(of_model, config.output.columns)
     _check_columns(config.output.columns, strategy, of_model, model.config.architecture)
     params = config.params
     compiler = _compiler(config, params.constraint, model)
@@ -170,11 +174,14 @@ def open_job(config: JobConfig) -> OpenedJob:
         if config.scores_choices:
             strategy.check(SamplingParams(max_new_tokens=0))
     _check_parsed(config, model.tokenizer)
-    source, of_steps = _open_rows(config, model, post)  # last: it takes seconds to load datasets
+    columns = image_columns(config, model)
+    # Last of what can be refused: it takes seconds to load datasets.
+    source, of_steps = _open_rows(config, model, post, promised, wait, columns)
+    images = row_images(config, model, source)
+    if images is not None:
+        model = dataclasses.replace(model, with_vision=True)
+    dtype, max_model_len = _dtype_and_length(config, strategy, model)
     with _named("engine"):
-        dtype = model.dtype(config.model.dtype, config.engine.device)
-        longest = config.engine.model_len(model.config.longest_row, model.config.window)
-        max_model_len = strategy.model_len(longest, model.config)
         check_chunk_sizes(
             config.engine.max_batched_tokens,
             config.engine.chunk_tokens,
@@ -186,10 +193,12 @@ def open_job(config: JobConfig) -> OpenedJob:
         vocab_size=vocab_size,
         columns=source.features,
         room=max(1, max_model_len - config.sampling.max_new_tokens),
+        images=images,
     )
     if prompt.is_constant:
-        warning = constant_prompt_warning(prompt, next(source.rows()))
-        print(f"batchgen: warning: {warning}", file=sys.stderr)
+        if (first := next(source.rows(), None)) is not None:  # none of a job that has just begun
+            warning = constant_prompt_warning(prompt, first)
+            print(f"batchgen: warning: {warning}", file=sys.stderr)
     answer = build_answer(
         config.prompt, model.tokenizer, model.config.vocab_size, source.features, max_model_len
     )
@@ -207,14 +216,51 @@ def open_job(config: JobConfig) -> OpenedJob:
         of_steps,
         _reasoning(config, model),
         answer,
+        images,
     )
     with _named("engine"):
         job.recipe(config).check()
     return job
 
 
+def _named_columns(columns: Sequence[OutputColumn], names: Collection[str]) -> list[OutputColumn]:
+    """Those of some columns that have one of these names."""
+    return [column for column in columns if column.name in names]
+
+
+def answers_depend_on(config: JobConfig) -> dict[str, str]:
+    """The digests of `OpenedJob.fingerprints` that need no rows; ConfigError for a mistake in model
+    or strategy."""
+    strategy, model = build_strategy(config.strategy), _open_model(config)
+    dtype, max_model_len = _dtype_and_length(config, strategy, model)
+    strategy_heads(strategy, model)  # This raises an error if the model lacks one.
+    others = open_others(strategy, model, max_model_len)
+    return model_fingerprints(config, model, others, dtype)
+
+
+def _open_model(config: JobConfig) -> OpenedModel:
+    with _named("model"):
+        group = config.model
+        return open_model(group.path, group.revision, group.load_format, group.quantization)
+
+
+def _dtype_and_length(
+    config: JobConfig, strategy: Strategy, model: OpenedModel
+) -> tuple[torch.dtype, int]:
+    """The dtype of weights and activations, and how many tokens a row may have."""
+    with _named("engine"):
+        dtype = model.dtype(config.model.dtype, config.engine.device)
+        longest = config.engine.model_len(model.config.longest_row, model.config.window)
+        return dtype, strategy.model_len(longest, model.config)
+
+
 def _open_rows(
-    config: JobConfig, model: OpenedModel, post: Sequence[PostStep]
+    config: JobConfig,
+    model: OpenedModel,
+    post: Sequence[PostStep],
+    promised: Mapping[str, Promise] | None,
+    wait: bool,
+    images: Collection[str],
 ) -> tuple[Source, Mapping[str, str]]:
     """The rows behind their steps, with the columns that post steps read, and the digests of what
     the steps read."""
@@ -223,7 +269,8 @@ def _open_rows(
     from batchgen.upstream.open_source import open_source
 
     of_data = identity(config)["dataset"]
-    source, of_steps = behind_steps(open_source(config), config.rows, of_data, model.tokenizer)
+    data = open_source(config, promised, wait=wait, images=images)
+    source, of_steps = behind_steps(data, config.rows, of_data, model.tokenizer)
     scores = [CHOICE_LOGPROBS.name, CHOICE_SCORES.name] if config.scores_choices else []
     check_fields(post, [*source.schema.names, *scores])
     check_scored(post, config.score, source.schema.names)

@@ -63,11 +63,28 @@ _REASONING = (
     pa.string(),
     "the thoughts before output.reasoning_end; null on error, and if the row has none",
 )
+SATISFIED = "constraint_satisfied"
 _SATISFIED = (
-    "constraint_satisfied",
+    SATISFIED,
     pa.bool_(),
     "whether what was generated is complete under the row's constraint; null if it has none or "
     "the row failed",
+)
+
+
+PROMPT_IMAGES = "prompt_images"
+IMAGE_FIELDS = (
+    ("path", pa.string()),
+    ("digest", pa.string()),
+    ("width", pa.int32()),
+    ("height", pa.int32()),
+    ("tokens", pa.int32()),
+)
+_IMAGES = (
+    PROMPT_IMAGES,
+    pa.list_(pa.struct(IMAGE_FIELDS)),
+    "the images of the prompt: what the row names each, a digest of its file, and the size in "
+    "pixels and tokens at which the model read it; null if the row failed before",
 )
 
 
@@ -75,7 +92,8 @@ _SATISFIED = (
 class FinishedRow:
     """One sample of one row that is finished, with the `fields` that are copied from the data set.
     A row that never reached the engine has an `error` instead of an `output`. `valid` is whether it
-    fulfils `sampling.until.where`."""
+    fulfils `sampling.until.where`. `images` are what the output says of those of the prompt, None
+    where they are not known."""
 
     row_id: str
     row_index: int
@@ -84,7 +102,10 @@ class FinishedRow:
     output: RequestOutput | None = None
     error: RequestError | None = None
     reasoning: str | None = None
+    key: bytes | None = None  # `reuse.row_key`, in jobs that keep keys
+    is_copied: bool = False  # from an older job, instead of being computed
     valid: bool | None = None
+    images: Sequence[Mapping[str, Any]] | None = None
 
     @property
     def finish_reason(self) -> str:
@@ -131,6 +152,7 @@ class OutputSchema:
         parsed: ParsedColumn | None = None,
         text_column: str = TEXT,
         answers: bool = False,
+        images: bool = False,
         enough: Enough | None = None,
     ) -> "OutputSchema":
         """The schema of a job.
@@ -140,6 +162,7 @@ class OutputSchema:
             reasoning: whether thoughts have a column of their own.
             constrained: whether a column says which rows satisfy their constraint.
             answers: whether rows have given answers, which are scored.
+            images: whether rows may have images.
             enough: when a row has enough samples; None if all rows have the same number.
 
         Raises:
@@ -162,6 +185,8 @@ class OutputSchema:
             after.append(_field(*_SATISFIED))
         if answers:
             after.append(_field(*_ANSWER))
+        if images:
+            after.append(_field(*_IMAGES))
         if parsed is not None:
             after.append(_field(PARSED, parsed.type, parsed.meaning))
         of_enough = [] if enough is None else [_field(*column) for column in ENOUGH_COLUMNS]
@@ -171,9 +196,10 @@ class OutputSchema:
         after += [_column_field(column) for column in columns]
         # Also columns that this job leaves out: a name shall mean the same in every output.
         taken = {name for name, *_ in _BEFORE + _AFTER} | {c.name for c in counts}
-        taken |= {column.name for column in columns} | {_SATISFIED[0], PARSED}
+        taken |= {column.name for column in columns} | {SATISFIED, PARSED}
         taken |= {ANSWER_TOKEN_IDS} if answers else set()
         taken |= {REASONING} if reasoning else set()
+        taken |= {PROMPT_IMAGES} if images else set()
         taken |= {column.name for column in of_enough}
         taken.remove(TEXT)
         _check_clashes(passthrough.names, taken, text_column)
@@ -221,13 +247,15 @@ class OutputSchema:
             values[name] = [o.counts[name] if o else None for o in outputs]
         for column in self.columns:
             values[column.name] = _lists(column, outputs)
-        if _SATISFIED[0] in self.arrow.names:
-            values[_SATISFIED[0]] = [
+        if SATISFIED in self.arrow.names:
+            values[SATISFIED] = [
                 o.constraint_satisfied if o and o.finish_reason != "error" else None
                 for o in outputs
             ]
         if ANSWER_TOKEN_IDS in self.arrow.names:
             values[ANSWER_TOKEN_IDS] = [o.answer_token_ids if o else None for o in outputs]
+        if PROMPT_IMAGES in self.arrow.names:
+            values[PROMPT_IMAGES] = [row.images for row in rows]
         if self.parsed is not None:
             values[PARSED] = self.parsed.array(outputs)
         if self.enough is not None:

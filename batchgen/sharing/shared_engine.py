@@ -46,8 +46,16 @@ class SharedEngine:
         """The engine as the job of this name sees it; the engine is built if it is not there."""
         if self._engine is None:
             self._engine = self._build()
-        self._ports[name] = EnginePort(name, self._engine)
+            self._engine.measure_costs()
+        self._ports[name] = EnginePort(name, self._engine, self._collect_costs)
         return self._ports[name]
+
+    def _collect_costs(self, wait: bool) -> None:
+        """Hand each job what its requests cost."""
+        assert self._engine is not None
+        for name_and_id, seconds in self._engine.take_costs(wait=wait):
+            name, _, request_id = name_and_id.partition(_BEHIND_NAME)
+            self._ports[name].costs.append((request_id, seconds))
 
     @property
     def in_flight(self) -> int:
@@ -71,11 +79,17 @@ class EnginePort:
     """A shared engine as one job sees it: its requests, and of the tokens those of its own.
 
     Attributes:
+        name: of the job.
         waiting: the job's ids of its requests that are in the engine.
+        costs: what requests of the job cost, until the job takes it.
     """
 
-    def __init__(self, name: str, engine: DivisibleEngine) -> None:
-        self._prefix, self._engine = name + _BEHIND_NAME, engine
+    def __init__(
+        self, name: str, engine: DivisibleEngine, collect_costs: Callable[[bool], None]
+    ) -> None:
+        self.name, self._prefix, self._engine = name, name + _BEHIND_NAME, engine
+        self._collect_costs = collect_costs
+        self.costs: list[tuple[str, float]] = []
         self.waiting: set[str] = set()
         self._finished: list[RequestOutput] = []
         self._tokens = 0
@@ -95,6 +109,15 @@ class EnginePort:
         """The requests that steps of the engine have finished since the last call."""
         finished, self._finished = self._finished, []
         return finished
+
+    def measure_costs(self) -> None:
+        """Costs are measured for all jobs since the engine was built."""
+
+    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+        """What the job's own requests cost, as of the engine."""
+        self._collect_costs(wait)
+        found, self.costs = self.costs, []
+        return found
 
     def close(self) -> None:
         """Take the requests that are left out of the engine, which goes on for other jobs."""

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Literal
@@ -34,6 +34,7 @@ from batchgen.config.job_config import (
 from batchgen.config.prompt_config import ChatPromptConfig
 from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import OutputColumn, RequestError, RequestOutput
+from batchgen.engine.images.image import Image
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.jobs.job_end import JobResult
@@ -43,6 +44,7 @@ from batchgen.prompts.row_prompts import Prompt
 
 LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
 TOP_LOGPROBS = OutputColumn("top_logprobs", np.dtype(np.float32), (2, 3))
+STEP_COST = 0.25
 MEMORY = MemoryPlan(2**30, 0, 2**29, num_blocks=65, kv_tokens=1024, total=None)
 BAD_PROMPT, BAD_REQUEST = 13, 17  # rows whose index is a multiple of one of these fail
 
@@ -198,6 +200,7 @@ class FakeEngine:
     closed: bool = False
     generated_tokens: int = 0
     _running: dict[str, _Running] = field(default_factory=dict)
+    _costs: dict[str, float] = field(default_factory=dict)
 
     def add_request(
         self,
@@ -205,6 +208,7 @@ class FakeEngine:
         prompt_token_ids: list[int],
         params: SamplingParams,
         answer_token_ids: list[int] | None = None,
+        images: Sequence[Image] = (),
     ) -> None:
         assert request_id not in self._running
         if self.job.bad and prompt_token_ids[0] % BAD_REQUEST == 0:
@@ -234,6 +238,14 @@ class FakeEngine:
     def max_num_seqs(self) -> int:
         return self.job.max_num_seqs
 
+    def measure_costs(self) -> None:
+        assert not self._running
+
+    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+        """A request costs STEP_COST for each of its steps."""
+        found, self._costs = self._costs, {}
+        return [*found.items()]
+
     def close(self) -> None:
         self.closed = True
 
@@ -246,6 +258,8 @@ class FakeEngine:
         finished = []
         for running in list(self._running.values())[: self.job.max_num_seqs]:
             running.steps_left -= 1
+            name = running.request_id
+            self._costs[name] = self._costs.get(name, 0.0) + STEP_COST
             waits = running.prompt[0] == self.job.straggler and self._others_run()
             if running.steps_left <= 0 and not waits:
                 finished.append(self._finish(running))

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from fake_job import FakeEngine, FakeJob
 
+from batchgen.costs.cost_files import shard_costs
 from batchgen.jobs.job_end import JobResult
 from batchgen.sharing.run_jobs import SharingJob, run_jobs
+from batchgen.storage.job_storage import FolderStorage
 
 
 def data(out: str) -> dict[str, bytes]:
@@ -41,6 +43,8 @@ def test_jobs_in_one_engine_write_what_they_write_alone(
         alone = replace(job, out=job.out + ".alone")
         assert alone.run().exit_code == 3
         assert data(job.out) == data(alone.out)
+        costs = [FolderStorage(Path(out)) for out in (job.out, alone.out)]
+        assert shard_costs(costs[0], 1) == shard_costs(costs[1], 1) != {}
     names = [line[0] for line in Path(log).read_text().splitlines()[::2]]
     assert names != sorted(names) and "s" in names[: len(names) // 2]
 
