@@ -1,7 +1,7 @@
 """What a change of a pipeline computes anew, step by step, and that its rows are then right.
 
-Each line of the table in docs/guides/pipelines.md is a case. A pipeline runs in one folder before and
-after the change; the rows afterwards are those of the changed pipeline in a folder of its own.
+Each line of the table in docs/guides/pipelines.md is a case. A pipeline runs in one folder before
+and after the change; its rows are then those of the changed pipeline in a folder of its own.
 """
 
 from __future__ import annotations
