@@ -12,10 +12,13 @@ import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from batchgen.engine.images.image import Pixels
 from batchgen.leases.own_files import THUMBNAILS
 from batchgen.storage.job_storage import Storage
+
+if TYPE_CHECKING:
+    from batchgen.engine.images.image import Pixels
 
 SIDE = 112
 """The most pixels of a side."""

@@ -124,8 +124,8 @@ def _page(values: Mapping[str, Any], rows: ShownRows) -> str:
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     template = templates("batchgen.report").get_template("report.html.jinja")
     return template.render(
-        values, shown=rows, style=Markup(style), policy="default-src 'none'; img-src data:; "
-        f"style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
+        values, shown=rows, style=Markup(style), policy=f"default-src 'none'; style-src "
+        f"'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'",
     )  # fmt: skip
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.images.image_column import PROMPT_IMAGES
 from batchgen.rows.row_facts import RowColumns, RowFacts
 from batchgen.rows.row_pictures import image_text
-from batchgen.shards.output_schema import PROMPT_IMAGES
 from batchgen.texts.row_json import json_text, plain_text, row_reader
 from batchgen.texts.text_table import row_name
 from batchgen.util.shorten import wrapped

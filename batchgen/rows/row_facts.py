@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.folder.job_metrics import constraint_outcome
+from batchgen.images.image_column import PROMPT_IMAGES
 from batchgen.prompts.used_columns import used_columns
-from batchgen.shards.output_schema import PROMPT_IMAGES
 from batchgen.texts.row_json import row_reader
 from batchgen.texts.safe_text import Span
 from batchgen.texts.text_table import row_name

@@ -8,10 +8,10 @@ from hashlib import blake2b
 from typing import Any
 
 from batchgen.engine.base.outputs import RequestError
+from batchgen.images.image_column import PROMPT_IMAGES
 from batchgen.prompts.row_templates import RowTemplate
 from batchgen.prompts.used_columns import COLUMN_KEYS, prompt_templates, used_columns
 from batchgen.scoring.graded_folder import GradedJob
-from batchgen.shards.output_schema import PROMPT_IMAGES
 from batchgen.texts.row_json import json_text
 
 _KEYS = ("row_id", "row_index", "sample_index")

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.images.image_column import PROMPT_IMAGES
 from batchgen.images.thumbnails import read_thumbnails
 from batchgen.rows.grade_columns import PREFIX
 from batchgen.rows.job_rows import JobRows
 from batchgen.rows.row_facts import RowColumns, RowFacts, Verdict
 from batchgen.rows.row_page import RowPage
-from batchgen.shards.output_schema import PROMPT_IMAGES
 from batchgen.storage.manifest import ROWS
 from batchgen.viewer.rows.ranking import Rankings
 from batchgen.viewer.rows.row_id_index import RowIds
