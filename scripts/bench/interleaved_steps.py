@@ -68,10 +68,11 @@ def _run(args: argparse.Namespace, rows: Path, out: Path, *, together: bool) -> 
         },
         "steps": steps,
     }  # fmt: skip
-    step, seen = SharedEngine.step, list[tuple[float, int]]()
+    step, seen, cpu = SharedEngine.step, list[tuple[float, int]](), list[float]()
 
     def watched(engine: SharedEngine) -> None:
         seen.append((time.perf_counter(), min(engine.in_flight, args.batch)))
+        cpu.append(time.process_time())
         step(engine)
 
     with patch.object(SharedEngine, "step", watched):
@@ -87,10 +88,11 @@ def _run(args: argparse.Namespace, rows: Path, out: Path, *, together: bool) -> 
         else 0.0
         for part in range(_PARTS)
     ]
-    seconds = float(ended - times[0])
+    seconds, processor = float(ended - times[0]), time.process_time() - cpu[0]
     way = "together" if together else "in turn"
     print(
-        f"{way:8} {seconds:6.1f} s, {len(seen):,} steps, rows in flight "
+        f"{way:8} {seconds:6.1f} s, {processor:.1f} s CPU, {len(seen):,} steps, rows in flight "
         f"{np.average(running, weights=spans):.1f}: {' '.join(f'{n:.0f}' for n in in_flight)}"
     )
-    return {"way": way, "seconds": seconds, "steps": len(seen), "in_flight": in_flight}
+    figures = {"seconds": seconds, "cpu": processor, "steps": len(seen)}
+    return {"way": way, **figures, "in_flight": in_flight}
