@@ -27,6 +27,7 @@ from batchgen.engine.execution.model_runner import ModelRunner
 from batchgen.engine.memory.largest_steps import score_rows
 from batchgen.engine.memory.memory_plan import MemoryPlan, plan_memory
 from batchgen.engine.memory.model_use import ModelUse
+from batchgen.engine.memory.window_plan import window_needs
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.replicas import Abort, Add, Leader, Step
 from batchgen.engine.requests import Requests
@@ -42,6 +43,7 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.block_manager import BlockManager
 from batchgen.engine.scheduling.prefill_policy import BatchLimits
 from batchgen.engine.scheduling.scheduler import Scheduler
+from batchgen.engine.scheduling.window_blocks import WindowBlocks
 from batchgen.engine.step_launcher import StepLauncher
 from batchgen.engine.strategy import TARGET, Limits, Strategy
 
@@ -112,7 +114,7 @@ class LLMEngine:
         limits = Limits(self.max_num_seqs, max_model_len, self.vocab_size, model.device)
         strategy.allocate(limits)
         self.memory: MemoryPlan = plan_memory(list(uses.values()), self.config)
-        self._block_manager = self._make_block_manager(model)
+        self._block_manager = self._make_block_manager(model, list(uses.values()))
         self._requests = Requests(
             tokenizer,
             eos_token_ids,
@@ -128,7 +130,8 @@ class LLMEngine:
         self.scheduler = self._make_scheduler(model, uses[TARGET])
         strategy.attach(self._runners)
         rows = score_rows(model, self.config)
-        self._launcher = StepLauncher(strategy, self._runner, rows, timer)
+        windows = self._block_manager.window is not None
+        self._launcher = StepLauncher(strategy, self._runner, rows, timer, windows)
         self._live: dict[str, Sequence] = {}
         special_ids = (*eos_token_ids, *model.config.never_generated)
         self._compiling = CompileQueue(compiler, tokenizer, self.vocab_size, special_ids)
@@ -138,10 +141,13 @@ class LLMEngine:
         self._leaving: list[Sequence] = []
         self._launched: deque[list[_Launched]] = deque()  # Batches that were not read yet.
 
-    def _make_block_manager(self, model: CausalLM) -> BlockManager:
-        config, states = self.config, None
+    def _make_block_manager(self, model: CausalLM, uses: list[ModelUse]) -> BlockManager:
+        config, states, window = self.config, None, None
         if model.has_row_states:
             states = StateSlots(config.max_num_seqs, self.memory.num_checkpoints)
+        if (needs := window_needs(uses, config)) is not None:
+            number, size = self.memory.num_window_blocks, config.block_size
+            window = WindowBlocks(number, size, needs.window, needs.row_blocks)
         return BlockManager(
             self.memory.num_blocks,
             config.block_size,
@@ -150,6 +156,7 @@ class LLMEngine:
             states,
             chunk_multiple(model),
             max(role.tokens_ahead for role in self.strategy.models.values()),
+            window,
         )
 
     def _make_scheduler(self, model: CausalLM, use: ModelUse) -> Scheduler:
@@ -180,6 +187,7 @@ class LLMEngine:
             config.max_num_seqs,
             memory.num_checkpoints,
             config.most_pending,
+            memory.num_window_blocks,
         )
         runner = ModelRunner(use.model, use.caches(sizes), self._block_length)
         if config.cuda_graph:

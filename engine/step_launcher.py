@@ -20,7 +20,12 @@ from batchgen.engine.rows.scheduled_batch import (
     ScoreBatch,
 )
 from batchgen.engine.rows.sequence import Sequence
-from batchgen.engine.scheduling.prefill_inputs import block_tables, prefill_inputs, state_slots
+from batchgen.engine.scheduling.prefill_inputs import (
+    block_tables,
+    prefill_inputs,
+    state_slots,
+    window_tables,
+)
 from batchgen.engine.scorer import Scorer, sampling_inputs
 from batchgen.engine.step_inputs import JoiningRows
 from batchgen.engine.strategy import Strategy
@@ -37,12 +42,19 @@ class StepLauncher:
         runner: the runner of the target.
         score_rows: how many tokens of answers are scored at once.
         timer: measures the steps; None measures nothing.
+        windows: whether some model has layers with a window.
     """
 
     def __init__(
-        self, strategy: Strategy, runner: ModelRunner, score_rows: int, timer: StepTimer | None
+        self,
+        strategy: Strategy,
+        runner: ModelRunner,
+        score_rows: int,
+        timer: StepTimer | None,
+        windows: bool,
     ) -> None:
         self._strategy, self._runner, self._timer = strategy, runner, timer
+        self._windows = windows
         self._scorer = Scorer(runner, score_rows)
 
     def launch(self, batch: ScheduledBatch, catch_up: Callable[[], None]) -> list[Launched]:
@@ -108,9 +120,8 @@ class StepLauncher:
                     seq.restore_from = None
             slots = [seq.state_slot for seq in seqs]
             states.begin(upload(slots, torch.int64, self._runner.device))
-        return prefill_inputs(
-            batch, self._runner.device, states is not None, self._strategy.needs_hidden
-        )
+        hidden, device = self._strategy.needs_hidden, self._runner.device
+        return prefill_inputs(batch, device, states is not None, hidden, self._windows)
 
     def _join(
         self, batch: PrefillBatch, prefill: PrefillInputs | None, output: ModelOutput | None
@@ -159,4 +170,5 @@ class StepLauncher:
             sampling_inputs(seqs, device),
             None if self._runner.states is None else state_slots(seqs, device),
             Guide.of(seqs),
+            upload(window_tables(seqs), torch.int64, device) if self._windows else None,
         )

@@ -173,7 +173,7 @@ def open_job(config: JobConfig) -> OpenedJob:
     source, of_steps = _open_rows(config, model, post)  # last: it takes seconds to load datasets
     with _named("engine"):
         dtype = model.dtype(config.model.dtype, config.engine.device)
-        longest = config.engine.model_len(model.config.longest_row, model.config.window)
+        longest = config.engine.model_len(model.config.max_position_embeddings)
         max_model_len = strategy.model_len(longest, model.config)
         check_chunk_sizes(
             config.engine.max_batched_tokens,

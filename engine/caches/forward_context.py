@@ -86,12 +86,20 @@ class ForwardContext:
     hidden: Tensor | None = None
     # The tokens whose hidden states are wanted; None means all tokens.
     outputs: OutputTokens | None = None
+    # The same as `kv_slots` for layers with a window; None for models without such layers.
+    window_slots: Tensor | None = None
 
     def cache(self, layer: int, kind: type[C]) -> C:
         """Return what the layer with this index keeps; it must be of the given type."""
         found = self.caches[layer]
         assert isinstance(found, kind), f"layer {layer} keeps a {type(found).__name__}"
         return found
+
+    def slots(self, window: int | None) -> Tensor:
+        """Return the KV slots [T] int64 of the tokens in layers with this window."""
+        if window is None or self.window_slots is None:
+            return self.kv_slots
+        return self.window_slots
 
     def record(self, column: OutputColumn, values: Tensor, layer: int | None = None) -> None:
         """Write a column of context scope for all T tokens, if rows of this job can ask for it.

@@ -41,6 +41,9 @@ class ModelInputs(Batched):
     replayed: npt.NDArray[np.int64] | None = row(optional=True)
     # [T, hidden_size], the hidden states of another model that a head reads; None for other models.
     hidden: Tensor | None = token(optional=True)
+    # [B, N] int64, the same as `block_tables` for layers with a window, where blocks that no token
+    # of this forward sees may be any; None for a model without such layers.
+    window_tables: Tensor | None = row(optional=True)
 
     @classmethod
     def on_scratch(
@@ -53,6 +56,7 @@ class ModelInputs(Batched):
         snapshots: bool = False,
         replayed: bool = False,
         hidden: Tensor | None = None,
+        windows: bool = False,
     ) -> ModelInputs:
         """Make rows that own nothing but the scratch block and the scratch slot.
 
@@ -66,6 +70,7 @@ class ModelInputs(Batched):
             replayed: whether the rows say how many of their tokens are read again.
             hidden: a tensor [N, hidden_size] that gives the width and dtype of the rows' hidden
                 states, which are zeros; None if they have none.
+            windows: whether the rows have blocks for layers with a window.
         """
         rows = len(query_lens)
         tokens = torch.zeros(int(query_lens.sum()), dtype=torch.int64, device=device)
@@ -80,6 +85,7 @@ class ModelInputs(Batched):
             tokens.new_zeros((rows, SNAPSHOTS, 2)) if snapshots else None,
             np.zeros_like(query_lens) if replayed else None,
             None if hidden is None else hidden.new_zeros((len(tokens), hidden.shape[1])),
+            tables.clone() if windows else None,
         )
 
     def pad_tokens(self, multiple: int, beside: int = 0) -> ModelInputs:
@@ -95,5 +101,6 @@ class ModelInputs(Batched):
             snapshots=self.snapshots is not None,
             replayed=self.replayed is not None,
             hidden=self.hidden,
+            windows=self.window_tables is not None,
         )
         return ModelInputs.concat([self, padding])

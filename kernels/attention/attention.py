@@ -223,7 +223,9 @@ def _make_plan(
         while remaining:
             count = min(remaining, most_rows)
             rows, tokens = slice(row, row + count), slice(token, token + width * count)
-            groups.append(_make_group(num_heads, cache, meta, rows, tokens, width, multiple, window))
+            groups.append(
+                _make_group(num_heads, cache, meta, rows, tokens, width, multiple, window)
+            )
             row, token, remaining = rows.stop, tokens.stop, remaining - count
     most_blocks = max(len(chunk) for group in groups for chunk in group.chunks)
     shape = (most_blocks, block_size * head_dim)

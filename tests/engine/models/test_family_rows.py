@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.outputs import RequestOutput
-from batchgen.engine.caches.model_caches import paged_token_bytes
+from batchgen.engine.caches.model_caches import paged_token_bytes, window_token_bytes
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
@@ -113,7 +113,10 @@ def alone(folder: Path) -> Alone:
 def cache_gib(folder: Path, tokens: int) -> float:
     model = load(folder)
     columns = model.declared_columns(model.config)
-    return (tokens + 16) * paged_token_bytes(model.cache_specs, columns, torch.float32) / 2**30
+    of_token = paged_token_bytes(model.cache_specs, columns, torch.float32)
+    # Windows of three rows fit beside these tokens, and not as long as rows get.
+    of_window = 10 * 16 * window_token_bytes(model.cache_specs, torch.float32)
+    return ((tokens + 16) * of_token + of_window) / 2**30
 
 
 @pytest.mark.parametrize(
