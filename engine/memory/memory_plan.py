@@ -49,6 +49,11 @@ class MemoryPlan:
     num_window_blocks: int = 0  # the number of its blocks, including the scratch block
     window_tokens: int = 0  # the number of tokens that fit into it
 
+    @property
+    def window_rows(self) -> int | None:
+        """How many rows that are longer than the window have room for it; None without windows."""
+        return None if self.window is None else max(self.window_tokens // self.window, 1)
+
     def fitting_rows(self, tokens: float) -> int:
         """Return how many rows of this mean length the paged cache holds at once."""
         rows = self.kv_tokens / tokens

@@ -109,8 +109,9 @@ class BlockManager:
 
     def lacks(self, num_blocks: int) -> bool:
         """Whether so many blocks are not free."""
-        pools = [self] if self.window is None else [self, self.window]
-        return any(num_blocks > pool.num_free for pool in pools)
+        if self.window is not None and num_blocks > self.window.num_free:
+            return True
+        return num_blocks > self.num_free
 
     def find_prefix(self, seq: Sequence) -> Prefix:
         """Find the longest cached prefix of the tokens that the row has to prefill. If the prefill

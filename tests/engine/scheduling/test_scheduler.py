@@ -93,10 +93,13 @@ class Device:
 
     def __init__(self, manager: BlockManager, max_rows: int, drafting: bool, seed: int) -> None:
         self.rows: list[DeviceRow] = []
-        pools = [manager] if manager.window is None else [manager, manager.window]
-        self._cells = [[0] * (pool.num_blocks * manager.block_size) for pool in pools]
-        self._windows = [None, manager.window and manager.window.window]
         self._block_size = manager.block_size
+        self._windows: list[int | None] = [None]
+        sizes = [manager.num_blocks]
+        if manager.window is not None:
+            self._windows.append(manager.window.window)
+            sizes.append(manager.window.num_blocks)
+        self._cells = [[0] * (blocks * self._block_size) for blocks in sizes]
         self._max_rows = max_rows
         self._drafting = drafting
         self._rng = random.Random(seed)
