@@ -114,8 +114,8 @@ def cache_gib(folder: Path, tokens: int) -> float:
     model = load(folder)
     columns = model.declared_columns(model.config)
     of_token = paged_token_bytes(model.cache_specs, columns, torch.float32)
-    # Windows of three rows fit beside these tokens, and not as long as rows get.
-    of_window = 10 * 16 * window_token_bytes(model.cache_specs, torch.float32)
+    # Besides, the windows of a few rows.
+    of_window = 13 * 16 * window_token_bytes(model.cache_specs, torch.float32)
     return ((tokens + 16) * of_token + of_window) / 2**30
 
 
@@ -145,7 +145,7 @@ def test_rows_that_lose_their_caches(
     """What they had generated is read again as part of their prompt."""
     expect_short_rows(monkeypatch)
     params = SamplingParams(max_new_tokens=24, seed=3, logprobs=True, columns=columns)
-    rows = [([3 + (i + 2) * j % 125 for j in range(20 + 9 * i)], params) for i in range(4)]
+    rows = [([3 + (i + 2) * j % 125 for j in range(20 + 9 * i)], params) for i in range(6)]
     small: dict[str, Any] = {"max_model_len": 128, "kv_cache_gib": cache_gib(folder, 128)}
     engine = make_engine(load(folder), max_batched_tokens=32, **small)
     alone.check(rows, run(engine, rows))
