@@ -1,17 +1,20 @@
 """The command `batchgen`: it runs one job, or several with `--multirun`, or a verb.
 
 Exit codes: 0 if all rows have an answer, 1 if the job failed, 2 if there is a mistake in the
-configuration, 3 if the job is complete but some rows have an error instead of an answer, and 128
-plus the signal's number if a signal stopped it. A sweep ends with the gravest code of its jobs; a
-signal ends the whole sweep.
+configuration, 3 if the job is complete but some rows have an error instead of an answer, 4 if its
+budget is spent, and 128 plus the signal's number if a signal stopped it. A sweep ends with the
+gravest code of its jobs; a signal ends the whole sweep.
 
 Torch, transformers and the libraries of the data take seconds to load. So nothing is imported here
 before it is known to be needed.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from batchgen.cli.cpu_threads import share_cores
 from batchgen.cli.job_outcome import be_quiet, refusal, report
@@ -20,6 +23,9 @@ from batchgen.cli.verb_table import VERBS, run_verb
 from batchgen.python.configured_job import run_configured
 from batchgen.texts.terminal import guard_terminal
 from batchgen.util.errors import ConfigError, JobError
+
+if TYPE_CHECKING:
+    from batchgen.pipelines.pipeline import Pipeline
 
 
 def main() -> None:
@@ -73,10 +79,12 @@ def _run_options(options: Options) -> int:
         from batchgen.cli.hydra_app import run_hydra
 
         return run_hydra(options)
-    from batchgen.cli.run_options import composed, show_config
+    from batchgen.cli.run_options import composed, composed_pipeline, show_config
 
     if "--cfg" in options.flags:
         return show_config(options)
+    if (pipeline := composed_pipeline(options)) is not None:
+        return _run_pipeline(pipeline, options)
     if {"--multirun", "--dry-run"} <= options.flags:
         raise ConfigError("--dry-run shows one job: leave out --multirun and give one value each")
     if "--multirun" in options.flags:
@@ -89,6 +97,14 @@ def _run_options(options: Options) -> int:
 
         return show(config)
     return report(lambda: run_configured(config))
+
+
+def _run_pipeline(pipeline: Pipeline, options: Options) -> int:
+    if "--multirun" in options.flags:
+        raise ConfigError("--multirun runs jobs: give a pipeline one value for each key")
+    from batchgen.pipelines.run_pipeline import run_pipeline  # it loads torch
+
+    return report(lambda: run_pipeline(pipeline))
 
 
 if __name__ == "__main__":

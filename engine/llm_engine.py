@@ -24,6 +24,7 @@ from batchgen.engine.engine_models import chunk_multiple, planned_uses
 from batchgen.engine.engine_stats import EngineStats
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
 from batchgen.engine.execution.model_runner import ModelRunner
+from batchgen.engine.images.image import Image
 from batchgen.engine.memory.largest_steps import score_rows
 from batchgen.engine.memory.memory_plan import MemoryPlan, plan_memory
 from batchgen.engine.memory.model_use import ModelUse
@@ -44,6 +45,7 @@ from batchgen.engine.scheduling.block_manager import BlockManager
 from batchgen.engine.scheduling.prefill_policy import BatchLimits
 from batchgen.engine.scheduling.scheduler import Scheduler
 from batchgen.engine.scheduling.window_blocks import WindowBlocks
+from batchgen.engine.step_costs import StepCosts
 from batchgen.engine.step_launcher import StepLauncher
 from batchgen.engine.strategy import TARGET, Limits, Strategy
 
@@ -132,6 +134,7 @@ class LLMEngine:
         rows = score_rows(model, self.config)
         windows = self._block_manager.window is not None
         self._launcher = StepLauncher(strategy, self._runner, rows, timer, windows)
+        self._costs: StepCosts | None = None
         self._live: dict[str, Sequence] = {}
         special_ids = (*eos_token_ids, *model.config.never_generated)
         self._compiling = CompileQueue(compiler, tokenizer, self.vocab_size, special_ids)
@@ -217,6 +220,7 @@ class LLMEngine:
         prompt_token_ids: abc.Sequence[int],
         params: SamplingParams,
         answer_token_ids: abc.Sequence[int] | None = None,
+        images: abc.Sequence[Image] = (),
     ) -> None:
         """Queue a request.
 
@@ -224,6 +228,8 @@ class LLMEngine:
             answer_token_ids: tokens behind the prompt that are scored instead of generating any:
                 the columns of answer scope say how likely each of them is. They must be given if
                 `params.max_new_tokens` is 0, and not otherwise.
+            images: the pictures of the prompt, in order. For each the prompt has as many of the
+                model's image tokens as the picture takes.
 
         Raises:
             RequestError: the request can never be served; its `type` says why.
@@ -232,20 +238,23 @@ class LLMEngine:
         if request_id in self._live:
             raise ValueError(f"request {request_id!r} is already running: ids must be unique")
         answer = None if answer_token_ids is None else list(answer_token_ids)
-        seq = self._requests.sequence(request_id, list(prompt_token_ids), params, answer)
+        prompt = list(prompt_token_ids)
+        seq = self._requests.sequence(request_id, prompt, params, answer, images)
         if params.constraint is None:
             self.scheduler.add(seq)
         else:
             self._compiling.add(seq)
         self._live[request_id] = seq
         if self._leader is not None:
-            self._leader.post(Add(request_id, list(prompt_token_ids), params, answer))
+            self._leader.post(Add(request_id, prompt, params, answer, list(images)))
 
     def abort(self, request_id: str) -> bool:
         """Drop a request. Returns False if there is no unfinished request with this id."""
         seq = self._live.pop(request_id, None)
         if seq is None:
             return False
+        if self._costs is not None:
+            self._costs.end(request_id)
         if self._leader is not None:
             self._leader.post(Abort(request_id))
         # The row may have ended in a step that raised an error before it could return the row.
@@ -267,6 +276,24 @@ class LLMEngine:
             for runner in self._runners.values() if self.is_usable else ():
                 runner.drop_graphs()
             self._leader.close()
+
+    def measure_costs(self) -> None:
+        """Begin to measure what each request costs, before the first one. Whoever asks for this
+        must call `take_costs` from time to time, because costs are kept until then."""
+        assert self._costs is None and not self._live
+        timer = StepTimer(self._runner.device)
+        self._launcher.timer = timer
+        self._costs = StepCosts(timer, self.max_num_seqs)
+
+    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+        """Return the seconds of the device that requests took, by their ids, of those that have
+        ended and whose last step was read. With `wait` it waits for all steps that were launched,
+        and tells of requests that have not ended what they took so far; what they take from then on
+        comes later."""
+        assert self._costs is not None
+        if wait:
+            self._costs.share(leave=0)
+        return self._costs.take(running=wait)
 
     @property
     def is_usable(self) -> bool:
@@ -295,6 +322,11 @@ class LLMEngine:
     def running_lengths(self) -> npt.NDArray[np.int64]:
         """How many tokens each of the `num_running` rows has generated so far."""
         return self.scheduler.running.generated
+
+    @property
+    def running_ids(self) -> list[str]:
+        """The ids of these rows, in the order of `running_lengths`."""
+        return [seq.request_id for seq in self.scheduler.running.rows]
 
     def has_unfinished(self) -> bool:
         """Whether some request was added and neither returned nor aborted yet."""
@@ -337,6 +369,8 @@ class LLMEngine:
         batch = self.scheduler.schedule()
         if batch is not None:
             self.stats.count_batch(batch, self.scheduler)
+            if self._costs is not None:
+                self._costs.begin(batch)
             steps = self._launcher.launch(batch, self._catch_up)
             self._launched.append([_Launched(part, HostCopy(step)) for part, step in steps])
         # With overlap the device works on the new batch while the host reads the one before it.
@@ -358,12 +392,16 @@ class LLMEngine:
         outputs = [self._requests.output(seq) for seq in self._finished]
         for seq in self._finished:
             del self._live[seq.request_id]
+            if self._costs is not None:
+                self._costs.end(seq.request_id)
         self._finished = []
         return outputs
 
-    def _read_oldest(self) -> None:
-        """Wait for the results of the oldest batch that was launched, and commit its tokens."""
-        for part in self._launched.popleft():
+    def _read_oldest(self, launching: int = 0) -> None:
+        """Wait for the results of the oldest batch that was launched, and commit its tokens. While
+        another batch is being launched, `launching` is 1."""
+        parts = self._launched.popleft()
+        for part in parts:
             step = part.copy.wait()
             if self._leader is not None:
                 self._leader.check()
@@ -373,11 +411,13 @@ class LLMEngine:
                 self.strategy.observe(step, self.scheduler.is_current(part.batch))
             for seq in self.scheduler.update(part.batch, step):
                 (self._leaving if seq.context_columns else self._finished).append(seq)
+        if parts and self._costs is not None:  # the copy came behind the step, which is over
+            self._costs.share(leave=len(self._launched) + launching)
 
     def _catch_up(self) -> None:
-        """Read all steps that were launched."""
+        """Read all steps that were launched before the one that is being launched."""
         while self._launched:
-            self._read_oldest()
+            self._read_oldest(launching=1)
 
 
 def _digest(step: HostOutput, before: int) -> int:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from batchgen.engine.images.image import Image
 from batchgen.engine.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class Add(NamedTuple):
     prompt_token_ids: list[int]
     params: SamplingParams
     answer_token_ids: list[int] | None
+    images: list[Image]
 
 
 class Abort(NamedTuple):
@@ -103,6 +105,7 @@ class Follower(Protocol):
         prompt_token_ids: list[int],
         params: SamplingParams,
         answer_token_ids: list[int] | None,
+        images: Sequence[Image],
     ) -> None: ...
 
     def abort(self, request_id: str) -> bool: ...

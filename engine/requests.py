@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.engine.base.outputs import OutputColumn, RequestError, RequestOutput
+from batchgen.engine.images.image import Image
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import IncrementalDecoder, StopRule, decode
 from batchgen.engine.sampling.sampler import requested_columns
@@ -124,8 +125,10 @@ class Requests:
         prompt: list[int],
         params: SamplingParams,
         answer: list[int] | None = None,
+        images: abc.Sequence[Image] = (),
     ) -> Sequence:
-        """Make the row of a request, whose `answer` is scored if there is one.
+        """Make the row of a request, whose `answer` is scored if there is one, and whose prompt has
+        these `images`.
 
         Raises:
             RequestError: the request can never be served; its `type` says why.
@@ -137,6 +140,8 @@ class Requests:
         if (answer is not None) != params.scores_answer:
             raise ValueError(_ANSWER_OR_TOKENS[answer is None])
         self._check_prompt(prompt, answer, params)
+        if images:
+            raise RequestError("images_unsupported", "this model reads no images")
         rule = self._stop_rule(prompt, params)
         if params.constraint is not None and not rule.stop_ids:
             raise ValueError(

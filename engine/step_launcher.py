@@ -53,7 +53,7 @@ class StepLauncher:
         timer: StepTimer | None,
         windows: bool,
     ) -> None:
-        self._strategy, self._runner, self._timer = strategy, runner, timer
+        self._strategy, self._runner, self.timer = strategy, runner, timer
         self._windows = windows
         self._scorer = Scorer(runner, score_rows)
 
@@ -68,19 +68,19 @@ class StepLauncher:
             The parts of the batch that yield tokens or score them, each with what it produces.
         """
         if isinstance(batch, DecodeBatch):
-            with timed(self._timer, "decode", batch.num_rows):
+            with timed(self.timer, "decode", batch.num_rows):
                 step, _ = self._decode(batch, None, catch_up)
                 return [(batch, step)]
         prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
         inputs = self._prefill_inputs(prefill)
         if isinstance(batch, PrefillBatch):
-            with timed(self._timer, "prefill", len(batch.seqs)):
+            with timed(self.timer, "prefill", len(batch.seqs)):
                 output = None
                 if inputs is not None:  # Otherwise the prefix cache had all of it.
                     output = self._runner.prefill(inputs)
                 return [*self._scorer.score(batch, output), *self._join(batch, inputs, output)]
         decode = batch.decode
-        with timed(self._timer, "mixed", decode.num_rows + len(prefill.seqs)):
+        with timed(self.timer, "mixed", decode.num_rows + len(prefill.seqs)):
             step, prefilled = self._decode(decode, inputs, catch_up)
             scored = self._scorer.score(prefill, prefilled)
             return [(decode, step), *scored, *self._join(prefill, inputs, prefilled)]

@@ -20,7 +20,7 @@ from batchgen.util.versions import versions
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OPTIONAL = ("plot", "s3", "ray", "slurm", "lm-eval", "inspect")
+OPTIONAL = ("s3", "ray", "slurm", "lm-eval", "inspect")
 """The extras that users install; the others are for work on batchgen."""
 OTHER_NAMES = {"hydra": "hydra-core", "markdown_it": "markdown-it-py", "yaml": "PyYAML"}
 """Distributions by their modules, where the names differ."""
@@ -75,9 +75,8 @@ def test_one_version() -> None:
 def test_every_import_is_declared_and_every_dependency_imported() -> None:
     used = {canonicalize_name(OTHER_NAMES.get(name, name)) for name in _imported()}
     declared = {canonicalize_name(one.name) for one in _requirements(*OPTIONAL)}
-    # s3fs is what fsspec reads s3:// with; scripts/plot_step_map.py imports matplotlib, and
-    # pyproject.toml says why lighteval has no extra.
-    assert used | {"s3fs", "matplotlib"} == declared | {"lighteval"}
+    # s3fs is what fsspec reads s3:// with; pyproject.toml says why lighteval has no extra.
+    assert used | {"s3fs"} == declared | {"lighteval"}
 
 
 def test_constraints_have_the_oldest_versions_and_tested_ones() -> None:

@@ -21,7 +21,7 @@ def report(run: Callable[[], Result]) -> int:
     except Exception:  # the traceback ends with the job's notes: what is safe, and how to go on
         traceback.print_exc()
         return 1
-    if result.stopped_by is not None:
+    if result.stopped_by is not None or result.exit_code == 4:
         print(result.message, file=sys.stderr)
     else:
         print(result.message)

@@ -9,11 +9,14 @@ from typing import Any
 import yaml
 
 from batchgen.cli.options import Options
+from batchgen.cli.verb_table import VERBS
 from batchgen.compose.compose_config import Composed, checked, compose_groups
 from batchgen.compose.job_file import read_job_file
 from batchgen.compose.load_config import resolved
 from batchgen.compose.trust import TYPED, Trust
 from batchgen.config.job_config import JobConfig
+from batchgen.pipelines.pipeline import Pipeline, compose_pipeline
+from batchgen.pipelines.pipeline_file import PIPELINE, STEPS, read_pipeline, ready_pipeline
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import short_user_path, user_path
 
@@ -31,10 +34,31 @@ def compose_options(options: Options, overrides: Sequence[str]) -> Composed:
     return compose_groups(values, overrides, folders=choice_folders(options), places=places)
 
 
+def composed_pipeline(options: Options) -> Pipeline | None:
+    """The pipeline of a command line; None if it says what a single job is."""
+    overrides = list(options.overrides)
+    named = [one for one in overrides if one.partition("=")[0] == PIPELINE]
+    folders = choice_folders(options)
+    if named:
+        if options.job_file is not None:
+            raise ConfigError(f"{named[-1]}: {options.job_file} says what is run: leave one out")
+        values, places = ready_pipeline(named[-1].partition("=")[2], folders)
+        overrides = [one for one in overrides if one not in named]
+    else:
+        values, places = job_file(options)
+        if STEPS not in values:
+            return None
+    trust = trust_of(options, overrides)
+    return compose_pipeline(read_pipeline(values, places, overrides, VERBS), trust, folders)
+
+
 def show_config(options: Options) -> int:
-    """Print the job as a job file; returns the exit code."""
+    """Print the job, or the pipeline, as a file; returns the exit code."""
     if options.values["--cfg"][-1] != "job":
         raise ConfigError(f"--cfg {options.values['--cfg'][-1]}: write --cfg job, hydra or all")
+    if (pipeline := composed_pipeline(options)) is not None:
+        print(pipeline.text(), end="")
+        return 0
     groups = compose_options(options, options.overrides).groups
     if "--resolve" in options.flags:
         groups = resolved(checked(groups, TYPED))  # nothing of it runs

@@ -70,10 +70,10 @@ def run_sweep(options: Options, run: Callable[[JobConfig], int]) -> int:
 
 def worst(codes: Sequence[int]) -> int:
     """The exit code of a sweep: a signal goes before all, a job that failed (1) before one that was
-    refused (2), and that before error rows (3)."""
+    refused (2), then one whose budget was spent (4), and that before error rows (3)."""
     if (most := max(codes, default=0)) > 128:
         return most
-    return next((code for code in (1, 2, 3) if code in codes), 0)
+    return next((code for code in (1, 2, 4, 3) if code in codes), 0)
 
 
 def swept_values(argument: str) -> list[str] | None:

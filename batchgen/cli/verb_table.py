@@ -58,6 +58,9 @@ VERBS = {
     "score": Verb("batchgen.cli.verbs.score", "OUT", "score a graded job, with intervals"),
     "compare": Verb("batchgen.cli.verbs.compare", "A B", "compare the scores of two jobs by row"),
     "report": Verb("batchgen.cli.verbs.report", "OUT", "write a job's report.html again"),
+    "audit": Verb(
+        "batchgen.cli.verbs.proving.audit", "OUT", "compute rows again and compare them to the bit"
+    ),
     "validate": Verb(
         "batchgen.cli.verbs.validate", "OUT", "check the rows of a finished job again"
     ),

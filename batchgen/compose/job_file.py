@@ -20,8 +20,14 @@ def read_job_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"the job file {path} cannot be read: {reason}") from None
+    return read_job_text(text, path)
+
+
+def read_job_text(text: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """What `read_job_file` returns, of the text of the file at `path`."""
+    loader = _LOADER(text)
     try:
-        root = yaml.compose(text, _LOADER)
+        root = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{_line(path, error.problem_mark)}: not YAML: {error.problem}") from None
     except yaml.YAMLError as error:
@@ -32,8 +38,26 @@ def read_job_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         raise ConfigError(f"{path}: a job file has keys and values, such as `model: hf`")
     places: dict[str, str] = {}
     _note(root, "", path, places)
-    values: dict[str, Any] = yaml.load(text, _LOADER)
+    _name_keys(root)
+    values: dict[str, Any] = loader.construct_document(root)
     return values, places
+
+
+def _name_keys(root: yaml.Node) -> None:
+    """Take `on:`, `yes:` and the like for names of keys, where YAML 1.1 has true and false."""
+    nodes, seen = [root], set[int]()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if key.tag == "tag:yaml.org,2002:bool":
+                    key.tag = "tag:yaml.org,2002:str"
+                nodes.append(value)
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
 
 
 def _note(node: yaml.MappingNode, prefix: str, path: Path, places: dict[str, str]) -> None:

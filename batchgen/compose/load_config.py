@@ -37,7 +37,7 @@ from batchgen.config.job_config import (
     StrategyConfig,
 )
 from batchgen.config.launcher_config import job_launcher
-from batchgen.config.workers_config import WorkersConfig
+from batchgen.config.workers_config import BudgetConfig, WorkersConfig
 from batchgen.util.errors import ConfigError
 
 _NOT_DECIDING = {
@@ -51,7 +51,7 @@ _NEWER = {
     "model": ("quantization",),
     "dataset": ("rename", "rows", "best", "where", "text_as", "errors"),
     "prompt": ("messages", "continue", "tools_column", "answer"),
-    "sampling": ("column", "stream"),
+    "sampling": ("column", "stream", "until"),
     "output": ("reasoning_end", "reasoning_start"),
     "constraint": ("scores", "scores_end"),
 }
@@ -78,7 +78,7 @@ def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = (
     # The config.yaml of a job from before there were these groups does not have them.
     groups.setdefault("constraint", {"kind": "none"})
     groups.setdefault("launcher", {"_target_": None})
-    for name in ("progress", "score", "workers"):
+    for name in ("progress", "score", "workers", "budget"):
         groups.setdefault(name, {})
     for name in STEP_LISTS:
         groups.setdefault(name, [])
@@ -101,6 +101,7 @@ def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = (
         launcher=_build_launcher(groups["launcher"]),
         post=step_configs(groups["post"], "post"),
         score=build(ScoreConfig, groups["score"], "score"),
+        budget=build(BudgetConfig, groups["budget"], "budget"),
         output=build(OutputConfig, groups["output"], "output"),
         progress=build(ProgressConfig, groups["progress"], "progress"),
     )
@@ -149,13 +150,15 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
         groups[name] = {key: value for key, value in groups[name].items() if key not in keys}
     if not config.rows:
         del groups["rows"]
+    if config.sampling.until is not None:  # how many samples there are can grow
+        groups["sampling"]["until"] = {"where": config.sampling.until.where}
     for name, newer in _NEWER.items():  # folders of jobs from before there were the keys lack them
         group = groups.get(name, {})
         for key in newer:
             if not group.get(key):
                 group.pop(key, None)
     # What becomes of finished rows does not change them.
-    for name in ("post", "score", "progress", "workers", "launcher"):
+    for name in ("post", "score", "budget", "progress", "workers", "launcher"):
         del groups[name]
     return groups
 
@@ -163,22 +166,25 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
 def growing(config: JobConfig) -> dict[str, Any]:
     """What may change while a job goes on in its folder, and is worth being remembered."""
     groups = resolved(config)
-    return {f"{name}.{key}": groups[name].get(key) for name, key in _REMEMBERED}
+    found = {f"{name}.{key}": groups[name].get(key) for name, key in _REMEMBERED}
+    if (until := config.sampling.until) is not None:
+        found |= {"sampling.until.valid": until.valid, "sampling.until.most": until.most}
+    return found
 
 
 def job_file_text(config: JobConfig) -> str:
     """The text of config.yaml, which is a job file: `batchgen OUT/config.yaml` runs it."""
     groups = resolved(config)
     groups["workers"]["name"] = None  # that of one process
-    return yaml.safe_dump(_literal(groups), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(literal(groups), sort_keys=False, allow_unicode=True)
 
 
-def _literal(value: Any) -> Any:
+def literal(value: Any) -> Any:
     """The value with every `${` escaped, so that OmegaConf reads it as text, not as a reference."""
     if isinstance(value, dict):
-        return {key: _literal(item) for key, item in value.items()}
+        return {key: literal(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_literal(item) for item in value]
+        return [literal(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 

@@ -25,7 +25,7 @@ from batchgen.config.job_config import (
     ScoreConfig,
 )
 from batchgen.config.named_code import named_code
-from batchgen.config.workers_config import WorkersConfig
+from batchgen.config.workers_config import BudgetConfig, WorkersConfig
 from batchgen.util.errors import ConfigError
 
 STEP_LISTS = ("rows", "post")
@@ -58,6 +58,7 @@ _DECLARED: dict[str, Sequence[type]] = {
     "engine": [EngineGroup],
     "workers": [WorkersConfig],
     "score": [ScoreConfig],
+    "budget": [BudgetConfig],
     "output": [OutputConfig],
     "progress": [ProgressConfig],
 }

@@ -75,7 +75,8 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     one. Nothing else changes its type: the text "3" is no integer, and true is neither an integer
     nor a string. A value without a declared type (`inspect.Parameter.empty`) is returned as it is.
     Raises ConfigError if the value does not fit, and Unsupported for a type other than None, bool,
-    int, float, str, Any, Literal, unions, and lists, tuples and mappings of these.
+    int, float, str, Any, Literal, dataclasses (which are groups of keys), unions, and lists, tuples
+    and mappings of these.
     """
     if hint is Any or hint is object or hint is inspect.Parameter.empty:
         return value
@@ -94,6 +95,8 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         return value
     if origin is tuple:
         return _tuple(value, args, key)
+    if isinstance(origin, type) and dataclasses.is_dataclass(origin):
+        return build(origin, _mapping(value, str, Any, key), key)
     if any(origin is kind for kind in _LISTS) and len(args) <= 1:
         return _list(value, args[0] if args else Any, key)
     if any(origin is kind for kind in _MAPPINGS) and len(args) in (0, 2):

@@ -22,7 +22,7 @@ from batchgen.config.dataset_config import DatasetConfig as DatasetConfig
 from batchgen.config.prompt_config import PROMPT_KINDS as PROMPT_KINDS
 from batchgen.config.prompt_config import PromptConfig as PromptConfig
 from batchgen.config.prompt_config import answer_key
-from batchgen.config.workers_config import WorkersConfig
+from batchgen.config.workers_config import BudgetConfig, WorkersConfig
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.sampling.sampling_params import LogprobsMode, SamplingParams, SharedSampling
@@ -64,12 +64,29 @@ class ModelGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UntilConfig:
+    """When a row has enough samples: as soon as `valid` of them fulfil the expression `where`, or
+    when there are `most`."""
+
+    where: str
+    valid: int = 1
+    most: int
+
+    def __post_init__(self) -> None:
+        _check(bool(self.where.strip()), "sampling.until.where", "an expression", self.where)
+        _check(self.valid >= 1, "sampling.until.valid", "at least 1", self.valid)
+        allowed = f"from sampling.until.valid={self.valid} to {_MOST_SAMPLES:,}"
+        _check(self.valid <= self.most <= _MOST_SAMPLES, "sampling.until.most", allowed, self.most)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig(SharedSampling):
     """How tokens are chosen in every row. Each sample of each row gets its own seed from the job's,
     and `SamplingParams` checks the ranges."""
 
     temperature: float = 0.0
     n: int = 1
+    until: UntilConfig | None = None
     column: str | None = None
     stream: str | None = None
 
@@ -77,6 +94,23 @@ class SamplingConfig(SharedSampling):
         _check(self.stream != "", "sampling.stream", "null or a name", self.stream)
         _check(self.n >= 1, "sampling.n", "at least 1", self.n)
         _check(self.n <= _MOST_SAMPLES, "sampling.n", f"at most {_MOST_SAMPLES:,}", self.n)
+        if self.until is None:
+            return
+        if self.n != 1:
+            raise ConfigError(
+                f"sampling.n={self.n} says how many samples each row gets, and sampling.until says "
+                "when it has enough: leave n out; a row begins with sampling.until.valid samples"
+            )
+        if self.temperature == 0 and self.column is None:
+            raise ConfigError(
+                "sampling.until at sampling.temperature=0 draws copies of one answer: set a "
+                "temperature above 0"
+            )
+
+    @property
+    def most_samples(self) -> int:
+        """How many samples a row has, or with `until` at most."""
+        return self.n if self.until is None else self.until.most
 
 
 def copies_warning(n: int, temperature: float) -> str | None:
@@ -218,6 +252,7 @@ class JobConfig:
     launcher: LauncherConfig | None = None
     post: tuple[StepConfig, ...] = ()
     score: ScoreConfig = field(default_factory=ScoreConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
     output: OutputConfig
     progress: ProgressConfig = field(default_factory=ProgressConfig)
 
@@ -229,12 +264,14 @@ class JobConfig:
                 "EOS"
             )
         self._check_markers()
-        in_shard = self.output.rows_per_shard * self.sampling.n
+        until, samples = self.sampling.until, self.sampling.most_samples
+        in_shard = self.output.rows_per_shard * samples
         if in_shard > _MOST_IN_SHARD:
+            key = "sampling.n" if until is None else "sampling.until.most"
             raise ConfigError(
-                f"output.rows_per_shard={self.output.rows_per_shard} with sampling.n="
-                f"{self.sampling.n} makes shards of {in_shard:,} answers: choose fewer rows, at "
-                f"most {_MOST_IN_SHARD // self.sampling.n:,}"
+                f"output.rows_per_shard={self.output.rows_per_shard} with {key}={samples} makes "
+                f"shards of {in_shard:,} answers: choose fewer rows, at most "
+                f"{_MOST_IN_SHARD // samples:,}"
             )
         if PARSED in self.output.columns and kind not in ("json_schema", "json"):
             raise ConfigError(
@@ -245,6 +282,11 @@ class JobConfig:
             raise ConfigError(
                 f"constraint.scores describes a row and not its samples, and sampling.n is "
                 f"{self.sampling.n}: set it to 1"
+            )
+        if self.scores_choices and until is not None:
+            raise ConfigError(
+                "constraint.scores describes a row and not its samples, and sampling.until draws "
+                "samples: leave one of the two out"
             )
         answer = answer_key(self.prompt)
         if answer is not None or not self.sampling.max_new_tokens:
@@ -274,6 +316,7 @@ class JobConfig:
             (self.sampling.column is None, "sampling.column has options of"),
             (self.output.reasoning_end is None, "output.reasoning_end cuts"),
             (self.sampling.n == 1, f"sampling.n={self.sampling.n} asks for several times"),
+            (self.sampling.until is None, "sampling.until draws again"),
         ):
             if not ok:
                 raise ConfigError(
@@ -312,7 +355,8 @@ class JobConfig:
         may be a large schema.
         """
         values = asdict(self.sampling)
-        del values["n"], values["column"], values["stream"]
+        for name in ("n", "until", "column", "stream"):
+            del values[name]
         columns = self.output.columns
         try:
             constraint = job_constraint(self.constraint)

@@ -1,12 +1,14 @@
-"""The group `workers`: how the workers of a job notice each other."""
+"""The groups `workers` and `budget`: how workers notice each other, and when they all stop."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from batchgen.util.errors import ConfigError
 
 _MOST_SECONDS = 7 * 86_400
+LIMITS = ("tokens", "minutes", "gpu_hours", "price")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,3 +32,31 @@ class WorkersConfig:
                 f"workers.heartbeat={self.heartbeat}: else a worker would be taken for dead "
                 "between two heartbeats"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetConfig:
+    """How much a job may use, over all its workers and attempts; None is no limit."""
+
+    tokens: float | None = None
+    minutes: float | None = None
+    gpu_hours: float | None = None
+    price: float | None = None
+    price_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        for key in (*LIMITS, "price_per_hour"):
+            value: float | None = getattr(self, key)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"budget.{key} must be null or above 0, got {value!r}")
+        if self.price is not None and self.price_per_hour is None:
+            raise ConfigError(
+                f"budget.price={self.price:g} needs the price of one device: set "
+                "budget.price_per_hour"
+            )
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits that are set, by their keys."""
+        found = {key: getattr(self, key) for key in LIMITS}
+        return {key: value for key, value in found.items() if value is not None}

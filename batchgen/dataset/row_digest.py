@@ -50,6 +50,14 @@ def rows_digest(source: Tables, stop: int) -> list[str] | None:
     return found
 
 
+def array_digest(array: pa.Array, size: int = 16) -> bytes:
+    """The digest of an array's values and nulls to the bit; NaN is equal to itself. Of two arrays
+    of one type it is equal if and only if all values are."""
+    digest = blake2b(digest_size=size)
+    _add_array(digest, array)
+    return digest.digest()
+
+
 def _add_array(digest: blake2b, array: pa.Array) -> None:
     """Add the length of an array, where its nulls are, and its values, without what lies under
     nulls."""

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from batchgen.costs.chain_costs import JobCost
+
 if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Features
@@ -39,11 +41,13 @@ class ReadJob:
         name: what tells it from others that are read: the last names of its folder's path.
         digest: of its identity, which growing does not change; 32 hex digits.
         depth: how many jobs stand behind each other up to it: 1 if it reads no job itself.
+        costs: what the jobs that stand behind each other took, it the last one.
     """
 
     name: str
     digest: str
     depth: int
+    costs: Sequence[JobCost] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,7 @@ def dataset_card(
         *(f"`{choice}`: {rows:,}" for choice, rows in funnel),
         *_steps(job),
         *_constraint(job.group("constraint"), totals),
+        *(() if job.cost is None else [f"Time of the device: {job.cost}"]),
         f"Sampling: {', '.join(_assignments(job.group('sampling')))}",
         *(f"Fingerprint of {what}: `{digest}`" for what, digest in fingerprints.items()),
     ]

@@ -5,7 +5,7 @@ import errno
 import itertools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -22,7 +22,15 @@ from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.temporary import delete_temporaries, is_temporary_of
 
 MIN_FREE_BYTES = 32 * 2**20
-_WITH_SHARDS = (DATA, "grades")
+_WITH_SHARDS = (DATA, "grades", "cost")
+
+
+class DifferentJob(ConfigError):
+    """A folder holds rows of another job; `differences` are lines that say in what it differs."""
+
+    def __init__(self, message: str, differences: Sequence[str]) -> None:
+        super().__init__(message)
+        self.differences = differences
 
 
 class JobFolder:
@@ -31,6 +39,7 @@ class JobFolder:
         README.md  config.yaml  manifest.json  metrics.json  data/part-00000.parquet …
         journal/  leases/  workers/ (only while the job is not complete)  .lock
         grades/part-00000.parquet … (if the job has `post` steps)
+        cost/part-00000.0001.parquet … (what each worker's rows took of the device)
         report.html (once it is complete)
         logs/ (of workers that a launcher has started on other machines)
 
@@ -289,10 +298,11 @@ def refuse_other_job(
     """
     differences = found.differences(asked, digests, changed_row)
     if differences and not overwrite and has_rows(storage):
-        raise ConfigError(
+        raise DifferentJob(
             f"output.dir={storage.shown} holds the output of a different job:\n  "
             + "\n  ".join(differences)
-            + "\nuse another output.dir, or output.overwrite=true to delete that output"
+            + "\nuse another output.dir, or output.overwrite=true to delete that output",
+            differences,
         )
     return differences
 

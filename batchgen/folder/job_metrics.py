@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchgen.costs.chain_costs import JobCost, all_steps, as_values
 from batchgen.folder.peers import Peers, added, attempt_of, seconds
 from batchgen.folder.timeline import Timeline, metrics_text
 from batchgen.storage.job_storage import FolderStorage, Storage
@@ -46,6 +47,7 @@ class Attempt:
         session: a text that is the same for workers that ran beside each other.
         batch_dependence: why a token's bits depend on what else is in the batch, as was found out
             on this CPU; None if they do not, and on a GPU.
+        device_s: seconds that the engine's steps took of the device.
     """
 
     rows_resumed: int
@@ -64,6 +66,7 @@ class Attempt:
     engine: Mapping[str, Any] = field(default_factory=dict)
     start_s: float = 0.0
     batch_dependence: str | None = None
+    device_s: float = 0.0
     worker: int = 0
     session: str = ""
 
@@ -189,8 +192,11 @@ class Metrics:
         in_flight: how many rows run in the engine, without waiting ones.
         was_complete: whether an earlier attempt completed the job.
         score: what the job's marks come to; None without marks.
+        funnel: how many answers of other jobs each choice among them has left, if it reads any.
         predicted: what this attempt was expected to take (`Forecast.summary`).
+        budget: what is used of the job's budget; None without one.
         timeline: how the job went on over time; of workers beside each other it has only this one.
+        read_jobs: what the jobs cost whose rows are read.
     """
 
     def __init__(
@@ -217,8 +223,11 @@ class Metrics:
         self._earlier: list[dict[str, Any]] = []
         self.was_complete = False
         self.score: Mapping[str, Any] | None = None
+        self.funnel: Sequence[tuple[str, int]] = ()
         self.predicted: Mapping[str, Any] | None = None
+        self.budget: Callable[[], Mapping[str, Any]] | None = None
         self.timeline = Timeline(rows=rows_resumed)
+        self.read_jobs: Sequence[JobCost] = ()
         if (content := self._storage.read(path)) is not None:
             earlier = json.loads(content)
             self.timeline = Timeline(earlier.get("timeline", ()), rows_resumed)
@@ -272,10 +281,17 @@ class Metrics:
             )
         for key in ("wall_s", "generate_s"):
             summary[key] = seconds(attempts, key)
+        summary["device_s"] = _device_s(attempts)
+        if self.read_jobs:
+            summary["read_jobs"] = as_values(self.read_jobs)
         tokens = sum(attempt["generated_tokens"] for attempt in attempts)
         summary["tokens_per_s"] = round(tokens / max(summary["generate_s"], 1e-3), 1)
+        if self.budget is not None:
+            summary["budget"] = self.budget()
         if self.score is not None:
             summary["score"] = self.score
+        if self.funnel:
+            summary["funnel"] = self.funnel
         if self.predicted is not None:
             names = ("wall_s", "start_s", "prompt_tokens", "generated_tokens")
             summary["predicted"] = self.predicted
@@ -285,6 +301,11 @@ class Metrics:
         summary["timeline"] = self.timeline.points
         self._text = metrics_text(summary)
         self._storage.write(self._path, self._text)
+
+    def costs(self, job: str) -> list[JobCost]:
+        """What the jobs that are read and this one cost, which is called `job`."""
+        own = {"device_s": _device_s(self._attempts()), "rows": self.tally.totals.rows}
+        return all_steps({**own, "read_jobs": as_values(self.read_jobs)}, job)
 
     def keep(self) -> None:
         """Write the file again, at the end, if it is not as this worker saved it last: the first
@@ -309,6 +330,11 @@ def peak_rss_mib() -> float:
     """The most memory that this process has had so far, in MiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)
+
+
+def _device_s(attempts: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds of the device of all attempts; those of older versions say none."""
+    return round(sum(float(one.get("device_s", 0.0)) for one in attempts), 6)
 
 
 def _count(counts: Counter[str], values: pa.ChunkedArray) -> None:

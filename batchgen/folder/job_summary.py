@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from batchgen.costs.chain_costs import JobCost, all_steps, cost_line
 from batchgen.folder.how_to_read import how_to_read
 from batchgen.folder.job_metrics import Totals
 from batchgen.texts.text_table import Line, counted, score_lines, table
@@ -36,6 +37,7 @@ class JobSummary:
     wall_s: float = 0.0
     generate_s: float = 0.0
     row_facts: IndexFacts | None = None
+    costs: Sequence[JobCost] = ()  # of the jobs whose rows it has read, and its own
 
     @classmethod
     def of(
@@ -43,6 +45,7 @@ class JobSummary:
         metrics: Mapping[str, Any],
         config: Mapping[str, Any] | None = None,
         row_facts: IndexFacts | None = None,
+        name: str = "this job",
     ) -> JobSummary:
         """The summary of a folder, from what metrics.json and config.yaml hold."""
         return cls(
@@ -55,6 +58,7 @@ class JobSummary:
             metrics.get("wall_s", 0.0),
             metrics.get("generate_s", 0.0),
             row_facts,
+            all_steps(metrics, name),
         )
 
     @property
@@ -76,6 +80,16 @@ class JobSummary:
     def mean_mark(self) -> float | None:
         value: float | None = None if self.score is None else self.score["avg"]["value"]
         return value
+
+    @property
+    def cost(self) -> str | None:
+        """What the jobs up to this one cost, for each row with an answer too; None if nothing was
+        measured."""
+        kept = self.totals.rows - self.totals.error_rows
+        price = self.group("budget").get("price_per_hour")
+        if price is not None:
+            price *= self.group("engine").get("tensor_parallel", 1)
+        return cost_line(self.costs, kept, price) if self.costs else None
 
     def group(self, name: str) -> Mapping[str, Any]:
         """A group of the configuration."""
@@ -164,6 +178,8 @@ def end_table(
         lines += score_lines(job.score)
     if attempt:
         lines += _times(attempt)
+    if job.cost is not None:
+        lines.append(("device", job.cost))
     lines.append(("read it", f"{how_to_read(folder)['datasets']}; others: see its README.md"))
     if report is not None:
         lines.append(("report", report))

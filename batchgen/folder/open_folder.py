@@ -7,17 +7,19 @@ from pathlib import Path
 from batchgen.config.workers_config import WorkersConfig
 from batchgen.folder.job_summary import status_line
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.pipelines.record.step_folders import step_folder
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import folder_here, is_url, user_folder, user_path
 
 
 def open_job(given: str) -> JobFolderReader:
-    """The reader of a job's folder, or a ConfigError that names the jobs below it."""
+    """The reader of a job's folder, which OUT/STEP names too, or a ConfigError that names the jobs
+    below it."""
     if is_url(given):
-        storage = open_storage(user_folder(given, "OUT"), WorkersConfig())
+        storage = open_storage(step_folder(user_folder(given, "OUT")), WorkersConfig())
         return JobFolderReader(storage.path, storage)
-    path = user_path(given, "OUT")
+    path = Path(step_folder(str(user_path(given, "OUT"))))
     try:
         return JobFolderReader(path)
     except ConfigError as error:

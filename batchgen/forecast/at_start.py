@@ -14,6 +14,7 @@ from batchgen.forecast.engine_estimate import estimate_engine
 from batchgen.forecast.forecast import Forecast, forecast
 from batchgen.forecast.planned_work import here, job_work, step_cost
 from batchgen.forecast.prompt_reading import job_reading
+from batchgen.forecast.samples_per_row import samples_per_row
 from batchgen.forecast.scan import sample_indices
 from batchgen.util.errors import ConfigError, JobError
 
@@ -53,7 +54,8 @@ def predict(
         return None
     room = estimate_engine(opened, config, memory.total, native_fp8=device.fp8)
     lengths = np.minimum(np.array([len(ids) for ids in prompts], np.int64), reading.room)
-    rows = -(-answers // config.sampling.n)
+    samples = samples_per_row(config.sampling)
+    rows = -(-answers // samples.whole)
     work = job_work(
         config,
         opened,
@@ -62,6 +64,7 @@ def predict(
         prompts,
         lengths,
         rows,
+        samples=samples,
         longest=-(-sum(most) // len(most)),
         start_s=start_s,
     )

@@ -82,7 +82,8 @@ class Work:
     prompts.
 
     With `exact` every answer has `longest` tokens. A row gets `least` to `width` tokens in a
-    forward; `least` is 0 for block diffusion. `start_s` is None if the start is to come, and
+    forward; `least` is 0 for block diffusion. Of the answers there are `spread` times as many where
+    their number is not known. `start_s` is None if the start is to come, and
     `compiled` says that an earlier start has compiled a GPU's kernels.
     """
 
@@ -99,6 +100,7 @@ class Work:
     start_s: float | None = None
     compiled: bool = True
     notes: tuple[str, ...] = field(default=())
+    spread: Range = Range(1, 1, 1)
 
 
 def forecast(cost: StepCost, work: Work) -> Forecast:
@@ -113,10 +115,11 @@ def forecast(cost: StepCost, work: Work) -> Forecast:
     most_rows = max(MOST_SIMULATED // work.samples, 1)
     prompts = _drawn(work.prompts, min(work.rows, most_rows), seed=1)
     runs, generated = [], []
-    for lengths, tokens in zip(answers, per_forward, strict=True):
-        played = _play(cost, work, prompts, lengths, tokens)
-        runs.append(played)
-        generated.append(float(lengths.mean()) * work.rows * work.samples)
+    spread = (work.spread.low, work.spread.likely, work.spread.bound)
+    for lengths, tokens, share in zip(answers, per_forward, spread, strict=True):
+        total = max(round(work.rows * work.samples * share), 1)
+        runs.append(_play(cost, work, prompts, lengths, tokens, total))
+        generated.append(float(lengths.mean()) * total)
     start = _start(cost, work)
     low, likely, bound = (run.seconds for run in runs)
     rows = min(work.places.rows, work.rows * work.samples)
@@ -129,7 +132,9 @@ def forecast(cost: StepCost, work: Work) -> Forecast:
         start_s=start.likely,
         first_s=runs[2].first_s * speed.bound,
         generated=Range(*generated),
-        prompt_tokens=round(float(work.prompts.mean()) * work.rows * work.samples),
+        prompt_tokens=round(
+            float(work.prompts.mean()) * work.rows * work.samples * work.spread.likely
+        ),
         mean_rows=runs[1].mean_rows,
         batch_share=one / cost.decode(rows, context, work.width),
         device=cost.device.name,
@@ -143,8 +148,10 @@ def forecast(cost: StepCost, work: Work) -> Forecast:
     )
 
 
-def _play(cost: StepCost, work: Work, prompts: Ints, lengths: Ints, per_forward: float) -> Played:
-    """Play the job with some distribution of answers."""
+def _play(
+    cost: StepCost, work: Work, prompts: Ints, lengths: Ints, per_forward: float, total: int
+) -> Played:
+    """Play the job with some distribution of `total` answers."""
     every = np.repeat(prompts, work.samples)
     answers = _drawn(lengths, len(every), seed=2)
     return play(
@@ -152,7 +159,7 @@ def _play(cost: StepCost, work: Work, prompts: Ints, lengths: Ints, per_forward:
         work.places,
         every,
         answers,
-        total=work.rows * work.samples,
+        total=total,
         per_forward=per_forward,
         width=work.width,
     )

@@ -15,6 +15,7 @@ from batchgen.forecast.calibration import Calibration, Ints
 from batchgen.forecast.devices import Device, measured_cpu, this_gpu
 from batchgen.forecast.engine_estimate import EngineEstimate
 from batchgen.forecast.forecast import Work
+from batchgen.forecast.samples_per_row import SamplesPerRow
 from batchgen.forecast.simulation import Places
 from batchgen.forecast.step_cost import StepCost
 
@@ -47,15 +48,17 @@ def job_work(
     lengths: Ints,
     rows: int,
     *,
+    samples: SamplesPerRow,
     longest: int | None = None,
     seen: Calibration | None = None,
     start_s: float | None = None,
     compiled: bool = True,
     notes: tuple[str, ...] = (),
 ) -> Work:
-    """What a job has to do, with `rows` to compute and some whole prompts, which tell what all
-    begin with. `lengths` are the tokens of all prompts or of some, `longest` the mean of the most
-    tokens of an answer, where rows have their own; the rest is as in `Work`."""
+    """What a job has to do, with `rows` to compute, `samples` of each, and some whole prompts,
+    which tell what all begin with. `lengths` are the tokens of all prompts or of some, `longest`
+    the mean of the most tokens of an answer, where rows have their own; the rest is as in `Work`.
+    """
     settings, sampling = room.settings, config.sampling
     block = settings.block_size
     prefix = common_prefix(prompts) // block * block if settings.prefix_caching else 0
@@ -64,13 +67,14 @@ def job_work(
         tokens=memory.kv_tokens,
         batched_tokens=settings.max_batched_tokens,
         prefix=prefix if len(prompts) > 1 else 0,
-        samples=sampling.n if settings.prefix_caching else 1,
+        samples=samples.whole if settings.prefix_caching else 1,
         block=block,
     )
     return Work(
         prompts=lengths,
         rows=rows,
-        samples=sampling.n,
+        samples=samples.whole,
+        spread=samples.spread,
         longest=longest or sampling.max_new_tokens,
         exact=sampling.ignore_eos and not (sampling.stop or sampling.stop_token_ids),
         width=room.width,

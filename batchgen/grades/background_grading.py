@@ -16,7 +16,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,7 +29,7 @@ _PROGRAM = (
     "from batchgen.grades.background_grading import main; main()"
 )
 _POLL_SECONDS = 1.0
-_STOP_SECONDS = 0.2
+_STOP_SECONDS = 0.05
 _FEW = 2
 """Shards that the job grades itself when it ends."""
 _NICE = 10
@@ -58,9 +58,10 @@ class GradingProcess:
             start_new_session=True,
         )
 
-    def finish(self, stop: Callable[[], bool]) -> None:
-        """Let it grade the shards that are there, and wait for its end, or until `stop()`. Where
-        few shards are left it is ended, because their grades cost less than its start."""
+    def finish(self, stop: Callable[[], bool]) -> Generator[float, None, None]:
+        """Let it grade the shards that are there, until its end or until `stop()`; gives seconds to
+        wait before it looks again. Where few shards are left it is ended, because their grades cost
+        less than its start."""
         from batchgen.grades.folder_grades import GRADES
         from batchgen.shards.shard_files import shard_files
 
@@ -72,10 +73,8 @@ class GradingProcess:
             return
         assert self._process.stdin is not None
         self._process.stdin.close()
-        while not stop():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_STOP_SECONDS)
-                return
+        while not stop() and self._process.poll() is None:
+            yield _STOP_SECONDS
 
     def kill(self) -> None:
         """End it at once. May be called again, and after `finish`."""

@@ -14,10 +14,12 @@ from batchgen.dataset.source import Row
 from batchgen.jobs.job_parts import JobParts
 from batchgen.jobs.row_request import RowRequest
 from batchgen.prompts.row_prompts import fit_prompt, prompt_room
+from batchgen.shards.enough import Enough
 from batchgen.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.shards.parsed_column import ParsedColumn
 from batchgen.storage.manifest import READ_JOB, ROWS, Manifest
 from batchgen.util.errors import ConfigError
+from batchgen.waves.valid_samples import ValidWhere
 
 
 class CheckedRows(NamedTuple):
@@ -25,6 +27,7 @@ class CheckedRows(NamedTuple):
 
     request: Callable[[Row], RowRequest]
     schema: OutputSchema
+    where: ValidWhere | None  # which samples are valid, if rows are sampled until enough are
 
 
 def check_rows(config: JobConfig, parts: JobParts) -> CheckedRows:
@@ -32,9 +35,10 @@ def check_rows(config: JobConfig, parts: JobParts) -> CheckedRows:
 
     Raises:
         ConfigError: prompts have no room, the rows lack the column of their constraints or options,
-            or columns have the same name.
+            columns have the same name, or `sampling.until.where` is wrong.
     """
-    return CheckedRows(row_request(config, parts), output_schema(config, parts))
+    schema = output_schema(config, parts)
+    return CheckedRows(row_request(config, parts), schema, ValidWhere.build(config, schema))
 
 
 def most_rows(config: JobConfig, num_rows: int | None) -> int | None:
@@ -45,7 +49,7 @@ def most_rows(config: JobConfig, num_rows: int | None) -> int | None:
 def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
     """The columns of the job's output files."""
     columns, constraint = config.output.columns, config.constraint
-    parsed = None
+    parsed, until = None, config.sampling.until
     if PARSED in columns:
         assert isinstance(constraint, (JsonConstraintConfig, JsonSchemaConstraintConfig))
         # Behind the thoughts the text begins with the JSON.
@@ -61,6 +65,7 @@ def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
         reasoning=config.output.reasoning_end is not None,
         text_column=config.output.text_column,
         answers=parts.answer is not None,
+        enough=None if until is None else Enough(until.valid, until.most),
     )
 
 
@@ -105,6 +110,8 @@ def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Ma
     groups = identity(config, [name for name in given if name.endswith("_model")])
     if (stream := stream_of(config.sampling.stream, read)) is not None:
         groups["sampling"]["stream"] = stream
+    if (where := ValidWhere.build(config, schema)) is not None:
+        groups["sampling"]["until"]["post"] = where.described
     if depth := depth_of(read):
         groups["dataset"]["depth"] = depth
     many = len(read) > 1

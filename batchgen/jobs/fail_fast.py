@@ -55,10 +55,10 @@ class FailFast:
             raise self._stop(f"the first {len(self._indices):,} rows have all")
         return []
 
-    def ended(self, rows_total: int | None) -> list[FinishedRow]:
-        """The rows that may be written when no further row can begin, or AllRowsFailed if every row
-        of the job has failed in the same way."""
-        if self._held and len(self._held) == rows_total and not self._others_have_rows():
+    def ended(self, num_rows: int | None) -> list[FinishedRow]:
+        """The rows that may be written when no further row can begin, or AllRowsFailed if each of
+        the job's `num_rows` input rows has failed in the same way."""
+        if self._held and len(self._indices) == num_rows and not self._others_have_rows():
             rows = len(self._indices)
             who = (
                 f"all {rows:,} rows of the job have" if rows > 1 else "the only row of the job has"

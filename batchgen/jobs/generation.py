@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.budget.spending import Spending
 from batchgen.config.job_config import JobConfig
+from batchgen.costs.cost_recorder import CostRecorder
 from batchgen.dataset.seed_stream import stream_of, stream_seed
 from batchgen.dataset.source import Row, Source
 from batchgen.engine.base.outputs import RequestError, RequestOutput
@@ -20,9 +22,11 @@ from batchgen.jobs.choice_scores import ChoiceScorer, TakesRequests
 from batchgen.jobs.fail_fast import FailFast
 from batchgen.jobs.progress import Progress
 from batchgen.jobs.row_request import RowRequest
+from batchgen.jobs.turns import Turns
 from batchgen.shards.output_schema import FinishedRow
 from batchgen.shards.output_writer import OutputWriter
 from batchgen.util.signals import StopSignals
+from batchgen.waves.sample_waves import EverySample
 from batchgen.workers.shard_queue import ShardQueue
 
 _IDLE_SECONDS = 0.05
@@ -71,6 +75,14 @@ class Engine(TakesRequests, Protocol):
         """Why a token's bits depend on the other rows of its batch; None if they do not."""
         ...
 
+    def measure_costs(self) -> None:
+        """Begin to measure what requests take of the device; see `take_costs`."""
+        ...
+
+    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+        """Seconds by request, each once: of those that have ended, and with `wait` of all."""
+        ...
+
     def close(self) -> None:
         """Stop what works in the background; nothing waits for it."""
         ...
@@ -114,17 +126,24 @@ class Generation:
         engine: Engine,
         writer: OutputWriter,
         metrics: Metrics,
+        waves: EverySample,
+        spending: Spending,
+        costs: CostRecorder,
     ) -> None:
         """Prepare to run rows. `request` says what the requests of a row ask for, or raises
-        RequestError; `split` takes the thoughts out of an output's text."""
+        RequestError; `split` takes the thoughts out of an output's text; `waves` says which samples
+        begin when."""
         self._source = source
         self._request, self._split = request, split
         self._params = config.params
         self._stream = stream_of(config.sampling.stream, source.jobs)
         self._writer = writer
-        self._samples = config.sampling.n
+        self._waves = waves
         self._metrics = metrics
+        self._spending = spending
         self._engine = engine
+        self._costs = costs
+        engine.measure_costs()
         self._requested = ChoiceScorer(engine, config.scores_choices)
         stops = config.output.on_all_errors == "stop"
         enabled = stops and not metrics.attempt.rows_resumed
@@ -133,45 +152,61 @@ class Generation:
         self._window = 2 * engine.max_num_seqs
         self._in_flight: dict[str, _Request] = {}
 
-    def run(self, todo: ShardQueue, signals: StopSignals, progress: Progress) -> bool:
+    def turns(
+        self,
+        todo: ShardQueue,
+        signals: StopSignals,
+        progress: Progress,
+        watch: Callable[[], None] = lambda: None,
+    ) -> Turns[bool]:
         """Generate until all rows are written, by this worker or others; False if a signal came
-        first."""
+        first, or the budget was spent. `watch` is called now and then, and may end the job with an
+        error."""
         requests = self._requests(todo)
         started = time.monotonic()
         while not todo.is_over():
-            todo.in_flight = len(self._in_flight)
+            todo.in_flight = len(self._in_flight) + self._waves.pending
             finished = [] if self._first.wait else self._refill(requests)
             if self._in_flight:
+                yield 0.0
                 for output in self._requested.step():
                     request = self._in_flight.pop(output.request_id)
                     output, thoughts = self._split(output)
                     finished.append(request.finished(output=output, thoughts=thoughts))
+                self._costs.add(self._engine.take_costs())
             elif not finished:
-                if held := self._first.ended(self._rows_total()):
+                if held := self._first.ended(self._writer.num_rows):
                     self._write(held, progress)
                 else:  # other workers do what is left
-                    time.sleep(_IDLE_SECONDS)
-            self._write(self._first.passed(finished, len(self._in_flight)), progress)
+                    yield _IDLE_SECONDS
+            passed = self._first.passed(finished, len(self._in_flight))
+            self._write(self._waves.finished(passed), progress)
             seconds = time.monotonic() - started
             self._metrics.attempt.generate_s = round(seconds, 3)
             if self._metrics.timeline.due(seconds):
                 self._add_point(seconds)
+            if self._costs.due():
+                self._costs.save()
             if self._metrics.due():
                 self._save_metrics()
                 progress.set_others(self._metrics.others, self._metrics.attempt.worker)
+                watch()
             if progress.due():
                 progress.show(self._engine.generated_tokens, self._engine.running_lengths)
-            if signals.received is not None:
+            if signals.received is not None or self._spending.is_spent:
+                self._write(self._waves.rest(), progress)
+                self._end_costs()
                 self._save_metrics()
                 return False
         self._add_point(time.monotonic() - started)
+        self._end_costs()
         self._save_metrics()
         return True
 
-    def _rows_total(self) -> int | None:
-        """The output rows of the job, None as long as the end of a stream is not reached."""
-        rows = self._writer.num_rows
-        return None if rows is None else rows * self._samples
+    def _end_costs(self) -> None:
+        """Write what requests cost, those that have not ended too."""
+        self._costs.add(self._engine.take_costs(wait=True))
+        self._costs.save()
 
     def _write(self, finished: list[FinishedRow], progress: Progress) -> None:
         # What another worker has finished meanwhile counts as its own.
@@ -184,6 +219,7 @@ class Generation:
             self._writer.write(new)
             self._count(new)
             progress.add(new)
+        self._waves.written(finished)
 
     def _add_point(self, seconds: float) -> None:
         rows = self._metrics.attempt.rows
@@ -191,6 +227,7 @@ class Generation:
 
     def _save_metrics(self) -> None:
         self._metrics.in_flight = self._engine.num_running
+        self._metrics.attempt.device_s = round(self._costs.seconds, 6)
         self._metrics.attempt.engine = dataclasses.asdict(self._engine.stats)
         self._metrics.save("running")
 
@@ -206,6 +243,10 @@ class Generation:
             if error is not None:
                 failed.append(request.finished(error=error))
         return failed
+
+    def _has_room(self) -> bool:
+        """Whether the engine could run more requests than it has."""
+        return len(self._in_flight) < self._engine.max_num_seqs
 
     def _submit(self, request: _Request) -> RequestError | None:
         request_id = f"{request.row_index}.{request.sample_index}"
@@ -223,7 +264,7 @@ class Generation:
     def _requests(self, todo: ShardQueue) -> Iterator[_Request | None]:
         """A request for each missing sample, with the row's prompt; None as long as nothing can be
         begun."""
-        for task in todo:
+        for task in self._waves.tasks(iter(todo), self._has_room):
             if task is None:
                 yield None
                 continue

@@ -12,6 +12,7 @@ from batchgen.folder.dataset_card import grades_section, with_grades
 from batchgen.grades.background_grading import GradingProcess
 from batchgen.grades.changed_marks import ChangedMarks
 from batchgen.grades.folder_grades import JobGrades
+from batchgen.jobs.turns import Turns
 from batchgen.shards.checked_file import read_schema
 from batchgen.shards.shard_files import shard_files
 from batchgen.storage.manifest import write_atomic
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 def scores_of(
     samples: Samples, config: JobConfig, signals: StopSignals, beside: GradingProcess | None = None
-) -> dict[str, Any] | None:
+) -> Turns[dict[str, Any] | None]:
     """Grade the rows of a job as its configuration says, and score them; None if no step gives
     marks.
 
@@ -39,7 +40,7 @@ def scores_of(
         return signals.received is not None
 
     if beside is not None:
-        beside.finish(stop)
+        yield from beside.finish(stop)
     # It grades what is left, and says what is wrong if grading beside the job has failed.
     changes = ChangedMarks()
     try:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from batchgen.compose.load_config import resolved
 from batchgen.config.job_config import JobConfig
+from batchgen.costs.chain_costs import all_steps
 from batchgen.folder.dataset_card import dataset_card
 from batchgen.folder.job_folder import JobFolder
 from batchgen.folder.job_metrics import Metrics, Tally, Totals
@@ -14,6 +15,7 @@ from batchgen.folder.job_summary import JobSummary, end_table
 from batchgen.folder.row_funnel import IndexFacts
 from batchgen.jobs.graded_job import graded_card, save_scores, scores_of
 from batchgen.jobs.job_parts import JobParts
+from batchgen.jobs.turns import Turns
 from batchgen.leases.own_files import ROW_INDEX
 from batchgen.report.write_report import REPORT, is_up_to_date, try_report
 from batchgen.scoring.samples import Samples
@@ -26,17 +28,20 @@ from batchgen.util.signals import StopSignals
 @dataclass(frozen=True)
 class JobResult:
     """How a job ended without an error: complete, with `error_rows` rows that have an error instead
-    of an answer, or stopped by a signal."""
+    of an answer, or stopped by a signal or because its budget `is_spent`."""
 
     error_rows: int
     stopped_by: int | None
     message: str
+    is_spent: bool = False
 
     @property
     def exit_code(self) -> int:
         """As `batchgen.__main__` describes them."""
         if self.stopped_by is not None:
             return 128 + self.stopped_by
+        if self.is_spent:
+            return 4
         return 3 if self.error_rows else 0
 
 
@@ -51,7 +56,8 @@ def completed_elsewhere(storage: Storage, parts: JobParts, rows: int) -> JobResu
         return None
     totals = Totals.of(figures)
     head = f"The job is complete; this worker has computed {rows:,} rows of it.\n"
-    job = JobSummary(totals, score=figures.get("score"))
+    steps = all_steps(figures, _name(storage))
+    job = JobSummary(totals, score=figures.get("score"), costs=steps)
     table = end_table(job, storage.shown, parts.strategy)
     return JobResult(totals.error_rows, None, head + table)
 
@@ -71,9 +77,10 @@ def complete(
 
     shown = storage.shown
     metrics.tally = _count_shards(config, parts, folder)
+    steps = metrics.costs(_name(storage))
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
     facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
-    about = JobSummary(totals, config=resolved(config), row_facts=facts)
+    about = JobSummary(totals, config=resolved(config), row_facts=facts, costs=steps)
     funnel = [(left.choice, left.rows) for left in data_of(parts.source).funnel]
     card = dataset_card(about, fingerprints, schema.arrow, shown, funnel)
     storage.write(folder.path / "README.md", graded_card(card, folder.path, shown))
@@ -82,20 +89,30 @@ def complete(
     metrics.keep()
     report = _report(parts, folder) if config.output.report else None
     job = JobSummary(
-        totals, attempts=[asdict(metrics.attempt)], score=metrics.score, row_facts=facts
+        totals,
+        attempts=[asdict(metrics.attempt)],
+        score=metrics.score,
+        config=resolved(config),
+        row_facts=facts,
+        costs=steps,
     )
     message = end_table(job, shown, parts.strategy, report)
     return JobResult(totals.error_rows, None, message)
 
 
+def _name(storage: Storage) -> str:
+    """What the job is called among others: the last name of its folder's path."""
+    return storage.shown.rstrip("/").rpartition("/")[2]
+
+
 def already_complete(
     config: JobConfig, parts: JobParts, folder: JobFolder, signals: StopSignals
-) -> JobResult:
+) -> Turns[JobResult]:
     storage = folder.storage
     folder.remove_journal()
     wants_report = config.output.report and not is_up_to_date(storage)
     with storage.local_copy(needed=bool(config.post) or wants_report):
-        score = scores_of(Samples(folder.path, config.score), config, signals)
+        score = yield from scores_of(Samples(folder.path, config.score), config, signals)
         if config.post:
             save_scores(folder.path, score, storage.shown)
         totals = _count_shards(config, parts, folder).totals
@@ -104,7 +121,9 @@ def already_complete(
     message = "This job is complete already; nothing was computed.\n"
     shown = storage.shown
     facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
-    job = JobSummary(totals, score=score, row_facts=facts)
+    figures = json.loads(storage.read(folder.path / "metrics.json") or b"{}")
+    steps = all_steps(figures, _name(storage))
+    job = JobSummary(totals, score=score, row_facts=facts, costs=steps)
     table = end_table(job, shown, parts.strategy, report)
     return JobResult(totals.error_rows, None, message + table)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from batchgen.budget.spending import Used
 from batchgen.config.constraint_config import ChoiceConstraintConfig
 from batchgen.config.job_config import JobConfig
 from batchgen.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
@@ -29,6 +30,11 @@ from dataclasses import dataclass
 from functools import partial
 
 
+def whole_text(output: RequestOutput) -> tuple[RequestOutput, None]:
+    """The output as it is, without thoughts."""
+    return output, None
+
+
 @dataclass(frozen=True)
 class JobParts:
     """What a job runs on; everything but the weights has been opened and checked.
@@ -50,6 +56,10 @@ class JobParts:
         decode_all: the text with special tokens, to show single tokens.
         close: ends what works in the background.
         predict: what an attempt will take, from its engine, its answers and its seconds so far.
+        title: what the bar begins with; empty for a job by itself.
+        watch: is called every few seconds while rows are computed; an error that it raises ends the
+            job.
+        used_elsewhere: what other jobs have used of the budget that they share with this one.
     """
 
     source: Source
@@ -63,11 +73,14 @@ class JobParts:
     strategy: Strategy | None = None
     answer: Callable[[Row], list[int]] | None = None
     choices: Callable[[Constraint | None], list[list[int]]] = lambda _: []
-    split: Callable[[RequestOutput], tuple[RequestOutput, str | None]] = lambda o: (o, None)
+    split: Callable[[RequestOutput], tuple[RequestOutput, str | None]] = whole_text
     decode: Callable[[list[int]], str] | None = None
     decode_all: Callable[[list[int]], str] | None = None
     close: Callable[[], None] = lambda: None
     predict: Callable[[Engine, int, float], Forecast | None] = lambda *_: None
+    title: str = ""
+    watch: Callable[[], None] = lambda: None
+    used_elsewhere: Callable[[], Used] = Used
 
     @property
     def counts(self) -> Sequence[RowCount]:
@@ -100,7 +113,7 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         strategy=opened.strategy,
         answer=None if opened.answer is None else opened.answer.token_ids,
         choices=_choices(config, opened),
-        **({} if opened.reasoning is None else {"split": opened.reasoning.split}),
+        split=whole_text if opened.reasoning is None else opened.reasoning.split,
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),
         close=partial(_close, opened),

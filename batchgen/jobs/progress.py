@@ -44,6 +44,7 @@ class Progress:
         resumed_errors: int = 0,
         longest: int = 1 << 16,
         expected: Forecast | None = None,
+        title: str = "",
     ) -> None:
         """
         Args:
@@ -54,9 +55,11 @@ class Progress:
             stream: stderr, if it is None.
             longest: the most tokens of an answer.
             expected: is shown until the first row ends.
+            title: stands before everything that is shown; the step of a pipeline.
         """
         self._stream = stream if stream is not None else sys.stderr
         self._is_terminal = self._stream.isatty()
+        self._title = f"{title}: " if title else ""
         self._interval = 0.5 if self._is_terminal else LINE_SECONDS
         rows = "{n:,} rows" if total is None else "{n:,}/{total:,} rows"
         bar = "" if total is None else "{percentage:3.0f}%|{bar}| "
@@ -67,7 +70,7 @@ class Progress:
             disable=not self._is_terminal,
             dynamic_ncols=True,
             mininterval=0.5,
-            bar_format=bar + rows + "{postfix}",
+            bar_format=self._title + bar + rows + "{postfix}",
         )
         self._rows = resumed
         self._others, self._others_rows, self._others_speed = 0, 0, 0.0
@@ -205,7 +208,7 @@ class Progress:
 
     def _print(self, text: str) -> None:
         """Print above the bar, if there is one."""
-        tqdm.write(text, file=self._stream)
+        tqdm.write(self._title + text, file=self._stream)
         self._stream.flush()
 
 

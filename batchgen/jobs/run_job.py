@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 
+from batchgen.budget.spending import Spending
 from batchgen.compose.load_config import job_file_text
 from batchgen.config.job_config import JobConfig
+from batchgen.costs.cost_recorder import CostRecorder
 from batchgen.dataset.row_digest import rows_digest
 from batchgen.folder.changed_row import changed_row
 from batchgen.folder.dataset_card import unfinished_card
@@ -31,6 +32,7 @@ from batchgen.jobs.job_end import (
 )
 from batchgen.jobs.job_parts import JobParts
 from batchgen.jobs.progress import Progress, show_memory
+from batchgen.jobs.turns import Turns, alone
 from batchgen.leases.file_store import FolderGone
 from batchgen.report.write_report import REPORT
 from batchgen.row_index.indexed_source import IndexedSource
@@ -42,6 +44,8 @@ from batchgen.shards.output_writer import OutputWriter
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError, FolderLost, JobError
 from batchgen.util.signals import JobStopped, StopSignals
+from batchgen.waves.sample_waves import EverySample, SampleWaves
+from batchgen.waves.valid_samples import Judge
 from batchgen.workers.shard_queue import ShardQueue
 from batchgen.workers.worker import How, Worker, others_run
 
@@ -63,27 +67,33 @@ def run_job(config: JobConfig, parts: JobParts) -> JobResult:
         Exception: whatever the engine or the data set raises. Finished rows are safe.
     """
     with StopSignals() as signals, closing(parts):
-        try:
-            rows = check_rows(config, parts)
-            with (
-                _folder(config, parts, rows.schema) as folder,
-                _worker(config, folder) as worker,
-                _writer(config, parts, folder, rows.schema, worker) as writer,
-            ):
-                return _Attempt(config, parts, rows, folder, worker, writer, signals).run()
-        except JobStopped as stopped:
-            assert signals.received is not None
-            message = f"{stopped or 'Stopped before the first row.'} {_resume(config.output.dir)}"
-            return JobResult(0, signals.received, message)
-        except FolderGone:  # others have completed the job while this worker began to join them
-            with closing(open_storage(config.output.dir, config.workers)) as storage:
-                ended = completed_elsewhere(storage, parts, rows=0)
-            if ended is None:
-                raise JobError(
-                    f"the workers of the job in {config.output.dir} have left it while this one "
-                    "began to join them: run the same command again"
-                ) from None
-            return ended
+        return alone(job_turns(config, parts, signals))
+
+
+def job_turns(config: JobConfig, parts: JobParts, signals: StopSignals) -> Turns[JobResult]:
+    """The turns of `run_job`, in which `signals` say when to stop. All that can be refused without
+    the weights is refused in the first turn."""
+    try:
+        rows = check_rows(config, parts)
+        with (
+            _folder(config, parts, rows.schema) as folder,
+            _worker(config, folder) as worker,
+            _writer(config, parts, folder, rows.schema, worker) as writer,
+        ):
+            attempt = _Attempt(config, parts, rows, folder, worker, writer, signals)
+            return (yield from attempt.turns())
+    except JobStopped as stopped:
+        message = f"{stopped or 'Stopped before the first row.'} {_resume(config.output.dir)}"
+        return JobResult(0, signals.received, message)
+    except FolderGone:  # others have completed the job while this worker began to join them
+        with closing(open_storage(config.output.dir, config.workers)) as storage:
+            ended = completed_elsewhere(storage, parts, rows=0)
+        if ended is None:
+            raise JobError(
+                f"the workers of the job in {config.output.dir} have left it while this one "
+                "began to join them: run the same command again"
+            ) from None
+        return ended
 
 
 class _Attempt:
@@ -109,16 +119,20 @@ class _Attempt:
             folder.storage.write(folder.path / "config.yaml", job_file_text(config))
             worker.tell_older(writer.older)
         self._metrics = self._new_metrics()
+        devices, elsewhere = config.engine.tensor_parallel, parts.used_elsewhere
+        self._spending = Spending(config.budget, self._metrics, folder.storage, devices, elsewhere)
         self._todo = ShardQueue(parts.source, writer, worker, config.output.rows_per_shard)
 
-    def run(self) -> JobResult:
+    def turns(self) -> Turns[JobResult]:
         config, folder, metrics = self._config, self._folder, self._metrics
         is_done = self._todo.is_empty()
         if is_done and metrics.was_complete:
             self._signals.deferred = True
-            return already_complete(config, self._parts, folder, self._signals)
+            return (yield from already_complete(config, self._parts, folder, self._signals))
         num_rows = self._parts.source.num_rows
-        metrics.attempt.rows_total = None if num_rows is None else num_rows * config.sampling.n
+        if num_rows is not None and config.sampling.until is None:
+            metrics.attempt.rows_total = num_rows * config.sampling.n
+        metrics.funnel = [(left.choice, left.rows) for left in data_of(self._parts.source).funnel]
         begins = folder.exclusive and not is_done
         if begins:
             folder.storage.write(folder.path / "README.md", unfinished_card(self._shown))
@@ -127,13 +141,13 @@ class _Attempt:
         beside = grading_beside(folder.path, config, needed=begins and folder.storage.in_place)
         with _recorded(metrics, self._shown), beside as grading:
             folder.share()
-            ended = None if is_done else self._generate()
-            ended = ended or self._wait_for_others()
+            ended = None if is_done else (yield from self._generate())
+            ended = ended or (yield from self._wait_for_others())
             if ended is not None:
                 return ended
             self._writer.finish(self._todo.num_rows)
             with folder.storage.local_copy(needed=bool(config.post) or config.output.report):
-                metrics.score = scores_of(samples, config, self._signals, grading)
+                metrics.score = yield from scores_of(samples, config, self._signals, grading)
                 return complete(config, self._parts, folder, self._rows.schema, metrics)
 
     def _new_metrics(self) -> Metrics:
@@ -144,18 +158,35 @@ class _Attempt:
         for table in writer.done_rows(tally.columns) if writer.resumed and folder.exclusive else ():
             tally.add_table(table)
         path = folder.path / "metrics.json"
-        return Metrics(path, writer.resumed, tally, self._worker, folder.storage)
+        metrics = Metrics(path, writer.resumed, tally, self._worker, folder.storage)
+        metrics.read_jobs = [cost for job in self._parts.source.jobs for cost in job.costs]
+        return metrics
 
-    def _generate(self) -> JobResult | None:
+    def _generate(self) -> Turns[JobResult | None]:
         """Load the weights and compute rows until none is left; the result if a signal came."""
+        yield 0.0  # jobs beside this one are opened before any weights load
         metrics, writer = self._metrics, self._writer
+        if self._spending.is_spent:
+            return self._stopped()
         engine = self._parts.build_engine()
         self._signals.deferred = True
         self._note_engine(engine)
         expected = self._predict(engine)
         parts, request = self._parts, self._rows.request
+        rows_per_shard = self._config.output.rows_per_shard
+        costs = CostRecorder(self._folder.storage, rows_per_shard, self._worker.number)
+        waves = self._waves()
         generation = Generation(
-            self._config, parts.source, request, parts.split, engine, writer, metrics
+            self._config,
+            parts.source,
+            request,
+            parts.split,
+            engine,
+            writer,
+            metrics,
+            waves,
+            self._spending,
+            costs,
         )
         shown = Progress(
             metrics.attempt.rows_total,
@@ -165,12 +196,20 @@ class _Attempt:
             resumed_errors=metrics.tally.totals.error_rows,
             longest=self._longest(),
             expected=expected,
+            title=parts.title,
         )
         metrics.begin()
-        with closing(engine), shown as progress:
-            if not generation.run(self._todo, self._signals, progress):
+        with closing(engine), closing(waves), shown as progress:
+            turns = generation.turns(self._todo, self._signals, progress, parts.watch)
+            if not (yield from turns):
                 return self._stopped()
         return None
+
+    def _waves(self) -> EverySample:
+        """What says which samples of a row begin when."""
+        if self._rows.where is None:
+            return EverySample()
+        return SampleWaves(Judge(self._rows.where, self._config.score), self._writer)
 
     def _longest(self) -> int:
         """The most tokens that an answer can have."""
@@ -202,7 +241,7 @@ class _Attempt:
             self._metrics.predicted = expected.summary()
         return expected
 
-    def _wait_for_others(self) -> JobResult | None:
+    def _wait_for_others(self) -> Turns[JobResult | None]:
         """Wait until this worker is the one that completes the job, which is None, or until
         another has completed it or a signal came, which is how the job ended for this worker."""
         folder, worker = self._folder, self._worker
@@ -222,12 +261,15 @@ class _Attempt:
                 return None
             if self._signals.received is not None:
                 return self._stopped()
-            time.sleep(min(1.0, worker.look_seconds))
+            yield min(1.0, worker.look_seconds)
 
     def _stopped(self) -> JobResult:
         self._writer.flush()
         self._metrics.save("stopped")
         done = self._metrics.attempt.rows + self._metrics.attempt.rows_resumed
+        if self._signals.received is None and self._spending.is_spent:
+            message = f"{self._spending.text()}\nStopped with {done:,} rows done in {self._shown}."
+            return JobResult(0, None, message, is_spent=True)
         message = f"Stopped with {done:,} rows done. {_resume(self._shown)}"
         return JobResult(0, self._signals.received, message)
 
@@ -299,7 +341,7 @@ def _writer(
             folder.journal,
             schema,
             config.output.rows_per_shard,
-            config.sampling.n,
+            config.sampling.most_samples,
             num_rows=source.num_rows,
             retry_errors=config.output.retry_errors,
             worker=worker.number,

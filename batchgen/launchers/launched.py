@@ -21,6 +21,8 @@ from batchgen.util.errors import ConfigError
 
 COMPLETE = (0, 3)
 """The exit codes of a complete job, and of a worker that has seen it complete."""
+SPENT = 4
+"""The exit code of a worker that stopped because the job's budget was spent."""
 
 
 class LaunchedFolder:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from batchgen.config.launcher_config import Launched
-from batchgen.launchers.launched import COMPLETE, LaunchedFolder, counted_rows
+from batchgen.launchers.launched import COMPLETE, SPENT, LaunchedFolder, counted_rows
 from batchgen.launchers.process import End, Output, Process
 from batchgen.util.signals import StopSignals
 
@@ -56,10 +56,15 @@ class Place:
         return self.end is not None and self.end.code in COMPLETE
 
     @property
+    def is_out_of_budget(self) -> bool:
+        return self.end is not None and self.end.code == SPENT
+
+    @property
     def has_failed(self) -> bool:
         """Whether its worker has ended by itself, and left work to the others."""
         ended = self.end is not None and self.end.code is not None
-        return ended and not (self.is_clean or self.stopped or self.came_late)
+        is_fine = self.is_clean or self.is_out_of_budget
+        return ended and not (is_fine or self.stopped or self.came_late)
 
     def printed(self, stream: int) -> str:
         """What its processes have printed to stdout (0) or stderr (1)."""
@@ -188,6 +193,9 @@ class Supervisor:
                 f"{self._folder.path}; run the same command to go on from there."
             )
             return Launched(128 + stopped_by, stopped_by, message)
+        if spent := [place for place in self._places if place.is_out_of_budget]:
+            _print_last_lines([place for place in self._places if place.has_failed])
+            return Launched(SPENT, None, "\n".join(spent[-1].printed(1).splitlines()[-2:]))
         _print_last_lines(self._places)
         codes = {None if place.end is None else place.end.code for place in self._places}
         return Launched(

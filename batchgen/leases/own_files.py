@@ -23,7 +23,7 @@ ROW_INDEX = "rows.json"
 OF_WORKERS = (LEASES, WORKERS)
 """What tells the workers of a job of each other while it runs."""
 OWN = (
-    *(DATA, JOURNAL, "differing", "grades", *OF_WORKERS, "report.html", ROW_INDEX, ROWS),
+    *(DATA, JOURNAL, "cost", "differing", "grades", *OF_WORKERS, "report.html", ROW_INDEX, ROWS),
     *("README.md", "config.yaml", "metrics.json", MANIFEST),
 )
 """All that a job ever writes, in the order in which it is deleted. The manifest is the last, so

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.config.constraint_config import NoConstraintConfig
 from batchgen.config.job_config import COMMON_COLUMNS, JobConfig, SamplingConfig
+from batchgen.forecast.samples_per_row import MeasuredSamples, samples_per_row
+from batchgen.texts.text_table import counted
 from batchgen.util.shorten import beginning
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ def show(config: JobConfig) -> int:
             "strategy": ", ".join([opened.strategy.name, *_settings(config.strategy.options)]),
             "sampling": _sampling(config),
             "constraint": _constraint(config),
-            "data set": _dataset(config, opened.source.num_rows),
+            "data set": _dataset(config, opened.source.num_rows, folder.measured),
             **_funnel(opened.source),
             "columns": ", ".join(_extra_columns(config)) or "those that every job has",
             **({} if launcher is None else {"launcher": launcher.described()}),
@@ -126,6 +128,8 @@ def _sampling(config: JobConfig) -> str:
     sampling = asdict(config.sampling)
     always = ("temperature", "max_new_tokens", "n", "seed")
     defaults = {f.name: f.default for f in fields(SamplingConfig)}
+    if config.sampling.until is not None:
+        del sampling["n"]
     chosen = {n: v for n, v in sampling.items() if n in always or v != defaults[n]}
     return ", ".join(_settings(chosen))
 
@@ -147,13 +151,16 @@ def _shown_constraint(constraint: Constraint | None) -> str:
     return f"{constraint.kind}{after} {_short(constraint.text)}".rstrip()
 
 
-def _dataset(config: JobConfig, number: int | None) -> str:
+def _dataset(config: JobConfig, number: int | None, measured: MeasuredSamples) -> str:
     group = config.dataset
     where = group.shown
+    samples = samples_per_row(config.sampling, measured)
+    rows = "a stream of rows" if number is None else counted(number, "row")
+    if samples.known_by is not None:
+        return f"{where}: {rows}, {samples.known_by}"
     if number is None:
-        return f"{where}: a stream of rows, {config.sampling.n} answers each"
-    answers = number * config.sampling.n
-    return f"{where}: {number:,} row{'s' * (number != 1)}, {answers:,} answer{'s' * (answers != 1)}"
+        return f"{where}: {rows}, {config.sampling.n} answers each"
+    return f"{where}: {rows}, {counted(number * config.sampling.n, 'answer')}"
 
 
 def _funnel(source: Source) -> dict[str, str]:

@@ -6,6 +6,9 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from batchgen.config.job_config import JobConfig
 from batchgen.dataset.row_digest import rows_digest
 from batchgen.folder.changed_row import changed_row
@@ -17,14 +20,19 @@ from batchgen.folder.job_folder import (
     written_manifest,
 )
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.forecast.samples_per_row import MeasuredSamples
 from batchgen.jobs.checked_rows import job_manifest, most_rows, output_schema
 from batchgen.jobs.job_parts import parts_of
 from batchgen.row_index.indexed_source import IndexedSource
 from batchgen.row_index.open_rows import data_of
+from batchgen.shards.enough import OUTCOME
+from batchgen.shards.row_order import KEYS
 from batchgen.storage.job_storage import Storage
 from batchgen.storage.manifest import READ_JOB, Manifest
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError, JobError
+
+SAMPLE_INDEX = KEYS[1]
 
 if TYPE_CHECKING:
     from batchgen.dataset.source import Source
@@ -32,10 +40,12 @@ if TYPE_CHECKING:
 
 
 class FolderState(NamedTuple):
-    """What a job would do with its folder, in words, and how many of its answers are there."""
+    """What a job would do with its folder, in words, how many of its answers are there, and what is
+    known of the rows that have all their samples, in jobs with `sampling.until`."""
 
     text: str
     done: int = 0
+    measured: MeasuredSamples = MeasuredSamples()
 
 
 def folder_state(config: JobConfig, opened: OpenedJob) -> FolderState:
@@ -78,19 +88,26 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
         what = "the output of a different job, which is deleted (output.overwrite)"
         return FolderState(f"{path}: {what}")
     refuse_shrinking(storage, most_rows(config, source.num_rows))
-    errors = rows = 0
-    for batch in JobFolderReader(storage.path, storage).batches(["finish_reason"]):
+    errors = rows = complete = samples = 0
+    until = config.sampling.until
+    columns = ["finish_reason"] + ([] if until is None else [OUTCOME, SAMPLE_INDEX])
+    for batch in JobFolderReader(storage.path, storage).batches(columns):
         rows += batch.num_rows
         errors += batch["finish_reason"].to_pylist().count("error")
+        if until is not None:
+            known = pc.is_in(batch[OUTCOME], pa.array(["enough", "exhausted"]))
+            samples += pc.sum(known).as_py() or 0
+            complete += pc.sum(pc.and_(known, pc.equal(batch[SAMPLE_INDEX], 0))).as_py() or 0
     text = f"{path}: resumes, {rows:,}"
-    if source.num_rows is not None:
+    if source.num_rows is not None and until is None:
         text += f" of {source.num_rows * config.sampling.n:,}"
     text += " answers are there"
     if errors:
         what = "are computed again" if config.output.retry_errors else "stay as they are"
         text += f", {errors:,} of them errors, which {what}"
     done = rows - errors * config.output.retry_errors
-    return FolderState("\n            ".join([text, *old.grown(asked)]), done)
+    text = "\n            ".join([text, *old.grown(asked)])
+    return FolderState(text, done, MeasuredSamples(complete, samples))
 
 
 def _manifest(config: JobConfig, opened: OpenedJob, old: Manifest) -> Manifest:

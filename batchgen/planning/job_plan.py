@@ -11,12 +11,14 @@ import numpy as np
 from batchgen.config.job_config import JobConfig
 from batchgen.forecast.engine_estimate import EngineEstimate
 from batchgen.forecast.forecast import Forecast, Range
+from batchgen.forecast.samples_per_row import SamplesPerRow
 from batchgen.forecast.scan import Scan
 from batchgen.launchers.launch import described
 
 if TYPE_CHECKING:
     from batchgen.dataset.source import Left
     from batchgen.engine.memory.memory_plan import MemoryPlan
+    from batchgen.planning.budget_outlook import Outlook
     from batchgen.planning.disk import DiskUse
 
 
@@ -36,9 +38,11 @@ class Plan:
     """What was found out about a job.
 
     `prompts` are titles and texts of the first prompts, `room` is that of a prompt in tokens, and
-    `folder` says what lies in the output folder, where `done` answers are. `memory` is None if it
+    `folder` says what lies in the output folder, where `done` answers are; rows have `samples`
+    answers. `memory` is None if it
     does not fit, `forecast` if nothing can run or the device is not known. The job would be refused
-    or is not worth a start for `errors`. `funnel` says how many rows each choice among them leaves.
+    or is not worth a start for `errors`. `funnel` says how many rows each choice among them leaves,
+    `outlook` whether each limit of the budget will suffice.
     Making the plan took `seconds`.
     """
 
@@ -53,6 +57,7 @@ class Plan:
     memory: MemoryPlan | None
     folder: str
     done: int
+    samples: SamplesPerRow
     forecast: Forecast | None
     disk: DiskUse | None
     price: Range | None
@@ -60,6 +65,7 @@ class Plan:
     warnings: list[str]
     seconds: float
     funnel: Sequence[Left] = ()
+    outlook: Sequence[Outlook] = ()
 
     @property
     def at_once(self) -> int:
@@ -78,9 +84,9 @@ class Plan:
 
     @property
     def answers(self) -> int:
-        """How many answers are still to be computed, of the rows that are known."""
+        """How many answers are likely still to be computed, of the rows that are known."""
         rows = self.scan.num_rows or self.scan.looked_at
-        return max(rows * self.config.sampling.n - self.done, 0)
+        return max(round(rows * self.samples.number.likely) - self.done, 0)
 
     def summary(self) -> dict[str, Any]:
         """Everything as plain values, for `--json`."""
@@ -105,6 +111,7 @@ class Plan:
             "window_bytes_per_row": self.engine.window_bytes,
             "memory": None if memory is None else asdict(memory),
             "rows_at_once": self.at_once,
+            "samples_per_row": asdict(self.samples.number),
             "answers": self.answers,
             "answers_done": self.done,
             "folder": self.folder,
@@ -113,6 +120,7 @@ class Plan:
             "forecast": None if self.forecast is None else self.forecast.summary(),
             "gpu_hours": self.gpu_hours and asdict(self.gpu_hours),
             "price": self.price and asdict(self.price),
+            "budget": [{**asdict(one), "verdict": one.verdict} for one in self.outlook],
             "errors": self.errors,
             "warnings": self.warnings,
             "seconds": round(self.seconds, 2),

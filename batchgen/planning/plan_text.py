@@ -74,9 +74,12 @@ def _rows(plan: Plan) -> str:
         text = f"a stream; the figures are of its first {counted(scan.looked_at, 'row')}"
     else:
         text = counted(scan.num_rows, "row")
-    text += f" of {plan.data}, {counted(plan.answers, 'answer')} to compute"
+    likely = "" if plan.samples.known_by is None else "likely "
+    text += f" of {plan.data}, {likely}{counted(plan.answers, 'answer')} to compute"
     if plan.done:
         text += f" ({plan.done:,} are there)"
+    if plan.samples.known_by is not None:
+        text += f"\n{plan.samples.known_by}"
     if scan.num_rows is not None and scan.looked_at < scan.num_rows:
         text += f"\nlooked at a random sample of {scan.looked_at:,} rows; counts are of those"
     return text
@@ -156,6 +159,8 @@ def _time(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "GPU hours", _columns(hours, lambda value: f"{value:,.3g}")
     if plan.price is not None:
         yield "price", _columns(plan.price, lambda value: f"{value:,.2f}")
+    if plan.outlook:
+        yield "budget", "\n".join(one.text for one in plan.outlook)
     yield (
         "assumed",
         "; ".join(expected.assumptions)

@@ -21,9 +21,11 @@ from batchgen.forecast.devices import DEVICES, Device, device_named
 from batchgen.forecast.engine_estimate import EngineEstimate, estimate_engine
 from batchgen.forecast.forecast import Forecast, forecast
 from batchgen.forecast.planned_work import here, job_work, same_speed, step_cost
+from batchgen.forecast.samples_per_row import samples_per_row
 from batchgen.forecast.scan import FoundRows, Scan, scan_rows
 from batchgen.jobs.job_parts import parts_of
 from batchgen.kernels.compile_ahead import have_compiled
+from batchgen.planning.budget_outlook import Outlook, outlooks, used_before
 from batchgen.planning.job_plan import Constraints, Plan
 from batchgen.planning.plan_settings import PlanSettings
 from batchgen.planning.plan_text import row_title, shown_prompt
@@ -104,7 +106,8 @@ class _Planner:
 
     def plan(self, started: float) -> Plan:
         config, opened, reading = self._config, self._opened, self._reading
-        (folder, done), refusal = output_folder(config, opened)
+        (folder, done, measured), refusal = output_folder(config, opened)
+        self._samples = samples_per_row(config.sampling, measured)
         if refusal is not None:
             self._errors.append(str(refusal))
         scan = scan_rows(reading)
@@ -120,9 +123,11 @@ class _Planner:
             expected = self._forecast(engine, memory, device, scan, done)
         disk = None if expected is None else self._disk(scan, expected, done)
         self._judge(scan, disk)
+        outlook = self._outlook(expected)
         price = None
-        if expected is not None and self._settings.price_per_hour is not None:
-            per_hour = self._settings.price_per_hour * config.engine.tensor_parallel
+        per_device = self._settings.price_per_hour or config.budget.price_per_hour
+        if expected is not None and per_device is not None:
+            per_hour = per_device * config.engine.tensor_parallel
             price = expected.seconds.times(per_hour / 3600)
         return Plan(
             config=config,
@@ -136,9 +141,11 @@ class _Planner:
             memory=memory,
             folder=folder,
             done=done,
+            samples=self._samples,
             forecast=expected,
             disk=disk,
             price=price,
+            outlook=outlook,
             errors=self._errors,
             warnings=self._warnings,
             seconds=time.perf_counter() - started,
@@ -173,9 +180,8 @@ class _Planner:
         self, engine: EngineEstimate, memory: MemoryPlan, device: Device, scan: Scan, done: int
     ) -> Forecast:
         config = self._config
-        samples = config.sampling.n
         rows = scan.num_rows or scan.looked_at
-        answering = max(rows * (1 - scan.bad_share) - done / samples, 0)
+        answering = max(rows * (1 - scan.bad_share) - done / self._samples.number.likely, 0)
         work = job_work(
             config,
             self._opened,
@@ -184,6 +190,7 @@ class _Planner:
             [read.ids for read in scan.sample[:50]],
             scan.lengths,
             max(round(answering), 1),
+            samples=self._samples,
             longest=scan.longest_answer,
             seen=self._seen(scan, device),
             # After the probe, which compiles what the job needs.
@@ -201,8 +208,9 @@ class _Planner:
 
             number = min(settings.probe, len(scan.sample))
             print(f"batchgen: loading weights for a probe of {number:,} rows …", file=sys.stderr)
-            answers = (scan.num_rows or scan.looked_at) * config.sampling.n
-            return probe(config, self._opened, scan.sample, number, answers)
+            samples = self._samples.whole
+            answers = (scan.num_rows or scan.looked_at) * samples
+            return probe(config, self._opened, scan.sample, number, samples, answers)
         same = same_speed(config)
         if settings.like is not None:
             from batchgen.folder.open_folder import open_folder
@@ -217,6 +225,18 @@ class _Planner:
         own = Path(config.output.dir)
         is_there = (own / "manifest.json").is_file() and (own / "metrics.json").is_file()
         return seen_in(own, same, device.name, config.output.dir) if is_there else None
+
+    def _outlook(self, expected: Forecast | None) -> list[Outlook]:
+        """Whether the budget will suffice, of which a warning tells where it likely does not."""
+        if expected is None:
+            return []
+        found = outlooks(self._config, expected, used_before(self._config))
+        for limit in found:
+            if limit.verdict == "will not suffice":
+                self._warnings.append(
+                    f"the job will likely stop before its end, with exit code 4: {limit.text}"
+                )
+        return found
 
     def _constraints(self, scan: Scan) -> Constraints | None:
         """Compile constraints, those of most rows first; rows of one that cannot be enforced are
@@ -264,14 +284,14 @@ class _Planner:
             (read, FinishedRow(read.row.id, read.row.index, 0, source.passthrough(read.row)))
             for read in scan.sample[:200]
         ]
-        answers = (scan.num_rows or scan.looked_at) * config.sampling.n - done
+        answers = round((scan.num_rows or scan.looked_at) * self._samples.number.likely) - done
         return disk_use(
             schema,
             sample,
             expected.generated,
             max(answers, 1),
             rows_per_shard=config.output.rows_per_shard,
-            samples=config.sampling.n,
+            samples=config.sampling.most_samples,
             folder=Path(gettempdir() if is_url(config.output.dir) else config.output.dir),
             decode=self._parts.decode,
         )

@@ -28,9 +28,14 @@ _FULL_TOKENS = 16
 
 
 def probe(
-    config: JobConfig, opened: OpenedJob, sample: list[ReadRow], number: int, most_rows: int
+    config: JobConfig,
+    opened: OpenedJob,
+    sample: list[ReadRow],
+    number: int,
+    samples: int,
+    most_rows: int,
 ) -> Calibration:
-    """Run `number` rows of the sample, spread over it, with all their samples, as the job would.
+    """Run `number` rows of the sample, spread over it, with `samples` of each, as the job would.
 
     They tell how long answers get. Where the job has more rows at once than these, the speed is
     that of a second run: copies of them fill the engine for a few steps. A step of 64 rows takes
@@ -40,7 +45,6 @@ def probe(
     """
     places = np.linspace(0, len(sample) - 1, min(number, len(sample))).round().astype(int)
     chosen = [sample[place] for place in sorted(set(places.tolist()))]
-    samples = config.sampling.n
     # A start that compiles kernels says nothing of the job's, which finds them compiled.
     tells_start = job_device(config) == "cpu" or have_compiled()
     started = time.perf_counter()

@@ -70,7 +70,8 @@ def run_job(job: Mapping[str, Any], overrides: Sequence[str] = ()) -> CompleteJo
 
     Raises:
         ConfigError: there is a mistake in the job.
-        JobError: the output cannot be written or is damaged. Finished rows are safe.
+        JobError: the output cannot be written or is damaged, or the budget is spent. Finished rows
+            are safe.
         KeyboardInterrupt: Ctrl-C stopped the job. Finished rows are safe.
         SystemExit: SIGTERM stopped the job. Finished rows are safe.
     """
@@ -94,7 +95,7 @@ def run_job(job: Mapping[str, Any], overrides: Sequence[str] = ()) -> CompleteJo
 
 def _completed(config: JobConfig, result: Result) -> CompleteJob:
     """The result of a job that has come to its end; raises what `run_job` does."""
-    if result.exit_code in (1, 2):  # of a launcher, whose workers have printed why
+    if result.exit_code in (1, 2, 4):  # 1 and 2 of a launcher, whose workers have printed why
         raise JobError(result.message)
     # A caller who was told to stop must not go on as if the job were complete.
     if result.stopped_by == signal.SIGINT:

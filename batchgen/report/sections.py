@@ -56,6 +56,7 @@ def headline(job: JobSummary, found: Collected) -> list[Fact]:
         Fact("generated tokens", f"{totals.generated_tokens:,}", prompts),
         Fact("speed", f"{job.tokens_per_s:,.1f}", "tokens per second"),
         Fact("time", duration(job.wall_s), f"{duration(job.generate_s)} generating"),
+        *([] if job.cost is None else [Fact("device", *job.cost.split("; ", 1))]),
     ]
 
 

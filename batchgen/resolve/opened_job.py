@@ -38,14 +38,13 @@ from batchgen.engine.scheduling.prefill_policy import check_chunk_sizes
 from batchgen.engine.strategy import Strategy
 from batchgen.grading.build_steps import check_fields, post_steps
 from batchgen.model.engine_recipe import EngineRecipe
-from batchgen.model.model_source import model_files
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.prompts.answer_text import Answer, build_answer
 from batchgen.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
+from batchgen.resolve.model_fingerprints import model_fingerprints
 from batchgen.texts.tokens.reasoning import ReasoningMarkers
 from batchgen.util.errors import ConfigError
-from batchgen.util.fingerprint import fingerprint_files, fingerprint_text
 
 if TYPE_CHECKING:
     import torch
@@ -101,18 +100,7 @@ class OpenedJob:
     def fingerprints(self, config: JobConfig) -> dict[str, str]:
         """Digests of what decides the answers besides configuration and data set. Every file of the
         models is read, unless its digest is known from before."""
-        found = {
-            "model": fingerprint_files(model_files(self.model.path)),
-            # `auto` may mean another dtype on another machine, and that gives other tokens.
-            "dtype": str(self.dtype).removeprefix("torch."),
-        }
-        if (weights := self.model.weights_text(config.engine.device)) is not None:
-            found["weights"] = weights  # of FP8 is computed with only where the device can
-        for name, other in self.others.items():
-            found[f"{name}_model"] = fingerprint_files(model_files(other.path))
-        if (constraint := config.params.constraint) is not None:
-            # The configuration is compared without the order of keys, in which the row writes them.
-            found["constraint"] = fingerprint_text(constraint.text)
+        found = model_fingerprints(config, self.model, self.others, self.dtype)
         return {**found, **self.step_fingerprints}
 
     def build_engine(self, config: JobConfig) -> LLMEngine:
@@ -152,9 +140,7 @@ def open_job(config: JobConfig) -> OpenedJob:
     post = post_steps(config.post)
     if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:
         print(f"batchgen: warning: {copies}", file=sys.stderr)
-    with _named("model"):
-        group = config.model
-        model = open_model(group.path, group.revision, group.load_format, group.quantization)
+    model = _open_model(config)
     with _named("strategy"):
         strategy.block_length(model.config)
     strategy_heads(strategy, model)  # This raises an error if the model lacks one.
@@ -171,10 +157,8 @@ def open_job(config: JobConfig) -> OpenedJob:
             strategy.check(SamplingParams(max_new_tokens=0))
     _check_parsed(config, model.tokenizer)
     source, of_steps = _open_rows(config, model, post)  # last: it takes seconds to load datasets
+    dtype, max_model_len = _dtype_and_length(config, strategy, model)
     with _named("engine"):
-        dtype = model.dtype(config.model.dtype, config.engine.device)
-        longest = config.engine.model_len(model.config.max_position_embeddings)
-        max_model_len = strategy.model_len(longest, model.config)
         check_chunk_sizes(
             config.engine.max_batched_tokens,
             config.engine.chunk_tokens,
@@ -211,6 +195,32 @@ def open_job(config: JobConfig) -> OpenedJob:
     with _named("engine"):
         job.recipe(config).check()
     return job
+
+
+def answers_depend_on(config: JobConfig) -> dict[str, str]:
+    """The digests of `OpenedJob.fingerprints` that need no rows; ConfigError for a mistake in model
+    or strategy."""
+    strategy, model = build_strategy(config.strategy), _open_model(config)
+    dtype, max_model_len = _dtype_and_length(config, strategy, model)
+    strategy_heads(strategy, model)  # This raises an error if the model lacks one.
+    others = open_others(strategy, model, max_model_len)
+    return model_fingerprints(config, model, others, dtype)
+
+
+def _open_model(config: JobConfig) -> OpenedModel:
+    with _named("model"):
+        group = config.model
+        return open_model(group.path, group.revision, group.load_format, group.quantization)
+
+
+def _dtype_and_length(
+    config: JobConfig, strategy: Strategy, model: OpenedModel
+) -> tuple[torch.dtype, int]:
+    """The dtype of weights and activations, and how many tokens a row may have."""
+    with _named("engine"):
+        dtype = model.dtype(config.model.dtype, config.engine.device)
+        longest = config.engine.model_len(model.config.max_position_embeddings)
+        return dtype, strategy.model_len(longest, model.config)
 
 
 def _open_rows(

@@ -11,6 +11,15 @@ import pyarrow as pa
 
 from batchgen.config.job_config import PARSED
 from batchgen.engine.base.outputs import OutputColumn, RequestError, RequestOutput, RowCount
+from batchgen.shards.enough import (
+    ENOUGH_COLUMNS,
+    FAILED,
+    NUM_SAMPLES,
+    NUM_VALID,
+    OUTCOME,
+    VALID,
+    Enough,
+)
 from batchgen.shards.parsed_column import ParsedColumn
 from batchgen.util.errors import ConfigError
 
@@ -65,7 +74,8 @@ _SATISFIED = (
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
     """One sample of one row that is finished, with the `fields` that are copied from the data set.
-    A row that never reached the engine has an `error` instead of an `output`."""
+    A row that never reached the engine has an `error` instead of an `output`. `valid` is whether it
+    fulfils `sampling.until.where`."""
 
     row_id: str
     row_index: int
@@ -74,6 +84,7 @@ class FinishedRow:
     output: RequestOutput | None = None
     error: RequestError | None = None
     reasoning: str | None = None
+    valid: bool | None = None
 
     @property
     def finish_reason(self) -> str:
@@ -96,6 +107,7 @@ class OutputSchema:
         counts: names of the strategy's counts, which are columns too.
         text_column: the name of the column of generated text.
         reasoning: whether there is a column of thoughts.
+        enough: when a row has enough samples; None if all rows have the same number.
     """
 
     arrow: pa.Schema
@@ -105,6 +117,7 @@ class OutputSchema:
     parsed: ParsedColumn | None
     text_column: str = TEXT
     reasoning: bool = False
+    enough: Enough | None = None
 
     @staticmethod
     def build(
@@ -118,6 +131,7 @@ class OutputSchema:
         parsed: ParsedColumn | None = None,
         text_column: str = TEXT,
         answers: bool = False,
+        enough: Enough | None = None,
     ) -> "OutputSchema":
         """The schema of a job.
 
@@ -126,6 +140,7 @@ class OutputSchema:
             reasoning: whether thoughts have a column of their own.
             constrained: whether a column says which rows satisfy their constraint.
             answers: whether rows have given answers, which are scored.
+            enough: when a row has enough samples; None if all rows have the same number.
 
         Raises:
             ConfigError: a column of the data set has the name of a column that batchgen writes, or
@@ -149,6 +164,8 @@ class OutputSchema:
             after.append(_field(*_ANSWER))
         if parsed is not None:
             after.append(_field(PARSED, parsed.type, parsed.meaning))
+        of_enough = [] if enough is None else [_field(*column) for column in ENOUGH_COLUMNS]
+        after += of_enough
         not_run = "; null if the row failed before its first"
         after += [_field(count.name, pa.int32(), count.meaning + not_run) for count in counts]
         after += [_column_field(column) for column in columns]
@@ -157,16 +174,19 @@ class OutputSchema:
         taken |= {column.name for column in columns} | {_SATISFIED[0], PARSED}
         taken |= {ANSWER_TOKEN_IDS} if answers else set()
         taken |= {REASONING} if reasoning else set()
+        taken |= {column.name for column in of_enough}
         taken.remove(TEXT)
         _check_clashes(passthrough.names, taken, text_column)
         # The metadata of the whole input schema is dropped: it describes the input's columns alone.
         meaning = {"meaning": "as in the input"}
         given = [f.with_metadata(meaning | _strings(f.metadata)) for f in passthrough]
-        schema = pa.schema(before + given + after, metadata={"batchgen.schema": SCHEMA_VERSION})
+        metadata = {b"batchgen.schema": SCHEMA_VERSION.encode()}
+        metadata |= {} if enough is None else enough.metadata
+        schema = pa.schema(before + given + after, metadata=metadata)
         names = tuple(passthrough.names)
         names_of_counts = tuple(count.name for count in counts)
         return OutputSchema(
-            schema, names, tuple(columns), names_of_counts, parsed, text_column, reasoning
+            schema, names, tuple(columns), names_of_counts, parsed, text_column, reasoning, enough
         )
 
     @property
@@ -210,6 +230,10 @@ class OutputSchema:
             values[ANSWER_TOKEN_IDS] = [o.answer_token_ids if o else None for o in outputs]
         if self.parsed is not None:
             values[PARSED] = self.parsed.array(outputs)
+        if self.enough is not None:
+            values[VALID] = [row.valid for row in rows]
+            values[OUTCOME] = [None if row.output else FAILED for row in rows]
+            values[NUM_VALID] = values[NUM_SAMPLES] = [None] * len(rows)
         if PROMPT_TOKEN_IDS in self.arrow.names:
             values[PROMPT_TOKEN_IDS] = [o.prompt_token_ids if o else None for o in outputs]
         arrays = [

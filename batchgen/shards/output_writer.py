@@ -1,7 +1,7 @@
 """Writes finished rows, which come in any order, and knows which rows of a job are done."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Self
@@ -11,13 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.shards.journal import Journal, JournalGone, attempt_of
-from batchgen.shards.open_shard import STATE_COLUMNS, OpenShard
+from batchgen.shards.open_shard import OpenEnoughShard, OpenShard, open_shard
 from batchgen.shards.output_schema import FinishedRow, OutputSchema
 from batchgen.shards.published_shards import PublishedShards
 from batchgen.shards.publisher import Publish, Publisher
-from batchgen.shards.resume_state import ResumeState
 from batchgen.shards.row_order import KEYS, RowsInOrder
-from batchgen.shards.shard_files import Extent, read_columns
+from batchgen.shards.shard_files import Extent, ResumeState, read_columns
 from batchgen.storage.job_storage import FolderStorage, Storage
 from batchgen.storage.retry_round import RetryRound
 from batchgen.util.errors import ConfigError, JobError
@@ -114,10 +113,22 @@ class OutputWriter:
         """Count what is finished, and publish what is complete."""
         for shard in sorted(self._journal.shards() | self._round.shards()):
             self._reopen(shard)
+        self._publish_what_has_enough()
         rows = self._published.num_done + sum(shard.num_done for shard in self._open.values())
         for number in sorted(self._open):
             self._publish_if_complete(number)
         return rows
+
+    def _publish_what_has_enough(self) -> None:
+        """Publish anew the shards that lack nothing since `sampling.until` asks for more."""
+        for number, extent in list(self._published.extents.items()):
+            if self._schema.enough is None or self._published.has_all_samples(extent):
+                continue
+            if self._reopen(number).is_complete:
+                self._publish_if_complete(number)
+            else:
+                del self._open[number]
+                self._published.extents[number] = extent
 
     def __enter__(self) -> Self:
         return self
@@ -153,12 +164,25 @@ class OutputWriter:
         """The samples of a row that are not done yet. Rows must be asked for in order."""
         shard, row = divmod(row_index, self._rows_per_shard)
         if (extent := self._published.extents.get(shard)) is not None:
-            if row < extent.rows and extent.samples == self._samples:
+            if row < extent.rows and self._published.has_all_samples(extent):
                 return []
             self._reopen(shard)
         if (opened := self._open.get(shard)) is None:
             return list(range(self._samples))
         return opened.missing(row_index)
+
+    def shard_of(self, row_index: int) -> int:
+        """The number of the shard that holds a row."""
+        return row_index // self._rows_per_shard
+
+    def wanted(self, row_index: int, begun: Collection[int], rate: float | None) -> list[int]:
+        """The samples of a row to begin now, of which others are `begun`: see
+        `OpenEnoughShard.wanted`. There are none in a shard that is not open."""
+        opened = self._open.get(self.shard_of(row_index))
+        if opened is None:
+            return []
+        assert isinstance(opened, OpenEnoughShard)
+        return opened.wanted(row_index, begun, rate)
 
     def set_exact(self, exact: bool) -> None:
         """Say whether a row that is computed twice must be the same to the bit."""
@@ -187,7 +211,7 @@ class OutputWriter:
             try:
                 batches = self._journal.batches(path)
                 for batch in itertools.islice(batches, self._seen.get(path, 0), None):
-                    opened.take_others(batch, errors_count=errors_count)
+                    opened.take_others(batch, errors_count=errors_count, attempt=attempt_of(path))
                     self._seen[path] = self._seen.get(path, 0) + 1
             except FileNotFoundError:  # the shard was published just now
                 pass
@@ -221,7 +245,7 @@ class OutputWriter:
         self._published.num_rows = num_rows
         last, rest = divmod(num_rows, self._rows_per_shard)
         if rest and (opened := self._open.get(last)) is not None:
-            opened.num_expected = rest * self._samples
+            opened.num_rows = rest
             self._publish_if_complete(last)
 
     def done_rows(self, columns: Sequence[str]) -> Iterator[pa.Table]:
@@ -255,7 +279,7 @@ class OutputWriter:
             except JournalGone:
                 self.drop(number)
                 continue
-            opened.add([row.row_index for row in new], [row.sample_index for row in new])
+            opened.add(new, self._journal.attempt)
             self._publish_if_complete(number)
         self._journal.sync()
         self._publisher.wait(MAX_UNPUBLISHED)
@@ -287,7 +311,7 @@ class OutputWriter:
         opened = self._open[number]
         if opened.is_complete:
             del self._open[number]
-            self._publish(number, Extent(opened.num_done // self._samples, self._samples))
+            self._publish(number, opened.extent)
 
     def _publish(self, number: int, extent: Extent) -> None:
         files = self._journal.release(number)
@@ -296,8 +320,7 @@ class OutputWriter:
         if older.get(number) == extent and not files:
             self._publisher.note_complete(number)
         else:
-            rows = extent.rows * extent.samples
-            self._publisher.submit(number, files, rows, replaces=number in older)
+            self._publisher.submit(number, files, extent.num_answers, replaces=number in older)
 
     def _begin_round(self, wanted: bool) -> int | None:
         """Begin to compute error rows again, unless an earlier attempt has begun it."""
@@ -324,19 +347,20 @@ class OutputWriter:
     def _reopen(self, number: int) -> OpenShard:
         """Note what is there of a shard that is not complete, or was complete before."""
         first = number * self._rows_per_shard
-        opened = self._open[number] = OpenShard(
-            first, self._published.whole(number).rows, self._samples
+        opened = self._open[number] = open_shard(
+            first, self._published.whole(number).rows, self._samples, self._schema.enough
         )
         retried_before = self._round.before(number) or 0
         self._published.extents.pop(number, None)
         if (extent := self._published.older.get(number)) is not None:
             opened.take_published(extent)
-            if retried_before:
-                table = read_columns(self._published.source(number), STATE_COLUMNS)
-                opened.take(table, errors_count=False)
+            if extent.rows and (retried_before or extent.valid):
+                table = read_columns(self._published.source(number), opened.state_columns)
+                opened.take(table, errors_count=not retried_before)
         for path in self._journal.files(number, own=True):
             self._seen[path] = 0
             for batch in self._journal.batches(path):
-                opened.take(batch, errors_count=attempt_of(path) >= retried_before)
+                attempt = attempt_of(path)
+                opened.take(batch, errors_count=attempt >= retried_before, attempt=attempt)
                 self._seen[path] += 1
         return opened

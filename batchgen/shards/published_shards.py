@@ -7,8 +7,13 @@ from pathlib import Path
 
 from batchgen.shards.checked_file import Source, damaged
 from batchgen.shards.output_schema import OutputSchema
-from batchgen.shards.resume_state import ResumeState
-from batchgen.shards.shard_files import Extent, shard_extent, shard_files, shard_path
+from batchgen.shards.shard_files import (
+    Extent,
+    ResumeState,
+    shard_extent,
+    shard_files,
+    shard_path,
+)
 from batchgen.storage.job_storage import Storage
 from batchgen.util.errors import JobError
 
@@ -39,6 +44,7 @@ class PublishedShards:
         self._schema = schema
         self._rows_per_shard = rows_per_shard
         self._samples = samples
+        self._valid = 0 if schema.enough is None else schema.enough.valid
         self._storage = storage
         self.num_rows = num_rows
         if older is None:
@@ -50,20 +56,24 @@ class PublishedShards:
     @property
     def num_done(self) -> int:
         """How many output rows the published shards hold."""
-        return sum(extent.rows * extent.samples for extent in self.extents.values())
+        return sum(extent.num_answers for extent in self.extents.values())
 
     @property
     def num_leading_rows(self) -> int:
         """How many rows at the start of the data set are done, without a gap."""
         rows, shard = 0, 0
         while (extent := self.extents.get(shard)) is not None:
-            if extent.rows and extent.samples < self._samples:
+            if not self.has_all_samples(extent):
                 break
             rows += extent.rows
             if extent.rows < self._rows_per_shard:
                 break
             shard += 1
         return rows
+
+    def has_all_samples(self, extent: Extent) -> bool:
+        """Whether the rows of a shard have all their samples."""
+        return not extent.rows or (extent.samples, extent.valid) == (self._samples, self._valid)
 
     def complete(self) -> set[int]:
         """The shards that hold all their rows."""
@@ -74,7 +84,7 @@ class PublishedShards:
         rows = self._rows_per_shard
         if self.num_rows is not None:
             rows = max(0, min(rows, self.num_rows - number * rows))
-        return Extent(rows, self._samples if rows else 0)
+        return Extent(rows, self._samples, self._valid) if rows else Extent(0, 0)
 
     def exists(self, number: int) -> bool:
         return self._storage.exists(shard_path(self._data, number))
@@ -126,5 +136,5 @@ class PublishedShards:
         source = self.source(number)
         extent = shard_extent(source, self._schema, number * self._rows_per_shard)
         if extent.rows > self._rows_per_shard or extent.samples > self._samples:
-            raise damaged(source, f"{extent.rows * extent.samples} rows cannot be right")
+            raise damaged(source, f"{extent.num_answers} rows cannot be right")
         return extent

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ import pyarrow.parquet as pq
 
 from batchgen.leases.fsync import fsync_path
 from batchgen.shards.checked_file import CheckedFile, Source, damaged, seal
+from batchgen.shards.enough import Enough, KeptRows
 from batchgen.shards.row_order import KEYS, RowsInOrder
 from batchgen.util.errors import JobError
 
@@ -40,10 +43,47 @@ def shard_files(data: Path, names: Iterable[str] | None = None) -> dict[int, Pat
 
 @dataclass(frozen=True)
 class Extent:
-    """Which rows a published shard has: every sample of each of its first input rows."""
+    """Which rows a published shard has: every sample of each of its first input rows.
+
+    Attributes:
+        rows: how many input rows.
+        samples: how many samples of each; with `valid` at most so many.
+        valid: with how many valid samples a row is complete; 0 if each row has all `samples`.
+        answers: how many output rows; None for all `samples` of all `rows`.
+    """
 
     rows: int
     samples: int
+    valid: int = 0
+    answers: int | None = field(default=None, compare=False)
+
+    @property
+    def num_answers(self) -> int:
+        """How many output rows the shard has."""
+        return self.rows * self.samples if self.answers is None else self.answers
+
+
+@dataclass(frozen=True)
+class ResumeState:
+    """What the session's first worker found: the extents of published shards and the number of
+    finished output rows. The other workers read it instead of all shards and journals."""
+
+    extents: Mapping[int, Extent]
+    rows: int
+
+    def encoded(self) -> bytes:
+        extents = [[n, *_encoded(extent)] for n, extent in sorted(self.extents.items())]
+        return json.dumps({"rows": self.rows, "extents": extents}).encode()
+
+    @staticmethod
+    def decoded(content: bytes) -> ResumeState:
+        found = json.loads(content)
+        return ResumeState({n: Extent(*extent) for n, *extent in found["extents"]}, found["rows"])
+
+
+def _encoded(extent: Extent) -> list[int]:
+    figures = [extent.rows, extent.samples]
+    return [*figures, extent.valid, extent.num_answers] if extent.valid else figures
 
 
 def write_shard(
@@ -105,11 +145,15 @@ def _row_groups(batches: Sequence[pa.RecordBatch], schema: OutputSchema) -> Iter
     if not batches:
         return
     rows = RowsInOrder(batches)
+    kept = None if schema.enough is None else KeptRows(rows, schema.enough)
+    places = np.arange(len(rows.keys)) if kept is None else kept.places
     sizes = rows.column("num_generated_tokens") * schema.token_bytes + _ROW_BYTES
     sizes += 4 * rows.column("num_prompt_tokens")
-    group_of = np.cumsum(sizes) // ROW_GROUP_BYTES
-    for group in np.split(np.arange(len(group_of)), np.flatnonzero(np.diff(group_of)) + 1):
-        yield rows.table(group)
+    group_of = np.cumsum(sizes[places]) // ROW_GROUP_BYTES
+    begins = [0, *(np.flatnonzero(np.diff(group_of)) + 1).tolist(), len(places)]
+    for begin, end in itertools.pairwise(begins):
+        group = rows.table(places[begin:end])
+        yield group if kept is None else kept.filled(group, slice(begin, end))
 
 
 def shard_extent(path: Source, schema: OutputSchema, first_row: int) -> Extent:
@@ -123,10 +167,16 @@ def shard_extent(path: Source, schema: OutputSchema, first_row: int) -> Extent:
         last = {name: _greatest(meta, written.get_field_index(name)) for name in KEYS}
     if not written.equals(schema.arrow):
         raise damaged(path, "it has other columns than this job writes")
-    extent = Extent(last["row_index"] - first_row + 1, last["sample_index"] + 1)
     if not meta.num_rows:
         return Extent(0, 0)
-    if extent.rows * extent.samples != meta.num_rows:
+    rows, samples = last["row_index"] - first_row + 1, last["sample_index"] + 1
+    extent, is_whole = Extent(rows, samples), rows * samples == meta.num_rows
+    if schema.enough is not None:
+        if (by := Enough.of(written.metadata)) is None:
+            raise damaged(path, "it does not say when its rows have enough samples")
+        extent = Extent(rows, by.most, by.valid, meta.num_rows)
+        is_whole = samples <= by.most and rows <= meta.num_rows <= rows * by.most
+    if not is_whole:
         raise damaged(path, f"{meta.num_rows} rows cannot be right")
     return extent
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.dataset_columns import column_path
 from batchgen.leases.own_files import MANIFEST
+from batchgen.pipelines.record.step_folders import step_folder
 from batchgen.tables.table_formats import format_of
 from batchgen.util.errors import ConfigError
 from batchgen.util.package_files import PACKAGE_SCHEME
@@ -29,9 +30,10 @@ class SideTable:
     def __init__(self, path: str, name: str | None = None, split: str | None = None) -> None:
         """Open files as `dataset.path` has them, the folder of a complete job, or a data set of the
         hub, whose configuration and split can be named; ConfigError if that cannot be read."""
-        self._path, self._name, self._split = path, name, split
+        self._path, self._name, self._split = step_folder(path), name, split
         self._sources: dict[tuple[str, ...], Source] = {}
-        self._is_job = is_url(path) or (Path(path).expanduser() / MANIFEST).is_file()
+        there = Path(self._path).expanduser() / MANIFEST
+        self._is_job = is_url(path) or there.is_file()
 
     @property
     def fingerprint(self) -> str:

@@ -20,6 +20,7 @@ _PACKAGES = ("torch", "transformers", "datasets", "pyarrow", "xgrammar", "triton
 ROWS = "dataset rows"
 """The key in `Manifest.growing` of the number of rows that the job uses."""
 SAMPLES = "sampling.n"
+UNTIL_VALID, UNTIL_MOST = "sampling.until.valid", "sampling.until.most"
 READ_JOB = "read job"
 """What keys of `Manifest.fingerprints` begin with that are of other jobs, whose rows are read."""
 _DATASET = "dataset"
@@ -121,12 +122,13 @@ class Manifest:
             for key in dict.fromkeys([*olds, *news])
             if olds.get(key) != news.get(key)
         ]
-        samples, asked = self.growing.get(SAMPLES, 0), new.growing.get(SAMPLES, 0)
-        if asked < samples:
-            lines.append(
-                f"{SAMPLES}: {samples} → {asked} (a job can have more samples later, not fewer: "
-                f"use {SAMPLES}={samples} or more)"
-            )
+        for key in (SAMPLES, UNTIL_VALID, UNTIL_MOST):
+            samples, asked = self.growing.get(key, 0), new.growing.get(key, 0)
+            if key in new.growing and asked < samples:
+                lines.append(
+                    f"{key}: {samples} → {asked} (a job can have more samples later, not fewer: "
+                    f"use {key}={samples} or more)"
+                )
         if changed := self._changed_rows(new, digests, changed_row):
             lines.append(changed)
         return lines

@@ -29,7 +29,7 @@ from batchgen.util.errors import JobError
 _ROOM = 64 * 2**20
 """What stays free on the disk of the working folder."""
 _JOURNAL_FILE = ".journal"
-_FOLDERS = (DATA, JOURNAL, LEASES, WORKERS, "grades", "differing", ROWS)
+_FOLDERS = (DATA, JOURNAL, LEASES, WORKERS, "grades", "cost", "differing", ROWS)
 Stamp = tuple[int, int]
 
 

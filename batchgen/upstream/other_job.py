@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from batchgen.costs.chain_costs import all_steps
 from batchgen.dataset.source import ReadJob
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.grades.finished_shards import FinishedShards
@@ -49,7 +50,7 @@ class OtherJob(FinishedShards):
             depth = dict(identity.get("dataset") or {}).get("depth", 0)
             text = identity["output"]["text_column"]
             if type(text) is str and type(depth) is int and 0 <= depth < _MOST_DEPTH:
-                return ReadJob(name, digest, depth + 1), text
+                return ReadJob(name, digest, depth + 1, all_steps(reader.metrics, name)), text
             why = "text_column or depth"
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             why = f"{type(error).__name__}: {error}"

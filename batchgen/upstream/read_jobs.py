@@ -8,6 +8,8 @@ from pathlib import Path
 
 from batchgen.folder.open_folder import open_job, refuse_incomplete
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.pipelines.record.pipeline_record import step_of
+from batchgen.pipelines.record.step_folders import find_record, step_folder
 from batchgen.upstream.other_job import OtherJob
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url, user_folder
@@ -43,8 +45,8 @@ def _folders(path: str) -> list[str]:
                 f"{_KEY}: {path}: globs are for folders of this machine: write the jobs of an "
                 f"object store as a list ({_KEY}=[s3://BUCKET/a,s3://BUCKET/b])"
             )
-        return [user_folder(path, _KEY)]
-    folder = user_folder(path, _KEY)
+        return [step_folder(user_folder(path, _KEY))]
+    folder = step_folder(user_folder(path, _KEY))
     if not glob.has_magic(folder) or Path(folder).is_dir():
         return [folder]
     found = sorted(name for name in glob.glob(folder) if Path(name).is_dir())
@@ -72,12 +74,21 @@ def _is_same(folder: str, own: str) -> bool:
 
 def _names(folders: Sequence[str]) -> list[str]:
     """The shortest ends of the paths that differ: as many names of folders for each."""
-    parts = [
-        folder.partition("://")[2].split("/") if is_url(folder) else Path(folder).resolve().parts
-        for folder in folders
-    ]
+    parts = [_parts(folder) for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
             return names
     raise ConfigError(f"{_KEY}: {folders[0]} and another path are one folder: name it once")
+
+
+def _parts(folder: str) -> list[str]:
+    """The names on the way to a folder. A step of a pipeline goes by its own name, so that the ids
+    of its rows stay when its version changes."""
+    names = (
+        folder.partition("://")[2].split("/") if is_url(folder) else Path(folder).resolve().parts
+    )
+    step = step_of(names[-1])
+    if step is not None and find_record(folder.rpartition("/")[0] or ".") is not None:
+        return [*names[:-1], step]
+    return [*names]

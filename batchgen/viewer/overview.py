@@ -114,6 +114,8 @@ def _facts(job: JobView, known: JobSummary) -> list[Line]:
         facts.append(("speed", f"{known.tokens_per_s:,.0f} tokens/s"))
     if attempt.get("wall_s"):
         facts.append(("time", f"{duration(attempt['wall_s'])} (last run of the command)"))
+    if known.cost is not None:
+        facts.append(("device", known.cost))
     if attempt.get("started"):
         facts.append(("begun", str(attempt["started"])))
     return [(name, text) for name, text in facts if text not in ("None", "")]

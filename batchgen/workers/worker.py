@@ -26,7 +26,7 @@ from batchgen.leases.lease_files import (
 from batchgen.leases.lease_protocol import Lease, Member, Task, join, publish
 from batchgen.leases.process_identity import identity, is_gone
 from batchgen.leases.store_operations import Create, Names, Overwrite, Read, Steps, T, carry_out
-from batchgen.shards.resume_state import ResumeState
+from batchgen.shards.shard_files import ResumeState
 from batchgen.storage.job_storage import FolderStorage, Storage
 
 _OLDER = f"{LEASES}/older.json"

@@ -73,9 +73,10 @@ class StepTimer:
         self._ends: list[_Mark] = [mark() for _ in range(_RING)]
         self._labels: list[tuple[StepKind, int]] = []
         self._times: list[StepTime] = []  # Times of the steps whose marks were read.
+        self._taken = 0  # steps before those of `_labels` and `_times`
 
     def __len__(self) -> int:
-        """Return the number of steps begun since the last `reset`."""
+        """Return the number of steps begun since the last `reset` that were not taken."""
         return len(self._labels)
 
     def step(self, kind: StepKind, rows: int) -> Self:
@@ -99,27 +100,39 @@ class StepTimer:
         self._ends[self._slot].record()
 
     def steps(self) -> list[StepTime]:
-        """Return the times of all steps since the last `reset`, waiting for those still running."""
+        """Return the times of all steps since the last `reset` that were not taken, waiting for
+        those still running."""
         while len(self._times) < len(self._labels):
             self._read_oldest()
         return list(self._times)
+
+    def take(self) -> StepTime:
+        """Return the time of the oldest step and forget it, so that memory does not grow. Waits for
+        the step if it still runs."""
+        if not self._times:
+            self._read_oldest()
+        self._taken += 1
+        del self._labels[0]
+        return self._times.pop(0)
 
     def reset(self) -> None:
         """Drop the times of all steps."""
         self._labels.clear()
         self._times.clear()
+        self._taken = 0
 
     @property
     def _slot(self) -> int:
         """The index in the ring of the newest step's marks."""
-        return (len(self._labels) - 1) % _RING
+        return (self._taken + len(self._labels) - 1) % _RING
 
     def _read_oldest(self) -> None:
         """Read the marks of the oldest step that was not read yet, waiting for its end."""
-        index = len(self._times)
+        known = len(self._times)
+        index = self._taken + known
         start, end = self._starts[index % _RING], self._ends[index % _RING]
         idle = self._ends[(index - 1) % _RING].seconds_until(start) if index else 0.0
-        self._times.append(StepTime(*self._labels[index], start.seconds_until(end), idle))
+        self._times.append(StepTime(*self._labels[known], start.seconds_until(end), idle))
 
 
 def timed(

@@ -66,6 +66,29 @@ class RowMetadata:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageFeatures:
+    """What the N image tokens of a forward are, whose token ids say only that they are images."""
+
+    index: Tensor  # [N] int64, the indices of these tokens among the T tokens, all different
+    # [1 + K, N, hidden_size]: what stands in place of the tokens' embeddings, and what is added to
+    # the residual stream behind each of the first K layers.
+    values: Tensor
+
+    @property
+    def num_layers(self) -> int:
+        """K, the number of layers behind which something is added."""
+        return len(self.values) - 1
+
+    def put(self, embedded: Tensor) -> Tensor:
+        """Write the tokens' embeddings over those of their ids [T, hidden_size]."""
+        return embedded.index_copy_(0, self.index, self.values[0])
+
+    def add(self, stream: Tensor, layer: int) -> Tensor:
+        """Add to the finished residual stream [T, hidden_size] behind one of the first K layers."""
+        return stream.index_add_(0, self.index, self.values[1 + layer])
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardContext:
     """What the layers of one forward of T tokens read and write besides their activations."""
 
@@ -88,6 +111,9 @@ class ForwardContext:
     outputs: OutputTokens | None = None
     # The same as `kv_slots` for layers with a window; None for models without such layers.
     window_slots: Tensor | None = None
+    # [T] or [T, 3] int64, the positions that rotary tables are read at; None: the tokens' own.
+    rope_positions: Tensor | None = None
+    images: ImageFeatures | None = None  # None: no token is an image's
 
     def cache(self, layer: int, kind: type[C]) -> C:
         """Return what the layer with this index keeps; it must be of the given type."""

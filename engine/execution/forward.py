@@ -87,7 +87,7 @@ def run_forward(
         caches.columns,
         _joined(hidden_inputs) if model.reads_hidden else None,
         outputs,
-        _joined(window_slots) if window_slots else None,
+        window_slots=_joined(window_slots) if window_slots else None,
     )
     hidden: Tensor = model(
         _joined([part.inputs.input_ids for part in parts]),

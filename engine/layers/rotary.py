@@ -193,11 +193,18 @@ class RotaryTable:
     """The cosines and sines of all positions below `num_positions`, which all layers share.
 
     They are computed on the CPU, so that every device reads the same bits. `rotary_dim` values of a
-    head are rotated; in most models all.
+    head are rotated; in most models all. With `sections`, positions may have three axes, time, row
+    and column, of which each frequency reads one: these are the numbers of frequencies of each
+    axis, which take turns (M-RoPE, Wang et al. 2024, as Qwen3-VL interleaves it).
     """
 
     def __init__(
-        self, rope: DefaultRope, rotary_dim: int, num_positions: int, device: torch.device
+        self,
+        rope: DefaultRope,
+        rotary_dim: int,
+        num_positions: int,
+        device: torch.device,
+        sections: tuple[int, int, int] | None = None,
     ) -> None:
         angles = torch.outer(
             torch.arange(num_positions, device="cpu").float(), rope.inv_freq(rotary_dim)
@@ -207,10 +214,28 @@ class RotaryTable:
         torch.cos(angles, out=cos).mul_(rope.attention_scaling)
         torch.sin(angles, out=sin).mul_(rope.attention_scaling)
         self._table = table.to(device)
+        self._axes: Tensor | None = None
+        if sections is not None:
+            axes = axes_of_frequencies(rotary_dim // 2, sections)
+            self._axes = torch.cat((axes, axes)).to(device)
+            self._columns = torch.arange(rotary_dim, device=device)
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """Look up positions [T] int64: [T, R] float32, R/2 cosines, then R/2 sines."""
-        return self._table[positions]
+        """Look up positions [T] int64, or [T, 3] if there are sections: [T, R] float32, R/2
+        cosines, then R/2 sines."""
+        if positions.dim() == 1:
+            return self._table[positions]
+        assert self._axes is not None, "the table has one axis"
+        return self._table[positions[:, self._axes], self._columns]
+
+
+def axes_of_frequencies(number: int, sections: tuple[int, int, int]) -> Tensor:
+    """Return the axis that each of so many frequencies reads, [number] int64 on the CPU: 0 is time,
+    1 the row and 2 the column."""
+    index = torch.arange(number, device="cpu")
+    axis = index % 3
+    ends = torch.tensor([number, 3 * sections[1], 3 * sections[2]], device="cpu")
+    return torch.where(index < ends[axis], axis, 0)
 
 
 def rotary_order(head_dim: int, rotary_dim: int) -> Tensor | None:

@@ -44,6 +44,7 @@ def load_model(
     quantization: Quantization | None = None,  # `fp8` rounds weights of layers that are not in FP8
     native_fp8: bool | None = None,  # keep FP8 instead of dequantising; None: if the device can
     parallel: TensorParallel = ALONE,  # the ranks; only this one's weights are read
+    vision: bool = False,  # load the tower that reads images
 ) -> CausalLM:
     """Build the model of a checkpoint and load its weights, one tensor at a time.
 
@@ -65,6 +66,7 @@ def load_model(
         heads=heads,
         form=form,
         parallel=parallel,
+        vision=vision,
     )
     if load_format == "dummy":
         _fill_dummy(model)

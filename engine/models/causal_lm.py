@@ -18,11 +18,12 @@ from batchgen.engine.layers.embedding import Embedding, LogitsLayer
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import RotaryTable
+from batchgen.engine.layers.vision.vision_tower import VisionTower
 from batchgen.engine.layers.weight_slot import WeightSlot, named_parts, weight_slots
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.models.quantise import quantise_layer
 from batchgen.engine.models.token_model import TokenModel
-from batchgen.engine.parallel.tensor_parallel import ALONE, Stream, TensorParallel
+from batchgen.engine.parallel.tensor_parallel import ALONE, Stream, TensorParallel, summed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -53,13 +54,18 @@ class Decoder(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute hidden states after the final norm, as `TokenModel.forward` says."""
         stream: Stream = self.embed_tokens(input_ids)
+        if ctx.images is not None:
+            stream = ctx.images.put(summed(stream))
         tables = dict.fromkeys(self.rotaries)
-        turns = {table: None if table is None else table(positions) for table in tables}
+        places = positions if ctx.rope_positions is None else ctx.rope_positions
+        turns = {table: None if table is None else table(places) for table in tables}
         last = len(self.layers) - 1
         for index, (layer, table) in enumerate(zip(self.layers, self.rotaries, strict=True)):
             # The last layer writes its cache for all tokens, but computes results for the outputs.
             outputs = ctx.outputs if index == last else None
             stream = layer(stream, turns[table], ctx, outputs)
+            if ctx.images is not None and index < ctx.images.num_layers:
+                stream = ctx.images.add(summed(stream), index)
         hidden: Tensor
         hidden, _ = self.norm.of_stream(stream)
         return hidden
@@ -75,8 +81,8 @@ class CausalLM(TokenModel):
 
     `heads` are the wanted ones of `config.heads`, and become models that continue from this one's
     hidden states. With `form` a layer's weights are turned to FP8 before the next layer is made, so
-    memory never holds all in `dtype`. `skipped_parts` says in words for the user what of the
-    checkpoint was not loaded.
+    memory never holds all in `dtype`. With `vision` the model has the tower that reads images.
+    `skipped_parts` says in words for the user what of the checkpoint was not loaded.
     """
 
     hf_class: ClassVar[str]
@@ -93,6 +99,7 @@ class CausalLM(TokenModel):
         heads: Collection[str] = (),
         form: FP8Format | None = None,
         parallel: TensorParallel = ALONE,
+        vision: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -103,6 +110,8 @@ class CausalLM(TokenModel):
             excluded = (self.piece_name(name, config) for name in form.excluded)
             self.form = replace(form, excluded=tuple(excluded))
         self.skipped_parts: tuple[str, ...] = ()
+        self.visual = self._vision_tower() if vision else None
+        self.turns_by_axes = vision
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
         self.model = Decoder(
             Embedding(config.vocab_size, config.hidden_size, where=self.where),
@@ -115,6 +124,17 @@ class CausalLM(TokenModel):
             self.lm_head.weight = self.model.embed_tokens.weight
         self.count_parameters()
         self.heads: Mapping[str, TokenModel] = {name: self._head(name) for name in heads}
+
+    def _vision_tower(self) -> VisionTower:
+        config = self.config.vision
+        if config is None:
+            raise ValueError(f"{self.config.architecture} reads no images")
+        if self.parallel.size > 1:
+            raise ValueError(
+                f"tensor_parallel is {self.parallel.size}, and models that read images run on one "
+                "rank only: set tensor_parallel to 1"
+            )
+        return VisionTower(config, where=self.where)
 
     def _layer(self, index: int) -> DecoderLayer:
         layer = self.make_layer(index)
@@ -130,6 +150,12 @@ class CausalLM(TokenModel):
                     quantise_layer(part, place, self.form)
             head.count_parameters()
         return head
+
+    @property
+    def parameters_per_token(self) -> int:
+        """The vision tower's parameters are not counted: a token of text goes through none."""
+        tower = () if self.visual is None else self.visual.parameters()
+        return self.num_parameters - sum(parameter.numel() for parameter in tower)
 
     @classmethod
     def hf_config(cls) -> type[PretrainedConfig]:

@@ -15,6 +15,7 @@ from batchgen.engine.layers.rotary import (
     Llama3Rope,
     YarnRope,
 )
+from batchgen.engine.layers.vision.vision_config import VisionConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -80,6 +81,7 @@ class ModelConfig:
     form: FP8Format | None = None  # None: weights are not in FP8
     # the checkpoint says tied, but holds two weights that differ: both are used
     untied: bool = False
+    vision: VisionConfig | None = None  # None: it reads no images
 
     def __post_init__(self) -> None:
         check_positive(

@@ -36,6 +36,8 @@ MODELS: Mapping[str, ModelEntry] = {
     "Qwen3_5ForConditionalGeneration": ModelEntry("batchgen.engine.models.hybrids.qwen3_5"),
     "Qwen3_5MoeForCausalLM": ModelEntry("batchgen.engine.models.hybrids.qwen3_5_moe"),
     "Qwen3_5MoeForConditionalGeneration": ModelEntry("batchgen.engine.models.hybrids.qwen3_5_moe"),
+    "Qwen3VLForConditionalGeneration": ModelEntry("batchgen.engine.models.transformer.qwen3_vl"),
+    "Qwen3VLMoeForConditionalGeneration": ModelEntry("batchgen.engine.models.sparse.qwen3_vl_moe"),
     "SmolLM3ForCausalLM": ModelEntry("batchgen.engine.models.transformer.smollm3"),
     "SDARForCausalLM": ModelEntry("batchgen.engine.models.transformer.sdar"),
     "SDARMoeForCausalLM": ModelEntry("batchgen.engine.models.sparse.sdar_moe"),

@@ -45,7 +45,7 @@ class MTPHead(TokenModel):
     def __init__(self, target: CausalLM, layer: DecoderLayer, *, spared: int = 0) -> None:
         super().__init__()
         self.device, self.dtype = target.device, target.dtype
-        self.parallel = target.parallel
+        self.parallel, self.turns_by_axes = target.parallel, target.turns_by_axes
         self.hidden_size, self.vocab_size = target.hidden_size, target.vocab_size
         size = target.hidden_size
         self.pre_fc_norm_embedding = target.make_norm()
@@ -77,7 +77,8 @@ class MTPHead(TokenModel):
         assert ctx.hidden is not None
         embedded, _ = self.pre_fc_norm_embedding.of_stream(embed_tokens(input_ids))
         merged = torch.cat((embedded, self.pre_fc_norm_hidden(ctx.hidden)), -1)
-        cos_sin = None if rotary is None else rotary(positions)
+        places = positions if ctx.rope_positions is None else ctx.rope_positions
+        cos_sin = None if rotary is None else rotary(places)
         (layer,) = self.layers
         hidden: Tensor
         hidden, _ = self.norm.of_stream(layer(self.fc(merged), cos_sin, ctx, ctx.outputs))

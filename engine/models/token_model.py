@@ -40,6 +40,8 @@ class TokenModel(nn.Module, ABC):
     num_parameters: int  # on this rank; shared ones count once, scales do not
     weight_bytes: int  # on this rank, with scales
     parallel: TensorParallel = ALONE
+    # Whether tokens may be turned by other positions than their own (`rope_positions`).
+    turns_by_axes: bool = False
     # Once packed: why a token's bits depend on its batch, in words for the user; None if they do
     # not, and on a GPU, where batchgen makes no such promise.
     batch_dependence: str | None = None

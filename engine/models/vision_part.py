@@ -1,14 +1,31 @@
-"""Configurations of checkpoints with a vision tower, of which the decoder alone is loaded."""
+"""Checkpoints with a vision tower beside a decoder, which may be loaded without the tower."""
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from batchgen.engine.models.model_config import ModelConfig, fp8_format, own_dtype
+from batchgen.engine.images.image_span import ImageRules
+from batchgen.engine.layers.vision.vision_config import VisionConfig
+from batchgen.engine.models.model_config import (
+    ModelConfig,
+    check_positive,
+    fp8_format,
+    own_dtype,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+VISION_TOWER = "the vision tower"
+"""What users are told that was not loaded."""
+MROPE_KEYS = ("mrope_section", "mrope_interleaved")
+"""Keys of rotary parameters that make no difference to rows of text, whose positions on all three
+axes are equal."""
+_PREFIX = re.compile(r"(model\.language_model|language_model\.model|language_model)\.(?=\w)")
+_VISION = re.compile(r"(model\.)?visual\.")
 
 
 def text_config(hf: PretrainedConfig) -> PretrainedConfig:
@@ -25,6 +42,14 @@ def text_config(hf: PretrainedConfig) -> PretrainedConfig:
     return text
 
 
+def governed_text(hf: PretrainedConfig) -> PretrainedConfig:
+    """Return the decoder's part of Qwen3-VL's configuration, in which the value above it says
+    whether embedding and head share their weight, as transformers has it."""
+    text: PretrainedConfig = hf.text_config
+    text.tie_word_embeddings = hf.tie_word_embeddings
+    return text
+
+
 def text_part(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
     """Complete the decoder's configuration with what stands above its part of the checkpoint's.
 
@@ -37,3 +62,121 @@ def text_part(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
         dtype=dtype,
         form=fp8_format(hf) or config.form,
     )
+
+
+def with_tower(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
+    """Add the vision tower of Qwen3-VL's form to a decoder's configuration. A checkpoint whose
+    vocabulary lacks the image token has none that could be used. Raises ValueError if the engine
+    lacks something that the tower needs, which the message names."""
+    if hf.image_token_id >= config.vocab_size:
+        return config
+    vision = _vision_config(hf)
+    if len(vision.deepstack) >= config.num_layers:
+        raise ValueError(
+            f"deepstack_visual_indexes has {len(vision.deepstack)} entries, and must have fewer "
+            f"than the decoder has layers, {config.num_layers}"
+        )
+    if vision.out_size != config.hidden_size:
+        raise ValueError(
+            f"out_hidden_size of the vision tower is {vision.out_size}, and the decoder's "
+            f"hidden_size {config.hidden_size}: they must be equal"
+        )
+    return replace(config, vision=vision)
+
+
+def _vision_config(hf: PretrainedConfig) -> VisionConfig:
+    tower = hf.vision_config
+    if tower.hidden_act != "gelu_pytorch_tanh" or tower.in_channels != 3:
+        raise ValueError(
+            f"the vision tower has hidden_act {tower.hidden_act!r} and {tower.in_channels} colours;"
+            " supported are 'gelu_pytorch_tanh' and 3"
+        )
+    check_positive(
+        patch_size=tower.patch_size,
+        temporal_patch_size=tower.temporal_patch_size,
+        spatial_merge_size=tower.spatial_merge_size,
+        depth=tower.depth,
+        vision_hidden_size=tower.hidden_size,
+        vision_num_heads=tower.num_heads,
+        vision_intermediate_size=tower.intermediate_size,
+        out_hidden_size=tower.out_hidden_size,
+        num_position_embeddings=tower.num_position_embeddings,
+    )
+    side = math.isqrt(tower.num_position_embeddings)
+    if side**2 != tower.num_position_embeddings:
+        raise ValueError(
+            f"num_position_embeddings is {tower.num_position_embeddings}, and must be a square"
+        )
+    if tower.hidden_size % (4 * tower.num_heads):
+        raise ValueError(
+            f"the vision tower's hidden_size {tower.hidden_size} must be a multiple of 4 times its "
+            f"num_heads {tower.num_heads}"
+        )
+    return VisionConfig(
+        rules=ImageRules(
+            hf.image_token_id,
+            hf.video_token_id,
+            hf.vision_start_token_id,
+            hf.vision_end_token_id,
+            tower.patch_size * tower.spatial_merge_size,
+        ),
+        patch_size=tower.patch_size,
+        temporal_size=tower.temporal_patch_size,
+        merge_size=tower.spatial_merge_size,
+        depth=tower.depth,
+        width=tower.hidden_size,
+        num_heads=tower.num_heads,
+        mlp_size=tower.intermediate_size,
+        out_size=tower.out_hidden_size,
+        table_side=side,
+        rope_theta=_theta(tower.rope_parameters),
+        deepstack=_deepstack(tower),
+        mrope_sections=_sections(hf.text_config.rope_parameters),
+    )
+
+
+def _theta(parameters: dict[str, Any] | None) -> float:
+    theta = (parameters or {}).get("rope_theta", 10000.0)
+    if not isinstance(theta, int | float) or not theta > 1:
+        raise ValueError(f"rope_theta of the vision tower is {theta!r:.60}, and must be over 1")
+    return float(theta)
+
+
+def _deepstack(tower: PretrainedConfig) -> tuple[int, ...]:
+    """Return the blocks whose features the decoder's layers add; some towers have none."""
+    indexes = tuple(tower.to_dict().get("deepstack_visual_indexes") or ())
+    ascending = sorted({i for i in indexes if type(i) is int and 0 <= i < tower.depth})
+    if list(indexes) != ascending:
+        raise ValueError(
+            f"deepstack_visual_indexes is {indexes!r:.60}, and must be ascending blocks of the "
+            f"vision tower's {tower.depth}"
+        )
+    return indexes
+
+
+def _sections(parameters: dict[str, Any]) -> tuple[int, int, int]:
+    """Return the sections of multimodal rotary embedding, which must be interleaved."""
+    if not parameters.get("mrope_interleaved", True):
+        raise ValueError("mrope_interleaved is false, which is not supported for images")
+    sections = parameters.get("mrope_section")
+    if (
+        not isinstance(sections, list | tuple)
+        or len(sections) != 3
+        or not all(type(size) is int and 0 <= size < 2**16 for size in sections)
+    ):
+        raise ValueError(f"mrope_section is {sections!r:.60}, and must be three integers")
+    time, row, column = sections
+    return time, row, column
+
+
+def piece_beside_tower(name: str) -> str:
+    """Return what weight slots call a tensor of a checkpoint with a vision tower: without what
+    stands before the decoder's names, and before the tower's."""
+    if is_of_tower(name):
+        return _VISION.sub("visual.", name, count=1)
+    return _PREFIX.sub("" if name.startswith("language_model.lm_head") else "model.", name, 1)
+
+
+def is_of_tower(name: str) -> bool:
+    """Whether a checkpoint's tensor of this name belongs to the vision tower."""
+    return _VISION.match(name) is not None

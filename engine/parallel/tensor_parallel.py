@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.base.shard import Shard
+from batchgen.kernels.layers.rms_norm import rms_norm_of_sum
 from batchgen.kernels.layers.shared_part import SharedPart
 
 T = TypeVar("T")
@@ -81,12 +82,16 @@ Stream = Tensor | PendingSum | PendingParts
 
 
 def summed(stream: Stream) -> Tensor:
-    """Return a residual stream [T, H] with the sum over all ranks that is pending on it."""
+    """Return a residual stream [T, H] with the sums that are pending on it."""
+    if isinstance(stream, Tensor):
+        return stream
+    # The norms themselves are not wanted.
     if isinstance(stream, PendingSum):
         ones = torch.ones_like(stream.partial[:1]).flatten()
-        return stream.normed(ones, 1.0)[1]  # the norm itself is not wanted
-    assert isinstance(stream, Tensor), "parts are left to norms alone"
-    return stream
+        return stream.normed(ones, 1.0)[1]
+    x, (parts, shared) = stream.residual, stream.take()
+    rms_norm_of_sum(x, parts, shared, torch.ones_like(x[:1]).flatten(), 1.0)
+    return x
 
 
 class TensorParallel:

@@ -9,7 +9,7 @@
     python scripts/bench/bench_engine.py speculation replay --model qwen3-8b [--accuracy 0.7]
     python scripts/bench/bench_engine.py scoring [--model qwen3-8b] [--top 0,64]
     python scripts/bench/bench_engine.py dllm [--model sdar-8b] [--lengths 4,32]
-    python scripts/bench/bench_engine.py tensor-parallel [--parts sums,dense,experts]
+    python scripts/bench/bench_engine.py tensor-parallel [--model qwen3-30b-a3b] [--cache-gib 10]
 
 All modes take random weights, in bfloat16 on a GPU, or in FP8 with `--quantization fp8`, and in
 float32 on a CPU. Prompts are random, and EOS is ignored. Every mode writes its figures with `--json

@@ -64,7 +64,7 @@ def run_null_job(folder: Path, rows: int, per_step: int, kind: str, *, shown: bo
         nonlocal grading
         began = time.perf_counter()
         try:
-            return scores_of(*args)
+            return (yield from scores_of(*args))
         finally:
             grading += time.perf_counter() - began
 

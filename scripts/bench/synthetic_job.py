@@ -85,6 +85,12 @@ class InstantEngine:
     def running_lengths(self) -> npt.NDArray[np.int64]:
         return np.zeros(len(self._waiting), np.int64)
 
+    def measure_costs(self) -> None:
+        """Nothing is measured: no step takes a device's time."""
+
+    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+        return []
+
     def close(self) -> None:
         pass
 

@@ -237,15 +237,20 @@ def final_number(answer: str, form: Form) -> int | None:
     return value if type(value) is int else None  # True is an int too
 
 
-def _addition(random: Random) -> tuple[str, Problem]:
-    a, b = _up_to_3_digits(random), _up_to_3_digits(random)
+def sum_steps(a: int, b: int) -> list[str]:
+    """Return the steps of a sum of two numbers, a step for each digit, from the ones on."""
     steps, carry = [], 0
     for x, y in zip(_digits(a, b), _digits(b, a), strict=True):
         total = x + y + carry
         steps.append(f"{x}+{y}{'+1' if carry else ''}={total}")
         carry = total // 10
+    return steps
+
+
+def _addition(random: Random) -> tuple[str, Problem]:
+    a, b = _up_to_3_digits(random), _up_to_3_digits(random)
     low, high = sorted((a, b))
-    return f"{low}+{high}", _arithmetic(random, "add", f"{a} + {b}", steps, a + b)
+    return f"{low}+{high}", _arithmetic(random, "add", f"{a} + {b}", sum_steps(a, b), a + b)
 
 
 def _subtraction(random: Random) -> tuple[str, Problem]:

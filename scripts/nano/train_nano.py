@@ -44,10 +44,10 @@ from nano_problems import (
     problems,
     row_json,
 )
+from nano_tokenizer import build_tokenizer
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from batchgen import LLM, SamplingParams
 from batchgen.engine.base.engine_config import EngineConfig
@@ -57,37 +57,6 @@ MOST_TOKENS = 100
 """The most tokens of an answer in an exam."""
 NOISE_SEED = 1234
 """The seed of the noise of the held-out loss, which is always the same."""
-SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>")
-_CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Make the tokenizer: a token for each byte, whose id is its value, and four special ones."""
-    # The characters of bytes in byte-level vocabularies (GPT-2, Radford et al. 2019): a printable
-    # byte has its Latin-1 character; the others have those from U+0100 on, in order.
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    chars = [chr(byte if byte in printable else next(others)) for byte in range(256)]
-    raw = Tokenizer(models.BPE({char: byte for byte, char in enumerate(chars)}, []))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    raw.decoder = decoders.ByteLevel()
-    raw.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
-    pad, _, end, mask = SPECIALS
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        eos_token=end,
-        pad_token=pad,
-        mask_token=mask,
-        clean_up_tokenization_spaces=False,
-        model_max_length=512,
-    )
-    tokenizer.chat_template = _CHATML
-    return tokenizer
 
 
 def encode(rows: Iterable[Problem], form: Form, tokenizer: PreTrainedTokenizerBase) -> Batch:

@@ -43,6 +43,7 @@ from batchgen.prompts.row_prompts import Prompt
 
 LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
 TOP_LOGPROBS = OutputColumn("top_logprobs", np.dtype(np.float32), (2, 3))
+STEP_COST = 0.25
 MEMORY = MemoryPlan(2**30, 0, 2**29, num_blocks=65, kv_tokens=1024, total=None)
 BAD_PROMPT, BAD_REQUEST = 13, 17  # rows whose index is a multiple of one of these fail
 
@@ -198,6 +199,7 @@ class FakeEngine:
     closed: bool = False
     generated_tokens: int = 0
     _running: dict[str, _Running] = field(default_factory=dict)
+    _costs: dict[str, float] = field(default_factory=dict)
 
     def add_request(
         self,
@@ -208,7 +210,9 @@ class FakeEngine:
     ) -> None:
         assert request_id not in self._running
         if self.job.bad and prompt_token_ids[0] % BAD_REQUEST == 0:
-            raise RequestError("kv_cache_too_small", f"request {request_id} can never run")
+            raise RequestError(
+                "kv_cache_too_small", f"request {request_id.rpartition(chr(10))[2]} can never run"
+            )
         self._running[request_id] = _Running(
             request_id, prompt_token_ids, params, 1 + params.seed % 5
         )
@@ -222,8 +226,23 @@ class FakeEngine:
         return np.zeros(self.num_running, np.int64)
 
     @property
+    def running_ids(self) -> list[str]:
+        return list(self._running)[: self.num_running]
+
+    def abort(self, request_id: str) -> bool:
+        return self._running.pop(request_id, None) is not None
+
+    @property
     def max_num_seqs(self) -> int:
         return self.job.max_num_seqs
+
+    def measure_costs(self) -> None:
+        assert not self._running
+
+    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+        """A request costs STEP_COST for each of its steps."""
+        found, self._costs = self._costs, {}
+        return [*found.items()]
 
     def close(self) -> None:
         self.closed = True
@@ -237,6 +256,8 @@ class FakeEngine:
         finished = []
         for running in list(self._running.values())[: self.job.max_num_seqs]:
             running.steps_left -= 1
+            name = running.request_id
+            self._costs[name] = self._costs.get(name, 0.0) + STEP_COST
             waits = running.prompt[0] == self.job.straggler and self._others_run()
             if running.steps_left <= 0 and not waits:
                 finished.append(self._finish(running))

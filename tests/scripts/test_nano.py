@@ -22,8 +22,9 @@ from nano_problems import (
     problems,
     row_json,
 )
+from nano_tokenizer import build_tokenizer
 from safetensors.torch import load_file
-from train_nano import build_tokenizer, encode
+from train_nano import encode
 
 import batchgen
 

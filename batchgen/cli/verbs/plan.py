@@ -20,7 +20,7 @@ constraints, memory, disk, and the time as (low, likely, bound) with what is ass
                            output.dir names is taken by itself
   plan.probe=N             load the weights and run N rows, spread over the data, to see both
   plan.device=H100         plan for another device: {devices}
-  plan.price_per_hour=2.5  of the device; the plan then has a price
+  plan.price_per_hour=2.5  of the device, or budget.price_per_hour; the plan then has a price
   plan.most_bad=0.01       the largest share of bad rows with which the plan is good
 
 Exit codes: 0; 1 if the job would be refused for what was found (its output folder, memory, disk) or

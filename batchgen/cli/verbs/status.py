@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument("--json", action="store_true", help="print everything, as JSON")
     given = parser.parse_args(arguments)
-    from batchgen.folder.job_summary import status_line
+    from batchgen.folder.job_summary import JobSummary, status_line
     from batchgen.folder.open_folder import open_job
 
     reader = open_job(given.out)
@@ -38,6 +38,13 @@ def main(arguments: Sequence[str]) -> int:
     print(status_line(reader, given.out))
     if (facts := reader.row_facts) is not None:
         print(f"steps of rows: {facts.funnel}")
+    summary = JobSummary.of(reader.metrics, reader.config, name=given.out)
+    if (cost := summary.cost) is not None:
+        print(f"device: {cost}")
+    if (budget := reader.metrics.get("budget")) is not None:
+        from batchgen.budget.spending import shown_facts
+
+        print(f"budget: {shown_facts(budget)}")
     for line in lines(status, _num_shards(reader)):
         print(line)
     return 0

@@ -33,6 +33,7 @@ from batchgen.dataset.stored_json import read_back, stored_feature
 from batchgen.engine.constraint.json_schema.json_text import parse_json
 from batchgen.folder.job_metrics import OUTCOMES, constraint_outcome
 from batchgen.leases.own_files import refuse_links
+from batchgen.pipelines.record.step_folders import step_folder
 from batchgen.shards.checked_file import CheckedFile
 from batchgen.shards.shard_files import shard_files
 from batchgen.storage.manifest import Manifest
@@ -99,7 +100,8 @@ def validate(folder: str | Path) -> Report:
             constraints of their own and the folder does not hold these.
         JobError: a shard is damaged.
     """
-    path = short_user_path(folder_here(str(folder), "batchgen validate"), "OUT")
+    given = short_user_path(folder_here(str(folder), "batchgen validate"), "OUT")
+    path = Path(step_folder(str(given)))
     config, output = _config(path)
     text, column = output["text_column"], constraint_column(config)
     behind = output.get("reasoning_end") is not None

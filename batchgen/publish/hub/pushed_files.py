@@ -13,6 +13,7 @@ from typing import Any
 from batchgen.folder.open_folder import open_folder, refuse_incomplete
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.grades.folder_grades import GRADES
+from batchgen.pipelines.record.step_folders import step_folder
 from batchgen.publish.finished_rows import SET_FILE, is_set, set_facts
 from batchgen.shards.shard_files import shard_files
 from batchgen.util.errors import ConfigError
@@ -58,7 +59,7 @@ class PushedFolder:
         """Raise ConfigError if the folder is neither."""
         self.given = folder_here(given, "batchgen push")
         self._reader: JobFolderReader | None = None
-        self.path = user_path(given, "DIR")
+        self.path = Path(step_folder(str(user_path(given, "DIR"))))
         if self.path.is_file():
             raise ConfigError(
                 f"push takes folders, and {given} is a file: write a folder with `batchgen export "

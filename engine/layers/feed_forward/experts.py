@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -33,8 +34,9 @@ class Experts(nn.Module):
 
     A checkpoint may hold each projection of each expert in a tensor of its own
     (`experts.3.gate_proj.weight`), or all experts in one (`experts.gate_up_proj` [E, 2·I, H] and
-    `experts.down_proj` [E, H, I], with or without `.weight`). Weights are in panels where
-    `keeps_panels` says so. Each rank of tensor parallelism has consecutive whole experts.
+    `experts.down_proj` [E, H, I], with or without `.weight`; Qwen3-VL's have the last two axes the
+    other way round). Weights are in panels where `keeps_panels` says so. Each rank of tensor
+    parallelism has consecutive whole experts.
     """
 
     gate_up_proj: Tensor
@@ -49,7 +51,7 @@ class Experts(nn.Module):
         where: Placement,
     ) -> None:
         super().__init__()
-        self._inner, parallel = intermediate_size, where.parallel
+        self._hidden, self._inner, parallel = hidden_size, intermediate_size, where.parallel
         self._num_experts, self._parallel = num_experts, parallel
         own = parallel.share("num_experts", num_experts)
         self._first = parallel.rank * own
@@ -167,9 +169,10 @@ class Experts(nn.Module):
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield a slot for each projection of each expert, and one for each kind of all experts."""
         shard = self._parallel.shard(0, self._num_experts) if self._parallel.size > 1 else None
-        for whole, parameter, all_scales, parts in (
-            ("gate_up_proj", self.gate_up_proj, self.gate_up_scales, ("gate_proj", "up_proj")),
-            ("down_proj", self.down_proj, self.down_scales, ("down_proj",)),
+        both, hidden, inner = ("gate_proj", "up_proj"), self._hidden, self._inner
+        for whole, parameter, all_scales, parts, columns in (
+            ("gate_up_proj", self.gate_up_proj, self.gate_up_scales, both, hidden),
+            ("down_proj", self.down_proj, self.down_scales, ("down_proj",), inner),
         ):
             in_panels = are_panels(parameter)
             weights = rows_of_panels(parameter) if in_panels else parameter
@@ -201,6 +204,7 @@ class Experts(nn.Module):
                     weights,
                     tuple(pieces),
                     (source,),
+                    None if all_scales is not None else partial(_upright, columns=columns),
                     form=self.form,
                     scales=all_scales,
                     shard=shard,
@@ -221,6 +225,13 @@ class Experts(nn.Module):
             packed_products(self.down_proj, products),
         )
         del self.gate_up_proj, self.down_proj
+
+
+def _upright(tensors: Mapping[str, Tensor], columns: int) -> Tensor:
+    """Return the only tensor [E, N, columns], whose last axes may be the other way round."""
+    (weights,) = tensors.values()
+    turned = weights.shape[-2] == columns != weights.shape[-1]
+    return weights.transpose(-1, -2) if turned else weights
 
 
 def _empty_fp8(weights: Tensor, scale_rows: int) -> tuple[nn.Parameter, nn.Parameter]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,14 +20,18 @@ from batchgen.engine.models.sparse.moe_model import (
     num_experts,
 )
 from batchgen.engine.models.transformer.dense import dense_config
+from batchgen.engine.models.vision_part import (
+    MROPE_KEYS,
+    VISION_TOWER,
+    is_of_tower,
+    piece_beside_tower,
+)
 from batchgen.kernels.linear_attention.state_rows import CHUNK
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _LAYER_TYPES = ("linear_attention", "full_attention")
-_PREFIX = re.compile(r"(model\.language_model|language_model\.model|language_model)\.(?=\w)")
-_VISION = re.compile(r"(model\.)?visual\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +90,11 @@ class HybridForCausalLM(MoEForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Take away what checkpoints with a vision tower put before the decoder's names."""
-        return _PREFIX.sub("" if name.startswith("language_model.lm_head") else "model.", name, 1)
+        return piece_beside_tower(name)
 
     def skipped_part(self, name: str) -> str | None:
-        if _VISION.match(name):
-            return "the vision tower"
+        if self.visual is None and is_of_tower(name):
+            return VISION_TOWER
         if name.startswith(f"{MTP_HEAD}.") and MTP_HEAD not in self.heads:
             return "the head for multi-token prediction"
         return None
@@ -113,10 +115,7 @@ def hybrid_config(
     Raises ValueError if the engine lacks something it needs, which the message names.
     """
     values = hf.to_dict()
-    # Rows of text have the same position on all three axes of multimodal rotary embedding, so its
-    # sections make no difference.
-    sections = ("mrope_section", "mrope_interleaved")
-    rope, rotary_dim = partial_rope(hf.rope_parameters, hf.head_dim, sections)
+    rope, rotary_dim = partial_rope(hf.rope_parameters, hf.head_dim, MROPE_KEYS)
     dense = dense_config(
         hf,
         model,

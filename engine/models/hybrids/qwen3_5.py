@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.engine.models.hybrids.hybrid import HybridForCausalLM, hybrid_config
 from batchgen.engine.models.model_config import ModelConfig, extra_value
-from batchgen.engine.models.vision_part import text_config, text_part
+from batchgen.engine.models.vision_part import text_config, text_part, with_tower
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -25,13 +25,13 @@ class Qwen3_5ForCausalLM(HybridForCausalLM):
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """The decoder of a Qwen3.5 checkpoint with a vision tower, which is not loaded."""
+    """A Qwen3.5 checkpoint with a vision tower, which is loaded if rows have images."""
 
     hf_class = "Qwen3_5Config"
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        return text_part(hf, super().config_from_hf(text_config(hf)))
+        return with_tower(hf, text_part(hf, super().config_from_hf(text_config(hf))))
 
 
 def has_output_gate(hf: PretrainedConfig) -> bool:

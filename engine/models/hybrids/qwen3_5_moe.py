@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from batchgen.engine.models.hybrids.hybrid import HybridForCausalLM, hybrid_config
 from batchgen.engine.models.hybrids.qwen3_5 import has_output_gate, num_mtp_layers
 from batchgen.engine.models.model_config import ModelConfig
-from batchgen.engine.models.vision_part import text_config, text_part
+from batchgen.engine.models.vision_part import text_config, text_part, with_tower
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -30,10 +30,10 @@ class Qwen3_5MoeForCausalLM(HybridForCausalLM):
 
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
-    """The decoder of a Qwen3.5-MoE checkpoint with a vision tower, which is not loaded."""
+    """A Qwen3.5-MoE checkpoint with a vision tower, which is loaded if rows have images."""
 
     hf_class = "Qwen3_5MoeConfig"
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        return text_part(hf, super().config_from_hf(text_config(hf)))
+        return with_tower(hf, text_part(hf, super().config_from_hf(text_config(hf))))

@@ -88,7 +88,7 @@ class MoEForCausalLM(DenseForCausalLM):
 
     @property
     def parameters_per_token(self) -> int:
-        return self.num_parameters - len(self.family.moe_layers) * self.spared_parameters
+        return super().parameters_per_token - len(self.family.moe_layers) * self.spared_parameters
 
     @property
     def spared_parameters(self) -> int:

@@ -166,8 +166,10 @@ class DenseForCausalLM(CausalLM):
         """Make a table for each rope, for all positions that the model was made for."""
         family, positions = self.family, self.config.max_position_embeddings
         ropes = family.layer_ropes or (family.rope,) * self.config.num_layers
+        vision = self.config.vision
+        sections = vision.mrope_sections if vision is not None and self.turns_by_axes else None
         tables = {
-            rope: RotaryTable(rope, family.rotary_dim, positions, self.device)
+            rope: RotaryTable(rope, family.rotary_dim, positions, self.device, sections)
             for rope in dict.fromkeys(ropes)
             if rope is not None
         }

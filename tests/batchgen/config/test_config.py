@@ -144,7 +144,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
         "unknown group",
         ["+constraints={}"],
         "constraints is not a key: choose among model, dataset, rows, prompt, sampling, strategy, "
-        "constraint, engine, workers, launcher, post, score, output, progress",
+        "constraint, engine, workers, launcher, post, score, budget, output, progress",
     ),
     ("group gone", ["~engine"], "engine is missing: set it with engine=…"),
     ("key gone", ["~output.dir"], "output.dir is missing: set it with output.dir=…"),

@@ -67,8 +67,9 @@ def test_status_of_a_complete_job(tmp_path: Path, capsys: pytest.CaptureFixture[
     FakeJob(str(tmp_path), rows=5).run()
     capsys.readouterr()
     assert run_command(["status", str(tmp_path)]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
+    line, device = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{tmp_path}: complete, 10 rows, ")
+    assert device.startswith("device: ") and device.endswith(" s a row that was kept")
     assert run_command(["status", str(tmp_path / "x")]) == 2
 
 

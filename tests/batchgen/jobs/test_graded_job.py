@@ -26,6 +26,7 @@ from batchgen.grades.folder_grades import JobGrades
 from batchgen.grading.extract import Extract
 from batchgen.grading.grade import Grade
 from batchgen.jobs.run_job import run_job
+from batchgen.jobs.turns import alone
 from batchgen.scoring.samples import Samples
 from batchgen.util.errors import ConfigError
 
@@ -321,7 +322,7 @@ def test_shards_are_graded_while_the_job_goes_on(tmp_path: Path) -> None:
     config = replace(job(out).config(), post=(EXTRACT, grade))
     with grading_beside(out, config, needed=True) as beside:
         assert isinstance(beside, GradingProcess)
-        beside.finish(lambda: False)
+        alone(beside.finish(lambda: False))
         assert len(list((out / "grades").glob("part-*"))) == 6
     parts = {path: path.stat().st_ino for path in (out / "grades").glob("part-*")}
     assert JobGrades(out).make([EXTRACT, grade], "text", ScoreConfig()) == 0
@@ -368,7 +369,7 @@ def test_what_fails_beside_the_job_is_told_when_it_ends(tmp_path: Path) -> None:
     config = replace(job(out).config(), post=(EXTRACT, wrong))
     with grading_beside(out, config, needed=True) as beside:
         assert beside is not None
-        beside.finish(lambda: False)
+        alone(beside.finish(lambda: False))
     with pytest.raises(ConfigError, match="tagret"):
         JobGrades(out).make([EXTRACT, wrong], "text", ScoreConfig())
 

@@ -223,5 +223,7 @@ def test_metrics_count_while_the_job_runs_and_after_a_kill(
 
 
 def _unmarked(card: str, folder: str) -> str:
-    """The card without its folder and without the mark that makes its header like no other."""
+    """The card without its folder, without the mark that makes its header like no other, and
+    without what the rows took of the device."""
+    card = re.sub(r"\n- Time of the device: .*", "", card)
     return re.sub(r"batchgen \([0-9a-f]{16}\)", "batchgen", card.replace(folder, ""))

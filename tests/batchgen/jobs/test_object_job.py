@@ -85,7 +85,7 @@ def test_one_worker(files: FaultyFiles, tmp_path: Path) -> None:
     assert result.exit_code == 3 and f"{URL}/report.html" in result.message
     assert _data(files) == _whole(tmp_path, job)
     assert _top(files) == {
-        *(".locks", "README.md", "config.yaml", "data", "manifest.json", "metrics.json"),
+        *(".locks", "README.md", "config.yaml", "cost", "data", "manifest.json", "metrics.json"),
         "report.html",
     }
     card = bytes(files.store["/jobs/a/README.md"].getbuffer()).decode()

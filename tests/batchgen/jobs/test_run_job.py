@@ -119,7 +119,7 @@ def test_card_config_metrics(tmp_path: Path) -> None:
     for text in ("200", "error 26", "template_error 16", "tokens/s", str(tmp_path)):
         assert text in result.message
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *(".lock", "README.md", "config.yaml", "data", "manifest.json", "metrics.json")
+        *(".lock", "README.md", "config.yaml", "cost", "data", "manifest.json", "metrics.json")
     ]
 
 

@@ -67,6 +67,14 @@ def test_a_killed_worker_is_started_again_so_often(
     assert errors.count("worker 1 was killed (signal 9)\n") == 1
 
 
+def test_a_spent_budget_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is started again, and what the user is told is what a worker says."""
+    program = "note('x'); print('spent\\nstopped', file=sys.stderr); sys.exit(4)"
+    result = _launch(tmp_path, program)
+    assert (result.exit_code, result.message) == (4, "spent\nstopped")
+    assert _log(tmp_path) == ["x", "x"] and "── worker" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("code", "says"), [(2, 2), (1, 1)])
 def test_workers_that_are_refused_or_fail_at_once(
     tmp_path: Path, code: int, says: int, capsys: pytest.CaptureFixture[str]

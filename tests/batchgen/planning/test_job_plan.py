@@ -200,11 +200,22 @@ def test_a_probe_runs_rows_and_leaves_nothing(config: JobConfig) -> None:
 def test_a_probe_fills_the_engine_as_the_job_does(config: JobConfig) -> None:
     opened = open_job(config)
     sample = scan_rows(job_reading(config, opened)).sample
-    few = probe(config, opened, sample, 2, 22)
+    few = probe(config, opened, sample, 2, config.sampling.n, 22)
     assert few.counts is not None and few.counts.rows == len(few.answers) == 4
     assert few.full is not None and few.full.rows == 22
     assert few.full.decode_rows > 2 * few.full.decode_steps
-    assert probe(config, opened, sample, 11, 22).full is None
+    assert probe(config, opened, sample, 11, config.sampling.n, 22).full is None
+
+
+def test_a_plan_says_whether_the_budget_suffices(model: Path, rows: Path, tmp_path: Path) -> None:
+    limits = ["budget.tokens=10", "budget.minutes=1e6", "budget.price_per_hour=2"]
+    plan = planned(configured(model, rows, tmp_path / "out", *limits))
+    assert [one.verdict for one in plan.outlook] == ["will not suffice", "suffices"]
+    assert plan.price is not None and plan.outlook[0].needed.low > 10
+    assert plan.warnings == [
+        "the job will likely stop before its end, with exit code 4: " + plan.outlook[0].text
+    ]
+    assert not plan.errors and "budget.minutes suffices: 16666:40:00" in plan_text(plan)
 
 
 def test_a_folder_without_answers_is_no_example(config: JobConfig, tmp_path: Path) -> None:

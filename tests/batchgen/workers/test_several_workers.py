@@ -84,7 +84,7 @@ def test_four_workers_make_the_data_of_one(whole: SharedJob, tmp_path: Path) -> 
     # Copies of the last shards compute some rows twice, and no more than they have.
     assert computed.total() - len(computed) <= 4 * 8 * 2 * 2
     assert sorted(path.name for path in out.iterdir()) == [
-        ".lock", "README.md", "config.yaml", "data", "manifest.json", "metrics.json",
+        ".lock", "README.md", "config.yaml", "cost", "data", "manifest.json", "metrics.json",
     ]  # fmt: skip
     messages = [r.message for r in results if isinstance(r, JobResult)]
     assert sum("this worker has computed" in message for message in messages) == 3

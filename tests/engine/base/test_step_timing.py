@@ -132,3 +132,20 @@ def test_on_a_gpu_more_steps_than_marks(monkeypatch: pytest.MonkeyPatch) -> None
     steps = timer.steps()
     assert all(b.rows == a.rows + 1 for a, b in pairwise(steps)) and len(steps) == 100
     assert all(step.seconds > 0 and step.idle_before >= 0 for step in steps)
+
+
+def test_steps_that_were_taken_are_forgotten(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_timing, "_RING", 4)
+    timer = cpu_timer()
+    for i in range(1, 30):
+        clock.now += i / 8
+        clock.run(timer, "decode", i, float(i))
+        if i > 2:
+            step = timer.take()
+            assert (step.rows, step.seconds, step.idle_before) == (
+                i - 2,
+                i - 2,
+                (i > 3) * step.rows / 8,
+            )
+    assert [s.rows for s in timer.steps()] == [28, 29]
+    assert len(timer) == 2

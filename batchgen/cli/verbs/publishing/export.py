@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import pyarrow as pa
 
 from batchgen.cli.job_outcome import column_list, verb
 from batchgen.cli.verb_table import Parser
-from batchgen.folder.open_folder import open_job
-from batchgen.publish.finished_rows import is_set, open_rows
-from batchgen.publish.row_values import rows_where
-from batchgen.publish.trainers.export_files import text_file
+from batchgen.publish.finished_rows import open_rows
+from batchgen.publish.trainers.text_export import export_text
 from batchgen.publish.trainers.trainer_export import export_for
 from batchgen.publish.trainers.trainer_rows import FORMATS, Asked
-from batchgen.texts.row_json import row_reader
-from batchgen.texts.row_writers import WRITERS, spreadsheet
+from batchgen.texts.row_writers import WRITERS
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_path
-from batchgen.util.shorten import some_names
 
 _ABOUT = """\
 Write the rows of a job, or of a set that `select` made, in their order. Without --to and --where
@@ -134,59 +127,14 @@ def _for_trainers(given: Namespace, path: Path | None) -> int:
 
 def _as_text(given: Namespace, path: Path | None) -> int:
     """Write the columns of the rows as they are."""
-    form = given.format or _format_of(path)
-    if given.quote_formulas and form != "csv":
-        raise ConfigError(f"export --quote-formulas is for CSV, and the format is {form}")
-    source = _columns_of(given, form)
-    if form == "txt" and len(source.schema) != 1:
-        raise ConfigError("export --format txt writes one column: name one in --columns")
-    with text_file(path) as file:
-        write = (spreadsheet if given.quote_formulas else WRITERS[form])(file, source.schema.names)
-        count = 0
-        for row in source.rows:
-            write(row)
-            count += 1
+    count = export_text(
+        given.out,
+        path,
+        form=given.format,
+        columns=given.columns,
+        where=given.where,
+        quote=given.quote_formulas,
+    )
     if path is not None:
         print(f"{count:,} rows in {given.file}", file=sys.stderr)
     return 0
-
-
-class _Source(NamedTuple):
-    """The rows to write, with the columns of a schema."""
-
-    schema: pa.Schema
-    rows: Iterator[Mapping[str, Any]]
-
-
-def _columns_of(given: Namespace, form: str) -> _Source:
-    """The rows of a job that may still run, or those of which an expression is true."""
-    if given.where is not None or is_set(given.out):
-        rows = open_rows(given.out)
-        names = given.columns or ([rows.text_column] if form == "txt" else rows.schema.names)
-        if unknown := [name for name in names if name not in rows.schema.names]:
-            raise ConfigError(
-                f"the rows of {given.out} have no column {unknown[0]!r}: choose among "
-                f"{some_names(rows.schema.names, unknown[0])}"
-            )
-        schema = pa.schema([rows.schema.field(name) for name in names])
-        return _Source(schema, rows_where(rows, given.where, names))
-    reader = open_job(given.out)
-    columns = given.columns or ([reader.text_column] if form == "txt" else None)
-    schema = reader.fields(columns)
-    if schema is None:
-        shown = reader.storage.shown
-        raise ConfigError(f"no row of {shown} is finished yet: there is nothing to export")
-    return _Source(schema, map(row_reader(schema), reader.rows(schema.names)))
-
-
-def _format_of(path: Path | None) -> str:
-    """The format that a file's name says; JSON lines for standard output."""
-    if path is None:
-        return "jsonl"
-    suffix = Path(path.name.removesuffix(".gz")).suffix
-    name = {".json": "jsonl"}.get(suffix, suffix.removeprefix("."))
-    if name not in WRITERS:
-        raise ConfigError(
-            f"--out {path.name}: its name does not say the format: add --format jsonl, csv or txt"
-        )
-    return name

@@ -1,0 +1,75 @@
+"""What the jobs of a chain cost, step by step, and what that is for each row that was kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from batchgen.util.duration import duration
+
+
+@dataclass(frozen=True)
+class JobCost:
+    """What one job of a chain cost: its seconds of the device, and the rows that it made."""
+
+    job: str
+    device_s: float
+    rows: int
+
+    @property
+    def per_row(self) -> float:
+        return self.device_s / max(self.rows, 1)
+
+
+def own_cost(figures: Mapping[str, Any], job: str) -> JobCost | None:
+    """What metrics.json says of its own job; None if nothing was measured."""
+    seconds = figures.get("device_s")
+    if not isinstance(seconds, int | float) or not seconds:
+        return None
+    return JobCost(job, float(seconds), int(figures.get("rows", 0)))
+
+
+def read_steps(figures: Mapping[str, Any]) -> list[JobCost]:
+    """What metrics.json says of the jobs whose rows its job has read, the first one first."""
+    found = []
+    for one in figures.get("read_jobs") or ():
+        found.append(JobCost(str(one["job"]), float(one["device_s"]), int(one["rows"])))
+    return found
+
+
+def all_steps(figures: Mapping[str, Any], job: str) -> list[JobCost]:
+    """The jobs that were read, each once, and the job itself behind them."""
+    own = own_cost(figures, job)
+    return list(dict.fromkeys([*read_steps(figures), *([] if own is None else [own])]))
+
+
+def as_values(steps: Sequence[JobCost]) -> list[dict[str, Any]]:
+    """The costs as metrics.json has them."""
+    return [asdict(step) for step in steps]
+
+
+def cost_line(steps: Sequence[JobCost], kept: int, price_per_hour: float | None = None) -> str:
+    """What each step cost, and all of them for each row that was kept at the end."""
+    parts = [f"{step.job} {_seconds(step.device_s)}" for step in steps]
+    total = sum(step.device_s for step in steps)
+    text = " + ".join(parts) if len(parts) > 1 else _seconds(total)
+    if len(parts) > 1:
+        text += f" = {_seconds(total)}"
+    if price_per_hour is not None:
+        text += f" ({price_of(total, price_per_hour)})"
+    if kept:
+        text += f"; {_seconds(total / kept)} a row that was kept"
+        if price_per_hour is not None:
+            text += f" ({price_of(1000 * total / kept, price_per_hour)} for 1,000)"
+    return text
+
+
+def price_of(seconds: float, price_per_hour: float) -> str:
+    """What seconds of the device cost, in the currency of `price_per_hour`."""
+    return f"{seconds / 3600 * price_per_hour:,.2f}"
+
+
+def _seconds(seconds: float) -> str:
+    """Seconds as people read them, with three digits at least."""
+    return f"{seconds:,.3g} s" if seconds < 100 else duration(seconds)

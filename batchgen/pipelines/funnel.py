@@ -1,0 +1,120 @@
+"""How many rows each step of a pipeline had, and how many it kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.folder.job_metrics import Totals
+from batchgen.folder.open_folder import open_job
+from batchgen.folder.read_job import JobFolderReader
+from batchgen.storage.manifest import ROWS
+from batchgen.util.errors import ConfigError
+
+_HEADER = ("step", "read", "dropped", "rows", "answers", "errors", "kept", "state")
+_NOT_BEGUN = "not begun"
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What became of the rows of a step.
+
+    Attributes:
+        folder: where the step lies, as its name in the pipeline's folder.
+        state: as metrics.json says, or that it has not begun.
+        left: what was read, and what each choice among it has left, in order.
+        answers: how many are finished, with errors.
+        mark: the mean mark, if answers are graded.
+    """
+
+    name: str
+    folder: str
+    state: str = _NOT_BEGUN
+    left: Sequence[tuple[str, int]] = ()
+    answers: int = 0
+    errors: int = 0
+    mark: float | None = None
+
+    @property
+    def read(self) -> int | None:
+        """How many rows or answers there were to choose from."""
+        return self.left[0][1] if self.left else None
+
+    @property
+    def rows(self) -> int | None:
+        """How many rows the step has."""
+        return self.left[-1][1] if self.left else None
+
+    @property
+    def dropped(self) -> Sequence[tuple[str, int]]:
+        """What left rows out, and how many."""
+        pairs = zip(self.left, self.left[1:], strict=False)
+        return [(what, before - after) for (_, before), (what, after) in pairs if before > after]
+
+    @property
+    def kept(self) -> int:
+        """How many answers are no errors."""
+        return self.answers - self.errors
+
+    def cells(self) -> tuple[str, ...]:
+        """The line of the table, as texts."""
+        numbers = [
+            self.read,
+            None if self.read is None or self.rows is None else self.read - self.rows,
+            self.rows,
+            *((self.answers, self.errors, self.kept) if self.state != _NOT_BEGUN else ()),
+        ]
+        shown = ["–" if number is None else f"{number:,}" for number in numbers]
+        return (self.name, *shown, *["–"] * (6 - len(shown)), self.state)
+
+
+def funnel(out: str, folders: Mapping[str, str]) -> list[StepCounts]:
+    """The counts of all steps, given the names of their folders in the pipeline's."""
+    return [_counts(name, f"{out.rstrip('/')}/{at}", at) for name, at in folders.items()]
+
+
+def funnel_table(steps: Sequence[StepCounts]) -> str:
+    """The counts as lines for people."""
+    rows = [_HEADER, *(step.cells() for step in steps)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [text.rjust(width) for text, width in zip(row[1:-1], widths[1:-1], strict=True)]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    for step in steps:
+        if step.dropped:
+            why = ", ".join(f"{count:,} by {what}" for what, count in step.dropped)
+            lines.append(f"{step.name}: dropped {why}")
+    return "\n".join(lines)
+
+
+def _counts(name: str, folder: str, at: str) -> StepCounts:
+    try:
+        reader = open_job(folder)
+    except ConfigError:
+        return StepCounts(name, at)
+    metrics = reader.metrics
+    totals, score = Totals.of(metrics), metrics.get("score")
+    return StepCounts(
+        name,
+        at,
+        metrics.get("status", _NOT_BEGUN),
+        _left(reader, metrics),
+        totals.rows,
+        totals.error_rows,
+        None if score is None else score["avg"]["value"],
+    )
+
+
+def _left(reader: JobFolderReader, metrics: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """What was read, and what each choice among it has left."""
+    found = [(str(what), int(rows)) for what, rows in metrics.get("funnel", ())]
+    facts = reader.row_facts
+    rows = reader.manifest["growing"].get(ROWS) if facts is None else facts.read_rows
+    if not found and rows is not None:
+        found = [("rows", rows)]
+    if facts is not None:
+        found += [(step.short, step.rows_out) for step in facts.steps]
+    return found

@@ -1,0 +1,51 @@
+"""Runs a pipeline to its end, or goes on with one that was stopped or killed."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from batchgen.pipelines.funnel import StepCounts, funnel, funnel_table
+from batchgen.pipelines.make_sets import make_exports, push_all
+from batchgen.pipelines.open_pipeline import OpenPipeline
+from batchgen.pipelines.pipeline import Pipeline
+from batchgen.pipelines.run_steps import run_steps
+from batchgen.util.errors import ConfigError, JobError
+
+
+@dataclass(frozen=True)
+class PipelineResult:
+    """How a pipeline ended without an error."""
+
+    exit_code: int
+    stopped_by: int | None
+    message: str
+
+
+def run_pipeline(pipeline: Pipeline) -> PipelineResult:
+    """Run all steps, write the exports, and push what is to be pushed.
+
+    Raises:
+        ConfigError: there is a mistake in the pipeline or in a step.
+        JobError: a step cannot go on, or has too many errors. Finished rows are safe.
+    """
+    with OpenPipeline(pipeline) as opened:
+        opened.write()
+        try:
+            results = run_steps(opened)
+        except (ConfigError, JobError) as error:
+            error.add_note(funnel_table(counts(opened)))
+            raise
+        last = results[-1]
+        if last.stopped_by is not None or last.is_spent:
+            return PipelineResult(last.exit_code, last.stopped_by, last.message)
+        lines = [funnel_table(counts(opened)), *make_exports(opened)]
+        lines += push_all(opened, lambda line: print(line, file=sys.stderr))
+        lines.append(f"steps: batchgen show {pipeline.out}/STEP")
+        return PipelineResult(max(result.exit_code for result in results), None, "\n".join(lines))
+
+
+def counts(opened: OpenPipeline) -> list[StepCounts]:
+    """The counts of the current versions of all steps."""
+    current = opened.record.current
+    return funnel(opened.pipeline.out, {name: current[name] for name in opened.pipeline.steps})

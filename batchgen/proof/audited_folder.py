@@ -1,0 +1,82 @@
+"""Audits folders: those of jobs, and sets of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchgen.compose.compose_config import checked, compose_groups
+from batchgen.compose.job_file import read_job_file
+from batchgen.compose.trust import Trust
+from batchgen.config.job_config import JobConfig
+from batchgen.folder.open_folder import open_folder
+from batchgen.folder.read_job import JobFolderReader
+from batchgen.proof.audited_job import AuditedRow, audit_rows, open_parts, remarks
+from batchgen.proof.stored_rows import StoredRows
+from batchgen.storage.manifest import Manifest
+from batchgen.util.errors import ConfigError
+
+CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True)
+class Audited:
+    """The rows that were computed again, of `total`, and why they may differ."""
+
+    rows: Sequence[AuditedRow]
+    total: int
+    remarks: Sequence[str]
+
+
+def audit_folder(
+    given: str, rows: int, seed: int, overrides: Sequence[str] = (), trusted: Sequence[str] = ()
+) -> Audited:
+    """Compute rows of a job's folder again, which `seed` draws.
+
+    Args:
+        overrides: arguments `key=value` besides the folder's configuration.
+        trusted: what the user trusts, as of `--trust`.
+
+    Raises:
+        ConfigError: the folder does not hold enough, or model or data set are others.
+        JobError: a file is damaged, or the rows cannot be computed.
+    """
+    reader = open_folder(given, "audit")
+    config = config_of(reader, given, overrides, trusted)
+    stored = StoredRows(reader)
+    numbers = stored.choose(rows, seed)
+    tables = dict(zip(numbers, stored.rows(numbers), strict=True))
+    manifest = Manifest.read(reader.path / "manifest.json")
+    with closing(open_parts(config, manifest, given)) as parts:
+        found = audit_rows(config, parts, tables, reader.storage)
+    return Audited(found, stored.count, remarks(config, manifest))
+
+
+def config_of(
+    reader: JobFolderReader, given: str, overrides: Sequence[str], trusted: Sequence[str]
+) -> JobConfig:
+    """The configuration of a job's folder, with what was typed; ConfigError if it is not there, or
+    names code that the user does not trust."""
+    path = reader.path / CONFIG
+    if not path.is_file():
+        raise ConfigError(
+            f"{given} has no {CONFIG}, which says how the rows were made: they cannot be computed "
+            "again"
+        )
+    values, places = read_job_file(path)
+    return configured(values, places, path, overrides, trusted)
+
+
+def configured(
+    values: Mapping[str, Any],
+    places: Mapping[str, str],
+    path: Path,
+    overrides: Sequence[str],
+    trusted: Sequence[str],
+) -> JobConfig:
+    """The job that the values of a file at `path` and typed arguments describe."""
+    groups = compose_groups(values, overrides, places=places).groups
+    return checked(groups, Trust.of([path], trusted, overrides))

@@ -1,0 +1,161 @@
+"""One engine for several jobs, each of which sees it as its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.engine.base.outputs import RequestOutput
+from batchgen.jobs.generation import Engine
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from batchgen.engine.memory.memory_plan import MemoryPlan
+
+_BEHIND_NAME = "\n"
+"""Stands between the name of a job and its own id of a request."""
+
+
+class DivisibleEngine(Engine, Protocol):
+    """What several jobs need of an engine that they share."""
+
+    @property
+    def running_ids(self) -> list[str]:
+        """The ids of the requests that run, in the order of `running_lengths`."""
+        ...
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request."""
+        ...
+
+
+class SharedEngine:
+    """An engine that is built when the first job needs it, and that `step` lets run for all."""
+
+    def __init__(self, build: Callable[[], DivisibleEngine]) -> None:
+        self._build = build
+        self._engine: DivisibleEngine | None = None
+        self._ports: dict[str, EnginePort] = {}
+
+    def port(self, name: str) -> EnginePort:
+        """The engine as the job of this name sees it; the engine is built if it is not there."""
+        if self._engine is None:
+            self._engine = self._build()
+            self._engine.measure_costs()
+        self._ports[name] = EnginePort(name, self._engine, self._collect_costs)
+        return self._ports[name]
+
+    def _collect_costs(self, wait: bool) -> None:
+        """Hand each job what its requests cost."""
+        assert self._engine is not None
+        for name_and_id, seconds in self._engine.take_costs(wait=wait):
+            name, _, request_id = name_and_id.partition(_BEHIND_NAME)
+            self._ports[name].costs.append((request_id, seconds))
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests are in the engine."""
+        return sum(len(port.waiting) for port in self._ports.values())
+
+    def step(self) -> None:
+        """Run one step, and hand each output to the job that asked for it."""
+        assert self._engine is not None
+        for output in self._engine.step():
+            name, _, request_id = output.request_id.partition(_BEHIND_NAME)
+            self._ports[name].receive(request_id, output)
+
+    def close(self) -> None:
+        """Stop what works in the background."""
+        if self._engine is not None:
+            self._engine.close()
+
+
+class EnginePort:
+    """A shared engine as one job sees it: its requests, and of the tokens those of its own.
+
+    Attributes:
+        waiting: the job's ids of its requests that are in the engine.
+        costs: what requests of the job cost, until the job takes it.
+    """
+
+    def __init__(
+        self, name: str, engine: DivisibleEngine, collect_costs: Callable[[bool], None]
+    ) -> None:
+        self._prefix, self._engine = name + _BEHIND_NAME, engine
+        self._collect_costs = collect_costs
+        self.costs: list[tuple[str, float]] = []
+        self.waiting: set[str] = set()
+        self._finished: list[RequestOutput] = []
+        self._tokens = 0
+
+    def add_request(self, request_id: str, *asked: Any, **more: Any) -> None:
+        """Queue a request; as of the engine."""
+        self._engine.add_request(self._prefix + request_id, *asked, **more)
+        self.waiting.add(request_id)
+
+    def receive(self, request_id: str, output: RequestOutput) -> None:
+        """Keep a finished request until the job takes it."""
+        self.waiting.remove(request_id)
+        self._finished.append(dataclasses.replace(output, request_id=request_id))
+        self._tokens += len(output.token_ids)
+
+    def step(self) -> list[RequestOutput]:
+        """The requests that steps of the engine have finished since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def measure_costs(self) -> None:
+        """Costs are measured for all jobs since the engine was built."""
+
+    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+        """What the job's own requests cost, as of the engine."""
+        self._collect_costs(wait)
+        found, self.costs = self.costs, []
+        return found
+
+    def close(self) -> None:
+        """Take the requests that are left out of the engine, which goes on for other jobs."""
+        for request_id in self.waiting:
+            self._engine.abort(self._prefix + request_id)
+        self.waiting = set()
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of the job's requests, with those of unfinished ones."""
+        return self._tokens + int(self.running_lengths.sum())
+
+    @property
+    def num_running(self) -> int:
+        """How many of the job's requests run."""
+        return len(self.running_lengths)
+
+    @property
+    def running_lengths(self) -> npt.NDArray[np.int64]:
+        """How many tokens each of the job's requests that run has generated so far."""
+        is_own = [one.startswith(self._prefix) for one in self._engine.running_ids]
+        return self._engine.running_lengths[np.array(is_own, np.bool_)]
+
+    @property
+    def stats(self) -> DataclassInstance:
+        """What the engine has counted for all jobs."""
+        return self._engine.stats
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The most requests that run at the same time, of all jobs."""
+        return self._engine.max_num_seqs
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """How the device's memory is divided."""
+        return self._engine.memory
+
+    @property
+    def batch_dependence(self) -> str | None:
+        """As of the engine."""
+        return self._engine.batch_dependence

@@ -1,0 +1,74 @@
+"""The order of an image's patches, and the positions that the vision tower gives them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class PatchPositions(NamedTuple):
+    """The positions of an image's N patches, on the CPU."""
+
+    taps: Tensor  # [N, 4] int64, the learned positions around each patch
+    weights: Tensor  # [N, 4] float32, their shares by bilinear interpolation
+    cos: Tensor  # [N, D/2] float32, of the angles of a head's D/2 pairs
+    sin: Tensor  # [N, D/2] float32
+
+
+def patch_positions(
+    rows: int, columns: int, merge: int, *, side: int, head_dim: int, theta: float
+) -> PatchPositions:
+    """Compute the positions of a grid of patches. The patches of one token stand beside each other.
+
+    `side` is that of the square of learned positions, which is stretched over the grid, corner on
+    corner. Half of a head's pairs turn by a patch's row, the others by its column.
+    """
+    row, column = _grid(rows, columns, merge)
+    row_taps, row_weights = _taps(row, rows, side)
+    column_taps, column_weights = _taps(column, columns, side)
+    taps = (row_taps[:, :, None] * side + column_taps[:, None, :]).flatten(1)
+    weights = (row_weights[:, :, None] * column_weights[:, None, :]).flatten(1)
+    exponents = torch.arange(0, head_dim // 2, 2, device="cpu").float() / (head_dim // 2)
+    frequencies = 1.0 / theta**exponents
+    angles = torch.cat((row[:, None] * frequencies, column[:, None] * frequencies), dim=1)
+    return PatchPositions(taps, weights, angles.cos(), angles.sin())
+
+
+def _grid(rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
+    """Return the row and the column of each patch [N] float32, in the order of the patches."""
+    block = (rows // merge, merge, columns // merge, merge)
+    row = torch.arange(rows, device="cpu").float()[:, None].expand(rows, columns)
+    column = torch.arange(columns, device="cpu").float().expand(rows, columns)
+    return (
+        row.reshape(block).transpose(1, 2).flatten(),
+        column.reshape(block).transpose(1, 2).flatten(),
+    )
+
+
+def _taps(index: Tensor, size: int, side: int) -> tuple[Tensor, Tensor]:
+    """Return the two learned positions beside each place [N] on an axis of this size, and their
+    shares, both [N, 2]."""
+    source = index * (side - 1) / max(size - 1, 1)
+    floor = source.floor()
+    upper = source - floor
+    taps = torch.stack((floor, floor + 1), dim=1).long().clamp(max=side - 1)
+    return taps, torch.stack((1 - upper, upper), dim=1)
+
+
+def patches(pixels: Tensor, values: Tensor, patch: int, merge: int, frames: int) -> Tensor:
+    """Cut pixels [height, width, 3] uint8 into patches [N, 3 · frames · patch²], whose values are
+    `values` [256] at the pixels. All frames of a patch are alike."""
+    height, width, _ = pixels.shape
+    block = (height // patch // merge, merge, patch, width // patch // merge, merge, patch, 3)
+    cut = values[pixels.long()].reshape(block).permute(0, 3, 1, 4, 6, 2, 5)
+    # [rows, columns, merge, merge, colour, patch, patch]
+    cut = cut.unsqueeze(5).expand(*cut.shape[:5], frames, patch, patch)
+    return cut.reshape(-1, 3 * frames * patch**2)
+
+
+def normalised_values() -> Tensor:
+    """Return what each value of a pixel becomes, [256] float32 on the CPU: (u/255 - 0.5)/0.5. The
+    table has the same bits on every device; a GPU would multiply by a rounded 1/255."""
+    return (torch.arange(256, device="cpu").float() / 255 - 0.5) / 0.5

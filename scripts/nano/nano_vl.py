@@ -1,0 +1,319 @@
+"""nano_vl: Qwen3-VL's modules of transformers, their configuration, and a batch's way through."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from nano_pictures import PictureProblem, Size
+from nano_tokenizer import byte_tokenizer
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    PreTrainedTokenizerFast,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+SPECIALS = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
+    "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+PAD_ID, IM_START_ID, IM_END_ID, VISION_START_ID, VISION_END_ID, IMAGE_ID, VIDEO_ID = range(256, 263)
+VOCAB_SIZE = 264
+PATCH, MERGE = 16, 2
+FACTOR = PATCH * MERGE
+"""Pixels of a token's side."""
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' or 'image' in part or 'image_url' in part %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% elif 'text' in part %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+PROCESSOR: dict[str, Any] = {
+    "do_convert_rgb": True,
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "image_std": [0.5, 0.5, 0.5],
+    "merge_size": MERGE,
+    "patch_size": PATCH,
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+    "size": {"longest_edge": 64 * FACTOR**2, "shortest_edge": FACTOR**2},
+    "temporal_patch_size": 2,
+}
+"""What preprocessor_config.json says: pictures have 1 to 64 tokens."""
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer(SPECIALS, TEMPLATE)
+
+
+def model_config(args: Namespace) -> dict[str, Any]:
+    """Return the contents of config.json."""
+    text = {
+        "model_type": "qwen3_vl_text",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": PAD_ID,
+        "dtype": "bfloat16",
+        "eos_token_id": IM_END_ID,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": args.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": 8 * args.hidden_size // 3,
+        "max_position_embeddings": 512,
+        "num_attention_heads": 4,
+        "num_hidden_layers": args.layers,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_interleaved": True,
+            "mrope_section": [12, 10, 10],
+        },
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "vocab_size": VOCAB_SIZE,
+    }
+    vision = {
+        "model_type": "qwen3_vl",
+        "deepstack_visual_indexes": [0, 1],
+        "depth": args.depth,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": args.width,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": 4 * args.width,
+        "num_heads": args.width // 32,
+        "num_position_embeddings": 256,
+        "out_hidden_size": args.hidden_size,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+    }
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "dtype": "bfloat16",
+        "eos_token_id": IM_END_ID,
+        "image_token_id": IMAGE_ID,
+        "pad_token_id": PAD_ID,
+        "text_config": text,
+        "tie_word_embeddings": True,
+        "video_token_id": VIDEO_ID,
+        "vision_config": vision,
+        "vision_end_token_id": VISION_END_ID,
+        "vision_start_token_id": VISION_START_ID,
+    }
+
+
+class PictureBatch(NamedTuple):
+    """B rows of N tokens with P pictures each; picture p has one size in all rows.
+
+    Attributes:
+        ids: [B, N] int64, a prompt, its answer with an <|im_end|>, and padding of <|im_end|>.
+        positions: [3, B, N] int64, the rotary positions of the tokens.
+        prompt_lens: [B] int64.
+        lens: [B] int64, tokens of each prompt and answer.
+        pixels: for each picture [B, height, width, 3] uint8.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    prompt_lens: Tensor
+    lens: Tensor
+    pixels: tuple[Tensor, ...]
+
+
+Encoded = tuple[list[int], npt.NDArray[np.int16], int]
+"""A row's tokens, their positions [3, N], and the length of its prompt."""
+
+
+def encode(problem: PictureProblem) -> Encoded:
+    """Encode a problem with its answer, as the chat template writes the prompt."""
+    ids, columns, position = [IM_START_ID, *b"user\n"], [], 0
+    sizes = iter(picture.size for picture in problem.pictures)
+    spans: list[tuple[int, Size]] = []
+    for index, text in enumerate(problem.text.split("\0")):
+        if index:
+            size = next(sizes)
+            tokens = (size[0] // FACTOR) * (size[1] // FACTOR)
+            ids.append(VISION_START_ID)
+            spans.append((len(ids), size))
+            ids += [*[IMAGE_ID] * tokens, VISION_END_ID]
+        ids += text.encode()
+    ids += [IM_END_ID, *b"\n", IM_START_ID, *b"assistant\n"]
+    prompt = len(ids)
+    ids += [*problem.answer.encode(), IM_END_ID]
+    done = 0
+    for start, (height, width) in [*spans, (len(ids), (0, 0))]:
+        columns.append(np.arange(start - done) + [[position]] * 3)
+        position += start - done
+        rows, cells = height // FACTOR, width // FACTOR
+        row, cell = np.divmod(np.arange(rows * cells), max(cells, 1))
+        columns.append(np.stack([np.zeros_like(row), row, cell]) + position)
+        position += max(rows, cells)
+        done = start + rows * cells
+    return ids, np.concatenate(columns, axis=1).astype(np.int16), prompt
+
+
+class PictureModel:
+    """The model in training: pictures of one size go through the tower together."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.config = model_config(args)
+        AttentionInterface.register("by_picture", _attention_by_picture)
+        config = Qwen3VLConfig(**self.config | {"dtype": "float32"})
+        config._attn_implementation = "sdpa"
+        self.module: Any = Qwen3VLForConditionalGeneration(config).float()
+        self.module.model.visual.config._attn_implementation = "by_picture"
+        self.module.train()
+        draw_weights(self.module, args.layers, args.depth, args.seed)
+
+    def logits(self, batch: PictureBatch) -> Tensor:
+        """Compute logits [B, N, vocabulary]."""
+        model = self.module.model
+        embedded = model.language_model.embed_tokens(batch.ids)
+        layers, seen = None, batch.ids == IMAGE_ID
+        if batch.pixels:
+            features = [self.tower(pixels) for pixels in batch.pixels]
+            first, *layers = [
+                torch.cat(each, dim=1).flatten(0, 1) for each in zip(*features, strict=True)
+            ]
+            embedded = embedded.masked_scatter(seen[..., None], first.to(embedded.dtype))
+        hidden = model.language_model(
+            inputs_embeds=embedded,
+            position_ids=batch.positions,
+            visual_pos_masks=seen,
+            deepstack_visual_embeds=layers,
+            use_cache=False,
+        ).last_hidden_state
+        return self.module.lm_head(hidden)  # type: ignore[no-any-return]
+
+    def tower(self, pixels: Tensor) -> list[Tensor]:
+        """Compute what the language model gets of pictures [B, height, width, 3] uint8: their
+        embeddings and, for each deepstack layer, what is added, [B, tokens, hidden_size] each."""
+        visual = self.module.model.visual
+        count, height, width, _ = pixels.shape
+        rows, cells = height // PATCH, width // PATCH
+        values = (pixels.permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
+        # Patches stand in the order of tokens: the four of a token are beside each other.
+        shape = (count, 3, rows // MERGE, MERGE, PATCH, cells // MERGE, MERGE, PATCH)
+        patches = values.view(shape).permute(0, 2, 5, 3, 6, 1, 4, 7)
+        patches = patches.reshape(count * rows * cells, 3, 1, PATCH, PATCH)
+        hidden = visual.patch_embed(patches.expand(-1, -1, 2, -1, -1).flatten(1))
+        row, cell = _places(rows, cells, pixels.device)
+        hidden = hidden + _table(visual.pos_embed.weight, row, cell, rows, cells).repeat(count, 1)
+        head = hidden.shape[1] // visual.config.num_heads
+        rates = 10000 ** -(torch.arange(0, head // 2, 2, device=row.device) / (head // 2))
+        angles = torch.cat([row[:, None] * rates, cell[:, None] * rates], dim=1).repeat(count, 2)
+        ends = torch.tensor([0, len(hidden)], dtype=torch.int32)
+        layers: list[Tensor] = []
+        for index, block in enumerate(visual.blocks):
+            hidden = block(
+                hidden,
+                cu_seqlens=ends,
+                position_embeddings=(angles.cos(), angles.sin()),
+                patches=rows * cells,
+            )
+            if index in self.config["vision_config"]["deepstack_visual_indexes"]:
+                layers.append(visual.deepstack_merger_list[len(layers)](hidden))
+        return [each.view(count, -1, each.shape[1]) for each in (visual.merger(hidden), *layers)]
+
+
+def _places(rows: int, cells: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The row and the column of each patch of a picture, in the order of tokens."""
+    grid = torch.arange(rows * cells, device=device).view(rows, cells)
+    grid = grid.view(rows // MERGE, MERGE, cells // MERGE, MERGE).transpose(1, 2).flatten()
+    return grid // cells, grid % cells
+
+
+def _table(weight: Tensor, row: Tensor, cell: Tensor, rows: int, cells: int) -> Tensor:
+    """The learned positions of patches, read bilinearly from their square table."""
+    side = math.isqrt(len(weight))
+    by_row, by_column = (
+        _shares(place, count, side) for place, count in ((row, rows), (cell, cells))
+    )
+    return (by_row[:, :, None] * by_column[:, None, :]).flatten(1) @ weight
+
+
+def _shares(place: Tensor, count: int, side: int) -> Tensor:
+    """How much of each of the table's `side` lines a place of `count` takes, [places, side]."""
+    at = torch.linspace(0, side - 1, count, device=place.device)[place]
+    low = at.floor().long()
+    high = (low + 1).clamp(max=side - 1)
+    upper = (at - low)[:, None]
+    return F.one_hot(low, side) * (1 - upper) + F.one_hot(high, side) * upper
+
+
+def _attention_by_picture(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    patches: int = 0,
+    scaling: float | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Attention [1, heads, B·patches, d] in which each run of `patches` sees itself alone."""
+
+    def apart(states: Tensor) -> Tensor:
+        return states[0].view(states.shape[1], -1, patches, states.shape[3]).transpose(0, 1)
+
+    states = (apart(query), apart(key), apart(value))
+    out = F.scaled_dot_product_attention(*states, scale=scaling)
+    return out.transpose(1, 2).flatten(0, 1)[None], None
+
+
+def draw_weights(model: nn.Module, layers: int, depth: int, seed: int) -> None:
+    """Draw all matrices with a variance of one over their inputs; those that write to a residual
+    stream begin smaller in a deeper model."""
+    generator = torch.Generator().manual_seed(seed)
+    last = ("o_proj.weight", "down_proj.weight", "attn.proj.weight", "mlp.linear_fc2.weight")
+    for name, parameter in model.named_parameters():
+        if name.endswith("embed_tokens.weight"):
+            nn.init.normal_(parameter, std=0.06, generator=generator)
+        elif name.endswith("pos_embed.weight"):
+            nn.init.normal_(parameter, std=0.2, generator=generator)
+        elif parameter.dim() > 1:
+            std = parameter[0].numel() ** -0.5
+            if name.endswith(last):
+                std /= math.sqrt(2 * (depth if "visual" in name else layers))
+            nn.init.normal_(parameter, std=std, generator=generator)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+
+
+def answer_targets(batch: PictureBatch) -> Tensor:
+    """Return the token that follows each position, [B, N]; -100 where none of an answer does."""
+    index = torch.arange(batch.ids.shape[1] - 1, device=batch.ids.device)
+    counts = (index >= batch.prompt_lens[:, None] - 1) & (index < batch.lens[:, None] - 1)
+    return F.pad(batch.ids[:, 1:].masked_fill(~counts, -100), (0, 1), value=-100)
+
+
+def stack(rows: Sequence[Encoded], length: int) -> tuple[npt.NDArray[np.int16], ...]:
+    """Pad rows to a length: ids [B, N], positions [B, 3, N], prompt_lens [B] and lens [B]."""
+    ids = np.full((len(rows), length), IM_END_ID, np.int16)
+    positions = np.zeros((len(rows), 3, length), np.int16)
+    for row, (tokens, places, _) in enumerate(rows):
+        ids[row, : len(tokens)] = tokens
+        positions[row, :, : len(tokens)] = places
+    prompts = np.array([prompt for _, _, prompt in rows], np.int16)
+    return ids, positions, prompts, np.array([len(tokens) for tokens, _, _ in rows], np.int16)

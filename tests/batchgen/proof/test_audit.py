@@ -1,0 +1,167 @@
+"""Rows that are computed again are those of the shards, and what was changed is found."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from real_job import overrides, run, save_tokenizer
+
+from batchgen.__main__ import run_command
+from batchgen.proof.first_difference import first_difference
+from batchgen.proof.share_bound import most_different
+from batchgen.shards.checked_file import seal
+
+
+def rewrite(shard: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Change rows of a shard, as somebody would who wants to pass them off as computed."""
+    table = pq.read_table(shard)
+    rows = table.to_pylist()
+    change(rows)
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), shard)
+    seal(shard)
+
+
+@pytest.fixture
+def job(model: Path, rows: Path, tmp_path: Path) -> Path:
+    """A job with two samples of eleven rows, of which one shows its own number."""
+    out = tmp_path / "job"
+    prompt = "prompt.user='{{ q }} {{ row_index }}'"
+    run(overrides(model, rows, out, prompt, "output.columns=[logprobs,prompt_token_ids]"))
+    return out
+
+
+def audit(job: Path, *more: str) -> int:
+    return run_command(["audit", str(job), "--rows", "6", "--seed", "4", *more])
+
+
+def test_all_rows_are_equal_in_a_copy_that_was_published(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "elsewhere" / "copy"
+    copy.mkdir(parents=True)
+    shutil.copytree(job / "data", copy / "data")
+    for name in ("config.yaml", "manifest.json"):
+        shutil.copy(job / name, copy)
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
+    assert audit(copy) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    bound = 100 * (1 - 0.05 ** (1 / 6))
+    assert line == (
+        "6 of 6 rows (12 samples) equal to the bit, of 11, seed 4: at 95% fewer than "
+        f"{bound:.3g}% of all rows differ"
+    )
+    assert run_command(["audit", str(copy), "--rows", "99", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rows"], found["equal"], found["different"]) == (11, 11, [])
+    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
+
+
+def test_what_differs_is_named(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def change(rows: list[dict[str, Any]]) -> None:
+        rows[1]["token_ids"][2] += 1
+        rows[1]["text"] = "another"
+        rows[2]["logprobs"][3] = math.nextafter(rows[2]["logprobs"][3], 0) - 1e-6
+        rows[4]["text"] += "!"
+
+    rewrite(job / "data" / "part-00001.parquet", change)
+    assert audit(job, "--rows", "11") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("row r4: sample 1: token_ids[2] is ")
+    assert lines[1].startswith("row r5: sample 0: logprobs[3] is -")
+    assert lines[2].startswith("row r6: sample 0: text is '") and lines[2].endswith("!' there")
+    assert (
+        lines[3] == "8 of 11 rows (22 samples) equal to the bit, of 11, seed 4: these are all rows"
+    )
+
+
+def test_another_model_or_data_set_is_refused_by_name(
+    job: Path,
+    rows: Path,
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert audit(job, f"dataset.path={tmp_path}/gone.jsonl") == 2
+    assert "gone.jsonl" in capsys.readouterr().err
+    lines = rows.read_text().splitlines()
+    rows.write_text("\n".join([lines[0].replace(": ", ': "changed", "x": ', 1), *lines[1:]]))
+    assert audit(job) == 2
+    assert "made otherwise" in capsys.readouterr().err
+    rows.write_text("\n".join(lines) + "\n")
+    assert audit(job, "sampling.seed=4") == 2
+    assert "sampling.seed: 3 → 4" in capsys.readouterr().err
+    (job / "config.yaml").unlink()
+    assert audit(job) == 2
+    assert "has no config.yaml" in capsys.readouterr().err
+
+
+def test_code_of_a_stranger_is_not_run(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = (job / "config.yaml").read_text()
+    target = "batchgen.strategies.ar.strategy.ARStrategy"
+    assert target in config
+    (job / "config.yaml").write_text(config.replace(target, "os.system"))
+    assert audit(job) == 2
+    assert "it would run with your rights: strategy._target_ os.system" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["stream", "steps", "reader"])
+def test_rows_of_every_source(way: str, model: Path, rows: Path, tmp_path: Path) -> None:
+    """Streams are read from their start; steps and chains find each row where it comes from."""
+    first, out = tmp_path / "first", tmp_path / "out"
+    given = overrides(model, rows, out)
+    if way == "stream":
+        given.append("dataset.streaming=true")
+    elif way == "steps":
+        given.append("rows=[{Filter: {where: row_index % 2 == 1}}]")
+    else:
+        run(overrides(model, rows, first))
+        kept = [one for one in given if not one.startswith("dataset")]
+        where = "dataset.where=row_index > 2"
+        given = ["dataset=job", f"dataset.path={first}", "dataset.text_as=t", where, *kept]
+    run(given)
+    assert audit(out) == 0
+
+
+@given(st.integers(1, 400), st.data())
+def test_the_bound_is_where_five_percent_are_left(n: int, data: st.DataObject) -> None:
+    k = data.draw(st.integers(0, n - 1))
+    share = most_different(k, n)
+    left = sum(math.comb(n, i) * share**i * (1 - share) ** (n - i) for i in range(k + 1))
+    assert left == pytest.approx(0.05, rel=1e-6)
+    assert most_different(0, n) == pytest.approx(1 - 0.05 ** (1 / n))
+    assert most_different(n, n) == 1.0
+
+
+def test_differences_to_the_bit() -> None:
+    def table(**columns: Any) -> pa.Table:
+        return pa.table({name: pa.array([value]) for name, value in columns.items()})
+
+    same = table(a=[1.0, math.nan, None], b={"x": 1})
+    assert first_difference(same, table(a=[1.0, math.nan, None], b={"x": 1}), ["a", "b"]) is None
+    for other, says in (
+        (table(a=[1.0, -math.nan, None], b={"x": 1}), "a[1] is nan here, and nan there"),
+        (table(a=[1.0, math.nan], b={"x": 1}), "a has 3 entries here, and 2 there"),
+        (table(a=[1.0, math.nan, None], b={"x": 2}), "b is {'x': 1} here, and {'x': 2} there"),
+    ):
+        assert first_difference(same, other, ["a", "b"]) == says
+
+
+def test_a_tokenizer_is_part_of_the_model(
+    job: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    assert audit(job, "--rows", "1", f"model.path={copy}") == 0
+    save_tokenizer(copy, first="<pad>")
+    assert audit(job, f"model.path={copy}") == 2
+    assert "a different model, or its files have changed" in capsys.readouterr().err

@@ -1,0 +1,70 @@
+"""The vision tower and the positions of images against transformers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from vision_models import KINDS, RULES, SIDE, picture, prompt, their_inputs, theirs, vision_folder
+
+from batchgen.engine.images.image_span import find_spans, rope_positions, rope_shift
+from batchgen.engine.layers.vision.vision_positions import normalised_values, patches
+from batchgen.engine.loading.loader import load_model
+
+CPU = torch.device("cpu")
+SIZES = [(2, 3), (1, 1), (5, 2)]
+IMAGES = [picture(seed, *size) for seed, size in enumerate(SIZES)]
+
+
+def pixels(number: int) -> torch.Tensor:
+    return torch.from_numpy(IMAGES[number].load())
+
+
+def test_patches_have_the_bits_of_transformers_processor() -> None:
+    values = normalised_values()
+    ours = torch.cat([patches(pixels(i), values, 4, 2, 2) for i in range(3)])
+    assert torch.equal(ours, their_inputs([], IMAGES)["pixel_values"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_features_equal_transformers(kind: str) -> None:
+    model = load_model(vision_folder(kind), device=CPU, vision=True)
+    model.pack()
+    assert model.visual is not None
+    ours = model.visual([pixels(i) for i in range(3)])
+    inputs = their_inputs([], IMAGES)
+    found = theirs(kind).model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+    expected = [found.pooler_output, *(found.get("deepstack_features") or [])]
+    assert len(expected) == (1 if kind.startswith("qwen3_5") else 3)
+    torch.testing.assert_close(ours, torch.stack(expected), atol=2e-5, rtol=1e-5)
+    alone = [model.visual([pixels(i)]) for i in range(3)]
+    assert torch.equal(torch.cat(alone, dim=1), ours)  # an image's bits are its own
+    assert torch.equal(model.visual([pixels(2), pixels(0)]), torch.cat([alone[2], alone[0]], 1))
+
+
+def test_positions_equal_transformers() -> None:
+    ids = prompt([1, 2], IMAGES[0], [7, 8, 9], IMAGES[1], IMAGES[2], [10])
+    inputs = their_inputs(ids, IMAGES)
+    expected, delta = theirs("qwen3_vl").model.get_rope_index(
+        inputs["input_ids"], inputs["mm_token_type_ids"], inputs["image_grid_thw"]
+    )
+    spans = find_spans(ids, IMAGES, RULES)
+    assert rope_shift(spans) == int(delta)
+    whole = rope_positions(spans, 0, len(ids))
+    np.testing.assert_array_equal(whole.T, expected[:, 0].numpy())
+    for start in range(len(ids)):
+        for end in range(start, len(ids) + 1):
+            np.testing.assert_array_equal(rope_positions(spans, start, end), whole[start:end])
+    after = rope_positions(spans, len(ids), len(ids) + 2)
+    np.testing.assert_array_equal(after[:, 0], np.arange(len(ids), len(ids) + 2) + int(delta))
+
+
+def test_prompts_that_do_not_fit_their_images() -> None:
+    ids = prompt([1], IMAGES[0], [2])
+    with pytest.raises(ValueError, match="has 6 image tokens, and its 2 images take 7"):
+        find_spans(ids, IMAGES[:2], RULES)
+    ids.insert(5, 9)
+    with pytest.raises(ValueError, match="6 tokens of image 1 are not beside each other"):
+        find_spans(ids, IMAGES[:1], RULES)
+    assert IMAGES[0].width % (2 * SIDE)
