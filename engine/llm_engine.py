@@ -31,7 +31,7 @@ from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.memory.window_plan import window_needs
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.replicas import Abort, Add, Leader, Step
-from batchgen.engine.requests import Requests
+from batchgen.engine.requests import ImageLimits, Requests
 from batchgen.engine.rows.compile_queue import CompileQueue
 from batchgen.engine.rows.context_reader import ContextReader
 from batchgen.engine.rows.scheduled_batch import (
@@ -42,6 +42,7 @@ from batchgen.engine.rows.scheduled_batch import (
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.block_manager import BlockManager
+from batchgen.engine.scheduling.image_store import ImageStore
 from batchgen.engine.scheduling.prefill_policy import BatchLimits
 from batchgen.engine.scheduling.scheduler import Scheduler
 from batchgen.engine.scheduling.window_blocks import WindowBlocks
@@ -117,6 +118,12 @@ class LLMEngine:
         strategy.allocate(limits)
         self.memory: MemoryPlan = plan_memory(list(uses.values()), self.config)
         self._block_manager = self._make_block_manager(model, list(uses.values()))
+        self.images: ImageStore | None = None
+        limits_of_images = None
+        if model.visual is not None:
+            most = self.config.image_tokens
+            self.images = ImageStore(model.visual, most, model.device)
+            limits_of_images = ImageLimits(model.visual.config.rules, most)
         self._requests = Requests(
             tokenizer,
             eos_token_ids,
@@ -125,6 +132,7 @@ class LLMEngine:
             max_model_len=max_model_len,
             cache_capacity=self._block_manager.capacity,
             context_columns=uses[TARGET].columns,
+            images=limits_of_images,
         )
         self._runners = {name: self._make_runner(use) for name, use in uses.items()}
         self._runner = self._runners[TARGET]
@@ -133,7 +141,9 @@ class LLMEngine:
         strategy.attach(self._runners)
         rows = score_rows(model, self.config)
         windows = self._block_manager.window is not None
-        self._launcher = StepLauncher(strategy, self._runner, rows, timer, windows)
+        self._launcher = StepLauncher(
+            strategy, self._runner, rows, timer, self.images, windows=windows
+        )
         self._costs: StepCosts | None = None
         self._live: dict[str, Sequence] = {}
         special_ids = (*eos_token_ids, *model.config.never_generated)
@@ -179,6 +189,7 @@ class LLMEngine:
             chunk_multiple=chunk_multiple(model),
             counts=[count.name for count in strategy.counts],
             before_free=ContextReader(self._runner.caches.columns, config.block_size).read,
+            images=self.images,
         )
 
     def _make_runner(self, use: ModelUse) -> ModelRunner:
@@ -367,6 +378,7 @@ class LLMEngine:
         self._finished += self._leaving
         self._leaving = []
         batch = self.scheduler.schedule()
+        self._finished += self.scheduler.take_broken()
         if batch is not None:
             self.stats.count_batch(batch, self.scheduler)
             if self._costs is not None:
@@ -387,6 +399,8 @@ class LLMEngine:
         stats = self.stats
         stats.generated_tokens = self.scheduler.running.num_committed
         stats.counts = dict(self.scheduler.running.totals)
+        if self.images is not None:
+            stats.images, stats.image_tokens = self.images.num_images, self.images.num_tokens
         if self._finished:
             stats.strategy = dict(self.strategy.stats())
         outputs = [self._requests.output(seq) for seq in self._finished]

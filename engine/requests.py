@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from batchgen.engine.base.outputs import OutputColumn, RequestError, RequestOutput
 from batchgen.engine.images.image import Image
+from batchgen.engine.images.image_span import ImageRules, ImageSpan, find_spans
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import IncrementalDecoder, StopRule, decode
 from batchgen.engine.sampling.sampler import requested_columns
@@ -92,12 +93,20 @@ _ANSWER_OR_TOKENS = (
 )
 
 
+class ImageLimits(NamedTuple):
+    """How prompts hold images, and the most tokens that one may take."""
+
+    rules: ImageRules
+    image_tokens: int
+
+
 class Requests:
     """Checks requests and makes rows of them, and makes finished requests of rows.
 
     Args:
         tokenizer: decodes the output to text; None leaves texts empty and refuses stop strings and
             constraints.
+        images: how prompts hold images; None if the model reads none.
     """
 
     def __init__(
@@ -110,12 +119,14 @@ class Requests:
         max_model_len: int,
         cache_capacity: int,
         context_columns: abc.Sequence[OutputColumn] = (),
+        images: ImageLimits | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._strategy = strategy
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._cache_capacity = cache_capacity
+        self._images = images
         self._context_columns = tuple(context_columns)
         self._eos = {token_id: self._token_text(token_id) for token_id in eos_token_ids}
 
@@ -140,8 +151,7 @@ class Requests:
         if (answer is not None) != params.scores_answer:
             raise ValueError(_ANSWER_OR_TOKENS[answer is None])
         self._check_prompt(prompt, answer, params)
-        if images:
-            raise RequestError("images_unsupported", "this model reads no images")
+        spans = self._spans(prompt, images, answer)
         rule = self._stop_rule(prompt, params)
         if params.constraint is not None and not rule.stop_ids:
             raise ValueError(
@@ -150,7 +160,37 @@ class Requests:
             )
         columns = output_columns(params, self._strategy, self._context_columns)
         answer = answer or []
-        return Sequence(request_id, prompt + answer, params, rule, columns, len(answer))
+        never = () if self._images is None else self._images.rules.never_sampled
+        return Sequence(
+            request_id, prompt + answer, params, rule, columns, len(answer), spans, never
+        )
+
+    def _spans(
+        self, prompt: list[int], images: abc.Sequence[Image], answer: list[int] | None
+    ) -> tuple[ImageSpan, ...]:
+        """Find a prompt's images. Raises RequestError if they do not fit the prompt or engine."""
+        if self._images is None:
+            if images:
+                raise RequestError(
+                    "images_unsupported",
+                    "the prompt has images, and the model reads none: choose a model that does",
+                )
+            return ()
+        rules, most = self._images
+        try:
+            spans = find_spans(prompt, images, rules)
+        except ValueError as error:
+            raise RequestError("image_mismatch", str(error)) from error
+        if rules.image_token_id in (answer or ()):
+            raise RequestError("image_mismatch", "the answer has image tokens, which have no image")
+        for number, span in enumerate(spans, 1):
+            if span.num_tokens > most:
+                raise RequestError(
+                    "image_too_large",
+                    f"image {number} takes {span.num_tokens:,} tokens, and image_tokens is "
+                    f"{most:,}: scale it down, or raise image_tokens",
+                )
+        return spans
 
     def output(self, seq: Sequence) -> RequestOutput:
         """Make the finished request of a row that has ended."""

@@ -78,4 +78,5 @@ def sampling_inputs(seqs: Sequence[Row], device: torch.device) -> SamplingInputs
         stop_ids=[tuple(seq.stop.stop_ids) for seq in seqs],
         capacities=[seq.max_tokens for seq in seqs],
         device=device,
+        never_sampled=[seq.banned_ids for seq in seqs],
     )

@@ -35,6 +35,8 @@ class JoiningRows:
     # [B] int64, the rows' state slots; None for models without recurrent layers.
     state_slots: Tensor | None = None
     guide: Guide | None = None  # makes the masks of the constrained rows; None if there are none
+    # [B] int64, `ModelInputs.rope_shifts`; None for models that read no images.
+    rope_shifts: Tensor | None = None
     # [B, N] int64, their blocks of layers with a window; None for models without such layers.
     window_tables: Tensor | None = None
 
@@ -49,7 +51,8 @@ class JoiningRows:
             self.sampling.index_select(rows),
             None if self.state_slots is None else self.state_slots[index],
             Guide.of(seqs),
-            None if self.window_tables is None else self.window_tables[index],
+            None if self.rope_shifts is None else self.rope_shifts[index],
+            window_tables=None if self.window_tables is None else self.window_tables[index],
         )
 
 
@@ -132,6 +135,7 @@ class StepInputs(ABC):
             query_lens=np.ones_like(rows.context_lens),
             context_lens=rows.context_lens + 1,
             state_slots=rows.state_slots,
+            rope_shifts=rows.rope_shifts,
             window_tables=rows.window_tables,
         )
         sampling = rows.sampling.append(

@@ -20,9 +20,11 @@ from batchgen.engine.rows.scheduled_batch import (
     ScoreBatch,
 )
 from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.scheduling.image_store import ImageStore
 from batchgen.engine.scheduling.prefill_inputs import (
     block_tables,
     prefill_inputs,
+    rope_shifts,
     state_slots,
     window_tables,
 )
@@ -42,6 +44,7 @@ class StepLauncher:
         runner: the runner of the target.
         score_rows: how many tokens of answers are scored at once.
         timer: measures the steps; None measures nothing.
+        images: the images that rows are about to read; None if the model reads none.
         windows: whether some model has layers with a window.
     """
 
@@ -51,10 +54,12 @@ class StepLauncher:
         runner: ModelRunner,
         score_rows: int,
         timer: StepTimer | None,
-        windows: bool,
+        images: ImageStore | None = None,
+        *,
+        windows: bool = False,
     ) -> None:
         self._strategy, self._runner, self.timer = strategy, runner, timer
-        self._windows = windows
+        self._images, self._windows = images, windows
         self._scorer = Scorer(runner, score_rows)
 
     def launch(self, batch: ScheduledBatch, catch_up: Callable[[], None]) -> list[Launched]:
@@ -75,12 +80,13 @@ class StepLauncher:
         inputs = self._prefill_inputs(prefill)
         if isinstance(batch, PrefillBatch):
             with timed(self.timer, "prefill", len(batch.seqs)):
-                output = None
+                inputs, output = self._with_images(inputs, batch), None
                 if inputs is not None:  # Otherwise the prefix cache had all of it.
                     output = self._runner.prefill(inputs)
                 return [*self._scorer.score(batch, output), *self._join(batch, inputs, output)]
         decode = batch.decode
         with timed(self.timer, "mixed", decode.num_rows + len(prefill.seqs)):
+            inputs = self._with_images(inputs, prefill)
             step, prefilled = self._decode(decode, inputs, catch_up)
             scored = self._scorer.score(prefill, prefilled)
             return [(decode, step), *scored, *self._join(prefill, inputs, prefilled)]
@@ -122,6 +128,20 @@ class StepLauncher:
             states.begin(upload(slots, torch.int64, self._runner.device))
         hidden, device = self._strategy.needs_hidden, self._runner.device
         return prefill_inputs(batch, device, states is not None, hidden, self._windows)
+
+    def _with_images(
+        self, inputs: PrefillInputs | None, batch: PrefillBatch
+    ) -> PrefillInputs | None:
+        """Encode the images whose first tokens a prefill reads, and add what its image tokens are
+        to its inputs."""
+        images = self._images
+        if inputs is None or images is None or not any(seq.spans for seq in batch.seqs):
+            return inputs
+        images.encode()
+        features = images.features(batch)
+        for seq in batch.seqs:
+            images.drop(seq, seq.num_computed_tokens)
+        return inputs._replace(images=features)
 
     def _join(
         self, batch: PrefillBatch, prefill: PrefillInputs | None, output: ModelOutput | None
@@ -170,5 +190,8 @@ class StepLauncher:
             sampling_inputs(seqs, device),
             None if self._runner.states is None else state_slots(seqs, device),
             Guide.of(seqs),
-            upload(window_tables(seqs), torch.int64, device) if self._windows else None,
+            rope_shifts(seqs, device) if self._runner.model.turns_by_axes else None,
+            window_tables=upload(window_tables(seqs), torch.int64, device)
+            if self._windows
+            else None,
         )

@@ -42,9 +42,9 @@ from batchgen.util.errors import ConfigError
 
 _NOT_DECIDING = {
     "model": {"name", "path", "revision"},
-    "dataset": {"path", "limit"},
+    "dataset": {"path", "limit", "follow"},
     "sampling": {"n"},
-    "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report"},
+    "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report", "reuse"},
 }
 """Keys of each group that decide nothing about the content of a row."""
 _NEWER = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchgen.util.errors import ConfigError
+from batchgen.util.paths import is_url
 
 STDIN = "-"
 """The `dataset.path` of rows that come from standard input."""
@@ -37,6 +39,7 @@ class DatasetConfig:
     where: str | None = None
     text_as: str | None = None
     errors: Literal["drop", "keep"] | None = None
+    follow: bool = False
 
     def __post_init__(self) -> None:
         if self.kind in ("demo", "count"):
@@ -93,13 +96,25 @@ class DatasetConfig:
             _check(best is None or is_best, "best", f"null with dataset.rows={self.rows}", best)
             _check(bool(best) or not is_best, "best", "a column, with dataset.rows=best", best)
             _check(self.text_as != "", "text_as", "null or a name", self.text_as)
+            self._check_follow()
             return
+        _check(not self.follow, "follow", f"false for dataset={self.kind}", self.follow)
         for key in ("rows", "best", "where", "text_as", "errors"):
             if (value := getattr(self, key)) is not None:
                 raise ConfigError(
                     f"dataset.{key} must be null for dataset={self.kind}, got {value!r}: it is for "
                     "the rows of other jobs (dataset=job)"
                 )
+
+    def _check_follow(self) -> None:
+        """Check what can be followed."""
+        path = self.paths[0]
+        if self.follow and (len(self.paths) > 1 or glob.has_magic(path) or is_url(path)):
+            raise ConfigError(
+                f"dataset.follow=true reads one job in a folder of this machine, got {self.shown}: "
+                "wait until what it reads is complete and use dataset.follow=false (in a pipeline: "
+                "after: complete)"
+            )
 
     def _check_names(self) -> None:
         """Check which columns get other names."""

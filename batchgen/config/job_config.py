@@ -181,10 +181,14 @@ class OutputConfig:
     retry_errors: bool = False
     on_all_errors: Literal["stop", "continue"] = "stop"
     report: bool = True
+    reuse: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         _check(bool(self.dir), "output.dir", "a folder", self.dir)
         object.__setattr__(self, "dir", user_folder(self.dir, "output.dir"))
+        if self.reuse is not None:
+            folders = tuple(user_folder(folder, "output.reuse") for folder in self.reuse)
+            object.__setattr__(self, "reuse", folders)
         if len(set(self.columns)) != len(self.columns):
             raise ConfigError(f"output.columns names a column twice: {list(self.columns)}")
         for key in ("reasoning_end", "reasoning_start"):

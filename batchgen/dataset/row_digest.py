@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchgen.dataset.source import Following
+
 BLOCK = 1000
 """A digest ends after every such number of rows. Digests depend on it."""
 
@@ -38,9 +40,10 @@ def rows_digest(source: Tables, stop: int) -> list[str] | None:
     Names, order and types of the columns count, and all values. Where the rows lie, in how many
     files and in which format plays no part, as long as it gives the same types.
     """
-    if source.num_rows is None:
+    known = source.num_ready if isinstance(source, Following) else source.num_rows
+    if known is None:
         return None
-    assert stop <= source.num_rows
+    assert stop <= known
     digest, found = blake2b(digest_size=16), list[str]()
     for table in source.tables(stop, BLOCK):
         for name, column in zip(table.column_names, table.columns, strict=True):

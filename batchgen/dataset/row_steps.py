@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 from datasets import Features
 
-from batchgen.dataset.source import Row, Source
+from batchgen.dataset.source import Following, Left, ReadJob, Row, Source
 from batchgen.engine.base.outputs import RequestError
 from batchgen.grading.choices import BadChoices, RowStep
 from batchgen.grading.step import arrow_schema
@@ -53,10 +53,26 @@ class SteppedSource:
         self.columns = tuple(self.features)
         kept = [column for column in source.schema if column.name not in self._made]
         self.schema = pa.schema([*kept, *self._made.values()])
-        self.num_rows = source.num_rows
-        self.fingerprint = source.fingerprint
-        self.jobs = source.jobs
-        self.funnel = source.funnel
+
+    @property
+    def jobs(self) -> tuple[ReadJob, ...]:
+        """Those of the data set."""
+        return self._source.jobs
+
+    @property
+    def num_rows(self) -> int | None:
+        """See `Source`."""
+        return self._source.num_rows
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the data set."""
+        return self._source.fingerprint
+
+    @property
+    def funnel(self) -> tuple[Left, ...]:
+        """That of the data set."""
+        return self._source.funnel
 
     def rows(self, start: int = 0) -> Iterator[Row]:
         """See `Source`; the columns of the steps are added."""
@@ -86,3 +102,18 @@ class SteppedSource:
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
         """The rows as the data set has them, as of `Source`."""
         return self._source.tables(stop, size)
+
+
+class FollowedSteps(SteppedSource, Following):
+    """Rows that come while they are read, with the columns of steps."""
+
+    @property
+    def num_ready(self) -> int:
+        """See `Following`."""
+        assert isinstance(self._source, Following)
+        return self._source.num_ready
+
+    def learn(self, may_write: Callable[[], bool] = lambda: False) -> bool:
+        """See `Following`."""
+        assert isinstance(self._source, Following)
+        return self._source.learn(may_write)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -69,9 +70,10 @@ def funnel_line(funnel: Sequence[Left]) -> str:
 class Source(Protocol):
     """The rows of a job: at most `dataset.limit`, always in the same order.
 
-    A source is either random access (`num_rows` is known and every row can be read by its index) or
-    a stream, which is read from its start for every call of `rows`. While rows are read, a file
-    that cannot be read further raises ConfigError, and a network or a disk that fails JobError.
+    A source is random access (`num_rows` is known and every row can be read by its index), a
+    stream, which is read from its start for every call of `rows`, or `Following`. While rows are
+    read, a file that cannot be read further raises ConfigError, and a network or a disk that fails
+    JobError.
     """
 
     @property
@@ -125,3 +127,29 @@ class Source(Protocol):
         """What is read of the rows before `stop`, in tables of `size` rows, of which the last one
         may have fewer; of random access only."""
         ...
+
+
+class Following(ABC):
+    """What a `Source` is besides whose rows come while they are read.
+
+    Rows before `num_ready` can be read by their indices; `num_rows` is None until `learn` has found
+    that no more will come.
+    """
+
+    @property
+    @abstractmethod
+    def num_ready(self) -> int:
+        """How many rows are there, as far as is known."""
+
+    @abstractmethod
+    def learn(self, may_write: Callable[[], bool] = lambda: False) -> bool:
+        """Find out what has come since the last call; returns whether there was something.
+
+        Args:
+            may_write: whether this process is the one that writes down in the reader's folder
+                where rows come from. It is asked only if there is something to write.
+
+        Raises:
+            ConfigError: no row is left of all.
+            JobError: a file is damaged, or is another one than before.
+        """

@@ -64,6 +64,7 @@ class JobFolder:
         wait: float = 0.0,
         exclusive: Callable[[Path], bool] = lambda path: True,
         storage: Storage | None = None,
+        follows: bool = False,
     ) -> None:
         """Make the folder this job's, or take up the same job where it was left.
 
@@ -77,13 +78,14 @@ class JobFolder:
             wait: for how many seconds to wait for another worker that is opening the folder.
             exclusive: whether the folder is nobody else's, as far as can be known without the lock,
                 which does not reach other machines on every file system.
+            follows: whether rows come while the job runs, so that more of them are no other job.
 
         Raises:
             ConfigError: the folder cannot be written, holds files that are no job's or another
                 job's output, or is in use. Nothing in it has been changed then.
         """
         self.path = path
-        self._changed_row = changed_row
+        self._changed_row, self._row_digests, self._follows = changed_row, digests, follows
         self.storage = FolderStorage(path) if storage is None else storage
         try:
             refuse_folder(self.storage)
@@ -151,12 +153,21 @@ class JobFolder:
 
         This comes before the first row of the grown job is written. `more` are further lines.
         """
+        if self._follows:
+            self.settle(self._asked)
         if changed := [*self.manifest.grown(self._asked), *more]:
             asked, digests = self._asked, self.manifest.row_digests
             if asked.growing.get(ROWS) != self.manifest.growing.get(ROWS):
                 digests = self._digests()
             asked = replace(asked, row_digests=digests)
             self.update(self.manifest.goes_on(asked, changed, rows))
+
+    def settle(self, asked: Manifest) -> None:
+        """Write what the manifest says of rows that come while the job runs, as it is now."""
+        rows = asked.growing.get(ROWS)
+        assert isinstance(rows, int)
+        written = written_manifest(self.storage) or self.manifest
+        self.update(written.with_rows(asked, self._row_digests(rows)))
 
     def update(self, manifest: Manifest) -> None:
         """Write another manifest of the same job."""
@@ -170,6 +181,8 @@ class JobFolder:
         if found is None:
             raise self._lock.in_use()
         self.manifest = found
+        if self._follows:
+            manifest = manifest.with_rows(found, found.row_digests)
         others = self.manifest.differences(manifest, digests) or self.manifest.grown(manifest)
         if others:
             error = self._lock.in_use()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import resource
 import socket
 import sys
@@ -36,10 +37,12 @@ class Attempt:
 
     Attributes:
         rows_resumed: output rows that earlier attempts had written.
+        rows_copied: those of its rows that it has copied from older jobs; no tokens are counted of
+            them.
         rows_total: output rows of the whole job; None if that is not known.
         status: how it ended. If it was killed, the file still says `running`, and the next attempt
             changes that to `killed`.
-        rows: output rows that it has computed, with error rows.
+        rows: output rows that it has computed or copied, with error rows.
         wall_s: seconds since the attempt began, with the loading of the weights.
         generate_s: seconds since the engine began.
         memory: how the engine divides the device's memory, in bytes; empty without an engine.
@@ -47,6 +50,7 @@ class Attempt:
         session: a text that is the same for workers that ran beside each other.
         batch_dependence: why a token's bits depend on what else is in the batch, as was found out
             on this CPU; None if they do not, and on a GPU.
+        devices: between how many its model is divided.
         device_s: seconds that the engine's steps took of the device.
     """
 
@@ -57,6 +61,7 @@ class Attempt:
     host: str = field(default_factory=socket.gethostname)
     rows: int = 0
     error_rows: int = 0
+    rows_copied: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     wall_s: float = 0.0
@@ -69,6 +74,8 @@ class Attempt:
     device_s: float = 0.0
     worker: int = 0
     session: str = ""
+    pid: int = field(default_factory=os.getpid)
+    devices: int = 1
 
 
 OUTCOMES = {
@@ -243,6 +250,11 @@ class Metrics:
         return self.attempt.generated_tokens / max(self.attempt.generate_s, 1e-9)
 
     @property
+    def rows_copied(self) -> int:
+        """How many rows all attempts have copied from older jobs."""
+        return sum(attempt.get("rows_copied", 0) for attempt in self._attempts())
+
+    @property
     def age(self) -> float:
         """The seconds since this attempt began."""
         return time.monotonic() - self._started
@@ -285,6 +297,8 @@ class Metrics:
         if self.read_jobs:
             summary["read_jobs"] = as_values(self.read_jobs)
         tokens = sum(attempt["generated_tokens"] for attempt in attempts)
+        if self.rows_copied:
+            summary["rows_copied"] = self.rows_copied
         summary["tokens_per_s"] = round(tokens / max(summary["generate_s"], 1e-3), 1)
         if self.budget is not None:
             summary["budget"] = self.budget()

@@ -37,6 +37,7 @@ class JobSummary:
     wall_s: float = 0.0
     generate_s: float = 0.0
     row_facts: IndexFacts | None = None
+    rows_copied: int = 0  # from older jobs, instead of being computed
     costs: Sequence[JobCost] = ()  # of the jobs whose rows it has read, and its own
 
     @classmethod
@@ -58,6 +59,7 @@ class JobSummary:
             metrics.get("wall_s", 0.0),
             metrics.get("generate_s", 0.0),
             row_facts,
+            metrics.get("rows_copied", 0),
             all_steps(metrics, name),
         )
 
@@ -124,6 +126,8 @@ def status_line(reader: JobFolderReader, name: str) -> str:
         facts = [f"{rows:,} of {total:,} rows ({rows / max(total, 1):.0%})"]
     if errors:
         facts.append(counted(errors, "error"))
+    if job.rows_copied:
+        facts.append(f"{job.rows_copied:,} copied")
     if job.tokens_per_s:
         facts.append(f"{job.tokens_per_s:,.0f} tokens/s")
     if job.status == "running" and total is not None and (speed := _rows_per_s(job.attempts)):
@@ -136,7 +140,8 @@ def status_line(reader: JobFolderReader, name: str) -> str:
 def _rows_per_s(attempts: Sequence[Mapping[str, Any]]) -> float:
     """How many rows the workers that run compute in a second, all together."""
     running = [one for one in attempts if one["status"] == "running" and one["generate_s"]]
-    return sum(float(one["rows"] / one["generate_s"]) for one in running)
+    rows = [(one["rows"] - one.get("rows_copied", 0), one["generate_s"]) for one in running]
+    return sum(float(number / took) for number, took in rows)
 
 
 def _counted_rows(reader: JobFolderReader) -> tuple[int, int]:
@@ -160,9 +165,13 @@ def end_table(
         report: the path or URL of report.html, if it was made.
     """
     totals, attempt = job.totals, job.attempt
-    resumed = attempt.get("rows_resumed")
+    more = []
+    if resumed := attempt.get("rows_resumed"):
+        more.append(f"{resumed:,} from before")
+    if job.rows_copied:
+        more.append(f"{job.rows_copied:,} copied from older jobs")
     lines = [
-        ("rows", f"{totals.rows:,}" + (f" ({resumed:,} from before)" if resumed else "")),
+        ("rows", f"{totals.rows:,}" + (f" ({', '.join(more)})" if more else "")),
         *([] if job.row_facts is None else [("steps of rows", job.row_facts.funnel)]),
         ("finish reasons", _counts(totals.finish_reasons)),
         ("errors", _counts(totals.errors)),

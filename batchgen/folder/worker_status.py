@@ -10,7 +10,6 @@ from typing import Any
 from batchgen.folder.job_summary import tokens_per_s
 from batchgen.leases.failure_detector import read_beat
 from batchgen.leases.lease_files import (
-    FINISH,
     LEASES,
     WORKERS,
     lease_name,
@@ -74,7 +73,7 @@ def read_status(storage: Storage, stale_after: float) -> Status:
     open_shards = {
         shard: epoch
         for shard, epoch in board.epochs.items()
-        if shard != FINISH and shard not in board.done | board.quarantined
+        if shard >= 0 and shard not in board.done | board.quarantined
     }
     owners = {s: _lease(storage, lease_name(s, epoch)) for s, epoch in open_shards.items()}
     copiers = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,8 +46,8 @@ class FinishedShard:
     digest: str
 
 
-class FinishedShards:
-    """Rows that do not change any more, by shard, and what their grades say of each.
+class GradedShards(ABC):
+    """Shards of rows, and what their grades say of each.
 
     Attributes:
         given: the folder, as people call it.
@@ -53,22 +55,46 @@ class FinishedShards:
         schema: the columns of the rows.
         grade_schema: the columns of the grades, without those that every row has; empty without
             grades.
-        total: how many rows there are, samples and errors included.
-        fingerprint: another one if any byte of the rows is another one.
     """
 
-    def __init__(self, storage: Storage, given: str) -> None:
-        """Look at the ends of all files.
+    shards: list[FinishedShard]
+    schema: pa.Schema
+    grade_schema: pa.Schema
 
-        Raises:
-            ConfigError: there are no rows.
-            JobError: a file is damaged, or not there.
-        """
+    def __init__(self, storage: Storage, given: str) -> None:
         self.given, self.storage = given, storage
-        self.shards, self.schema = self._look_at_shards()
-        self.total = self.shards[-1].first + self.shards[-1].ends[-1]
-        self.fingerprint = fingerprint_text(*(shard.digest for shard in self.shards))
-        self.grade_schema, self._grades_fault = self._look_at_grades()
+
+    @property
+    def total(self) -> int:
+        """How many rows there are, samples and errors included."""
+        return self.shards[-1].first + self.shards[-1].ends[-1] if self.shards else 0
+
+    @property
+    def fingerprint(self) -> str:
+        """Another one if any byte of the rows is another one."""
+        return fingerprint_text(*(shard.digest for shard in self.shards))
+
+    @abstractmethod
+    def _check_grades(self) -> None:
+        """Raise ConfigError unless the grades can be used."""
+
+    def answers(
+        self,
+        ordinals: npt.NDArray[np.int64] | range,
+        columns: Sequence[str],
+        grades: Sequence[str] = (),
+    ) -> Iterator[tuple[pa.Table, pa.Table]]:
+        """Some columns of some rows, which ascend, and of their grades; the KEYS are read, too. See
+        `tables`."""
+        wanted = np.asarray(ordinals, np.int64)
+        firsts = [shard.first for shard in self.shards]
+        at = 0
+        while at < len(wanted):
+            number = bisect_right(firsts, int(wanted[at])) - 1
+            first = firsts[number]
+            stop = int(np.searchsorted(wanted, first + self.shards[number].ends[-1]))
+            yield from self.tables(number, [*columns, *KEYS], grades, wanted[at:stop] - first)
+            at = stop
 
     def check_job(self, text_column: str, rows: object) -> None:
         """Raise JobError unless there are as many `rows` as a job counted, with its columns."""
@@ -80,26 +106,6 @@ class FinishedShards:
                 f"{self.given}: its shards hold {self.total:,} answers, and metrics.json says "
                 f"{rows}: shards are missing or of another job; run its command again"
             )
-
-    @cached_property
-    def grades_digest(self) -> str:
-        """A digest of the grades, or ConfigError if some are missing, of other steps or of other
-        rows."""
-        digests = list[str]()
-        if self._grades_fault is not None:
-            raise self._unusable(self._grades_fault)
-        for number in range(len(self.shards)):
-            source = self._source(GRADES, number)
-            with CheckedFile(source) as file:
-                digests.append(file.content_digest())
-                made_of = (file.schema.metadata or {}).get(SHARD_KEY, b"")
-            paths = (shard_path(self.storage.path / name, number) for name in (DATA, GRADES))
-            written, graded = map(self.storage.modified, paths)
-            # A shard that is older than its grades is the one that they were made of.
-            if written is None or graded is None or written >= graded:
-                if made_of != bytes_digest(self._source(DATA, number)).encode():
-                    raise self._unusable("some are of other rows, which were computed since")
-        return fingerprint_text(*digests)
 
     def tables(
         self,
@@ -147,7 +153,7 @@ class FinishedShards:
 
     def _graded(self, number: int, names: Sequence[str]) -> pa.Table:
         """Some columns of the grades of a shard, with KEYS."""
-        assert self.grades_digest
+        self._check_grades()
         source, count = self._source(GRADES, number), self.shards[number].ends[-1]
         with CheckedFile(source) as file:
             if lacks := [name for name in (*names, *KEYS) if name not in file.schema.names]:
@@ -157,40 +163,15 @@ class FinishedShards:
             raise damaged(source, f"it has {found.num_rows} rows, and its shard {count}")
         return found
 
-    def _look_at_shards(self) -> tuple[list[FinishedShard], pa.Schema]:
-        count = len(files := self._files(DATA))
-        if not files:
-            raise ConfigError(f"{self.given} has no rows: there are no shards in data/")
-        if files != list(range(count)):
-            raise JobError(
-                f"{self.given}: shards are missing in data/ ({count} are there): run its command "
-                "again, which computes what is not there"
-            )
-        shards, schema, first = list[FinishedShard](), pa.schema([]), 0
-        for number in files:
-            source = self._source(DATA, number)
-            with CheckedFile(source) as file:
-                schema = schema if number else file.schema
-                if not file.schema.equals(schema):
-                    raise damaged(source, "it has other columns than the shards before it")
-                shards.append(FinishedShard(first, _ends(file), file.content_digest()))
-            first += shards[-1].ends[-1]
-        return shards, schema
-
-    def _look_at_grades(self) -> tuple[pa.Schema, str | None]:
-        """The columns of the grades, and why they cannot be used, if they cannot."""
-        files, made, schema = self._files(GRADES), set[bytes | None](), pa.schema([])
-        try:
-            for number in files:
-                with CheckedFile(self._source(GRADES, number)) as file:
-                    made.add((file.schema.metadata or {}).get(STEPS_KEY))
-                    schema = schema if number else file.schema
-        except DamagedFile as error:
-            return schema, str(error)
-        schema = pa.schema([field for field in schema if field.name not in ROW_KEYS])
-        if files and (len(made) > 1 or files != list(range(len(self.shards)))):
-            return schema, "some shards have no grades, or such of other steps"
-        return schema, None
+    def _is_graded(self, number: int, grades: pa.Schema) -> bool:
+        """Whether grades with this schema were made of the shard as it is."""
+        paths = (shard_path(self.storage.path / name, number) for name in (DATA, GRADES))
+        written, graded = map(self.storage.modified, paths)
+        # A shard that is older than its grades is the one that they were made of.
+        if written is not None and graded is not None and written < graded:
+            return True
+        made_of = (grades.metadata or {}).get(SHARD_KEY, b"")
+        return bool(made_of == bytes_digest(self._source(DATA, number)).encode())
 
     def _unusable(self, fault: str) -> ConfigError:
         return ConfigError(
@@ -208,6 +189,74 @@ class FinishedShards:
 
     def _source(self, folder: str, number: int) -> Source:
         return self.storage.parquet(shard_path(self.storage.path / folder, number))
+
+
+class FinishedShards(GradedShards):
+    """The shards of a complete job, or of a set of rows, which do not change any more."""
+
+    def __init__(self, storage: Storage, given: str) -> None:
+        """Look at the ends of all files.
+
+        Raises:
+            ConfigError: there are no rows.
+            JobError: a file is damaged, or not there.
+        """
+        super().__init__(storage, given)
+        self.shards, self.schema = self._look_at_shards()
+        self.grade_schema, self._grades_fault = self._look_at_grades()
+
+    @cached_property
+    def grades_digest(self) -> str:
+        """A digest of the grades, or ConfigError if some are missing, of other steps or of other
+        rows."""
+        digests = list[str]()
+        if self._grades_fault is not None:
+            raise self._unusable(self._grades_fault)
+        for number in range(len(self.shards)):
+            with CheckedFile(self._source(GRADES, number)) as file:
+                digests.append(file.content_digest())
+                schema = file.schema
+            if not self._is_graded(number, schema):
+                raise self._unusable("some are of other rows, which were computed since")
+        return fingerprint_text(*digests)
+
+    def _check_grades(self) -> None:
+        assert self.grades_digest
+
+    def _look_at_shards(self) -> tuple[list[FinishedShard], pa.Schema]:
+        count = len(files := self._files(DATA))
+        if not files:
+            raise ConfigError(f"{self.given} has no rows: there are no shards in data/")
+        if files != list(range(count)):
+            raise JobError(
+                f"{self.given}: shards are missing in data/ ({count} are there): run its command "
+                "again, which computes what is not there"
+            )
+        shards, schema, first = list[FinishedShard](), pa.schema([]), 0
+        for number in files:
+            source = self._source(DATA, number)
+            with CheckedFile(source) as file:
+                schema = schema if number else file.schema
+                if not file.schema.equals(schema):
+                    raise damaged(source, "it has other columns than the shards before it")
+                shards.append(FinishedShard(first, ends_of(file), file.content_digest()))
+            first += shards[-1].ends[-1]
+        return shards, schema
+
+    def _look_at_grades(self) -> tuple[pa.Schema, str | None]:
+        """The columns of the grades, and why they cannot be used, if they cannot."""
+        files, made, schema = self._files(GRADES), set[bytes | None](), pa.schema([])
+        try:
+            for number in files:
+                with CheckedFile(self._source(GRADES, number)) as file:
+                    made.add((file.schema.metadata or {}).get(STEPS_KEY))
+                    schema = schema if number else file.schema
+        except DamagedFile as error:
+            return schema, str(error)
+        schema = pa.schema([field for field in schema if field.name not in ROW_KEYS])
+        if files and (len(made) > 1 or files != list(range(len(self.shards)))):
+            return schema, "some shards have no grades, or such of other steps"
+        return schema, None
 
 
 def _taken(
@@ -232,7 +281,8 @@ def _taken(
             return
 
 
-def _ends(file: CheckedFile) -> tuple[int, ...]:
+def ends_of(file: CheckedFile) -> tuple[int, ...]:
+    """Behind which of a shard's rows each of its row groups ends."""
     meta = file.metadata
     sizes = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
     return tuple(np.cumsum([0, *sizes]).tolist()[1:] or (0,))

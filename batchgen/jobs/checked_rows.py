@@ -10,10 +10,10 @@ from batchgen.config.constraint_config import JsonConstraintConfig, JsonSchemaCo
 from batchgen.config.job_config import PARSED, JobConfig
 from batchgen.constraint.row_params import RowParams
 from batchgen.dataset.seed_stream import depth_of, stream_of
-from batchgen.dataset.source import Row
+from batchgen.dataset.source import Following, Row, Source
 from batchgen.jobs.job_parts import JobParts
-from batchgen.jobs.row_request import RowRequest
 from batchgen.prompts.row_prompts import fit_prompt, prompt_room
+from batchgen.prompts.row_request import RowRequest
 from batchgen.shards.enough import Enough
 from batchgen.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.shards.parsed_column import ParsedColumn
@@ -101,6 +101,11 @@ def row_request(config: JobConfig, parts: JobParts) -> Callable[[Row], RowReques
     return request
 
 
+def known_rows(source: Source) -> int | None:
+    """How many rows there are, or have come so far; None for a stream."""
+    return source.num_ready if isinstance(source, Following) else source.num_rows
+
+
 def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Manifest:
     """The manifest of a job as it is asked for, without digests of its rows."""
     from batchgen.row_index.open_rows import data_of  # it loads the libraries of the data
@@ -120,5 +125,5 @@ def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Ma
         groups,
         {"dataset": source.fingerprint, **given, **jobs},
         {field.name: str(field.type) for field in schema.arrow},
-        {**growing(config), ROWS: source.num_rows},
+        {**growing(config), ROWS: known_rows(source)},
     )

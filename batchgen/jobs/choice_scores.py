@@ -13,7 +13,7 @@ from batchgen.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.jobs.row_request import RowRequest
+from batchgen.prompts.row_request import RowRequest
 
 _SCORED = SamplingParams(max_new_tokens=0)
 

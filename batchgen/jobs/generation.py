@@ -21,8 +21,9 @@ from batchgen.folder.job_metrics import Metrics
 from batchgen.jobs.choice_scores import ChoiceScorer, TakesRequests
 from batchgen.jobs.fail_fast import FailFast
 from batchgen.jobs.progress import Progress
-from batchgen.jobs.row_request import RowRequest
 from batchgen.jobs.turns import Turns
+from batchgen.prompts.row_request import RowRequest
+from batchgen.reuse.row_reuse import RowReuse
 from batchgen.shards.output_schema import FinishedRow
 from batchgen.shards.output_writer import OutputWriter
 from batchgen.util.signals import StopSignals
@@ -102,16 +103,18 @@ class _Request:
     answer: list[int] | None
     choices: Sequence[list[int]]
     error: RequestError | None
+    key: bytes | None = None
 
     def finished(
         self,
         output: RequestOutput | None = None,
-        error: RequestError | None = None,
         thoughts: str | None = None,
+        *,
+        error: RequestError | None = None,
+        is_copied: bool = False,
     ) -> FinishedRow:
-        return FinishedRow(
-            self.row_id, self.row_index, self.sample_index, self.fields, output, error, thoughts
-        )
+        place = self.row_id, self.row_index, self.sample_index
+        return FinishedRow(*place, self.fields, output, error, thoughts, self.key, is_copied)
 
 
 class Generation:
@@ -129,6 +132,7 @@ class Generation:
         waves: EverySample,
         spending: Spending,
         costs: CostRecorder,
+        reuse: RowReuse | None = None,
     ) -> None:
         """Prepare to run rows. `request` says what the requests of a row ask for, or raises
         RequestError; `split` takes the thoughts out of an output's text; `waves` says which samples
@@ -141,6 +145,7 @@ class Generation:
         self._waves = waves
         self._metrics = metrics
         self._spending = spending
+        self._reuse = reuse
         self._engine = engine
         self._costs = costs
         engine.measure_costs()
@@ -216,6 +221,8 @@ class Generation:
             if not self._writer.is_done_by_others(row.row_index, row.sample_index)
         ]
         if new:
+            if self._reuse is not None:
+                self._reuse.keep(new)
             self._writer.write(new)
             self._count(new)
             progress.add(new)
@@ -233,31 +240,38 @@ class Generation:
 
     def _refill(self, requests: Iterator[_Request | None]) -> list[FinishedRow]:
         """Queue requests until the window is full; returns rows that failed before they reached
-        the engine."""
-        failed: list[FinishedRow] = []
-        while len(self._in_flight) + len(failed) < self._window:
+        the engine, or are copied."""
+        done: list[FinishedRow] = []
+        while len(self._in_flight) + len(done) < self._window:
             request = next(requests, None)
             if request is None:
                 break
-            error = request.error or self._submit(request)
-            if error is not None:
-                failed.append(request.finished(error=error))
-        return failed
+            if request.error is not None:
+                done.append(request.finished(error=request.error))
+            elif (row := self._submit(request)) is not None:
+                done.append(row)
+        return done
 
     def _has_room(self) -> bool:
         """Whether the engine could run more requests than it has."""
         return len(self._in_flight) < self._engine.max_num_seqs
 
-    def _submit(self, request: _Request) -> RequestError | None:
+    def _submit(self, request: _Request) -> FinishedRow | None:
+        """Queue a request, or return its row if it was refused or could be copied."""
         request_id = f"{request.row_index}.{request.sample_index}"
-        key = request.row_id, request.sample_index
-        seed = derive_seed(stream_seed(request.params.seed, self._stream), *key)
+        name = request.row_id, request.sample_index
+        seed = derive_seed(stream_seed(request.params.seed, self._stream), *name)
         params = dataclasses.replace(request.params, seed=seed)
+        asked = RowRequest(request.prompt, params, request.answer, request.choices)
+        if self._reuse is not None:
+            key = self._reuse.key(asked)
+            request = dataclasses.replace(request, key=key)
+            if (found := self._reuse.copy(key, request_id, asked)) is not None:
+                return request.finished(*found, is_copied=True)
         try:
-            asked = RowRequest(request.prompt, params, request.answer, request.choices)
             self._requested.add_request(request_id, asked)
         except RequestError as error:
-            return error
+            return request.finished(error=error)
         self._in_flight[request_id] = request
         return None
 
@@ -287,6 +301,8 @@ class Generation:
         for row in finished:
             if row.output is None:
                 attempt.error_rows += 1
+            elif row.is_copied:
+                attempt.rows_copied += 1
             else:
                 given = (row.output.prompt_token_ids, row.output.answer_token_ids or ())
                 attempt.prompt_tokens += sum(map(len, given))

@@ -57,7 +57,8 @@ def completed_elsewhere(storage: Storage, parts: JobParts, rows: int) -> JobResu
     totals = Totals.of(figures)
     head = f"The job is complete; this worker has computed {rows:,} rows of it.\n"
     steps = all_steps(figures, _name(storage))
-    job = JobSummary(totals, score=figures.get("score"), costs=steps)
+    copied = figures.get("rows_copied", 0)
+    job = JobSummary(totals, score=figures.get("score"), rows_copied=copied, costs=steps)
     table = end_table(job, storage.shown, parts.strategy)
     return JobResult(totals.error_rows, None, head + table)
 
@@ -94,6 +95,7 @@ def complete(
         score=metrics.score,
         config=resolved(config),
         row_facts=facts,
+        rows_copied=metrics.rows_copied,
         costs=steps,
     )
     message = end_table(job, shown, parts.strategy, report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchgen.budget.spending import Used
+from batchgen.budget.spending import Attempts
 from batchgen.config.constraint_config import ChoiceConstraintConfig
 from batchgen.config.job_config import JobConfig
 from batchgen.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
@@ -55,11 +55,13 @@ class JobParts:
         decode: the text of token ids, to show prompts to people; None without a tokenizer.
         decode_all: the text with special tokens, to show single tokens.
         close: ends what works in the background.
+        grades_at_once: whether shards are graded as soon as they are there, because other jobs wait
+            for the grades; only in a folder of this machine.
         predict: what an attempt will take, from its engine, its answers and its seconds so far.
         title: what the bar begins with; empty for a job by itself.
         watch: is called every few seconds while rows are computed; an error that it raises ends the
             job.
-        used_elsewhere: what other jobs have used of the budget that they share with this one.
+        elsewhere: the attempts of other jobs that share this one's budget.
     """
 
     source: Source
@@ -77,10 +79,11 @@ class JobParts:
     decode: Callable[[list[int]], str] | None = None
     decode_all: Callable[[list[int]], str] | None = None
     close: Callable[[], None] = lambda: None
+    grades_at_once: bool = False
     predict: Callable[[Engine, int, float], Forecast | None] = lambda *_: None
     title: str = ""
     watch: Callable[[], None] = lambda: None
-    used_elsewhere: Callable[[], Used] = Used
+    elsewhere: Callable[[], Attempts] = tuple
 
     @property
     def counts(self) -> Sequence[RowCount]:
@@ -90,7 +93,7 @@ class JobParts:
 
 def job_parts(config: JobConfig) -> JobParts:
     """Open and check all that a job runs on, except the weights: those load when rows need them."""
-    opened = open_job(config)
+    opened = open_job(config, wait=True)
     return parts_of(opened, config, opened.fingerprints(config))
 
 

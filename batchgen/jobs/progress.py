@@ -77,6 +77,7 @@ class Progress:
         self._others_errors = 0
         self._before: dict[int, int] = {}  # by worker: what it had finished before this one came
         self._resumed = resumed
+        self._copied = 0
         self._total = total
         self._errors: Counter[str] = Counter()
         self._resumed_errors = resumed_errors
@@ -102,9 +103,11 @@ class Progress:
         """Count finished rows, and show what the terminal has not seen of them."""
         self._rows += len(finished)
         self._bar.update(len(finished))
+        self._copied += sum(row.is_copied for row in finished)
         for row in finished:
             if self._left is not None:
-                self._left.add(None if row.output is None else len(row.output.token_ids))
+                run = None if row.is_copied else row.output
+                self._left.add(None if run is None else len(run.token_ids))
             if (error := row.failure) is not None:
                 self._errors[error.type] += 1
                 if self._errors[error.type] == 1:
@@ -155,6 +158,8 @@ class Progress:
         facts = [f"{speed:,.0f} tok/s", f"{len(running):,} running"]
         if self._others:
             facts.append(f"{1 + self._others} workers")
+        if self._copied:
+            facts.append(f"{self._copied:,} copied")
         facts += self._error_count()
         left = self._seconds_left(now, generated_tokens, running)
         facts += self._estimate(now) if left is None else [f"{duration(left, 0)} left"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -13,12 +13,14 @@ from batchgen.compose.load_config import job_file_text
 from batchgen.config.job_config import JobConfig
 from batchgen.costs.cost_recorder import CostRecorder
 from batchgen.dataset.row_digest import rows_digest
+from batchgen.dataset.source import Following
 from batchgen.folder.changed_row import changed_row
 from batchgen.folder.dataset_card import unfinished_card
 from batchgen.folder.job_folder import JobFolder, finished_rows, refuse_shrinking
 from batchgen.folder.job_metrics import Metrics
 from batchgen.forecast.forecast import Forecast
 from batchgen.grades.background_grading import grading_beside
+from batchgen.grades.early_grades import EarlyGrades
 from batchgen.jobs.checked_rows import CheckedRows, check_rows, job_manifest, most_rows
 from batchgen.jobs.fail_fast import AllRowsFailed
 from batchgen.jobs.generation import Engine, Generation
@@ -32,9 +34,11 @@ from batchgen.jobs.job_end import (
 )
 from batchgen.jobs.job_parts import JobParts
 from batchgen.jobs.progress import Progress, show_memory
-from batchgen.jobs.turns import Turns, alone
+from batchgen.jobs.turns import T, Turns, alone
 from batchgen.leases.file_store import FolderGone
+from batchgen.leases.lease_files import GRADING
 from batchgen.report.write_report import REPORT
+from batchgen.reuse.row_reuse import row_reuse
 from batchgen.row_index.indexed_source import IndexedSource
 from batchgen.row_index.open_rows import data_of
 from batchgen.scoring.samples import Samples
@@ -119,8 +123,8 @@ class _Attempt:
             folder.storage.write(folder.path / "config.yaml", job_file_text(config))
             worker.tell_older(writer.older)
         self._metrics = self._new_metrics()
-        devices, elsewhere = config.engine.tensor_parallel, parts.used_elsewhere
-        self._spending = Spending(config.budget, self._metrics, folder.storage, devices, elsewhere)
+        self._metrics.attempt.devices = config.engine.tensor_parallel
+        self._spending = Spending(config.budget, self._metrics, folder.storage, parts.elsewhere)
         self._todo = ShardQueue(parts.source, writer, worker, config.output.rows_per_shard)
 
     def turns(self) -> Turns[JobResult]:
@@ -132,23 +136,43 @@ class _Attempt:
         num_rows = self._parts.source.num_rows
         if num_rows is not None and config.sampling.until is None:
             metrics.attempt.rows_total = num_rows * config.sampling.n
-        metrics.funnel = [(left.choice, left.rows) for left in data_of(self._parts.source).funnel]
+        self._note_read()
         begins = folder.exclusive and not is_done
         if begins:
             folder.storage.write(folder.path / "README.md", unfinished_card(self._shown))
             folder.storage.delete(folder.path / REPORT)  # it would tell of fewer rows
         samples = Samples(folder.path, config.score)
-        beside = grading_beside(folder.path, config, needed=begins and folder.storage.in_place)
-        with _recorded(metrics, self._shown), beside as grading:
+        at_once = self._parts.grades_at_once and bool(config.post)
+        needed = begins and folder.storage.in_place and not at_once
+        beside = grading_beside(folder.path, config, needed=needed)
+        with (
+            _recorded(metrics, self._shown),
+            beside as grading,
+            self._early_grades(at_once) as early,
+        ):
             folder.share()
-            ended = None if is_done else (yield from self._generate())
-            ended = ended or (yield from self._wait_for_others())
+            ended = None if is_done else (yield from _watched(self._generate(), early))
+            ended = ended or (yield from _watched(self._wait_for_others(), early))
             if ended is not None:
                 return ended
             self._writer.finish(self._todo.num_rows)
+            if isinstance(self._parts.source, Following):
+                folder.settle(job_manifest(config, self._parts, self._rows.schema))
+                self._note_read()
             with folder.storage.local_copy(needed=bool(config.post) or config.output.report):
-                metrics.score = yield from scores_of(samples, config, self._signals, grading)
+                process = grading if early is None else early.process
+                metrics.score = yield from scores_of(samples, config, self._signals, process)
                 return complete(config, self._parts, folder, self._rows.schema, metrics)
+
+    @contextmanager
+    def _early_grades(self, needed: bool) -> Iterator[EarlyGrades | None]:
+        """What grades shards at once; None if that is not needed."""
+        if not needed:
+            yield None
+            return
+        claim = partial(self._worker.claim, GRADING)
+        with closing(EarlyGrades(self._folder.path, self._config, claim)) as early:
+            yield early
 
     def _new_metrics(self) -> Metrics:
         """The metrics of this attempt; only the first of several workers counts rows of earlier
@@ -158,9 +182,13 @@ class _Attempt:
         for table in writer.done_rows(tally.columns) if writer.resumed and folder.exclusive else ():
             tally.add_table(table)
         path = folder.path / "metrics.json"
-        metrics = Metrics(path, writer.resumed, tally, self._worker, folder.storage)
-        metrics.read_jobs = [cost for job in self._parts.source.jobs for cost in job.costs]
-        return metrics
+        return Metrics(path, writer.resumed, tally, self._worker, folder.storage)
+
+    def _note_read(self) -> None:
+        """Record in the metrics what is known of the jobs whose rows are read."""
+        source = self._parts.source
+        self._metrics.read_jobs = [cost for job in source.jobs for cost in job.costs]
+        self._metrics.funnel = [(left.choice, left.rows) for left in data_of(source).funnel]
 
     def _generate(self) -> Turns[JobResult | None]:
         """Load the weights and compute rows until none is left; the result if a signal came."""
@@ -173,6 +201,9 @@ class _Attempt:
         self._note_engine(engine)
         expected = self._predict(engine)
         parts, request = self._parts, self._rows.request
+        storage, schema = self._folder.storage, self._rows.schema
+        facts = parts.fingerprints, parts.max_model_len
+        reuse = row_reuse(self._config, *facts, schema, storage)
         rows_per_shard = self._config.output.rows_per_shard
         costs = CostRecorder(self._folder.storage, rows_per_shard, self._worker.number)
         waves = self._waves()
@@ -187,6 +218,7 @@ class _Attempt:
             waves,
             self._spending,
             costs,
+            reuse,
         )
         shown = Progress(
             metrics.attempt.rows_total,
@@ -199,7 +231,8 @@ class _Attempt:
             title=parts.title,
         )
         metrics.begin()
-        with closing(engine), closing(waves), shown as progress:
+        beside = nullcontext() if reuse is None else closing(reuse)
+        with closing(engine), closing(waves), beside, shown as progress:
             turns = generation.turns(self._todo, self._signals, progress, parts.watch)
             if not (yield from turns):
                 return self._stopped()
@@ -274,27 +307,45 @@ class _Attempt:
         return JobResult(0, self._signals.received, message)
 
 
+def _watched(turns: Turns[T], early: EarlyGrades | None) -> Turns[T]:
+    """The turns of a job, after each of which shards are graded if others wait for that."""
+    with closing(turns):
+        while True:
+            try:
+                seconds = next(turns)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            if early is not None:
+                early.look()
+            yield seconds
+
+
 def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFolder:
     """The job's folder, locked, once it is sure that it is this job's, or can become it."""
     storage, source = open_storage(config.output.dir, config.workers), parts.source
     indexed = source if isinstance(source, IndexedSource) else None
+    data = data_of(source)
+    if isinstance(data, Following):
+        data.learn()
     folder = JobFolder(
         storage.path,
         job_manifest(config, parts, schema),
-        lambda stop: rows_digest(data_of(source), stop),
+        lambda stop: rows_digest(data, stop),
         # Rows that steps have chosen cannot be told before the folder is open.
         changed_row=_no_row if indexed else partial(changed_row, storage, source),
         overwrite=config.output.overwrite,
         wait=max(_INDEX_SECONDS if indexed else _OPENING_SECONDS, config.workers.stale_after),
         exclusive=lambda path: not others_run(path, config.workers),
         storage=storage,
+        follows=isinstance(data, Following),
     )
     try:
         if indexed is not None:
             finished = partial(finished_rows, storage)
             indexed.open_index(storage, alone=folder.exclusive, finished=finished)
-        if folder.exclusive:
-            refuse_shrinking(storage, most_rows(config, parts.source.num_rows))
+        if folder.exclusive and (source.num_rows is not None or not isinstance(data, Following)):
+            refuse_shrinking(storage, most_rows(config, source.num_rows))
     except BaseException:
         folder.close()
         raise

@@ -9,7 +9,11 @@ FINISH = -1
 """Stands in the place of a shard for what comes after all shards: grades, scores and the card."""
 SESSION = f"{LEASES}/session.json"
 """Which workers run beside each other; it is there until the job is complete."""
-_LEASE = re.compile(r"([0-9]{5,}|finish)\.([eb])([0-9]{3,})\.json")
+INDEX, GRADING = -2, -3
+"""Stand in the place of a shard for the row index of rows that come while the job runs, and for
+grading shards at once, on which other jobs wait."""
+_NAMES = {FINISH: "finish", INDEX: "rows", GRADING: "grades"}
+_LEASE = re.compile(r"([0-9]{5,}|finish|rows|grades)\.([eb])([0-9]{3,})\.json")
 _MARK = re.compile(r"([0-9]{5,})\.(done|quarantined)\.json")
 _WORKER = re.compile(r"([0-9]{4,})\.json")
 
@@ -48,7 +52,9 @@ def parse_lease(name: str) -> tuple[int, str, int] | None:
     match = _LEASE.fullmatch(name)
     if match is None:
         return None
-    return FINISH if match[1] == "finish" else int(match[1]), match[2], int(match[3])
+    named = {name: shard for shard, name in _NAMES.items()}
+    shard = named[match[1]] if match[1] in named else int(match[1])
+    return shard, match[2], int(match[3])
 
 
 def parse_mark(name: str) -> tuple[int, str] | None:
@@ -64,4 +70,4 @@ def parse_worker(name: str) -> int | None:
 
 
 def _shard(shard: int) -> str:
-    return "finish" if shard == FINISH else f"{shard:05d}"
+    return _NAMES.get(shard) or f"{shard:05d}"

@@ -27,7 +27,6 @@ from typing import Literal
 
 from batchgen.leases.failure_detector import FailureDetector
 from batchgen.leases.lease_files import (
-    FINISH,
     JOURNAL,
     LEASES,
     WORKERS,
@@ -165,6 +164,7 @@ class Member:
     Attributes:
         board: the leases at the last look.
         complete: shards that need nothing any more, as this worker knows by itself.
+        num_ready: how many shards have all their rows, while the others come; None if all have.
     """
 
     def __init__(self, number: int, watch: FailureDetector, draw: Callable[[int], int]) -> None:
@@ -172,6 +172,7 @@ class Member:
         self.num_shards: int | None = None
         self.board = LeaseTable()
         self.complete: set[int] = set()
+        self.num_ready: int | None = None
         self._watch = watch
         self._draw = draw
         self._leases: dict[tuple[int, str, int], Lease] = {}
@@ -227,17 +228,18 @@ class Member:
                 return Task("backup", shard)
         return Task("over" if self.is_over() else "wait")
 
-    def claim_finish(self) -> Steps[bool]:
-        """Whether it is this worker that does what comes after all shards."""
+    def claim(self, what: int) -> Steps[bool]:
+        """Whether it is this worker that does what one worker does for all: FINISH, what comes
+        after all shards; INDEX or GRADING."""
         yield from self.look()
-        epoch = self.board.epochs.get(FINISH, 0)
+        epoch = self.board.epochs.get(what, 0)
         if epoch:
-            lease = yield from self._lease(FINISH, "e", epoch)
+            lease = yield from self._lease(what, "e", epoch)
             if lease is not None and lease.worker == self.number:
                 return True
-            if not (yield from self._is_over(FINISH, "e", epoch)):
+            if not (yield from self._is_over(what, "e", epoch)):
                 return False
-        return (yield from self._make(FINISH, "e", epoch + 1, Lease(self.number)))
+        return (yield from self._make(what, "e", epoch + 1, Lease(self.number)))
 
     def is_dead(self, worker: int) -> Steps[bool]:
         """Whether a worker has ended, or is taken for dead."""
@@ -247,19 +249,24 @@ class Member:
     def _some_begun(self) -> list[int]:
         """Shards that have been begun and are not finished: all of them, or a random part if they
         are many, so that many idle workers do not ask for all heartbeats again and again."""
-        end = self.num_shards
+        end = self._end
         begun = [
             shard
             for shard in sorted(self.board.epochs)
-            if shard != FINISH and not self.is_finished(shard) and (end is None or shard < end)
+            if shard >= 0 and not self.is_finished(shard) and (end is None or shard < end)
         ]
         if len(begun) > _MOST_ASKED:
             start = self._draw(len(begun))
             begun = (begun[start:] + begun[:start])[:_MOST_ASKED]
         return begun
 
+    @property
+    def _end(self) -> int | None:
+        """How many shards there are that can be begun; None if that is not known."""
+        return self.num_shards if self.num_ready is None else self.num_ready
+
     def _free(self) -> Iterator[int]:
-        end = itertools.count() if self.num_shards is None else range(self.num_shards)
+        end = itertools.count() if self._end is None else range(self._end)
         for shard in itertools.islice(end, self._first, None):
             if shard not in self.board.epochs and not self.is_finished(shard):
                 yield shard

@@ -20,11 +20,13 @@ MANIFEST = "manifest.json"
 ROWS = "rows"
 """Where each row of the job comes from, if steps choose among those of the data set."""
 ROW_INDEX = "rows.json"
+KEYS = "keys"
+"""By which keys rows were made, in jobs whose rows later jobs may copy."""
 OF_WORKERS = (LEASES, WORKERS)
 """What tells the workers of a job of each other while it runs."""
 OWN = (
     *(DATA, JOURNAL, "cost", "differing", "grades", *OF_WORKERS, "report.html", ROW_INDEX, ROWS),
-    *("README.md", "config.yaml", "metrics.json", MANIFEST),
+    *(KEYS, "README.md", "config.yaml", "metrics.json", MANIFEST),
 )
 """All that a job ever writes, in the order in which it is deleted. The manifest is the last, so
 that a folder still says whose it is if its deletion was interrupted."""

@@ -117,8 +117,8 @@ def compose_pipeline(given: GivenPipeline, trust: Trust, folders: Sequence[Path]
         try:
             steps[name] = _composed(step, given, out, trust, folders)
         except ConfigError as error:
-            at = f"step {name}: "
-            raise ConfigError(str(error) if name in str(error) else f"{at}{error}") from None
+            start = "" if f"{STEPS}.{name}" in str(error) else f"step {name}: "
+            raise ConfigError(f"{start}{error}") from None
     ordered = {name: steps[name] for name in in_order({n: s.reads for n, s in steps.items()})}
     most = given.keys.get(MOST_ERRORS, _MOST_ERRORS)
     most_errors = convert(most, float, MOST_ERRORS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 from batchgen.config.workers_config import WorkersConfig
 from batchgen.folder.job_folder import DifferentJob
@@ -67,7 +68,8 @@ def _run_version(opened: OpenPipeline, name: str) -> JobResult:
     print(f"batchgen: step {name}: {opened.folder(name)}", file=sys.stderr, flush=True)
     with closing(open_storage(config.output.dir, WorkersConfig())) as storage:
         watch = ErrorWatch(name, storage, opened.pipeline.most_errors)
-        parts = replace(job_parts(config), title=name, watch=watch.look)
+        elsewhere = partial(opened.attempts_elsewhere, name)
+        parts = replace(job_parts(config), title=name, watch=watch.look, elsewhere=elsewhere)
         result = run_job(config, parts)
         if result.stopped_by is None and not result.is_spent:
             watch.look()

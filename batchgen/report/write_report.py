@@ -192,6 +192,12 @@ def _warnings(job: JobSummary, data: JobData) -> list[str]:
     return found
 
 
+def _rows(attempt: Mapping[str, Any]) -> str:
+    """How many rows an attempt has finished, and how many of them it has copied."""
+    copied = attempt.get("rows_copied", 0)
+    return f"{attempt['rows']:,}" + (f" ({copied:,} copied)" if copied else "")
+
+
 def _attempt(attempt: Mapping[str, Any]) -> tuple[str, ...]:
     """A line of the table of attempts."""
     total = (attempt.get("memory") or {}).get("total")
@@ -199,7 +205,7 @@ def _attempt(attempt: Mapping[str, Any]) -> tuple[str, ...]:
         "" if not attempt.get("memory") else f"GPU, {total / 2**30:.0f} GiB" if total else "CPU"
     )
     return (
-        attempt["started"], attempt["host"], device, attempt["status"], f"{attempt['rows']:,}",
+        attempt["started"], attempt["host"], device, attempt["status"], _rows(attempt),
         duration(attempt["wall_s"]), f"{tokens_per_s(attempt):,.0f}",
         f"{attempt['peak_rss_mib']:,.0f} MiB",
     )  # fmt: skip

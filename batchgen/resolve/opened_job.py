@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
     from batchgen.dataset.source import Source
     from batchgen.grading.step import PostStep
+    from batchgen.upstream.followed_job import Promise
 
 _SAID_BY_CLASS = ("name", "step_inputs", "decide")
 """Attributes that every strategy's own class has: what the base class cannot say for it."""
@@ -133,9 +134,11 @@ class OpenedJob:
         )
 
 
-def open_job(config: JobConfig) -> OpenedJob:
+def open_job(
+    config: JobConfig, promised: Mapping[str, Promise] | None = None, *, wait: bool = False
+) -> OpenedJob:
     """Open and check all that a job runs on, without reading a file of weights; ConfigError for a
-    mistake."""
+    mistake. `promised` and `wait` are for rows of a job that still runs, as of `open_source`."""
     strategy = build_strategy(config.strategy)
     post = post_steps(config.post)
     if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:
@@ -156,7 +159,8 @@ def open_job(config: JobConfig) -> OpenedJob:
         if config.scores_choices:
             strategy.check(SamplingParams(max_new_tokens=0))
     _check_parsed(config, model.tokenizer)
-    source, of_steps = _open_rows(config, model, post)  # last: it takes seconds to load datasets
+    # Last of what can be refused: it takes seconds to load datasets.
+    source, of_steps = _open_rows(config, model, post, promised, wait)
     dtype, max_model_len = _dtype_and_length(config, strategy, model)
     with _named("engine"):
         check_chunk_sizes(
@@ -172,8 +176,9 @@ def open_job(config: JobConfig) -> OpenedJob:
         room=max(1, max_model_len - config.sampling.max_new_tokens),
     )
     if prompt.is_constant:
-        warning = constant_prompt_warning(prompt, next(source.rows()))
-        print(f"batchgen: warning: {warning}", file=sys.stderr)
+        if (first := next(source.rows(), None)) is not None:  # none of a job that has just begun
+            warning = constant_prompt_warning(prompt, first)
+            print(f"batchgen: warning: {warning}", file=sys.stderr)
     answer = build_answer(
         config.prompt, model.tokenizer, model.config.vocab_size, source.features, max_model_len
     )
@@ -224,7 +229,11 @@ def _dtype_and_length(
 
 
 def _open_rows(
-    config: JobConfig, model: OpenedModel, post: Sequence[PostStep]
+    config: JobConfig,
+    model: OpenedModel,
+    post: Sequence[PostStep],
+    promised: Mapping[str, Promise] | None,
+    wait: bool,
 ) -> tuple[Source, Mapping[str, str]]:
     """The rows behind their steps, with the columns that post steps read, and the digests of what
     the steps read."""
@@ -233,7 +242,8 @@ def _open_rows(
     from batchgen.upstream.open_source import open_source
 
     of_data = identity(config)["dataset"]
-    source, of_steps = behind_steps(open_source(config), config.rows, of_data, model.tokenizer)
+    data = open_source(config, promised, wait=wait)
+    source, of_steps = behind_steps(data, config.rows, of_data, model.tokenizer)
     scores = [CHOICE_LOGPROBS.name, CHOICE_SCORES.name] if config.scores_choices else []
     check_fields(post, [*source.schema.names, *scores])
     check_scored(post, config.score, source.schema.names)

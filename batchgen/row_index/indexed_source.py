@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.dataset.feature_types import has_json
-from batchgen.dataset.source import Left, Row, Source
+from batchgen.dataset.source import Left, ReadJob, Row, Source
 from batchgen.dataset.stored_json import stored_field
 from batchgen.folder.row_funnel import IndexFacts
 from batchgen.leases.own_files import ROW_INDEX
@@ -57,7 +57,6 @@ class IndexedSource:
         gone = chain.uncopied | set(chain.made)
         self._copied = [name for name in data.schema.names if name not in gone]
         self.schema = pa.schema([*(data.schema.field(name) for name in self._copied), *added])
-        self.fingerprint, self.jobs = data.fingerprint, data.jobs
         self._reader: IndexReader | None = None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
@@ -65,6 +64,16 @@ class IndexedSource:
     def num_rows(self) -> int | None:
         """How many rows there are; None for a stream. The index must be open."""
         return None if self.data.num_rows is None else self._index.facts.rows
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the data set."""
+        return self.data.fingerprint
+
+    @property
+    def jobs(self) -> tuple[ReadJob, ...]:
+        """Those of the data set."""
+        return self.data.jobs
 
     @property
     def facts(self) -> IndexFacts | None:

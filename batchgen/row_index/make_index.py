@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -26,8 +27,8 @@ class _Making:
     running: ChainPass
     folder: IndexFolder
     rows: Iterator[Row]
-    total: int
     read: int
+    total: int | None = None
     made: list[MadeRow] = field(default_factory=list)
     is_over: bool = False
     error_rows: int = 0
@@ -48,7 +49,8 @@ class _Making:
     def tell(self) -> None:
         if not self.read % 256 and (now := time.monotonic()) - self.shown > _SHOWN_SECONDS:
             self.shown = now
-            print(f"batchgen: steps of rows: {self.read:,} of {self.total:,} rows", file=sys.stderr)
+            of = "" if self.total is None else f" of {self.total:,}"
+            print(f"batchgen: steps of rows: {self.read:,}{of} rows", file=sys.stderr)
 
 
 def make_index(
@@ -72,10 +74,10 @@ def make_index(
             _catch_up(chain, running, source, found)
         read = 0 if found is None else found.read_rows
         rows = source.rows(read) if read < total else iter(())
-        making = _Making(chain, running, folder, rows, total, read)
+        making = _Making(chain, running, folder, rows, read, total)
         parts = list(() if found is None else found.parts)
         while not making.is_over:
-            parts.append(_write_part(making, len(parts)))
+            parts.append(_write_part(making, len(parts), PART_ROWS))
         if parts and not (parts[-1].rows or parts[-1].dropped):
             parts.pop()
     finally:
@@ -90,6 +92,41 @@ def make_index(
         steps=running.counts,
         parts=parts,
     )
+
+
+class IndexGrowth:
+    """Adds to an index what each further stretch of rows gives, a part for each. So a part is the
+    same whoever made it, and two processes that make it at once do no harm."""
+
+    def __init__(
+        self, chain: Chain, source: Source, tokenizer: Any, folder: IndexFolder, found: IndexFacts
+    ) -> None:
+        """Go on behind the rows of an index, which the steps go through again if they remember
+        rows."""
+        self._chain, self._source, self._folder = chain, source, folder
+        self._running = chain.start(tokenizer)
+        self.facts = found
+        _catch_up(chain, self._running, source, found)
+
+    def add(self, stop: int) -> None:
+        """Write the part of the rows of the source before `stop` that have none."""
+        found, start = self.facts, self.facts.data_rows
+        rows = islice(self._source.rows(start), stop - start) if start < stop else iter(())
+        making = _Making(self._chain, self._running, self._folder, rows, found.read_rows)
+        part = _write_part(making, len(found.parts), math.inf)
+        self.facts = replace(
+            found,
+            data_rows=stop,
+            read_rows=making.read,
+            rows=found.rows + part.rows,
+            error_rows=found.error_rows + making.error_rows,
+            steps=[replace(s, examples=list(s.examples)) for s in self._running.counts],
+            parts=[*found.parts, part],
+        )
+
+    def close(self) -> None:
+        """Give up what the steps hold."""
+        self._running.close()
 
 
 def _catch_up(chain: Chain, running: ChainPass, source: Source, found: IndexFacts) -> None:
@@ -109,12 +146,12 @@ def _catch_up(chain: Chain, running: ChainPass, source: Source, found: IndexFact
         )
 
 
-def _write_part(making: _Making, number: int) -> Part:
-    """Write the next rows, some PART_ROWS at most, and what was dropped meanwhile."""
+def _write_part(making: _Making, number: int, most: float) -> Part:
+    """Write the next rows, some `most` rows, and what was dropped meanwhile."""
     folder, running = making.folder, making.running
     kept = folder.writing(folder.part(number), folder.schema)
     gone = folder.writing(folder.dropped(number), DROPPED)
-    while not making.is_over and kept.rows < PART_ROWS and gone.rows < PART_ROWS:
+    while not making.is_over and kept.rows < most and gone.rows < most:
         making.advance()
         if len(running.dropped) >= GROUP or (making.is_over and running.dropped):
             gone.add(folder.dropped_table(running.dropped, making.chain.names))

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from batchgen.config.job_config import StepConfig
-from batchgen.dataset.row_steps import SteppedSource
+from batchgen.dataset.row_steps import FollowedSteps, SteppedSource
 from batchgen.dataset.source import Source
 from batchgen.grading.build_steps import described
 from batchgen.row_index.build_rows import build_rows, changes_rows, step_fingerprints
 from batchgen.row_index.chain import Chain
+from batchgen.row_index.followed_index import FollowedIndex
 from batchgen.row_index.indexed_source import IndexedSource
 from batchgen.steps.table_step import TableStep
+from batchgen.upstream.followed_source import FollowedSource
 from batchgen.util.fingerprint import fingerprint_text
 
 
@@ -29,11 +31,15 @@ def behind_steps(
     if not steps:
         return data, {}
     found = step_fingerprints(configs, steps)
+    follows = isinstance(data, FollowedSource)
     if not changes_rows(steps):
-        return SteppedSource(data, [s for s in steps if not isinstance(s, TableStep)]), found
+        added = [s for s in steps if not isinstance(s, TableStep)]
+        return (FollowedSteps if follows else SteppedSource)(data, added), found
     chain = Chain(steps, data.features)
     told = [described(configs, steps), found, dict(dataset)]
     key = fingerprint_text(json.dumps(told, sort_keys=True, default=str))
+    if isinstance(data, FollowedSource):
+        return FollowedIndex(data, chain, key, tokenizer), found
     return IndexedSource(data, chain, key, tokenizer), found
 
 

@@ -63,8 +63,9 @@ _REASONING = (
     pa.string(),
     "the thoughts before output.reasoning_end; null on error, and if the row has none",
 )
+SATISFIED = "constraint_satisfied"
 _SATISFIED = (
-    "constraint_satisfied",
+    SATISFIED,
     pa.bool_(),
     "whether what was generated is complete under the row's constraint; null if it has none or "
     "the row failed",
@@ -84,6 +85,8 @@ class FinishedRow:
     output: RequestOutput | None = None
     error: RequestError | None = None
     reasoning: str | None = None
+    key: bytes | None = None  # `reuse.row_key`, in jobs that keep keys
+    is_copied: bool = False  # from an older job, instead of being computed
     valid: bool | None = None
 
     @property
@@ -171,7 +174,7 @@ class OutputSchema:
         after += [_column_field(column) for column in columns]
         # Also columns that this job leaves out: a name shall mean the same in every output.
         taken = {name for name, *_ in _BEFORE + _AFTER} | {c.name for c in counts}
-        taken |= {column.name for column in columns} | {_SATISFIED[0], PARSED}
+        taken |= {column.name for column in columns} | {SATISFIED, PARSED}
         taken |= {ANSWER_TOKEN_IDS} if answers else set()
         taken |= {REASONING} if reasoning else set()
         taken |= {column.name for column in of_enough}
@@ -221,8 +224,8 @@ class OutputSchema:
             values[name] = [o.counts[name] if o else None for o in outputs]
         for column in self.columns:
             values[column.name] = _lists(column, outputs)
-        if _SATISFIED[0] in self.arrow.names:
-            values[_SATISFIED[0]] = [
+        if SATISFIED in self.arrow.names:
+            values[SATISFIED] = [
                 o.constraint_satisfied if o and o.finish_reason != "error" else None
                 for o in outputs
             ]

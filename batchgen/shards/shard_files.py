@@ -181,6 +181,11 @@ def shard_extent(path: Source, schema: OutputSchema, first_row: int) -> Extent:
     return extent
 
 
+def last_row(file: CheckedFile) -> int:
+    """The greatest `row_index` in a shard, -1 if it has no rows."""
+    return _greatest(file.metadata, file.schema.get_field_index(KEYS[0]))
+
+
 def _greatest(meta: pq.FileMetaData, column: int) -> int:
     """The greatest value of a column of integers, -1 if there is none."""
     groups = (meta.row_group(i) for i in range(meta.num_row_groups))

@@ -33,7 +33,8 @@ def run_jobs(
 
     All folders are opened before the weights load. A row's next job is a request like any other:
     the engine's steps run whatever rows the jobs have at that time. `ended` is told of each job
-    when it ends. An error of one job stops the others cleanly and is raised.
+    when it ends. An error of one job stops the others cleanly and is raised; a budget that is spent
+    stops them, too, and they are not among the results.
 
     Raises:
         ConfigError, JobError, Exception: as of `run_job`, by the first job that raises one.
@@ -53,8 +54,7 @@ def run_jobs(
         try:
             return _run(running, shared, ended)
         except BaseException:
-            for turns in running.values():
-                _stop(turns)
+            _stop_all(running)
             raise
 
 
@@ -67,26 +67,31 @@ def _run(
     that have ended."""
     results: dict[str, JobResult] = {}
     while running:
-        idle: list[float] = []
+        waits: list[float] = []
         for name, turns in list(running.items()):
             try:
-                idle.append(next(turns))
+                waits.append(next(turns))
             except StopIteration as end:
                 del running[name]
                 results[name] = end.value
                 ended(name, end.value)
+                if end.value.is_spent:
+                    _stop_all(running)
+                    return results
             except BaseException:
                 del running[name]
                 raise
         if shared.in_flight:
             shared.step()
-        elif idle and min(idle):
-            time.sleep(min(idle))
+        elif wait := min(waits, default=0.0):
+            time.sleep(wait)
     return results
 
 
-def _stop(turns: Turns[JobResult]) -> None:
-    """End a job as a signal would, and keep its rows; what it raises is of no interest beside the
-    error for which it ends."""
-    with suppress(StopIteration, Exception, JobStopped):
-        turns.throw(JobStopped())
+def _stop_all(running: dict[str, Turns[JobResult]]) -> None:
+    """End jobs as a signal would, and keep their rows. What they raise is of no interest beside the
+    reason for which they end."""
+    for turns in running.values():
+        with suppress(StopIteration, Exception, JobStopped):
+            turns.throw(JobStopped())
+    running.clear()

@@ -158,6 +158,12 @@ class Manifest:
             history=[*self.history, entry],
         )
 
+    def with_rows(self, other: "Manifest", digests: Sequence[str] | None) -> "Manifest":
+        """This manifest with the rows of another one, which have these digests."""
+        prints = {**self.fingerprints, _DATASET: other.fingerprints[_DATASET]}
+        growing = {**self.growing, ROWS: other.growing.get(ROWS)}
+        return replace(self, fingerprints=prints, growing=growing, row_digests=digests)
+
     def _compared(self) -> dict[str, str]:
         others = {name: text for name, text in self.fingerprints.items() if name != _DATASET}
         columns = {f"column {name}": kind for name, kind in self.columns.items()}

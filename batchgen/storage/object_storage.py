@@ -20,7 +20,7 @@ from batchgen.config.workers_config import WorkersConfig
 from batchgen.leases.file_store import FolderGone
 from batchgen.leases.lease_files import DATA, JOURNAL, LEASES, SESSION, WORKERS
 from batchgen.leases.object_store import ObjectFile, ObjectStore
-from batchgen.leases.own_files import LOCKS, ROWS
+from batchgen.leases.own_files import KEYS, LOCKS, ROWS
 from batchgen.leases.process_identity import machine, started
 from batchgen.storage.job_storage import SYNC_SECONDS
 from batchgen.storage.object_lock import ObjectLock
@@ -29,7 +29,7 @@ from batchgen.util.errors import JobError
 _ROOM = 64 * 2**20
 """What stays free on the disk of the working folder."""
 _JOURNAL_FILE = ".journal"
-_FOLDERS = (DATA, JOURNAL, LEASES, WORKERS, "grades", "cost", "differing", ROWS)
+_FOLDERS = (DATA, JOURNAL, LEASES, WORKERS, "grades", "cost", "differing", KEYS, ROWS)
 Stamp = tuple[int, int]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -17,12 +17,12 @@ import pyarrow.compute as pc
 from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.row_ids import IdSet
 from batchgen.dataset.source import Left
+from batchgen.grades.finished_shards import GradedShards
 from batchgen.grades.visible_columns import Wanted
 from batchgen.shards.row_order import KEYS, row_keys
 from batchgen.templates.row_expression import ExpressionFailed
 from batchgen.texts.row_json import json_readers
 from batchgen.upstream.job_columns import SAMPLE_INDEX, JobColumns, with_grades
-from batchgen.upstream.other_job import OtherJob
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.shorten import beginning
 
@@ -44,6 +44,17 @@ class Chosen:
     answers: Ints
     ends: Ints
     failures: dict[int, str]
+
+
+@dataclass
+class Place:
+    """How far a choice has gone through the answers of a job: the number of the next answer, the
+    key and the row of the last one, and the ids so far."""
+
+    answer: int = 0
+    key: int = -1
+    row: int = -1
+    ids: IdSet = field(default_factory=IdSet)
 
 
 class Choice:
@@ -85,8 +96,9 @@ class Choice:
         """How many answers there were, and what is left after each choice."""
         return tuple(Left(choice, rows) for choice, rows in self.left.items())
 
-    def of(self, job: OtherJob, number: int) -> Chosen:
-        """The answers of the job with this number.
+    def of(self, job: GradedShards, number: int, place: Place | None = None) -> Chosen:
+        """The answers of the job with this number, from a place on, which is moved to the end of
+        those that are there.
 
         Raises:
             ConfigError: `dataset.best` is no number, or the job has an id twice.
@@ -95,7 +107,7 @@ class Choice:
         kept, rows, best = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0)]
         failed: dict[int, str] = {}
         self._count("answers", 0)
-        for first, keys, values in self._batches(job, number):
+        for first, keys, values in self._batches(job, number, place or Place()):
             is_error = pc.equal(keys["finish_reason"], "error").to_numpy()
             self.num_errors += int(is_error.sum())
             is_kept = ~is_error if self._config.errors == "drop" else np.ones(len(is_error), bool)
@@ -121,27 +133,26 @@ class Choice:
         if self._config.rows != "samples":
             self._count(f"dataset.rows={self._config.rows}", len(ends))
         failures = dict[int, str]()
-        for place in np.flatnonzero(np.isin(answers, list(failed))).tolist():
-            row = int(np.searchsorted(ends, place, side="right"))
-            failures.setdefault(row, failed[int(answers[place])])
+        for kept_at in np.flatnonzero(np.isin(answers, list(failed))).tolist():
+            row = int(np.searchsorted(ends, kept_at, side="right"))
+            failures.setdefault(row, failed[int(answers[kept_at])])
         return Chosen(answers, ends, failures)
 
     def _batches(
-        self, job: OtherJob, number: int
+        self, job: GradedShards, number: int, at: Place
     ) -> Iterator[tuple[int, pa.Table, list[dict[str, Any]]]]:
         """All answers in order, which is checked: the number of the first of some, their keys, and
         what the expressions see of them."""
         places = {name: self._columns.places[name][number] for name in self._rows}
         columns = [*_KEPT, *places.values()]
-        first, last, last_row, ids = 0, -1, -1, IdSet()
-        for table, grades in job.answers(range(job.total), columns, self._grades):
+        for table, grades in job.answers(range(at.answer, job.total), columns, self._grades):
             keys = row_keys(table)
-            if (np.diff(keys, prepend=last) <= 0).any():
+            if (np.diff(keys, prepend=at.key) <= 0).any():
                 raise JobError(f"{job.given} is damaged: its answers are not in order")
             rows = np.asarray(table["row_index"].to_numpy(), np.int64)
-            begins = np.flatnonzero(np.diff(rows, prepend=last_row))
+            begins = np.flatnonzero(np.diff(rows, prepend=at.row))
             for row_id in table["row_id"].take(pa.array(begins)).to_pylist():
-                if row_id is None or not ids.add(row_id):
+                if row_id is None or not at.ids.add(row_id):
                     raise ConfigError(
                         f"dataset.path: two rows of {job.given} have the id {row_id!r}: ids of "
                         "rows must differ"
@@ -155,8 +166,9 @@ class Choice:
                 ).to_pylist()
             for fields in values if self._json else ():
                 fields |= {name: read(fields[name]) for name, read in self._json.items()}
-            yield first, table.select(_KEPT), values
-            first, last, last_row = first + table.num_rows, int(keys[-1]), int(rows[-1])
+            yield at.answer, table.select(_KEPT), values
+            at.answer += table.num_rows
+            at.key, at.row = int(keys[-1]), int(rows[-1])
 
     def _holds(self, fields: dict[str, Any]) -> bool:
         """Whether `dataset.where` holds in an answer; the first in which it does not are noted."""

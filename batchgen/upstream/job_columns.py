@@ -12,7 +12,7 @@ from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.dataset_columns import renamed
 from batchgen.grades.visible_columns import GRADES, VisibleColumns
 from batchgen.shards.row_order import KEYS
-from batchgen.upstream.other_job import OtherJob
+from batchgen.upstream.followed_job import ReadableJob
 from batchgen.util.errors import ConfigError
 
 SOURCE = "source"
@@ -85,7 +85,7 @@ def with_grades(table: pa.Table, grades: pa.Table) -> pa.Table:
     return table.append_column(GRADES, pa.StructArray.from_arrays(columns, names))
 
 
-def job_columns(jobs: Sequence[OtherJob], config: DatasetConfig) -> JobColumns:
+def job_columns(jobs: Sequence[ReadableJob], config: DatasetConfig) -> JobColumns:
     """The columns that all the jobs have.
 
     Raises:
@@ -127,7 +127,7 @@ def job_columns(jobs: Sequence[OtherJob], config: DatasetConfig) -> JobColumns:
     )
 
 
-def _of_job(job: OtherJob, config: DatasetConfig) -> JobColumns:
+def _of_job(job: ReadableJob, config: DatasetConfig) -> JobColumns:
     """The columns of one job."""
     own = [field for field in job.schema if field.name not in ("row_id", *KEYS)]
     places, text = [field.name for field in own], job.text_column
@@ -146,7 +146,7 @@ def _of_job(job: OtherJob, config: DatasetConfig) -> JobColumns:
     )
 
 
-def _new_names(job: OtherJob, config: DatasetConfig, places: Sequence[str]) -> dict[str, str]:
+def _new_names(job: ReadableJob, config: DatasetConfig, places: Sequence[str]) -> dict[str, str]:
     """The columns that get other names, by `dataset.rename` and `dataset.text_as`."""
     rename, text_as = dict(config.rename or {}), config.text_as
     if taken := [name for name in (*rename.values(), text_as) if name in ("row_id", *KEYS)]:
@@ -170,7 +170,11 @@ def _new_names(job: OtherJob, config: DatasetConfig, places: Sequence[str]) -> d
 
 
 def _check_given(
-    first_job: OtherJob, first: JobColumns, job: OtherJob, other: JobColumns, config: DatasetConfig
+    first_job: ReadableJob,
+    first: JobColumns,
+    job: ReadableJob,
+    other: JobColumns,
+    config: DatasetConfig,
 ) -> None:
     """Refuse jobs whose data sets differ in columns, unless it is said which are copied."""
     ours = {name: first.fields[name].type for name in first.given}

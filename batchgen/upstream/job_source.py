@@ -16,11 +16,12 @@ from datasets.features import List
 
 from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.feature_types import has_json
-from batchgen.dataset.source import Row
+from batchgen.dataset.source import Left, ReadJob, Row
 from batchgen.dataset.stored_json import stored_feature
 from batchgen.engine.base.outputs import RequestError
 from batchgen.grades.visible_columns import GRADES
-from batchgen.upstream.chosen_answers import Choice, Ints
+from batchgen.upstream.chosen_answers import Choice, Chosen, Ints
+from batchgen.upstream.followed_job import ReadableJob
 from batchgen.upstream.job_columns import (
     SAMPLE_INDEX,
     SOURCE,
@@ -28,7 +29,6 @@ from batchgen.upstream.job_columns import (
     job_columns,
     with_grades,
 )
-from batchgen.upstream.other_job import OtherJob
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_text
 from batchgen.util.shorten import some_names
@@ -56,7 +56,7 @@ class JobSource:
     """
 
     def __init__(
-        self, jobs: Sequence[OtherJob], config: DatasetConfig, named: frozenset[str] | None
+        self, jobs: Sequence[ReadableJob], config: DatasetConfig, named: frozenset[str] | None
     ) -> None:
         """Choose among the answers, which is a pass over what the expressions read.
 
@@ -73,16 +73,11 @@ class JobSource:
         self.schema = self._copied()
         used = None if named is None else named | set(self.schema.names)
         self._read, self._grades = known.read(used)
-        choice = Choice(config, known)
-        graded = choice.reads_grades or bool(self._grades)
-        prints = [job.grades_digest if graded else "" for job in jobs]
-        self._chosen = [choice.of(job, number) for number, job in enumerate(jobs)]
-        self._ends = np.cumsum([len(chosen.ends) for chosen in self._chosen]).tolist()
-        self.jobs = tuple(job.read for job in jobs)
-        self.funnel = choice.funnel
-        self.num_errors = choice.num_errors
-        facts = [self._prefix(job) + job.read.digest + job.fingerprint for job in jobs]
-        self.fingerprint = fingerprint_text("jobs", *facts, *prints)
+        self._choice = Choice(config, known)
+        self._graded = self._choice.reads_grades or bool(self._grades)
+        # What was chosen, in parts, each with the number of its job, and behind which row it ends.
+        self._chosen: list[tuple[int, Chosen]] = []
+        self._ends: list[int] = []
         self.features = self._features()
         self.columns = tuple(self.features)
         whole = [GRADES] if used is None or GRADES in used else []
@@ -91,10 +86,56 @@ class JobSource:
         self._json = Features(
             {name: self.features[name] for name in self._names if has_json(self.features[name])}
         )
-        self._total = min(self._ends[-1], config.limit or self._ends[-1])
-        self.num_rows: int | None = self._total
+        self._begin()
+
+    def _begin(self) -> None:
+        """Choose among all answers."""
+        if self._graded:
+            assert all(job.grades_digest for job in self._jobs)
+        for number, job in enumerate(self._jobs):
+            self._add(number, self._choice.of(job, number))
+        self._refuse_empty()
+
+    def _add(self, number: int, chosen: Chosen) -> None:
+        """Take up rows of the job with this number, which come behind all before."""
+        self._chosen.append((number, chosen))
+        self._ends.append((self._ends or [0])[-1] + len(chosen.ends))
+
+    def _refuse_empty(self) -> None:
         if not self._total:
-            raise ConfigError(_nothing_left(jobs, choice))
+            raise ConfigError(_nothing_left(self._jobs, self._choice))
+
+    @property
+    def _total(self) -> int:
+        found = (self._ends or [0])[-1]
+        return min(found, self._config.limit or found)
+
+    @property
+    def num_rows(self) -> int | None:
+        """See `Source`."""
+        return self._total
+
+    @property
+    def funnel(self) -> tuple[Left, ...]:
+        """See `Source`."""
+        return self._choice.funnel
+
+    @property
+    def jobs(self) -> tuple[ReadJob, ...]:
+        """See `Source`."""
+        return tuple(job.read for job in self._jobs)
+
+    @property
+    def num_errors(self) -> int:
+        """How many answers are errors."""
+        return self._choice.num_errors
+
+    @property
+    def fingerprint(self) -> str:
+        """See `Source`."""
+        facts = [self._prefix(job) + job.read.digest + job.fingerprint for job in self._jobs]
+        prints = [job.grades_digest if self._graded else "" for job in self._jobs]
+        return fingerprint_text("jobs", *facts, *prints)
 
     def rows(self, start: int = 0) -> Iterator[Row]:
         """See `Source`."""
@@ -135,7 +176,7 @@ class JobSource:
         if len(joined):
             yield joined.combine_chunks()
 
-    def _prefix(self, job: OtherJob) -> str:
+    def _prefix(self, job: ReadableJob) -> str:
         """What ids of the job's rows begin with, so that they differ from those of other jobs."""
         return f"{job.read.name}/" if len(self._jobs) > 1 else ""
 
@@ -204,25 +245,25 @@ class JobSource:
         return {"row_id": row_id, "sample_index": sample, "digest": digest}
 
     def _failure(self, index: int) -> RequestError | None:
-        job = bisect_right(self._ends, index)
-        first = self._ends[job - 1] if job else 0
-        why = self._chosen[job].failures.get(index - first)
+        part = bisect_right(self._ends, index)
+        first = self._ends[part - 1] if part else 0
+        why = self._chosen[part][1].failures.get(index - first)
         return None if why is None else RequestError("bad_row", why)
 
     def _tables(self, indices: Sequence[int]) -> Iterator[tuple[Sequence[int], pa.Table]]:
         """What is read of the rows with these indices, which ascend, in tables of some of them."""
-        wanted = np.asarray(indices, np.int64)
-        first = 0
-        for number, end in enumerate(self._ends):
-            start, stop = np.searchsorted(wanted, [first, end])
-            if start < stop:
-                yield from self._of_job(number, wanted[start:stop] - first, first)
-            first = end
+        wanted, at = np.asarray(indices, np.int64), 0
+        while at < len(wanted):
+            part = bisect_right(self._ends, int(wanted[at]))
+            first = self._ends[part - 1] if part else 0
+            stop = int(np.searchsorted(wanted, self._ends[part]))
+            yield from self._of_part(part, wanted[at:stop] - first, first)
+            at = stop
 
-    def _of_job(
-        self, number: int, rows: Ints, first: int
+    def _of_part(
+        self, part: int, rows: Ints, first: int
     ) -> Iterator[tuple[Sequence[int], pa.Table]]:
-        chosen = self._chosen[number]
+        number, chosen = self._chosen[part]
         ends = chosen.ends[rows]
         starts = np.where(rows > 0, chosen.ends[rows - 1], 0)
         sizes = ends - starts
@@ -281,7 +322,7 @@ class JobSource:
         return pa.table(made)
 
 
-def _nothing_left(jobs: Sequence[OtherJob], choice: Choice) -> str:
+def _nothing_left(jobs: Sequence[ReadableJob], choice: Choice) -> str:
     """Why there are no rows, with examples of what was left out."""
     names = ", ".join(job.given for job in jobs)
     steps = "; ".join(f"{left.choice}: {left.rows:,}" for left in choice.funnel)

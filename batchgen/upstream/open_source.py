@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from batchgen.compose.load_config import resolved
 from batchgen.config.job_config import JobConfig
 from batchgen.dataset.source import Source
 from batchgen.upstream.named_columns import named_columns
 
+if TYPE_CHECKING:
+    from batchgen.upstream.followed_job import Promise
 
-def open_source(config: JobConfig) -> Source:
+
+def open_source(
+    config: JobConfig, promised: Mapping[str, Promise] | None = None, *, wait: bool = False
+) -> Source:
     """The rows that the configuration names, with all checks that need no pass over a stream.
+
+    `promised` and `wait` are for a job that is followed; see `follow_job`.
 
     Raises:
         ConfigError: they do not exist, cannot be read, lack a column that the group `dataset`
@@ -28,6 +37,16 @@ def open_source(config: JobConfig) -> Source:
         from batchgen.upstream.job_source import JobSource
         from batchgen.upstream.read_jobs import read_jobs
 
+        if group.follow:
+            from batchgen.upstream.followed_source import FollowedSource
+            from batchgen.upstream.read_jobs import follow_job
+
+            job = follow_job(group.paths[0], config.output.dir, promised or {}, wait)
+            followed = FollowedSource(job, group, named_columns(resolved(config)))
+            if group.paths[0] not in (promised or {}):  # else its folder may be of another time
+                followed.learn()
+                print(f"batchgen: {group.shown}: so far {_said(followed)}", file=sys.stderr)
+            return followed
         jobs = read_jobs(group.paths, config.output.dir)
         source = JobSource(jobs, group, named_columns(resolved(config)))
         print(f"batchgen: {group.shown}: {_said(source)}", file=sys.stderr)
@@ -39,6 +58,8 @@ def open_source(config: JobConfig) -> Source:
 
 def _said(source: Source) -> str:
     """What was read of other jobs, and what each choice has left."""
+    if not source.funnel:
+        return "no answers"
     first, *others = source.funnel
     parts = [f"{first.rows:,} {first.choice}"]
     parts += [f"{left.rows:,} after {left.choice}" for left in others]

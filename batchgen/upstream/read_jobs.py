@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from batchgen.folder.open_folder import open_job, refuse_incomplete
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.pipelines.record.pipeline_record import step_of
 from batchgen.pipelines.record.step_folders import find_record, step_folder
+from batchgen.upstream.followed_job import FollowedJob, Promise
 from batchgen.upstream.other_job import OtherJob
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url, user_folder
 
 _KEY = "dataset.path"
+_WAIT_SECONDS = 0.5
 
 
 def read_jobs(paths: Sequence[str], own: str | None) -> list[OtherJob]:
@@ -30,11 +34,47 @@ def read_jobs(paths: Sequence[str], own: str | None) -> list[OtherJob]:
     folders = list(dict.fromkeys(folder for path in paths for folder in _folders(path)))
     for folder in folders:
         if own is not None and _is_same(folder, own):
-            raise ConfigError(
-                f"{_KEY}: {folder} is the job's own output.dir: write into another folder"
-            )
+            raise ConfigError(_own_folder(folder))
     names = _names(folders)
     return [OtherJob(_reader(folder), name) for folder, name in zip(folders, names, strict=True)]
+
+
+def follow_job(
+    path: str, own: str | None, promised: Mapping[str, Promise], wait: bool
+) -> FollowedJob:
+    """The job at a path, which may run.
+
+    Args:
+        promised: what is known of jobs that may not have begun, by their folders.
+        wait: whether to wait for the first shard of a job of which nothing is known.
+
+    Raises:
+        ConfigError: it is no job, is the reader's own, or its first shard is not finished.
+        JobError: a file of it is damaged.
+    """
+    given = user_folder(path, _KEY)
+    folder = given if path in promised else step_folder(given)
+    if own is not None and _is_same(folder, own):
+        raise ConfigError(_own_folder(folder))
+    (name,) = _names([folder])
+    if (promise := promised.get(path)) is not None:
+        return FollowedJob(Path(folder), name, promise)
+    reader, is_told = _opened(folder), False
+    while (promise := Promise.found(reader)) is None:
+        if not wait:
+            raise ConfigError(
+                f"{_KEY}: no shard of {folder} is finished, so that nothing is known of its rows: "
+                "do this again when there is one"
+            )
+        if not is_told:
+            print(f"batchgen: waiting for the first shard of {folder} …", file=sys.stderr)
+        is_told = True
+        time.sleep(_WAIT_SECONDS)
+    return FollowedJob(Path(folder), name, promise)
+
+
+def _own_folder(folder: str) -> str:
+    return f"{_KEY}: {folder} is the job's own output.dir: write into another folder"
 
 
 def _folders(path: str) -> list[str]:
@@ -56,14 +96,18 @@ def _folders(path: str) -> list[str]:
 
 
 def _reader(folder: str) -> JobFolderReader:
+    reader = _opened(folder)
+    refuse_incomplete(reader, folder)
+    return reader
+
+
+def _opened(folder: str) -> JobFolderReader:
     try:
-        reader = open_job(folder)
+        return open_job(folder)
     except ConfigError as error:
         raise ConfigError(
             f"{_KEY}: {error} (dataset=job reads the folders of jobs, dataset=files reads files)"
         ) from None
-    refuse_incomplete(reader, folder)
-    return reader
 
 
 def _is_same(folder: str, own: str) -> bool:

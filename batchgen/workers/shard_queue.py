@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from batchgen.dataset.source import Following
+from batchgen.leases.lease_files import INDEX
 from batchgen.leases.lease_protocol import Task
 from batchgen.workers.worker import Worker
 
@@ -33,6 +35,7 @@ class ShardQueue:
         rows_per_shard: int,
     ) -> None:
         self.in_flight = 0
+        self._source = source
         self._reader = _Reader(source)
         self._writer = writer
         self._worker = worker
@@ -40,9 +43,14 @@ class ShardQueue:
         self._handed: dict[int, set[tuple[int, int]]] = {}  # by shard: what was begun
         self._alone: int | None = None  # a shard beside which no other is begun
         self._waits = False
+        self._following: Following | None = None
+        self._stalled = False  # no shard can be begun before more rows have come
         worker.begin(writer.complete_shards, None)
         if source.num_rows is not None:
             self._end_at(source.num_rows)
+        elif isinstance(source, Following):
+            self._following = source
+            self._follow()
         self._next = self._rows()
 
     @property
@@ -54,6 +62,8 @@ class ShardQueue:
     def is_empty(self) -> bool:
         """Whether nothing is left to compute. A stream is read up to the first row that is not
         done."""
+        if self._following is not None:
+            return False
         if self._writer.num_rows is None:
             index = self._writer.num_leading_rows
             while (row := self._reader.peek(index)) is not None:
@@ -72,6 +82,8 @@ class ShardQueue:
         what the other workers have done, unless this worker waits, which looks at every request."""
         if not self._waits and self._worker.is_time_to_look():
             self.look()
+        if self._following is not None:
+            self._follow()
         self._sweep()
         return self._worker.is_over()
 
@@ -79,6 +91,19 @@ class ShardQueue:
         """See which of this worker's rows others have finished."""
         self._worker.look()
         self._learn()
+
+    def _follow(self) -> None:
+        """Find out which rows have come of those that come while they are read."""
+        source = self._following
+        assert source is not None
+        self._stalled = not source.learn(lambda: self._worker.claim(INDEX)) and self._stalled
+        if self._source.num_rows is not None:
+            self._following = None
+            self._end_at(self._source.num_rows)
+        else:
+            ready = source.num_ready // self._size
+            self._worker.begin(set(), None, ready)
+        self._waits = self._waits and self._stalled
 
     def _learn(self) -> None:
         """Forget or complete what others have finished, as of the last look."""
@@ -114,13 +139,15 @@ class ShardQueue:
         self._sweep()
         if self._alone is not None and self._writer.is_open(self._alone):
             return Task("wait")
-        if self._waits and not self._worker.is_time_to_look() and not self._worker.is_over():
+        waits = self._waits or self._stalled
+        if waits and not self._worker.is_time_to_look() and not self._worker.is_over():
             return Task("wait")
         idle = not self.in_flight
         task = self._worker.next_task(idle)
         self._learn()
         # A worker that becomes idle asks again at once: then there may be something.
         self._waits = task.kind == "wait" and idle
+        self._stalled = task.kind == "wait" and self._following is not None
         self._alone = task.shard if task.ended else None
         return task
 
@@ -182,6 +209,10 @@ class _Reader:
         self._go_to(start)
         while self._at < stop:
             row = next(self._iterator, None)
+            if row is None and isinstance(self._source, Following):
+                if self._at < self._source.num_ready:  # they have come since the read began
+                    self._iterator = self._source.rows(self._at)
+                    continue
             if row is None:
                 self._end, self._at = self._at, -1
                 return
@@ -205,7 +236,7 @@ class _Reader:
     def _go_to(self, start: int) -> None:
         if self._at == start:
             return
-        if self._source.num_rows is not None:
+        if self._source.num_rows is not None or isinstance(self._source, Following):
             self._iterator, self._at = self._source.rows(start), start
             return
         if not 0 <= self._at < start:

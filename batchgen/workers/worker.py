@@ -16,6 +16,7 @@ from batchgen.leases.file_store import FileStore, FolderGone
 from batchgen.leases.folder_lock import lost
 from batchgen.leases.heartbeat import Heartbeat, encoded
 from batchgen.leases.lease_files import (
+    FINISH,
     LEASES,
     SESSION,
     WORKERS,
@@ -80,10 +81,13 @@ class Worker:
         """Tell the others that this worker has ended, and how; None: there are no others left."""
         self._heartbeat.end(how)
 
-    def begin(self, complete: set[int], num_shards: int | None) -> None:
-        """Learn which shards are complete, and how many there are, if that is known."""
+    def begin(
+        self, complete: set[int], num_shards: int | None, num_ready: int | None = None
+    ) -> None:
+        """Learn which shards are complete, how many there are, if that is known, and how many can
+        be begun, if those are not all."""
         self._member.complete |= complete
-        self._member.num_shards = num_shards
+        self._member.num_shards, self._member.num_ready = num_shards, num_ready
 
     @property
     def num_shards(self) -> int | None:
@@ -163,12 +167,20 @@ class Worker:
         after `workers.stale_after` seconds, it is this worker that completes the job again.
         """
         try:
-            return self._do(self._member.claim_finish())
+            return self._do(self._member.claim(FINISH))
         except FolderGone:
             self._confirm_job()
             now = time.monotonic()
             self._saw_gone = self._saw_gone or now
             return now - self._saw_gone >= self._config.stale_after
+
+    def claim(self, what: int) -> bool:
+        """Whether it is this worker that makes the row index (INDEX) or grades shards at once
+        (GRADING), for as long as it lives."""
+        try:
+            return self._do(self._member.claim(what))
+        except FolderGone:
+            return False
 
     def tell(self, facts: Mapping[str, Any]) -> None:
         """Have these facts in the heartbeat, where the others see them."""

@@ -23,6 +23,8 @@ fuller in larger prefills."""
 
 _MOST_ROWS = 65_536
 """The largest `max_num_seqs`: tables in memory have a place for each row in flight."""
+_MOST_IMAGE_TOKENS = 1_048_576
+"""The largest `image_tokens`: as many as an image of 32,768 pixels each way has."""
 _MOST_GIB = 1_000_000
 """The largest `kv_cache_gib`, more than any device has."""
 
@@ -72,6 +74,7 @@ class ResolvedConfig:
     gpu_memory_utilization: float
     cuda_graph: bool  # replay forwards as CUDA graphs
     overlap: bool  # launch a step before the results of the previous step are read
+    image_tokens: int  # the most tokens of the images that are encoded in one step
     # The most records that wait before a recurrent layer's decode step writes its state back, see
     # `StateCache`.
     most_pending: int
@@ -98,6 +101,8 @@ class EngineConfig:
     # start; 0 reads prompts only in steps of their own. None means 256 on a GPU for models of at
     # least 3 GB of weights, else 0.
     chunk_tokens: int | None = None
+    # The most tokens of the images that are encoded in one step, and of one image.
+    image_tokens: int = 4096
     # The most prompt and output tokens of a row together; None means as many as the model was made
     # for.
     max_model_len: int | None = None
@@ -134,6 +139,11 @@ class EngineConfig:
                 "chunk_tokens",
                 self.chunk_tokens is None or self.chunk_tokens >= 0,
                 "at least 0",
+            ),
+            (
+                "image_tokens",
+                1 <= self.image_tokens <= _MOST_IMAGE_TOKENS,
+                f"1 to {_MOST_IMAGE_TOKENS:,}",
             ),
             ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
             (
@@ -196,6 +206,7 @@ class EngineConfig:
             gpu_memory_utilization=self.gpu_memory_utilization,
             cuda_graph=cuda if self.cuda_graph is None else self.cuda_graph,
             overlap=cuda if self.overlap is None else self.overlap,
+            image_tokens=self.image_tokens,
             most_pending=most_pending(device),
         )
 

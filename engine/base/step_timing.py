@@ -11,7 +11,7 @@ from typing import Literal, Protocol, Self
 
 import torch
 
-StepKind = Literal["prefill", "decode", "mixed"]
+StepKind = Literal["prefill", "decode", "mixed", "images"]
 
 _RING = 512
 """The number of steps whose marks are kept. An engine runs only a few steps ahead of its device, so
@@ -23,7 +23,7 @@ class StepTime:
     """The time that one step took, in seconds."""
 
     kind: StepKind  # what the step did
-    rows: int  # the number of rows in the step
+    rows: int  # the number of rows in the step; of images that are encoded before one
     # The device time from the step's first launch to the end of its last. If the host launches more
     # slowly than the device works, this includes the device's waits within the step.
     seconds: float

@@ -79,6 +79,7 @@ class ForwardGraphs:
             device,
             states=states,
             hidden=hidden,
+            rope_shifts=scratch.rope_shifts is not None,
             windows=windows,
         )
         self._chunk = RaggedInputs(shapes.chunk_tokens, CHUNK_ROWS, blocks, tiles, scratch)
@@ -166,6 +167,7 @@ class ForwardGraphs:
             context_lens=whole.context_lens[:size],
             state_slots=None if whole.state_slots is None else whole.state_slots[:size],
             hidden=None if whole.hidden is None else whole.hidden[: size * width],
+            rope_shifts=None if whole.rope_shifts is None else whole.rope_shifts[:size],
             window_tables=None if of_window is None else of_window[:size, :blocks],
         )
         chunk = [self._chunk.part(self._shapes.chunk_tokens)] if kind == "mixed" else []
@@ -208,8 +210,8 @@ class ForwardGraphs:
 
     def takes_chunk(self, prefill: ModelInputs) -> bool:
         """Whether the prefill is small enough for the graphs of mixed batches, none of which reads
-        tokens again as a decode step did."""
-        if prefill.replayed is not None:
+        images, or tokens again as a decode step did."""
+        if prefill.replayed is not None or prefill.rope_positions is not None:
             return False
         tokens, rows = len(prefill.input_ids), prefill.num_rows
         return 0 < tokens <= self._shapes.chunk_tokens and rows <= CHUNK_ROWS
@@ -228,9 +230,11 @@ class ForwardGraphs:
         return hidden[: decode.num_rows], hidden[size:]
 
     def takes_prefill(self, inputs: ModelInputs) -> bool:
-        """Whether there is a graph for a prefill of this many tokens. None reads tokens again as a
-        decode step did."""
-        return inputs.replayed is None and len(inputs.input_ids) <= self._shapes.prefill_tokens
+        """Whether there is a graph for a prefill of this many tokens. None reads images, or tokens
+        again as a decode step did."""
+        if inputs.replayed is not None or inputs.rope_positions is not None:
+            return False
+        return len(inputs.input_ids) <= self._shapes.prefill_tokens
 
     def takes_all(self, inputs: ModelInputs) -> bool:
         """Whether there is a graph for a prefill of this many tokens that computes all of them."""

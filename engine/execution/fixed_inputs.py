@@ -116,6 +116,9 @@ def fill_rows(fixed: ModelInputs, inputs: ModelInputs, size: int) -> None:
     _fill_tables(fixed, inputs)
     if fixed.state_slots is not None and inputs.state_slots is not None:
         fixed.state_slots[:rows].copy_(inputs.state_slots)
+    if fixed.rope_shifts is not None and inputs.rope_shifts is not None:
+        fixed.rope_shifts[:rows].copy_(inputs.rope_shifts)
+        fixed.rope_shifts[rows:size].zero_()
     if rows < size:
         width = tokens // max(rows, 1)
         fixed.positions[tokens : size * max(width, 1)].zero_()

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.base.transfer import upload
-from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens, RowMetadata
+from batchgen.engine.caches.forward_context import (
+    ForwardContext,
+    ImageFeatures,
+    OutputTokens,
+    RowMetadata,
+)
 from batchgen.engine.caches.model_caches import ModelCaches
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.models.token_model import TokenModel
@@ -35,6 +40,7 @@ class Part:
     # [B + 1] int32, the index at which each row's tokens begin, for models with recurrent layers. A
     # captured graph of a prefill needs it; None means that it is made from the rows' lengths.
     starts: Tensor | None = None
+    images: ImageFeatures | None = None  # of the part's T tokens; None: no token is an image's
 
 
 class Forward(Protocol):
@@ -87,6 +93,8 @@ def run_forward(
         caches.columns,
         _joined(hidden_inputs) if model.reads_hidden else None,
         outputs,
+        _rope_positions(parts) if model.turns_by_axes else None,
+        _images(parts),
         window_slots=_joined(window_slots) if window_slots else None,
     )
     hidden: Tensor = model(
@@ -100,6 +108,25 @@ def run_forward(
 def _slots(part: Part, tables: Tensor, caches: ModelCaches) -> Tensor:
     """Compute the KV slots of a part's tokens, [T] int64, by these block tables [B, N]."""
     return slot_mapping(part.inputs.positions, part.rows, tables, caches.block_size)
+
+
+def _rope_positions(parts: Sequence[Part]) -> Tensor:
+    """Return the positions at which rotary tables are read, [T] or [T, 3]."""
+    found = [part.inputs.turned_by for part in parts]
+    if any(positions.dim() == 2 for positions in found):
+        found = [p if p.dim() == 2 else p.unsqueeze(1).expand(-1, 3) for p in found]
+    return _joined(found)
+
+
+def _images(parts: Sequence[Part]) -> ImageFeatures | None:
+    """Return the image tokens of all parts; None if there are none."""
+    start, indices, values = 0, [], []
+    for part in parts:
+        if part.images is not None:
+            indices.append(part.images.index + start)
+            values.append(part.images.values)
+        start += len(part.inputs.input_ids)
+    return ImageFeatures(_joined(indices), torch.cat(values, dim=1)) if indices else None
 
 
 def _row_metadata(part: Part) -> RowMetadata:

@@ -41,9 +41,25 @@ class ModelInputs(Batched):
     replayed: npt.NDArray[np.int64] | None = row(optional=True)
     # [T, hidden_size], the hidden states of another model that a head reads; None for other models.
     hidden: Tensor | None = token(optional=True)
+    # [B] int64, what is added to a token's position to get the one that rotary tables are read at,
+    # of rows behind all their images; None for a model that reads no images, and in prefills.
+    rope_shifts: Tensor | None = row(optional=True)
+    # [T, 3] int64, the positions that rotary tables are read at, in time, row and column; None if
+    # no row of a prefill has images.
+    rope_positions: Tensor | None = token(optional=True)
     # [B, N] int64, the same as `block_tables` for layers with a window, where blocks that no token
     # of this forward sees may be any; None for a model without such layers.
     window_tables: Tensor | None = row(optional=True)
+
+    @property
+    def turned_by(self) -> Tensor:
+        """The positions that rotary tables are read at, [T] or [T, 3]."""
+        if self.rope_positions is not None:
+            return self.rope_positions
+        if self.rope_shifts is None:
+            return self.positions
+        wide = self.positions.view(self.num_rows, -1) + self.rope_shifts.unsqueeze(1)
+        return wide.flatten()
 
     @classmethod
     def on_scratch(
@@ -56,6 +72,8 @@ class ModelInputs(Batched):
         snapshots: bool = False,
         replayed: bool = False,
         hidden: Tensor | None = None,
+        rope_shifts: bool = False,
+        rope_positions: bool = False,
         windows: bool = False,
     ) -> ModelInputs:
         """Make rows that own nothing but the scratch block and the scratch slot.
@@ -85,7 +103,9 @@ class ModelInputs(Batched):
             tokens.new_zeros((rows, SNAPSHOTS, 2)) if snapshots else None,
             np.zeros_like(query_lens) if replayed else None,
             None if hidden is None else hidden.new_zeros((len(tokens), hidden.shape[1])),
-            tables.clone() if windows else None,
+            tokens.new_zeros(rows) if rope_shifts else None,
+            tokens.new_zeros((len(tokens), 3)) if rope_positions else None,
+            window_tables=tables.clone() if windows else None,
         )
 
     def pad_tokens(self, multiple: int, beside: int = 0) -> ModelInputs:
@@ -101,6 +121,8 @@ class ModelInputs(Batched):
             snapshots=self.snapshots is not None,
             replayed=self.replayed is not None,
             hidden=self.hidden,
+            rope_shifts=self.rope_shifts is not None,
+            rope_positions=self.rope_positions is not None,
             windows=self.window_tables is not None,
         )
         return ModelInputs.concat([self, padding])

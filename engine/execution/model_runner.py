@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.engine.base.transfer import upload
-from batchgen.engine.caches.forward_context import OutputTokens
+from batchgen.engine.caches.forward_context import ImageFeatures, OutputTokens
 from batchgen.engine.caches.model_caches import ModelCaches
 from batchgen.engine.caches.row_states import RowStates
 from batchgen.engine.execution.cuda_graph import ForwardGraphs
@@ -42,6 +42,7 @@ class PrefillInputs(NamedTuple):
     # [R] on the host, the indices of the rows whose last token yields logits.
     rows: npt.NDArray[np.int64]
     all_hidden: bool = False  # the hidden states of all tokens are wanted
+    images: ImageFeatures | None = None  # None: no token is an image's
 
 
 class ModelRunner:
@@ -84,6 +85,7 @@ class ModelRunner:
             self.device,
             states=self.states is not None,
             hidden=hidden,
+            rope_shifts=self.model.turns_by_axes,
             windows=self.model.window is not None,
         )
 
@@ -123,11 +125,11 @@ class ModelRunner:
     @torch.inference_mode()
     def prefill(self, prefill: PrefillInputs) -> ModelOutput:
         """Run a prefill, which fills the caches, and return the logits that end R of its B rows."""
-        inputs, rows, all_hidden = prefill
+        inputs, rows = prefill.inputs, prefill.rows
         last = self._last_tokens(inputs, rows)
         positions = inputs.positions[last]
-        if all_hidden:
-            hidden = self._all_hidden(inputs)
+        if prefill.all_hidden:
+            hidden = self._all_hidden(prefill)
             return ModelOutput(self._logits_of(hidden[last]), positions, hidden)
         return ModelOutput(self._logits_of(self.prefill_states(prefill)), positions)
 
@@ -136,28 +138,25 @@ class ModelRunner:
         """Run a prefill, which fills the caches, and return the hidden states that end R of its B
         rows. The last layer computes only the last tokens of these R rows, unless a column of
         context scope is written. Returns [R, hidden_size], valid until the next forward."""
-        inputs, rows, _ = prefill
+        inputs, rows = prefill.inputs, prefill.rows
         last = self._last_tokens(inputs, rows)
         if self.caches.columns:
-            return self._all_hidden(inputs)[last]
+            return self._all_hidden(prefill)[last]
         outputs = self._output_rows(inputs, last, rows)
         if self._graphs is not None and self._graphs.takes_prefill(inputs):
             return self._graphs.prefill(inputs, last, outputs)
         # The last layer computes at least one token, because kernels cannot run on none.
         missing = -max(len(rows), 1) % self._token_multiple + (not len(rows))
         tokens = OutputTokens(F.pad(last, (0, missing)), [_last_queries(outputs, missing)])
-        return self._forward([self._part(inputs.pad_tokens(self._token_multiple))], tokens)[
-            : len(rows)
-        ]
+        return self._forward([self._prefill_part(prefill)], tokens)[: len(rows)]
 
-    def _all_hidden(self, inputs: ModelInputs) -> Tensor:
+    def _all_hidden(self, prefill: PrefillInputs) -> Tensor:
         """Run a prefill and return the hidden states of all T tokens, [T, hidden_size], which are
         valid until the next forward."""
-        graphs = self._graphs
+        graphs, inputs = self._graphs, prefill.inputs
         if graphs is not None and graphs.takes_all(inputs):
             return graphs.prefill_all(inputs)
-        hidden = self._forward([self._part(inputs.pad_tokens(self._token_multiple))])
-        return hidden[: len(inputs.input_ids)]
+        return self._forward([self._prefill_part(prefill)])[: len(inputs.input_ids)]
 
     def _output_rows(
         self, inputs: ModelInputs, last: Tensor, rows: npt.NDArray[np.int64]
@@ -222,20 +221,19 @@ class ModelRunner:
         """Run a decode step of one token per row and a prefill in one forward. The forward reads
         the weights only once for both. Returns the output of the decoding rows, and that of the
         prefill."""
-        inputs, rows, all_hidden = prefill
+        inputs, rows = prefill.inputs, prefill.rows
         last = self._last_tokens(inputs, rows)
         count = len(decode.input_ids)
         hidden = None
         if self._graphs is not None and self._graphs.takes_chunk(inputs):
             decoded, hidden = self._graphs.mixed(decode, inputs)
             ending = hidden[last]
-        elif all_hidden or self.caches.columns:
-            padded = inputs.pad_tokens(self._token_multiple, beside=count)
-            both = self._forward([Part(decode, width=1), self._part(padded)])
+        elif prefill.all_hidden or self.caches.columns:
+            both = self._forward([Part(decode, width=1), self._prefill_part(prefill, count)])
             decoded, hidden = both[:count], both[count:]
             ending = hidden[last]
         else:
-            decoded, ending = self._mixed_states(decode, inputs, last, rows)
+            decoded, ending = self._mixed_states(decode, prefill, last)
         logits = self.compute_logits(torch.cat((decoded, ending)))
         if hidden is not None:
             hidden = hidden[: len(inputs.input_ids)]
@@ -247,14 +245,13 @@ class ModelRunner:
     def _mixed_states(
         self,
         decode: ModelInputs,
-        inputs: ModelInputs,
+        prefill: PrefillInputs,
         last: Tensor,
-        rows: npt.NDArray[np.int64],
     ) -> tuple[Tensor, Tensor]:
         """Run a decode step and a prefill, of which the last layer computes only the last tokens
         [R] int64 of R rows. Returns the hidden states of the decoding rows, [B, hidden_size], and
         of these R tokens."""
-        count, wanted = len(decode.input_ids), len(rows)
+        rows, count, wanted = prefill.rows, len(decode.input_ids), len(prefill.rows)
         missing = -(count + wanted) % self._token_multiple
         attention = AttentionMetadata(
             decode.positions,
@@ -266,13 +263,12 @@ class ModelRunner:
         )
         parts = [attention]
         if wanted + missing:
-            parts.append(_last_queries(self._output_rows(inputs, last, rows), missing))
+            parts.append(_last_queries(self._output_rows(prefill.inputs, last, rows), missing))
         index = torch.cat(
             (torch.arange(count, device=self.device), F.pad(last, (0, missing)) + count)
         )
-        padded = inputs.pad_tokens(self._token_multiple, beside=count)
         hidden = self._forward(
-            [Part(decode, width=1), self._part(padded)], OutputTokens(index, parts)
+            [Part(decode, width=1), self._prefill_part(prefill, count)], OutputTokens(index, parts)
         )
         return hidden[:count], hidden[count : count + wanted]
 
@@ -280,12 +276,14 @@ class ModelRunner:
         """Return the indices [R] int64 of the last tokens of these rows among all tokens."""
         return upload(inputs.query_lens.cumsum()[rows] - 1, torch.int64, self.device)
 
-    def _part(self, inputs: ModelInputs) -> Part:
-        """Make a part of a prefill, whose rows may have different numbers of tokens."""
+    def _prefill_part(self, prefill: PrefillInputs, beside: int = 0) -> Part:
+        """Make a part of a prefill, whose rows may have different numbers of tokens, with padding
+        for a forward of so many tokens `beside` it."""
+        inputs = prefill.inputs.pad_tokens(self._token_multiple, beside=beside)
         if len(set(inputs.query_lens.tolist())) == 1:
-            return Part(inputs)
+            return Part(inputs, images=prefill.images)
         rows = np.repeat(np.arange(inputs.num_rows, dtype=np.int32), inputs.query_lens)
-        return Part(inputs, upload(rows, torch.int32, self.device))
+        return Part(inputs, upload(rows, torch.int32, self.device), images=prefill.images)
 
 
 def _last_queries(rows: ModelInputs, missing: int) -> AttentionMetadata:

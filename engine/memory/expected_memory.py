@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from batchgen.engine.base.engine_config import ResolvedConfig
 from batchgen.engine.base.host_limits import available_memory
+from batchgen.engine.layers.vision.vision_config import VisionConfig
 from batchgen.engine.memory.largest_steps import GRAPH_BYTES, LIBRARY_BYTES
 from batchgen.engine.memory.memory_plan import CPU_SHARE, MemoryPlan, Room, divide_memory
 from batchgen.engine.memory.model_use import ModelUse, weight_bytes
@@ -14,6 +15,8 @@ _CONTEXT_BYTES = 768 * 2**20
 """What CUDA itself takes of a GPU: its context and the code of the libraries."""
 _ACTIVATIONS = 14
 """How many values of the hidden width are alive at most for each token of a prefill."""
+_PATCH_WIDTHS = 16
+"""How many values of the tower's width are alive at most for each patch of an image."""
 _NUM_GRAPHS = 60
 """About how many CUDA graphs the memory plan keeps room for."""
 
@@ -62,4 +65,14 @@ def _activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     logits = rows * model.vocab_size * (2 * model.dtype.itemsize + 4)
     histories = config.max_num_seqs * config.max_model_len * 3 * 8
     graphs = _NUM_GRAPHS * GRAPH_BYTES if config.cuda_graph else 0
-    return activations * model.dtype.itemsize + logits + histories + graphs + LIBRARY_BYTES
+    step = activations * model.dtype.itemsize
+    if model.tower is not None:
+        step = max(step, _image_bytes(model.tower.config, config, model.dtype.itemsize))
+    return step + logits + histories + graphs + LIBRARY_BYTES
+
+
+def _image_bytes(tower: VisionConfig, config: ResolvedConfig, itemsize: int) -> int:
+    """Estimate the bytes that encoding a step's images needs."""
+    patches = config.image_tokens * tower.merge_size**2
+    values = _PATCH_WIDTHS * tower.width + 2 * tower.mlp_size + 3 * tower.patch_values
+    return patches * values * itemsize

@@ -96,14 +96,16 @@ def _one_layer_of_each_kind(model: TokenModel) -> Iterator[None]:
     if not isinstance(model, CausalLM):  # a head, which has one layer
         yield
         return
-    decoder, layers = model.model, model.layers
+    decoder, layers, rotaries = model.model, model.layers, model.model.rotaries
     firsts = {_kind(layer): layer for layer in reversed(layers[:-1])}
-    kept = [layer for layer in layers if layer is firsts.get(_kind(layer))]
-    decoder.layers = nn.ModuleList([*kept, layers[-1]])
+    kept = [i for i, layer in enumerate(layers) if layer is firsts.get(_kind(layer))]
+    kept.append(len(layers) - 1)
+    decoder.layers = nn.ModuleList(layers[i] for i in kept)
+    decoder.rotaries = tuple(rotaries[i] for i in kept)
     try:
         yield
     finally:
-        decoder.layers = nn.ModuleList(layers)
+        decoder.layers, decoder.rotaries = nn.ModuleList(layers), rotaries
 
 
 def _kind(layer: nn.Module) -> Hashable:

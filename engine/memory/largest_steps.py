@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from batchgen.engine.base.engine_config import ResolvedConfig
 from batchgen.engine.caches.model_caches import CacheSizes
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
+from batchgen.engine.layers.vision.vision_tower import VisionTower
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.token_model import TokenModel
 
@@ -29,13 +31,17 @@ copies of them, few are as fast."""
 def activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     """Return the bytes that a step needs besides weights and caches: for the larger of prefill and
     decode, measured on the scratch block, for the pool of all CUDA graphs, though most are captured
-    later or never, and for sampling."""
+    later or never, for images, and for sampling."""
     model, width = use.model, max(use.widths)
     runner = scratch_runner(use, config)
     prefill = _peak(model.device, lambda: largest_prefill(runner, use, config))
     rows = config.max_num_seqs
     inputs = _largest_decode_inputs(runner, use, config)
     decode = _peak(model.device, lambda: _run_decode(runner, inputs, use, config))
+    tower = model.tower
+    images = 0
+    if tower is not None:
+        images = _peak(model.device, lambda: largest_image(tower, config))
     graphs = 0
     if config.cuda_graph:
         shapes = use.graph_shapes(config)
@@ -46,7 +52,7 @@ def activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     logits = max(rows * width, score_rows(model, config))
     sampling = logits * model.vocab_size * (model.dtype.itemsize + 4)
     sampling += rows * config.max_model_len * 3 * 8
-    return max(prefill, decode) + graphs + sampling + LIBRARY_BYTES
+    return max(prefill, decode, images) + graphs + sampling + LIBRARY_BYTES
 
 
 def score_rows(model: TokenModel, config: ResolvedConfig) -> int:
@@ -66,6 +72,13 @@ def _peak(device: torch.device, work: Callable[[], object]) -> int:
     work()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_reserved(device) - before
+
+
+def largest_image(tower: VisionTower, config: ResolvedConfig) -> None:
+    """Encode a square image of about as many tokens as images have in one step."""
+    side = math.isqrt(config.image_tokens - 1) + 1
+    pixels = side * tower.config.rules.pixels_per_token
+    tower([torch.zeros((pixels, pixels, 3), dtype=torch.uint8, device=tower.device)])
 
 
 def _scratch_inputs(

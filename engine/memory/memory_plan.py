@@ -26,6 +26,11 @@ _SNAPSHOTS_PER_ROW = 4
 """The most state snapshots per row in flight that are kept when the user gives no number."""
 
 
+_STORED_STEPS = 3
+"""How many times the image tokens of a step are kept at most: those of the image that a row was cut
+in, those of the step, and one image that a step may have over its number."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """How the engine uses its memory, in bytes. The names are those of metrics.json."""
@@ -44,6 +49,7 @@ class MemoryPlan:
     row_states: int = 0
     checkpoints: int = 0  # the states that are kept for prefix reuse
     num_checkpoints: int = 0  # the number of states that are kept for prefix reuse
+    images: int = 0  # what the vision tower made of images that rows have yet to read
     window: int | None = None  # the most tokens that layers with a window see, if there are any
     window_cache: int = 0  # the paged cache of layers with a window
     num_window_blocks: int = 0  # the number of its blocks, including the scratch block
@@ -74,6 +80,8 @@ class MemoryPlan:
             parts.append(f"row states {_gib(self.row_states)}")
         if self.checkpoints:
             parts.append(f"checkpoints {_gib(self.checkpoints)} ({self.num_checkpoints:,} states)")
+        if self.images:
+            parts.append(f"images {_gib(self.images)}")
         return ", ".join(parts) + ("" if self.total is None else f" of {_gib(self.total)}")
 
 
@@ -119,7 +127,13 @@ def divide_memory(uses: Sequence[ModelUse], config: ResolvedConfig, given: Room)
             f"the states of {config.max_num_seqs} rows need {_gib(row_states)}, and {_gib(room)} "
             "are left: lower max_num_seqs"
         )
-    room -= row_states
+    images = sum(_image_bytes(use, config) for use in uses)
+    if images > room - row_states:
+        raise ValueError(
+            f"images of {config.image_tokens:,} tokens in a step need {_gib(images)}, and "
+            f"{_gib(room - row_states)} are left: lower image_tokens"
+        )
+    room -= row_states + images
     state = sum(state_bytes(use.model.cache_specs) for use in uses)
     num_snapshots = _num_snapshots(state, room, config)
     room -= num_snapshots * state
@@ -147,11 +161,18 @@ def divide_memory(uses: Sequence[ModelUse], config: ResolvedConfig, given: Room)
         row_states=row_states,
         checkpoints=num_snapshots * state,
         num_checkpoints=num_snapshots,
+        images=images,
         window=None if needs is None else needs.window,
         window_cache=window_cache,
         num_window_blocks=of_window,
         window_tokens=max(of_window - 1, 0) * config.block_size,
     )
+
+
+def _image_bytes(use: ModelUse, config: ResolvedConfig) -> int:
+    """Return the bytes of the features of images at most."""
+    tower = use.model.tower
+    return 0 if tower is None else _STORED_STEPS * tower.feature_bytes(config.image_tokens)
 
 
 def _row_state_bytes(use: ModelUse, config: ResolvedConfig) -> int:

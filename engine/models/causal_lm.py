@@ -152,6 +152,10 @@ class CausalLM(TokenModel):
         return head
 
     @property
+    def tower(self) -> VisionTower | None:
+        return self.visual
+
+    @property
     def parameters_per_token(self) -> int:
         """The vision tower's parameters are not counted: a token of text goes through none."""
         tower = () if self.visual is None else self.visual.parameters()

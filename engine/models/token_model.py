@@ -16,6 +16,7 @@ from batchgen.engine.caches.cache_specs import (
     longest_window,
 )
 from batchgen.engine.caches.forward_context import ForwardContext
+from batchgen.engine.layers.vision.vision_tower import VisionTower
 from batchgen.engine.models.packing import pack_layers
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
@@ -68,6 +69,11 @@ class TokenModel(nn.Module, ABC):
     def weight_bytes_per_token(self) -> int:
         """About how many bytes of weights a token goes through, as if all had the same size."""
         return self.weight_bytes * self.parameters_per_token // self.num_parameters
+
+    @property
+    def tower(self) -> VisionTower | None:
+        """What makes features of images; None if the model reads none."""
+        return None
 
     @property
     @abstractmethod

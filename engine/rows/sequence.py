@@ -12,6 +12,7 @@ import numpy.typing as npt
 from batchgen.engine.base.outputs import FinishReason, OutputColumn, RequestError
 from batchgen.engine.caches.context_columns import ContextRows
 from batchgen.engine.constraint.matcher import Matcher
+from batchgen.engine.images.image_span import ImageSpan
 from batchgen.engine.rows.stopping import StopRule
 from batchgen.engine.sampling.sampling_params import SamplingParams
 
@@ -62,6 +63,8 @@ class Sequence:
     requested_columns: tuple[OutputColumn, ...]
     # How many of the given tokens, the last ones, are an answer whose log-probabilities are wanted.
     num_answer_tokens: int = 0
+    spans: tuple[ImageSpan, ...] = ()  # the prompt's images, in their order
+    banned_ids: tuple[int, ...] = ()  # tokens that are never sampled
     batch_slot: int | None = None  # in the `RunningBatch`, while the row runs
     matcher: Matcher | None = None  # of a constrained row, behind its output so far, until it ends
     # What the row owns of the caches; state slot 0 is none.

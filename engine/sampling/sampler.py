@@ -72,11 +72,11 @@ def process(
 ) -> Tensor:
     """Compute the logits of the distribution that rows are sampled from, as [R, V] float32.
 
-    The options apply in this order: penalties, the ban of stop ids before min_new_tokens (unless it
-    leaves no token), the mask, temperature, top-k, top-p, min-p. The filters come after the mask so
-    that they choose among allowed tokens. `positions` [R] belong to the tokens to be sampled. A row
-    is -inf everywhere only if its logits were or the mask left nothing. May return the logits
-    themselves.
+    The options apply in this order: penalties, the bans of stop ids before min_new_tokens and of
+    tokens that are never sampled (unless a ban leaves no token), the mask, temperature, top-k,
+    top-p, min-p. The filters come after the mask so that they choose among allowed tokens.
+    `positions` [R] belong to the tokens to be sampled. A row is -inf everywhere only if its logits
+    were or the mask left nothing. May return the logits themselves.
     """
     left, _ = _exclude(logits, sampling, positions, mask)
     return _scale_and_filter(left, logits, sampling)
@@ -105,8 +105,8 @@ def _scale_and_filter(left: Tensor, logits: Tensor, sampling: SamplingInputs) ->
 
 
 def _penalised(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> Tensor:
-    """Apply penalties and the ban of stop ids: [R, V] float32, or the logits if there are none."""
-    if not (sampling.any_penalties or sampling.any_min_new_tokens):
+    """Apply penalties and bans: [R, V] float32, or the logits if there are none."""
+    if not (sampling.any_penalties or sampling.any_min_new_tokens or sampling.any_bans):
         return logits
     out = _float_copy(logits)
     if sampling.any_penalties:
@@ -122,6 +122,8 @@ def _penalised(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> T
         )
     if sampling.any_min_new_tokens:
         kernels.apply_ban(out, sampling.stop_ids, positions < sampling.min_positions)
+    if sampling.any_bans:
+        kernels.apply_ban(out, sampling.banned_ids, torch.ones_like(sampling.greedy))
     return out
 
 

@@ -47,6 +47,8 @@ class SamplingInputs(Batched):
     history: Tensor = row(pad=-1)  # [B, H] token ids by position; -1 without penalties
     prompt_lens: Tensor = row()  # [R] int64
     processed_logprobs: Tensor = row()  # [R] bool
+    # [R, S] int64, filled up with -1: tokens that are never sampled; [R, 0] in most models
+    banned_ids: Tensor = row(pad=-1)
 
     @classmethod
     def build(
@@ -57,8 +59,9 @@ class SamplingInputs(Batched):
         stop_ids: Sequence[Sequence[int]],  # EOS unless ignored, and stop_token_ids
         capacities: Sequence[int],  # the most prompt and output tokens together
         device: torch.device,
+        never_sampled: Sequence[Sequence[int]] | None = None,  # None: any token may be
     ) -> SamplingInputs:
-        """Make the inputs of B rows; all arguments but the last have B entries."""
+        """Make the inputs of B rows; all arguments but the device have B entries."""
 
         banned = [ids if p.min_new_tokens else () for p, ids in zip(params, stop_ids, strict=True)]
         kept = [ids if p.has_penalties else () for p, ids in zip(params, histories, strict=True)]
@@ -96,6 +99,9 @@ class SamplingInputs(Batched):
             history=_padded(kept, max(widths, default=0), device),
             prompt_lens=starts_there,
             processed_logprobs=processed_logprobs,
+            banned_ids=_padded(
+                never := never_sampled or [()] * len(params), max(map(len, never)), device
+            ),
         )
 
     def append(self, token_ids: Tensor, num_tokens: Tensor, positions: Tensor) -> SamplingInputs:
@@ -126,7 +132,9 @@ class SamplingInputs(Batched):
             same = {name: column for name, column in columns.items() if column.dtype == dtype}
             stacked = torch.stack([c.unsqueeze(1).expand(-1, width) for c in same.values()])
             repeated |= zip(same, stacked.flatten(1), strict=True)
-        return replace(self, stop_ids=self.stop_ids.repeat_interleave(width, 0), **repeated)
+        stop_ids = self.stop_ids.repeat_interleave(width, 0)
+        banned_ids = self.banned_ids.repeat_interleave(width, 0)
+        return replace(self, stop_ids=stop_ids, banned_ids=banned_ids, **repeated)
 
     def index_select(self, rows: npt.NDArray[np.int64]) -> SamplingInputs:
         assert self.width == 1, "pick rows first, then repeat them"
@@ -153,6 +161,11 @@ class SamplingInputs(Batched):
     @cached_property
     def any_min_new_tokens(self) -> bool:
         return any(p.min_new_tokens for p in self.params)
+
+    @property
+    def any_bans(self) -> bool:
+        """Whether any row has tokens that are never sampled."""
+        return self.banned_ids.shape[1] > 0
 
     @cached_property
     def any_temperature(self) -> bool:

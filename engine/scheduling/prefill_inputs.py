@@ -12,6 +12,7 @@ from torch import Tensor
 from batchgen.engine.base.transfer import upload
 from batchgen.engine.execution.model_inputs import SNAPSHOTS, ModelInputs
 from batchgen.engine.execution.model_runner import PrefillInputs
+from batchgen.engine.images.image_span import rope_positions, rope_shift
 from batchgen.engine.rows.scheduled_batch import PrefillBatch
 from batchgen.engine.rows.sequence import Sequence
 
@@ -51,6 +52,7 @@ def prefill_inputs(
         state_slots(seqs, device) if states else None,
         _snapshots(batch, chosen, device) if batch.snapshots else None,
         _replayed(seqs, starts, ends, device) if states else None,
+        rope_positions=_rope_positions(seqs, starts.tolist(), ends.tolist(), device),
         window_tables=upload(window_tables(seqs), torch.int64, device) if windows else None,
     )
     yielding = [i for i in batch.completing if batch.seqs[i].prefill_yields]
@@ -87,6 +89,22 @@ def _replayed(
 def state_slots(seqs: abc.Sequence[Sequence], device: torch.device) -> Tensor:
     """Upload the rows' state slots, [B] int64."""
     return upload([seq.state_slot for seq in seqs], torch.int64, device)
+
+
+def rope_shifts(seqs: abc.Sequence[Sequence], device: torch.device) -> Tensor:
+    """Upload the rows' `ModelInputs.rope_shifts`, [B] int64."""
+    return upload([rope_shift(seq.spans) for seq in seqs], torch.int64, device)
+
+
+def _rope_positions(
+    seqs: abc.Sequence[Sequence], starts: list[int], ends: list[int], device: torch.device
+) -> Tensor | None:
+    """Make `ModelInputs.rope_positions` of rows that read the tokens from `starts` to `ends`."""
+    if not any(seq.spans for seq in seqs):
+        return None
+    rows = zip(seqs, starts, ends, strict=True)
+    parts = [rope_positions(seq.spans, start, end) for seq, start, end in rows]
+    return upload(np.concatenate(parts), torch.int64, device)
 
 
 def block_tables(seqs: abc.Sequence[Sequence]) -> npt.NDArray[np.int64]:

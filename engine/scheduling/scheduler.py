@@ -12,7 +12,7 @@ from math import lcm
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.base.outputs import HostOutput
+from batchgen.engine.base.outputs import HostOutput, RequestError
 from batchgen.engine.rows.running_batch import BatchSlots, RunningBatch
 from batchgen.engine.rows.scheduled_batch import (
     DecodeBatch,
@@ -26,6 +26,7 @@ from batchgen.engine.rows.scheduled_batch import (
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.scheduling.admission import Admission
 from batchgen.engine.scheduling.block_manager import BlockManager
+from batchgen.engine.scheduling.image_store import ImageStore
 from batchgen.engine.scheduling.pacing import Pacing
 from batchgen.engine.scheduling.prefill_policy import (
     BatchLimits,
@@ -58,6 +59,7 @@ class Scheduler:
         chunk_multiple: every chunk of a prefill but a row's last has a multiple of this many
             tokens, and of `pacing.prefill_multiple`.
         before_free: called with each row that ends or is preempted, while it still owns its blocks.
+        images: the images that rows are about to read; None if the model reads none.
     """
 
     def __init__(
@@ -69,12 +71,14 @@ class Scheduler:
         chunk_multiple: int = 1,
         counts: Iterable[str] = (),
         before_free: Callable[[Sequence], None] = lambda seq: None,
+        images: ImageStore | None = None,
     ) -> None:
         self._multiple = lcm(chunk_multiple, pacing.prefill_multiple)
         check_chunk_sizes(limits.max_batched_tokens, limits.chunk_tokens, self._multiple)
         chunk_tokens = min(limits.chunk_tokens, limits.max_batched_tokens)
         self.limits = replace(limits, chunk_tokens=chunk_tokens)
-        self._before_free = before_free
+        self._before_free, self._images = before_free, images
+        self._broken: list[Sequence] = []
         self._pacing = pacing
         self._admission = Admission(block_manager)
         self._waiting: deque[Sequence] = deque()
@@ -116,6 +120,8 @@ class Scheduler:
         else:
             self.running.remove(seq)
         self.block_manager.free(seq)
+        if self._images is not None:
+            self._images.drop(seq)
         # The guide of a launched batch still names the row, and passes over rows without a matcher.
         seq.matcher = None
 
@@ -180,6 +186,8 @@ class Scheduler:
         snapshots: list[Snapshot] = []
         scored: list[ScoredRow] = []
         budget = max_tokens
+        if self._images is not None:
+            self._images.begin()
         # A row that does not fit is cut, so there must be room for the smallest chunk.
         while len(seqs) < max_rows and budget >= self._multiple:
             seq = self._cut or self._admit_next()
@@ -192,6 +200,13 @@ class Scheduler:
                 chunk = most // self._multiple * self._multiple
                 if not chunk:
                     break
+            if self._images is not None and seq.spans:
+                with_images = self._reach_images(self._images, seq, chunk, bool(seqs))
+                if with_images is None:
+                    continue
+                if with_images < min(chunk, self._multiple):
+                    break
+                chunk = with_images
             budget -= chunk
             self.block_manager.reserve_chunk(seq, start + chunk)
             for tokens, state_slot in self.block_manager.snapshots(seq, start, start + chunk):
@@ -219,6 +234,37 @@ class Scheduler:
         return PrefillBatch(
             seqs, starts, lengths, completing, slots, epochs, keep, snapshots, scored
         )
+
+    def _reach_images(
+        self, images: ImageStore, seq: Sequence, chunk: int, may_wait: bool
+    ) -> int | None:
+        """Let the step encode what a chunk of a row's tokens needs. Returns how many tokens the
+        chunk may have then, 0 if the row waits for the next step; None if the row has ended,
+        because an image could not be decoded."""
+        start = seq.num_computed_tokens
+        try:
+            end = images.reach(seq, start, start + chunk)
+            if end == start + chunk:
+                return chunk
+            fitting = (end - start) // self._multiple * self._multiple
+            if fitting or may_wait:
+                return fitting
+            # Nothing else is read in this step, so that images beside each other could wait for
+            # ever for a chunk without the next one.
+            least = min(chunk, self._multiple)
+            images.reach(seq, start, start + least, beyond=True)
+            return least
+        except RequestError as error:
+            seq.fail(error)
+            self.running.remove(seq)
+            self._release(seq)
+            self._broken.append(seq)
+            return None
+
+    def take_broken(self) -> list[Sequence]:
+        """Return the rows that have ended since the last call because of their images."""
+        broken, self._broken = self._broken, []
+        return broken
 
     def _scored_row(self, seq: Sequence, row: int, start: int, end: int) -> ScoredRow | None:
         """Name the tokens that a chunk from `start` to `end` of a row scores, if there are any."""
@@ -335,6 +381,8 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         """Free what a row owns that has left, of which other rows may find what is published."""
+        if self._images is not None:
+            self._images.drop(seq)
         self.block_manager.publish(seq, seq.num_computed_tokens)
         self._before_free(seq)
         self.block_manager.free(seq)

@@ -73,7 +73,8 @@ class NgramProposer(Proposer):
 
 class DraftProposer(Proposer):
     """Drafts with a smaller model of the same vocabulary. Its KV cache has blocks of the same
-    numbers, so the rows' block tables serve both models.
+    numbers, so the rows' block tables serve both models. It reads text only: of an image it sees
+    the tokens that stand for it.
 
     The drafts are drawn by the ordinary sampler with the row's own options and random numbers. So a
     draft is the token that the row would yield if the target's distribution were the draft model's.

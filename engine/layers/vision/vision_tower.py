@@ -146,7 +146,7 @@ class VisionTower(nn.Module):
     def __init__(self, config: VisionConfig, *, where: Placement) -> None:
         super().__init__()
         self.config = config
-        self._device, self._dtype = where.device, where.dtype
+        self.device, self._dtype = where.device, where.dtype
         self.patch_embed = PatchEmbedding(
             config.patch_values, config.width, bias=True, quantisable=False, where=where
         )
@@ -180,6 +180,12 @@ class VisionTower(nn.Module):
                 features.append(self.deepstack_merger_list[config.deepstack.index(index)](x))
         return torch.stack([self.merger(x), *features])
 
+    def feature_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of the features of images with so many tokens."""
+        config = self.config
+        values = (1 + len(config.deepstack)) * config.out_size
+        return num_tokens * values * self._dtype.itemsize
+
     def _positions(self, image: Tensor) -> PatchPositions:
         config = self.config
         height, width, _ = image.shape
@@ -194,7 +200,7 @@ class VisionTower(nn.Module):
 
     def _uploaded(self, parts: Sequence[Tensor]) -> Tensor:
         joined = torch.cat(list(parts))
-        return upload(joined.numpy(), joined.dtype, self._device)
+        return upload(joined.numpy(), joined.dtype, self.device)
 
 
 class PositionTable(nn.Module):

@@ -251,15 +251,15 @@ def test_a_lease_that_cannot_be_read_is_nobody_s_until_it_is_old(content: bytes)
         store.objects[lease_name(shard, 1)] = content
     for member in (one, two):
         assert carry_out(member.next_task(idle=True), store.do).kind == "wait"
-        assert not carry_out(member.claim_finish(), store.do)
+        assert not carry_out(member.claim(FINISH), store.do)
         assert carry_out(member.lost(0), store.do)
     clocks[0] += STALE
     assert carry_out(one.next_task(idle=True), store.do) == Task("shard", 0)
-    assert carry_out(one.claim_finish(), store.do)
+    assert carry_out(one.claim(FINISH), store.do)
     clocks[1] += STALE
     assert carry_out(two.next_task(idle=True), store.do).kind == "backup"
-    assert not carry_out(two.claim_finish(), store.do)
-    assert carry_out(one.claim_finish(), store.do)
+    assert not carry_out(two.claim(FINISH), store.do)
+    assert carry_out(one.claim(FINISH), store.do)
 
 
 def test_a_lease_that_becomes_whole_late_is_its_worker_s() -> None:

@@ -1,0 +1,70 @@
+"""The key of a row: a digest of all that decides its tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import lru_cache
+from hashlib import blake2b
+
+import numpy as np
+
+from batchgen.compose.load_config import identity
+from batchgen.config.job_config import JobConfig
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.prompts.row_request import RowRequest
+
+KEY_BYTES = 16
+_ONLY_COLUMNS = ("logprobs", "top_logprobs", "columns")
+"""Parameters that say which columns there are; whether a row has them its schema says."""
+_OF_ROWS = ("version of ", "rows[")
+"""What the names of fingerprints begin with that are of steps of `rows`: these decide which prompts
+there are, and each key has the prompt itself."""
+
+
+class RowKeys:
+    """Makes the keys of a job's rows. Rows of two jobs with one key have the same tokens, text,
+    counts and values per token, as far as both jobs write those."""
+
+    def __init__(
+        self, config: JobConfig, fingerprints: Mapping[str, str], max_model_len: int
+    ) -> None:
+        """Digest what all rows share; `fingerprints` are those of `JobParts`."""
+        models = [name for name in fingerprints if name.endswith("_model")]
+        groups, output = identity(config, models), config.output
+        deciding = {
+            name: text for name, text in fingerprints.items() if not name.startswith(_OF_ROWS)
+        }
+        # A row's own constraint is among its parameters.
+        deciding.pop("constraint", None)
+        shared = [
+            groups["model"],
+            groups["strategy"],
+            max_model_len,
+            deciding,
+            [output.reasoning_start, output.reasoning_end, config.scores_choices],
+        ]
+        text = json.dumps(shared, sort_keys=True, ensure_ascii=False)
+        self._shared = blake2b(text.encode(), digest_size=KEY_BYTES).digest()
+
+    def key(self, request: RowRequest) -> bytes:
+        """The key of a request, in whose parameters the seed is the row's own."""
+        prompt, params, answer, choices = request
+        digest = blake2b(self._shared, digest_size=KEY_BYTES)
+        digest.update(_params_digest(replace(params, seed=0)))
+        digest.update((params.seed % 2**64).to_bytes(8, "little"))
+        # Where one list ends and the next begins counts, and whether there is an answer at all.
+        for ids in (prompt, *([] if answer is None else [answer]), *choices):
+            digest.update(len(ids).to_bytes(8, "little"))
+            digest.update(np.asarray(ids, np.int64).tobytes())
+        digest.update(bytes([answer is not None]))
+        return digest.digest()
+
+
+@lru_cache(maxsize=1024)
+def _params_digest(params: SamplingParams) -> bytes:
+    """A digest of parameters without their seed."""
+    values = {name: value for name, value in asdict(params).items() if name not in _ONLY_COLUMNS}
+    text = json.dumps(values, sort_keys=True, ensure_ascii=False)
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES).digest()

@@ -1,0 +1,137 @@
+"""The features of images that rows are about to read: which images a step encodes, and for how long
+what came of them is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.engine.base.step_timing import StepTimer
+from batchgen.engine.base.transfer import upload
+from batchgen.engine.caches.forward_context import ImageFeatures
+from batchgen.engine.images.image import Pixels
+from batchgen.engine.images.image_span import ImageSpan
+from batchgen.engine.layers.vision.vision_tower import VisionTower
+from batchgen.engine.rows.scheduled_batch import PrefillBatch
+from batchgen.engine.rows.sequence import Sequence as Row
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """An image that some rows have tokens of that they have yet to read."""
+
+    num_tokens: int
+    pixels: Pixels | None  # until the image is encoded
+    features: Tensor | None = None  # [1 + K, num_tokens, hidden_size], from then on
+    readers: set[str] = field(default_factory=set)  # the ids of the rows
+
+
+class ImageStore:
+    """Images between the step that encodes them and the last step that reads them.
+
+    An image is encoded as a whole between two steps, before the chunk of a row's prefill that has
+    its first token, and dropped when every row that asked for it has read past it or has left. Rows
+    with the same image share it meanwhile.
+
+    Args:
+        most_tokens: how many tokens the images may have that are encoded in one step.
+    """
+
+    def __init__(self, tower: VisionTower, most_tokens: int, device: torch.device) -> None:
+        self._tower, self._most, self._device = tower, most_tokens, device
+        self._left = most_tokens
+        self._entries: dict[bytes, _Entry] = {}
+        self.num_images = self.num_tokens = 0  # encoded since the start
+        self._timer = StepTimer(device)
+
+    def begin(self) -> None:
+        """Begin to plan a step, in which no image was encoded yet."""
+        self._left = self._most
+
+    def reach(self, seq: Row, start: int, end: int, *, beyond: bool = False) -> int:
+        """Let the next step encode the images among a row's tokens from `start` to `end`. Returns
+        where the row's chunk must end instead, before the first image that would be too much for
+        the step; with `beyond` none is. Raises RequestError if an image cannot be decoded."""
+        for span in seq.spans:
+            if not span.overlaps(start, end):
+                continue
+            digest = span.image.digest
+            if digest not in self._entries:
+                if span.num_tokens > self._left and not beyond:
+                    return max(start, span.start)
+                self._entries[digest] = _Entry(span.num_tokens, span.image.load())
+                self._left -= span.num_tokens
+            self._entries[digest].readers.add(seq.request_id)
+        return end
+
+    def drop(self, seq: Row, num_read: int | None = None) -> None:
+        """Let go of the images of a row that has read so many of its tokens; None: that leaves."""
+        for span in seq.spans:
+            if num_read is not None and span.end > num_read:
+                continue
+            entry = self._entries.get(span.image.digest)
+            if entry is None or self._is_needed(seq, span, num_read):
+                continue
+            entry.readers.discard(seq.request_id)
+            if not entry.readers:
+                del self._entries[span.image.digest]
+
+    @staticmethod
+    def _is_needed(seq: Row, span: ImageSpan, num_read: int | None) -> bool:
+        """Whether the row has the same image again behind what it has read."""
+        later = (other for other in seq.spans if num_read is not None and other.end > num_read)
+        return any(other.image.digest == span.image.digest for other in later)
+
+    @property
+    def seconds(self) -> float:
+        """The device's seconds for all images so far; it waits for those that are still encoded."""
+        return sum(step.seconds for step in self._timer.steps())
+
+    def encode(self) -> None:
+        """Encode the images that the planned step needs."""
+        waiting = [entry for entry in self._entries.values() if entry.pixels is not None]
+        group: list[_Entry] = []
+        for entry in waiting:
+            if group and sum(e.num_tokens for e in group) + entry.num_tokens > self._most:
+                self._encode(group)
+                group = []
+            group.append(entry)
+        if group:
+            self._encode(group)
+        self.num_images += len(waiting)
+        self.num_tokens += sum(entry.num_tokens for entry in waiting)
+
+    def _encode(self, group: Sequence[_Entry]) -> None:
+        loaded = [entry.pixels for entry in group if entry.pixels is not None]
+        with self._timer.step("images", len(group)):
+            pixels = [upload(image, torch.uint8, self._device) for image in loaded]
+            features = self._tower(pixels).split([entry.num_tokens for entry in group], dim=1)
+        for entry, own in zip(group, features, strict=True):
+            entry.pixels, entry.features = None, own
+
+    def features(self, batch: PrefillBatch) -> ImageFeatures | None:
+        """Return the image tokens among those that a prefill reads; None if there are none."""
+        indices: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+        values: list[Tensor] = []
+        begin = 0
+        for seq, start, length in zip(batch.seqs, batch.starts, batch.lengths, strict=True):
+            for span in seq.spans:
+                if not span.overlaps(start, start + length):
+                    continue
+                first, last = max(start, span.start), min(start + length, span.end)
+                features = self._entries[span.image.digest].features
+                assert features is not None and features.shape[1] == span.num_tokens
+                values.append(features[:, first - span.start : last - span.start])
+                indices.append(np.arange(first, last) + (begin - start))
+            begin += length
+        if not indices:
+            return None
+        index = upload(np.concatenate(indices), torch.int64, self._device)
+        return ImageFeatures(index, torch.cat(values, dim=1))
+
+    def __len__(self) -> int:
+        return len(self._entries)
