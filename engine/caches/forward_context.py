@@ -109,11 +109,11 @@ class ForwardContext:
     hidden: Tensor | None = None
     # The tokens whose hidden states are wanted; None means all tokens.
     outputs: OutputTokens | None = None
-    # The same as `kv_slots` for layers with a window; None for models without such layers.
-    window_slots: Tensor | None = None
     # [T] or [T, 3] int64, the positions that rotary tables are read at; None: the tokens' own.
     rope_positions: Tensor | None = None
     images: ImageFeatures | None = None  # None: no token is an image's
+    # The same as `kv_slots` for layers with a window; None for models without such layers.
+    window_slots: Tensor | None = None
 
     def cache(self, layer: int, kind: type[C]) -> C:
         """Return what the layer with this index keeps; it must be of the given type."""

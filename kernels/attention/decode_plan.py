@@ -151,10 +151,13 @@ def _plan_kernel(
     unit = units + place * UNIT_FIELDS
     mask = split < number
     tl.store(unit, row + tl.zeros_like(split), mask=mask)
-    start, stop = split * length, tl.minimum((split + 1) * length, context)
+    start = split * length
     if WINDOW is not None:
         begin = tl.max(_begin(positions, own_row, num_rows, WIDTH, WINDOW), 0)
-        start, stop = start + begin, stop + begin
+        start += begin
     tl.store(unit + 1, start, mask=mask)
+    stop = tl.minimum((split + 1) * length, context)
+    if WINDOW is not None:
+        stop += begin
     tl.store(unit + 2, stop, mask=mask)
     tl.store(unit + 3, tl.where(number > 1, row * capacity + split, -1), mask=mask)

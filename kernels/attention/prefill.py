@@ -221,13 +221,10 @@ def _prefill_kernel(
 
     table = tables_ptr + row * table_stride
     n = tl.arange(0, BLOCK_N)
-    full = common // BLOCK_N * BLOCK_N
-    whole = 0
-    if WINDOW is not None:
-        # No query of the tile sees keys before `whole`, then some do, and all from `middle` on.
-        whole = tl.maximum(common - WINDOW, 0) // BLOCK_N * BLOCK_N
-        middle = tl.minimum(tl.cdiv(tl.maximum(limit - WINDOW, 0), BLOCK_N) * BLOCK_N, full)
-        n += whole
+    begin = 0
+    if WINDOW is not None:  # no query of the tile sees a key before `begin`
+        begin = tl.maximum(common - WINDOW, 0) // BLOCK_N * BLOCK_N
+        n += begin
     if GATHERED:
         table = kv_head * num_gathered + tl.load(table)
         block = n
@@ -235,20 +232,23 @@ def _prefill_kernel(
         key += kv_head.to(tl.int64) * head_stride
         value += kv_head.to(tl.int64) * head_stride
         block = tl.load(table + n // BLOCK_SIZE, mask=n < limit, other=0)
+    full = common // BLOCK_N * BLOCK_N
 
     # Without a window every query sees position 0, so its `top` is finite after the first tile.
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if WINDOW is not None:
+        # All queries see the keys from here to `full`.
+        whole = tl.minimum(tl.cdiv(tl.maximum(limit - WINDOW, 0), BLOCK_N) * BLOCK_N, full)
         last_seen = tl.load(positions_ptr + first + token, mask=token < size, other=0).to(tl.int32)
-        for start in tl.range(whole, middle, BLOCK_N):
+        for start in tl.range(begin, whole, BLOCK_N):
             acc, top, total, block = _attend_tile(
                 acc, top, total, q, key, value, table, block, start, last_seen, limit, scale_log2,
                 HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, GATHERED, INTERPRETED,
             )  # fmt: skip
-        whole = middle
-    for start in tl.range(whole, full, BLOCK_N):
+        begin = whole
+    for start in tl.range(begin, full, BLOCK_N):
         acc, top, total, block = _attend_tile(
             acc, top, total, q, key, value, table, block, start, None, limit, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, WINDOW, GATHERED, INTERPRETED,

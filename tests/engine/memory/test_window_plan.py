@@ -33,6 +33,7 @@ def use_of(specs: list[KVSpec]) -> ModelUse:
         window=window,
         has_row_states=False,
         weight_bytes=0,
+        tower=None,
     )
     return ModelUse(cast(Any, model), widths=(1,))
 
