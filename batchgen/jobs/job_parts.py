@@ -14,6 +14,7 @@ from batchgen.engine.requests import output_columns
 from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
+from batchgen.images.row_images import RowImages
 from batchgen.jobs.choice_scores import choice_ids
 from batchgen.prompts.row_prompts import Prompt
 from batchgen.resolve.opened_job import OpenedJob, open_job
@@ -55,6 +56,7 @@ class JobParts:
         decode: the text of token ids, to show prompts to people; None without a tokenizer.
         decode_all: the text with special tokens, to show single tokens.
         close: ends what works in the background.
+        images: makes the images of rows; None if these have none.
         grades_at_once: whether shards are graded as soon as they are there, because other jobs wait
             for the grades; only in a folder of this machine.
         predict: what an attempt will take, from its engine, its answers and its seconds so far.
@@ -78,6 +80,7 @@ class JobParts:
     split: Callable[[RequestOutput], tuple[RequestOutput, str | None]] = whole_text
     decode: Callable[[list[int]], str] | None = None
     decode_all: Callable[[list[int]], str] | None = None
+    images: RowImages | None = None
     close: Callable[[], None] = lambda: None
     grades_at_once: bool = False
     predict: Callable[[Engine, int, float], Forecast | None] = lambda *_: None
@@ -119,6 +122,7 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         split=whole_text if opened.reasoning is None else opened.reasoning.split,
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),
+        images=opened.images,
         close=partial(_close, opened),
         predict=partial(_predict, config, opened),
     )
@@ -129,6 +133,8 @@ def _close(opened: OpenedJob) -> None:
 
     if opened.compiler is not None:
         opened.compiler.close()
+    if opened.images is not None:
+        opened.images.close()
     if isinstance(opened.source, IndexedSource):
         opened.source.close()
 
