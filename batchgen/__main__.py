@@ -102,6 +102,10 @@ def _run_options(options: Options) -> int:
 def _run_pipeline(pipeline: Pipeline, options: Options) -> int:
     if "--multirun" in options.flags:
         raise ConfigError("--multirun runs jobs: give a pipeline one value for each key")
+    if "--dry-run" in options.flags:
+        from batchgen.pipelines.planned_steps import show_steps
+
+        return show_steps(pipeline)
     from batchgen.pipelines.run_pipeline import run_pipeline  # it loads torch
 
     return report(lambda: run_pipeline(pipeline))

@@ -20,9 +20,11 @@ from batchgen.util.versions import versions
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OPTIONAL = ("s3", "ray", "slurm", "lm-eval", "inspect")
+OPTIONAL = ("images", "s3", "ray", "slurm", "lm-eval", "inspect")
 """The extras that users install; the others are for work on batchgen."""
-OTHER_NAMES = {"hydra": "hydra-core", "markdown_it": "markdown-it-py", "yaml": "PyYAML"}
+OTHER_NAMES = {
+    "hydra": "hydra-core", "markdown_it": "markdown-it-py", "PIL": "Pillow", "yaml": "PyYAML"
+}  # fmt: skip
 """Distributions by their modules, where the names differ."""
 PUBLIC = """
     ARSpecStrategy ARStrategy AnswerRow BadRow Column CompleteJob ConfigError Constraint

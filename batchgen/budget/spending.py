@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import Any
 
 from batchgen.config.workers_config import BudgetConfig
 from batchgen.folder.job_metrics import SAVE_SECONDS, Metrics
-from batchgen.folder.peers import seconds
 from batchgen.storage.job_storage import Storage
 from batchgen.util.duration import duration
+
+Attempts = Sequence[Mapping[str, Any]]
+"""Entries of `attempts` in metrics.json, of one job or of several that share a budget."""
 
 
 @dataclass(frozen=True)
@@ -24,19 +29,20 @@ class Used:
     seconds: float = 0.0
     device_seconds: float = 0.0
 
-    def __add__(self, other: Used) -> Used:
-        return Used(
-            self.tokens + other.tokens,
-            self.seconds + other.seconds,
-            self.device_seconds + other.device_seconds,
-        )
-
     @classmethod
-    def of(cls, attempts: Sequence[Mapping[str, Any]], devices: int) -> Used:
-        """What the attempts in a metrics.json have used, each with so many devices."""
+    def of(cls, attempts: Attempts) -> Used:
+        """What the attempts have used together. The time of a process that computes several jobs
+        at once counts once."""
         tokens = sum(one["prompt_tokens"] + one["generated_tokens"] for one in attempts)
-        wall = sum(one["wall_s"] for one in attempts)
-        return cls(tokens, seconds(attempts, "wall_s"), wall * devices)
+        of_process = defaultdict(list)
+        for number, one in enumerate(attempts):
+            start = datetime.strptime(one["started"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
+            # Attempts of earlier versions of batchgen do not name their process.
+            process = one["host"], one.get("pid") or -number, one.get("devices", 1)
+            of_process[process].append((start, start + one["wall_s"]))
+        every = [span for spans in of_process.values() for span in spans]
+        of_devices = sum(_covered(spans) * key[2] for key, spans in of_process.items())
+        return cls(tokens, _covered(every), of_devices)
 
     def by_limit(self, budget: BudgetConfig) -> dict[str, float]:
         """The amounts that the limits of a budget are about, by their keys."""
@@ -59,16 +65,13 @@ class Spending:
         budget: BudgetConfig,
         metrics: Metrics,
         storage: Storage,
-        devices: int,
-        elsewhere: Callable[[], Used] = Used,
+        elsewhere: Callable[[], Attempts] = tuple,
     ) -> None:
-        """Watch from now on. A worker has so many `devices`; `elsewhere` is what other jobs have
-        used that share the budget."""
+        """Watch from now on; `elsewhere` gives the attempts of other jobs that share the budget."""
         self._budget, self._metrics, self._storage = budget, metrics, storage
-        self._devices, self._elsewhere = devices, elsewhere
-        self._others = Used()
-        self._beside = 0.0  # the longest of the workers beside this one, in seconds
-        self._next_look = 0.0
+        self._elsewhere = elsewhere
+        self._seen = Used()
+        self._seen_at, self._seen_tokens = -math.inf, 0
         if budget.limits:
             metrics.budget = self.facts
 
@@ -78,8 +81,6 @@ class Spending:
         limits = self._budget.limits
         if not limits:
             return False
-        if time.monotonic() >= self._next_look:
-            self._look()
         used = self._used.by_limit(self._budget)
         return any(used[key] >= limit for key, limit in limits.items())
 
@@ -103,25 +104,34 @@ class Spending:
 
     @property
     def _used(self) -> Used:
-        """What all have used, with this worker as it is now."""
-        attempt, age = self._metrics.attempt, self._metrics.age
-        own = Used(
-            attempt.prompt_tokens + attempt.generated_tokens,
-            max(0.0, age - self._beside),
-            age * self._devices,
+        """What all have used: as of the last look, and what this worker has used since."""
+        attempt, now = self._metrics.attempt, time.monotonic()
+        tokens = attempt.prompt_tokens + attempt.generated_tokens
+        if now - self._seen_at >= SAVE_SECONDS:
+            self._seen, self._seen_at, self._seen_tokens = self._look(), now, tokens
+        since = now - self._seen_at
+        return Used(
+            self._seen.tokens + tokens - self._seen_tokens,
+            self._seen.seconds + since,
+            self._seen.device_seconds + since * attempt.devices,
         )
-        return self._others + own
 
-    def _look(self) -> None:
-        self._next_look = time.monotonic() + SAVE_SECONDS
+    def _look(self) -> Used:
         content = self._storage.read(self._storage.path / "metrics.json")
         attempts = [] if content is None else json.loads(content)["attempts"]
-        own = self._metrics.attempt
-        key = own.worker, own.started
+        own = {**asdict(self._metrics.attempt), "wall_s": self._metrics.age}
+        key = own["worker"], own["started"]
         others = [one for one in attempts if (one.get("worker"), one["started"]) != key]
-        self._others = Used.of(others, self._devices) + self._elsewhere()
-        beside = [one["wall_s"] for one in others if one.get("session") == own.session]
-        self._beside = max(beside, default=0.0)
+        return Used.of([*others, own, *self._elsewhere()])
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
+    """The seconds that lie in at least one of the spans."""
+    covered, end = 0.0, -math.inf
+    for start, stop in sorted(spans):
+        covered += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return covered
 
 
 def shown(key: str, value: float) -> str:

@@ -61,6 +61,12 @@ VERBS = {
     "audit": Verb(
         "batchgen.cli.verbs.proving.audit", "OUT", "compute rows again and compare them to the bit"
     ),
+    "lock": Verb(
+        "batchgen.cli.verbs.proving.lock", "OUT", "write what made a data set, in a few kB"
+    ),
+    "rebuild": Verb(
+        "batchgen.cli.verbs.proving.rebuild", "FILE", "make the rows of a lock again, and compare"
+    ),
     "validate": Verb(
         "batchgen.cli.verbs.validate", "OUT", "check the rows of a finished job again"
     ),

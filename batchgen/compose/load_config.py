@@ -43,6 +43,7 @@ from batchgen.util.errors import ConfigError
 _NOT_DECIDING = {
     "model": {"name", "path", "revision"},
     "dataset": {"path", "limit", "follow"},
+    "prompt": {"image_root"},
     "sampling": {"n"},
     "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report", "reuse"},
 }
@@ -50,7 +51,10 @@ _NOT_DECIDING = {
 _NEWER = {
     "model": ("quantization",),
     "dataset": ("rename", "rows", "best", "where", "text_as", "errors"),
-    "prompt": ("messages", "continue", "tools_column", "answer"),
+    "prompt": (
+        *("messages", "continue", "tools_column", "answer"),
+        *("image_column", "images", "max_images", "max_pixels"),
+    ),
     "sampling": ("column", "stream", "until"),
     "output": ("reasoning_end", "reasoning_start"),
     "constraint": ("scores", "scores_end"),

@@ -51,6 +51,11 @@ class ChatPromptConfig:
     tools_column: str | None = None
     continue_: bool = False
     template_kwargs: Mapping[str, Any] | None = None
+    image_column: str | None = None
+    images: tuple[str, ...] | None = None  # a template each
+    image_root: str | None = None
+    max_images: int | None = None
+    max_pixels: int | None = None
     answer: str | None = None  # a template
     too_long: TooLong = "error"
 
@@ -73,6 +78,9 @@ class ChatPromptConfig:
             object.__setattr__(self, key, value)
             object.__setattr__(self, f"{key}_file", None)
         check_template_kwargs(self.template_kwargs, tools=self.tools_column is not None)
+        if self.images is not None and self.image_column is not None:
+            raise ConfigError("prompt.images and prompt.image_column are both set: choose one")
+        check_image_limits(self)
 
     def _check_turns(self) -> None:
         """Check the messages that the configuration gives, and whether a last one can go on."""
@@ -94,6 +102,13 @@ class ChatPromptConfig:
                 f"is of {last}: end prompt.messages with {{assistant: …}}, or take "
                 "prompt.messages_column"
             )
+
+
+def check_image_limits(prompt: ChatPromptConfig | OpenAIPromptConfig) -> None:
+    """Check the keys that bound the images of a row."""
+    for key in ("max_images", "max_pixels"):
+        if (value := getattr(prompt, key)) is not None and value < 1:
+            raise ConfigError(f"prompt.{key} must be null or at least 1, got {value}")
 
 
 def check_template_kwargs(given: Mapping[str, Any] | None, *, tools: bool = False) -> None:
@@ -148,10 +163,14 @@ class OpenAIPromptConfig:
     body_column: str = "body"
     answer: str | None = None  # a template
     template_kwargs: Mapping[str, Any] | None = None
+    image_root: str | None = None
+    max_images: int | None = None
+    max_pixels: int | None = None
     too_long: TooLong = "error"
 
     def __post_init__(self) -> None:
         check_template_kwargs(self.template_kwargs, tools=True)
+        check_image_limits(self)
 
 
 PromptConfig = ChatPromptConfig | TextPromptConfig | TokensPromptConfig | OpenAIPromptConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pyarrow as pa
-from datasets import ClassLabel, Value
+from datasets import ClassLabel, Image, Value
 from datasets.features import Json, LargeList, List, Translation, TranslationVariableLanguages
 
 PLAIN = (Value, ClassLabel, Json, Translation, TranslationVariableLanguages)
@@ -19,6 +19,23 @@ def is_plain(feature: Any) -> bool:
         if (inner := _inner(feature)) is None
         else all(map(is_plain, inner))
     )
+
+
+def is_image(feature: Any) -> bool:
+    """Whether the values of a feature are images of datasets, or lists of them."""
+    inner = _inner(feature)
+    if isinstance(feature, Image):
+        return True
+    return bool(inner) and not isinstance(feature, dict) and all(map(is_image, inner or ()))
+
+
+def holds_bytes(feature: Any) -> bool:
+    """Whether the values of a feature have bytes in them, at any depth."""
+    if isinstance(feature, Image):
+        return True
+    if isinstance(feature, Value):
+        return "binary" in feature.dtype
+    return any(map(holds_bytes, _inner(feature) or ()))
 
 
 def has_json(feature: Any) -> bool:

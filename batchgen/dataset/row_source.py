@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,13 @@ from datasets.features import Json
 from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.dataset_columns import column_path, feature_at, renamed, value_at
 from batchgen.dataset.dataset_files import LoadedDataset, load_split, quiet
-from batchgen.dataset.feature_types import has_json, is_plain, storage_type
+from batchgen.dataset.feature_types import (
+    has_json,
+    holds_bytes,
+    is_image,
+    is_plain,
+    storage_type,
+)
 from batchgen.dataset.row_ids import IdSet, check_unique, duplicate_error
 from batchgen.dataset.source import Left, ReadJob, Row
 from batchgen.dataset.stored_json import stored_field
@@ -24,17 +30,19 @@ from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.shorten import some_names
 
 BATCH = 256  # rows that are read at a time
+IMAGE_BATCH = 16  # the same, of rows that hold images
 FIRST_ROWS = 1000  # that tell the features of a stream which does not name them itself
 
 
-def open_dataset(config: DatasetConfig) -> RowSource:
+def open_dataset(config: DatasetConfig, images: Collection[str] = ()) -> RowSource:
     """The data set that the configuration names, with all checks that need no pass over a stream.
+    Of the columns that hold images those in `images` are read, and none is copied.
 
     Raises:
         ConfigError: the data does not exist, cannot be read, has no such split or column, has no
             rows, or has an id twice.
     """
-    return RowSource(load_split(config), config)
+    return RowSource(load_split(config), config, images)
 
 
 class RowSource:
@@ -58,7 +66,9 @@ class RowSource:
     jobs: tuple[ReadJob, ...] = ()
     funnel: tuple[Left, ...] = ()
 
-    def __init__(self, loaded: LoadedDataset, config: DatasetConfig) -> None:
+    def __init__(
+        self, loaded: LoadedDataset, config: DatasetConfig, images: Collection[str] = ()
+    ) -> None:
         self._config, self._files = config, loaded.files
         self.fingerprint = loaded.fingerprint
         data, features = loaded.data, loaded.data.features
@@ -71,14 +81,22 @@ class RowSource:
             names = renamed(config.rename, features)
             data = data.rename_columns(dict(config.rename))
             features = Features({names[name]: feature for name, feature in features.items()})
-        odd = [name for name, feature in features.items() if not is_plain(feature)]
+        odd = [
+            name
+            for name, feature in features.items()
+            if not is_plain(feature) and not (name in images and is_image(feature))
+        ]
+        of_images = [n for n, f in features.items() if n in images and holds_bytes(f)]
+        self._batch = IMAGE_BATCH if of_images else BATCH
         self.columns = tuple(name for name in features if name not in odd)
-        self._check_columns(features, odd)
+        self._check_columns(features, odd, of_images)
         self._id_path = self._find_id({name: features[name] for name in self.columns})
         self._data = data.select_columns(list(self.columns)) if odd else data
         self._json = Features({n: features[n] for n in self.columns if has_json(features[n])})
         self.features = Features({name: features[name] for name in self.columns})
-        copied = self.columns if config.columns is None else config.columns
+        copied = config.columns
+        if copied is None:
+            copied = tuple(name for name in self.columns if name not in of_images)
         self.schema = pa.schema([self._field(name) for name in copied])
         self.num_rows: int | None = None
         if isinstance(data, Dataset):
@@ -106,7 +124,7 @@ class RowSource:
         data = self._data.select(indices).with_format("arrow")
         places = iter(indices)
         with self._reading("its rows"):
-            for batch in data.iter(batch_size=BATCH):
+            for batch in data.iter(batch_size=self._batch):
                 for fields in batch.to_pylist():
                     if self._json:
                         fields |= self._json.decode_example({n: fields[n] for n in self._json})
@@ -163,7 +181,9 @@ class RowSource:
             if start >= len(data):
                 return iter(())  # `select` refuses to start at the end
             data = data.select(range(start, len(data)))
-        return (batch.to_pylist() for batch in data.with_format("arrow").iter(batch_size=BATCH))
+        return (
+            batch.to_pylist() for batch in data.with_format("arrow").iter(batch_size=self._batch)
+        )
 
     def _ids(self) -> Iterator[str]:
         column, index = self._id_path[0], 0
@@ -219,13 +239,18 @@ class RowSource:
             if self._id(earlier, fields) == row_id:
                 raise duplicate_error(column, {row_id: [earlier, index]})
 
-    def _check_columns(self, features: Features, odd: list[str]) -> None:
-        known = some_names(self.columns)
-        if self._config.columns is None and odd:
+    def _check_columns(
+        self, features: Features, odd: Sequence[str], of_images: Sequence[str]
+    ) -> None:
+        known = some_names([name for name in self.columns if name not in of_images])
+        others = [name for name in odd if not is_image(features[name])]
+        if self._config.columns is None and others:
+            kind = type(features[others[0]]).__name__
             raise ConfigError(
-                f"dataset.columns: column {odd[0]!r} ({type(features[odd[0]]).__name__}) cannot be "
+                f"dataset.columns: column {others[0]!r} ({kind}) cannot be "
                 f"copied to the output: choose the columns to copy among {known}"
             )
+        odd = [*odd, *of_images]
         for name in self._config.columns or ():
             if name in odd:
                 kind = type(features[name]).__name__

@@ -10,6 +10,8 @@ import pyarrow as pa
 
 from batchgen.engine.base.outputs import RequestError
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.images.row_images import without_pixels
+from batchgen.shards.output_schema import PROMPT_IMAGES
 from batchgen.storage.job_storage import Storage
 
 
@@ -53,7 +55,10 @@ def changed_row(storage: Storage, source: Rows, first: int, last: int) -> str | 
                 if row is None or row.index > last or done["row_index"] > last:
                     return None
                 with suppress(RequestError):  # a row that cannot be copied is an error row
-                    if _is_same(done, row, source.passthrough(row), schema):
+                    fields = source.passthrough(row)
+                    if PROMPT_IMAGES in schema.names:
+                        fields = without_pixels(fields)
+                    if _is_same(done, row, fields, schema):
                         continue
                     return f"row {row.index} (id {done['row_id']!r})"
     return None

@@ -7,7 +7,7 @@ from pathlib import Path
 from batchgen.config.workers_config import WorkersConfig
 from batchgen.folder.job_summary import status_line
 from batchgen.folder.read_job import JobFolderReader
-from batchgen.pipelines.record.step_folders import step_folder
+from batchgen.pipelines.record.step_folders import find_record, step_folder
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import folder_here, is_url, user_folder, user_path
@@ -23,6 +23,9 @@ def open_job(given: str) -> JobFolderReader:
     try:
         return JobFolderReader(path)
     except ConfigError as error:
+        if (record := find_record(str(path))) is not None:
+            names = ", ".join(f"{given.rstrip('/')}/{name}" for name in record.current)
+            raise ConfigError(f"{given} is a pipeline's folder: name a step: {names}") from None
         jobs = sorted(path.glob("*/manifest.json")) if path.is_dir() else []
         if not jobs:
             raise

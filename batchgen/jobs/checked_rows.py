@@ -12,7 +12,7 @@ from batchgen.constraint.row_params import RowParams
 from batchgen.dataset.seed_stream import depth_of, stream_of
 from batchgen.dataset.source import Following, Row, Source
 from batchgen.jobs.job_parts import JobParts
-from batchgen.prompts.row_prompts import fit_prompt, prompt_room
+from batchgen.prompts.row_prompts import fit_prompt, prompt_room, with_images
 from batchgen.prompts.row_request import RowRequest
 from batchgen.shards.enough import Enough
 from batchgen.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
@@ -65,6 +65,7 @@ def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
         reasoning=config.output.reasoning_end is not None,
         text_column=config.output.text_column,
         answers=parts.answer is not None,
+        images=parts.images is not None,
         enough=None if until is None else Enough(until.valid, until.most),
     )
 
@@ -94,9 +95,10 @@ def row_request(config: JobConfig, parts: JobParts) -> Callable[[Row], RowReques
         params = own.constrained(row, params)
         choices = parts.choices(params.constraint)
         room = prompt_room(parts.max_model_len, max([behind, *map(len, choices)]))
-        ids = parts.prompt.token_ids(row)
-        ids = fit_prompt(ids, room, config.prompt.too_long, parts.bos_id)
-        return RowRequest(ids, params, answer, choices)
+        ids, images = with_images(parts.prompt, row)
+        too_long = "error" if images else config.prompt.too_long
+        ids = fit_prompt(ids, room, too_long, parts.bos_id)
+        return RowRequest(ids, params, answer, choices, images)
 
     return request
 
@@ -108,7 +110,8 @@ def known_rows(source: Source) -> int | None:
 
 def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Manifest:
     """The manifest of a job as it is asked for, without digests of its rows."""
-    from batchgen.row_index.open_rows import data_of  # it loads the libraries of the data
+    from batchgen.jobs.image_files import content_fingerprint  # it loads the libraries of the data
+    from batchgen.row_index.open_rows import data_of
 
     source, given = data_of(parts.source), parts.fingerprints
     read = parts.source.jobs
@@ -123,7 +126,7 @@ def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Ma
     jobs = {f"{READ_JOB} {job.name}" if many else READ_JOB: job.digest for job in read}
     return Manifest.build(
         groups,
-        {"dataset": source.fingerprint, **given, **jobs},
+        {"dataset": content_fingerprint(parts.source, parts.prompt), **given, **jobs},
         {field.name: str(field.type) for field in schema.arrow},
         {**growing(config), ROWS: known_rows(source)},
     )

@@ -12,6 +12,7 @@ import numpy as np
 from batchgen.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.images.image import Image
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.prompts.row_request import RowRequest
 
@@ -38,8 +39,9 @@ class TakesRequests(Protocol):
         prompt_token_ids: list[int],
         params: SamplingParams,
         answer_token_ids: list[int] | None = None,
+        images: Sequence[Image] = (),
     ) -> None:
-        """Queue a request, whose answer is scored if one is given.
+        """Queue a request, whose answer is scored if one is given, and whose prompt has `images`.
 
         Raises:
             RequestError: it can never be served.
@@ -69,9 +71,10 @@ class ChoiceScorer:
         """Queue a row and its choices. Raises RequestError if it can never be served."""
         # If the longest can be served, all can.
         longest_first = sorted(enumerate(asked.choices), key=lambda pair: -len(pair[1]))
+        more = {"images": [each.image for each in asked.images]} if asked.images else {}
         for number, ids in longest_first:
-            self._engine.add_request(f"{request_id}/{number}", asked.prompt, _SCORED, ids)
-        self._engine.add_request(request_id, asked.prompt, asked.params, asked.answer)
+            self._engine.add_request(f"{request_id}/{number}", asked.prompt, _SCORED, ids, **more)
+        self._engine.add_request(request_id, asked.prompt, asked.params, asked.answer, **more)
         if self._is_on:
             self._open[request_id] = {}
             self._counts[request_id] = len(asked.choices)

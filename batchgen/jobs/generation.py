@@ -12,19 +12,19 @@ import numpy.typing as npt
 from batchgen.budget.spending import Spending
 from batchgen.config.job_config import JobConfig
 from batchgen.costs.cost_recorder import CostRecorder
-from batchgen.dataset.seed_stream import stream_of, stream_seed
+from batchgen.dataset.seed_stream import stream_of
 from batchgen.dataset.source import Row, Source
 from batchgen.engine.base.outputs import RequestError, RequestOutput
-from batchgen.engine.requests import derive_seed
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.folder.job_metrics import Metrics
+from batchgen.images.row_images import RowImage, without_pixels
 from batchgen.jobs.choice_scores import ChoiceScorer, TakesRequests
 from batchgen.jobs.fail_fast import FailFast
 from batchgen.jobs.progress import Progress
 from batchgen.jobs.turns import Turns
 from batchgen.prompts.row_request import RowRequest
 from batchgen.reuse.row_reuse import RowReuse
-from batchgen.shards.output_schema import FinishedRow
+from batchgen.shards.output_schema import PROMPT_IMAGES, FinishedRow
 from batchgen.shards.output_writer import OutputWriter
 from batchgen.util.signals import StopSignals
 from batchgen.waves.sample_waves import EverySample
@@ -102,6 +102,7 @@ class _Request:
     params: SamplingParams
     answer: list[int] | None
     choices: Sequence[list[int]]
+    images: Sequence[RowImage]
     error: RequestError | None
     key: bytes | None = None
 
@@ -114,7 +115,10 @@ class _Request:
         is_copied: bool = False,
     ) -> FinishedRow:
         place = self.row_id, self.row_index, self.sample_index
-        return FinishedRow(*place, self.fields, output, error, thoughts, self.key, is_copied)
+        images = None if self.error else [image.reference for image in self.images]
+        return FinishedRow(
+            *place, self.fields, output, error, thoughts, self.key, is_copied, images=images
+        )
 
 
 class Generation:
@@ -140,6 +144,7 @@ class Generation:
         self._source = source
         self._request, self._split = request, split
         self._params = config.params
+        self._has_images = PROMPT_IMAGES in writer.schema.arrow.names
         self._stream = stream_of(config.sampling.stream, source.jobs)
         self._writer = writer
         self._waves = waves
@@ -180,9 +185,11 @@ class Generation:
                     finished.append(request.finished(output=output, thoughts=thoughts))
                 self._costs.add(self._engine.take_costs())
             elif not finished:
-                if held := self._first.ended(self._writer.num_rows):
+                # While rows of a job that runs are waited for, those held back may get company.
+                num_rows = self._writer.num_rows
+                if held := [] if todo.is_following else self._first.ended(num_rows):
                     self._write(held, progress)
-                else:  # other workers do what is left
+                else:  # other workers do what is left, or rows are waited for
                     yield _IDLE_SECONDS
             passed = self._first.passed(finished, len(self._in_flight))
             self._write(self._waves.finished(passed), progress)
@@ -259,10 +266,9 @@ class Generation:
     def _submit(self, request: _Request) -> FinishedRow | None:
         """Queue a request, or return its row if it was refused or could be copied."""
         request_id = f"{request.row_index}.{request.sample_index}"
-        name = request.row_id, request.sample_index
-        seed = derive_seed(stream_seed(request.params.seed, self._stream), *name)
-        params = dataclasses.replace(request.params, seed=seed)
-        asked = RowRequest(request.prompt, params, request.answer, request.choices)
+        given = request.answer, request.choices, request.images
+        of_row = RowRequest(request.prompt, request.params, *given)
+        asked = of_row.of_sample(request.row_id, request.sample_index, self._stream)
         if self._reuse is not None:
             key = self._reuse.key(asked)
             request = dataclasses.replace(request, key=key)
@@ -288,6 +294,8 @@ class Generation:
             failure: RequestError | None = None
             try:
                 fields = self._source.passthrough(row)
+                if self._has_images:
+                    fields = without_pixels(fields)
                 asked = self._request(row)
             except RequestError as error:
                 failure = error
@@ -306,4 +314,6 @@ class Generation:
             else:
                 given = (row.output.prompt_token_ids, row.output.answer_token_ids or ())
                 attempt.prompt_tokens += sum(map(len, given))
+                attempt.images += len(row.images or ())
+                attempt.image_tokens += sum(image["tokens"] for image in row.images or ())
                 attempt.generated_tokens += len(row.output.token_ids)

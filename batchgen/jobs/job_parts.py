@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchgen.budget.spending import Used
+from batchgen.budget.spending import Attempts
 from batchgen.config.constraint_config import ChoiceConstraintConfig
 from batchgen.config.job_config import JobConfig
 from batchgen.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
@@ -14,6 +14,7 @@ from batchgen.engine.requests import output_columns
 from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
+from batchgen.images.row_images import RowImages
 from batchgen.jobs.choice_scores import choice_ids
 from batchgen.prompts.row_prompts import Prompt
 from batchgen.resolve.opened_job import OpenedJob, open_job
@@ -55,13 +56,14 @@ class JobParts:
         decode: the text of token ids, to show prompts to people; None without a tokenizer.
         decode_all: the text with special tokens, to show single tokens.
         close: ends what works in the background.
+        images: makes the images of rows; None if these have none.
         grades_at_once: whether shards are graded as soon as they are there, because other jobs wait
             for the grades; only in a folder of this machine.
         predict: what an attempt will take, from its engine, its answers and its seconds so far.
         title: what the bar begins with; empty for a job by itself.
         watch: is called every few seconds while rows are computed; an error that it raises ends the
             job.
-        used_elsewhere: what other jobs have used of the budget that they share with this one.
+        elsewhere: the attempts of other jobs that share this one's budget.
     """
 
     source: Source
@@ -78,12 +80,13 @@ class JobParts:
     split: Callable[[RequestOutput], tuple[RequestOutput, str | None]] = whole_text
     decode: Callable[[list[int]], str] | None = None
     decode_all: Callable[[list[int]], str] | None = None
+    images: RowImages | None = None
     close: Callable[[], None] = lambda: None
     grades_at_once: bool = False
     predict: Callable[[Engine, int, float], Forecast | None] = lambda *_: None
     title: str = ""
     watch: Callable[[], None] = lambda: None
-    used_elsewhere: Callable[[], Used] = Used
+    elsewhere: Callable[[], Attempts] = tuple
 
     @property
     def counts(self) -> Sequence[RowCount]:
@@ -119,6 +122,7 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         split=whole_text if opened.reasoning is None else opened.reasoning.split,
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),
+        images=opened.images,
         close=partial(_close, opened),
         predict=partial(_predict, config, opened),
     )
@@ -129,6 +133,8 @@ def _close(opened: OpenedJob) -> None:
 
     if opened.compiler is not None:
         opened.compiler.close()
+    if opened.images is not None:
+        opened.images.close()
     if isinstance(opened.source, IndexedSource):
         opened.source.close()
 

@@ -25,6 +25,7 @@ from batchgen.jobs.checked_rows import CheckedRows, check_rows, job_manifest, mo
 from batchgen.jobs.fail_fast import AllRowsFailed
 from batchgen.jobs.generation import Engine, Generation
 from batchgen.jobs.graded_job import scores_of
+from batchgen.jobs.image_files import content_of
 from batchgen.jobs.job_end import (
     JobResult,
     already_complete,
@@ -34,7 +35,7 @@ from batchgen.jobs.job_end import (
 )
 from batchgen.jobs.job_parts import JobParts
 from batchgen.jobs.progress import Progress, show_memory
-from batchgen.jobs.turns import T, Turns, alone
+from batchgen.jobs.turns import Turns, alone, between
 from batchgen.leases.file_store import FolderGone
 from batchgen.leases.lease_files import GRADING
 from batchgen.report.write_report import REPORT
@@ -123,8 +124,8 @@ class _Attempt:
             folder.storage.write(folder.path / "config.yaml", job_file_text(config))
             worker.tell_older(writer.older)
         self._metrics = self._new_metrics()
-        devices, elsewhere = config.engine.tensor_parallel, parts.used_elsewhere
-        self._spending = Spending(config.budget, self._metrics, folder.storage, devices, elsewhere)
+        self._metrics.attempt.devices = config.engine.tensor_parallel
+        self._spending = Spending(config.budget, self._metrics, folder.storage, parts.elsewhere)
         self._todo = ShardQueue(parts.source, writer, worker, config.output.rows_per_shard)
 
     def turns(self) -> Turns[JobResult]:
@@ -151,8 +152,9 @@ class _Attempt:
             self._early_grades(at_once) as early,
         ):
             folder.share()
-            ended = None if is_done else (yield from _watched(self._generate(), early))
-            ended = ended or (yield from _watched(self._wait_for_others(), early))
+            look = early.look if early is not None else _nothing
+            ended = None if is_done else (yield from between(self._generate(), look))
+            ended = ended or (yield from between(self._wait_for_others(), look))
             if ended is not None:
                 return ended
             self._writer.finish(self._todo.num_rows)
@@ -307,20 +309,6 @@ class _Attempt:
         return JobResult(0, self._signals.received, message)
 
 
-def _watched(turns: Turns[T], early: EarlyGrades | None) -> Turns[T]:
-    """The turns of a job, after each of which shards are graded if others wait for that."""
-    with closing(turns):
-        while True:
-            try:
-                seconds = next(turns)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            if early is not None:
-                early.look()
-            yield seconds
-
-
 def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFolder:
     """The job's folder, locked, once it is sure that it is this job's, or can become it."""
     storage, source = open_storage(config.output.dir, config.workers), parts.source
@@ -331,7 +319,7 @@ def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFold
     folder = JobFolder(
         storage.path,
         job_manifest(config, parts, schema),
-        lambda stop: rows_digest(data, stop),
+        lambda stop: rows_digest(content_of(source, parts.prompt), stop),
         # Rows that steps have chosen cannot be told before the folder is open.
         changed_row=_no_row if indexed else partial(changed_row, storage, source),
         overwrite=config.output.overwrite,
@@ -350,6 +338,10 @@ def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFold
         folder.close()
         raise
     return folder
+
+
+def _nothing() -> None:
+    """Nothing is looked at between turns."""
 
 
 def _no_row(first: int, last: int) -> None:

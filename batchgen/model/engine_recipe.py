@@ -198,4 +198,5 @@ def bare(
         heads=heads,
         form=opened.form(native=native_fp8),
         parallel=parallel,
+        vision=opened.with_vision,
     )

@@ -30,6 +30,8 @@ _OTHER_FILES = (
     "special_tokens_map.json",
     "chat_template*",
 )
+_IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
+"""What says how large images may be; the job's fingerprint of its images has what counts of it."""
 
 
 def resolve_model(path: str, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -78,7 +80,7 @@ def _from_hub(repo: str, file: str | None, revision: str | None, weights: bool) 
     try:
         if file is not None:
             return Path(hf_hub_download(repo, file, revision=revision))
-        patterns = [*_OTHER_FILES, *(_WEIGHT_FILES if weights else ())]
+        patterns = [*_OTHER_FILES, *_IMAGE_FILES, *(_WEIGHT_FILES if weights else ())]
         # A pattern's * matches slashes too, and subfolders hold the weights in other formats.
         folder = snapshot_download(
             repo, revision=revision, allow_patterns=patterns, ignore_patterns="*/*"

@@ -42,6 +42,7 @@ class OpenedModel:
         eos_token_ids: the token ids that end an answer of this model.
         load_format: how the weights are loaded, as for `load_model`.
         quantization: what is done to the weights while they load, as for `load_model`.
+        with_vision: whether the tower that reads images is loaded, too.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class OpenedModel:
     eos_token_ids: tuple[int, ...]
     load_format: LoadFormat
     quantization: Quantization | None = None
+    with_vision: bool = False
 
     def dtype(self, name: DtypeName, device: DeviceName) -> torch.dtype:
         """The dtype of weights and activations on a device, or ValueError if the machine lacks the
@@ -111,6 +113,7 @@ class OpenedModel:
             heads=heads,
             quantization=self.quantization,
             parallel=parallel,
+            vision=self.with_vision,
         )
 
     def load_beside(self, model: CausalLM) -> CausalLM:

@@ -52,7 +52,8 @@ def _decides_answers(step: Step) -> Any:
     """What decides which answers a step shows to its readers, and is no part of its address: more
     samples come between others, and other grades choose other rows."""
     groups = resolved(step.config)
-    return [groups["sampling"], groups["post"]]
+    sampling = {key: groups["sampling"][key] for key in ("n", "until")}
+    return [{key: value for key, value in sampling.items() if value}, groups["post"]]
 
 
 def _digest(value: Any) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Self
+from dataclasses import replace
+from typing import Any, Self
 
+from batchgen.budget.spending import Attempts
 from batchgen.config.job_config import JobConfig
 from batchgen.config.workers_config import WorkersConfig
 from batchgen.leases.own_files import MANIFEST
@@ -21,6 +24,8 @@ from batchgen.pipelines.record.step_folders import read_record
 from batchgen.resolve.opened_job import answers_depend_on
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError
+
+METRICS = "metrics.json"
 
 
 class OpenPipeline:
@@ -54,6 +59,13 @@ class OpenPipeline:
         found = {name: self.record.steps[name].current for name in self.pipeline.steps}
         return {name: at for name, at in found.items() if at is not None}
 
+    def engine_of(self, name: str) -> str:
+        """What the engine of a step is made of: steps with the same can share one."""
+        config = self.pipeline.steps[name].config
+        prints = {key: value for key, value in self._prints[name].items() if key != "constraint"}
+        model = (config.model.load_format, config.model.quantization, config.model.dtype)
+        return repr((sorted(prints.items()), model, config.strategy, config.engine))
+
     def folder(self, name: str) -> str:
         """The current folder of a step, as a path or URL."""
         return f"{self.pipeline.out.rstrip('/')}/{self.record.current[name]}"
@@ -64,9 +76,32 @@ class OpenPipeline:
         return [f"{out}/{folder_name(name, at)}" for at in self.record.steps[name].older]
 
     def config(self, name: str) -> JobConfig:
-        """The job of a step, with the folders of the current versions."""
+        """The job of a step, with the folders of the current versions, which copies rows of its
+        older versions."""
         folders = {other: self.folder(other) for other in self.pipeline.steps}
-        return self.pipeline.steps[name].within(folders)
+        config = self.pipeline.steps[name].within(folders)
+        older = filter(self._is_begun, self.older_folders(name))
+        reuse = (*older, *(config.output.reuse or ()))
+        return replace(config, output=replace(config.output, reuse=reuse))
+
+    def attempts_elsewhere(self, name: str) -> Attempts:
+        """The attempts of other steps that have the budget of this one. A budget above the steps is
+        that of all which have no other; versions that are not current do not count."""
+        steps = self.pipeline.steps
+        budget = steps[name].config.budget
+        sharing = [
+            other for other in steps if other != name and steps[other].config.budget == budget
+        ]
+        found: list[Mapping[str, Any]] = []
+        for other in sharing if budget.limits else ():
+            content = self._storage.read(self._storage.path / self.record.current[other] / METRICS)
+            found += [] if content is None else json.loads(content)["attempts"]
+        return found
+
+    def _is_begun(self, folder: str) -> bool:
+        """Whether one of the folders of steps is there."""
+        name = folder.rpartition("/")[2]
+        return self._storage.exists(self._storage.path / name / MANIFEST)
 
     def write(self) -> None:
         """Say in the folder what is current, and what is run."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
-from batchgen.pipelines.funnel import StepCounts, funnel, funnel_table
+from batchgen.pipelines.facts.funnel import StepCounts, funnel, funnel_table
+from batchgen.pipelines.facts.told_pipeline import write_report
 from batchgen.pipelines.make_sets import make_exports, push_all
 from batchgen.pipelines.open_pipeline import OpenPipeline
 from batchgen.pipelines.pipeline import Pipeline
 from batchgen.pipelines.run_steps import run_steps
 from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.paths import is_url
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,9 @@ def run_pipeline(pipeline: Pipeline) -> PipelineResult:
             return PipelineResult(last.exit_code, last.stopped_by, last.message)
         lines = [funnel_table(counts(opened)), *make_exports(opened)]
         lines += push_all(opened, lambda line: print(line, file=sys.stderr))
-        lines.append(f"steps: batchgen show {pipeline.out}/STEP")
+        has_report = any(step.config.output.report for step in pipeline.steps.values())
+        if has_report and not is_url(pipeline.out):
+            lines.append(f"report: {write_report(Path(pipeline.out), pipeline.out)}")
         return PipelineResult(max(result.exit_code for result in results), None, "\n".join(lines))
 
 

@@ -52,6 +52,4 @@ def outlooks(config: JobConfig, expected: Forecast, used: Used) -> list[Outlook]
 def used_before(config: JobConfig) -> Used:
     """What earlier attempts of the job have used."""
     figures = job_metrics(config.output.dir) if config.budget.limits else None
-    return (
-        Used() if figures is None else Used.of(figures["attempts"], config.engine.tensor_parallel)
-    )
+    return Used() if figures is None else Used.of(figures["attempts"])

@@ -22,13 +22,13 @@ from batchgen.folder.job_folder import (
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.forecast.samples_per_row import MeasuredSamples
 from batchgen.jobs.checked_rows import job_manifest, most_rows, output_schema
+from batchgen.jobs.image_files import content_of
 from batchgen.jobs.job_parts import parts_of
 from batchgen.row_index.indexed_source import IndexedSource
-from batchgen.row_index.open_rows import data_of
 from batchgen.shards.enough import OUTCOME
 from batchgen.shards.row_order import KEYS
 from batchgen.storage.job_storage import Storage
-from batchgen.storage.manifest import READ_JOB, Manifest
+from batchgen.storage.manifest import READ_JOB, UNTIL_VALID, Manifest
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError, JobError
 
@@ -83,7 +83,8 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
     if old is None or not has_rows(storage):
         return FolderState(f"{path}: no answers yet")
     asked, source = _manifest(config, opened, old), opened.source
-    digests, named = partial(rows_digest, data_of(source)), partial(changed_row, storage, source)
+    digests = partial(rows_digest, content_of(source, opened.prompt))
+    named = partial(changed_row, storage, source)
     if refuse_other_job(storage, old, asked, digests, named, overwrite=config.output.overwrite):
         what = "the output of a different job, which is deleted (output.overwrite)"
         return FolderState(f"{path}: {what}")
@@ -107,7 +108,8 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
         text += f", {errors:,} of them errors, which {what}"
     done = rows - errors * config.output.retry_errors
     text = "\n            ".join([text, *old.grown(asked)])
-    return FolderState(text, done, MeasuredSamples(complete, samples))
+    valid = old.growing.get(UNTIL_VALID, 1)
+    return FolderState(text, done, MeasuredSamples(complete, samples, valid))
 
 
 def _manifest(config: JobConfig, opened: OpenedJob, old: Manifest) -> Manifest:

@@ -12,7 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from batchgen.config.prompt_config import ChatPromptConfig
 from batchgen.dataset.dataset_columns import feature_at, named_path, value_at
 from batchgen.engine.base.outputs import RequestError
+from batchgen.images.image_sources import ImageSource
+from batchgen.images.row_images import RowImage, RowImages
 from batchgen.prompts.chat_templates import bound_chat_templates
+from batchgen.prompts.image_places import ImagePlaces, refuse_template_without_images
 from batchgen.prompts.messages import checked_messages, known_roles
 from batchgen.prompts.prompt_tokens import TextTokens, text_bytes
 from batchgen.prompts.row_templates import RowTemplate, template_errors
@@ -40,6 +43,7 @@ class ChatPrompt:
         tokenizer: PreTrainedTokenizerBase,
         columns: Mapping[str, Any],
         room: int | None = None,
+        images: RowImages | None = None,
     ) -> None:
         bound_chat_templates()
         self._config, self._tokenizer = config, tokenizer
@@ -53,6 +57,7 @@ class ChatPrompt:
             self._tools_path = named_path("prompt.tools_column", config.tools_column, columns)
             self._tools_feature = feature_at(columns, self._tools_path)
             _refuse_no_tools(source)
+        self._places = None if images is None else ImagePlaces(images, config, columns)
         self._system = _template("prompt.system", config.system, columns)
         self._turns = self._templates(columns)
         self._try_roles()
@@ -67,25 +72,59 @@ class ChatPrompt:
 
     def token_ids(self, row: Row) -> list[int]:
         """The prompt of a row; RequestError as `Prompt.token_ids` says."""
-        messages = self._messages(row)
+        ids, sources = self._ids_and_sources(row)
+        if self._places is None:
+            return ids
+        images = self._places.images
+        return images.expanded(ids, images.tokens(sources))
+
+    def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
+        """The prompt of a row with its images; RequestError as `token_ids` has it."""
+        ids, sources = self._ids_and_sources(row)
+        if self._places is None:
+            return ids, []
+        images = self._places.images
+        found = images.load(sources)
+        return images.expanded(ids, [image.tokens for image in found]), found
+
+    @property
+    def images(self) -> RowImages | None:
+        """What makes the images of rows; None if these have none."""
+        return None if self._places is None else self._places.images
+
+    def image_sources(self, row: Row) -> list[ImageSource]:
+        """The images that a row names; RequestError as `token_ids` has it."""
+        return self._placed(row)[1]
+
+    def _ids_and_sources(self, row: Row) -> tuple[list[int], list[ImageSource]]:
+        """The prompt with one token for each image, and the images."""
+        messages, sources = self._placed(row)
         if self._turns:
             for message in messages:
-                self._tokens.refuse_long(message["content"])  # before it is copied for each mark
+                for text in _texts(message):
+                    self._tokens.refuse_long(text)  # before it is copied for each mark
         text = self._rendered(messages, self._tools(row))
-        return self._tokens.of(text, add_special_tokens=False)
+        return self._tokens.of(text, add_special_tokens=False), sources
+
+    def _placed(self, row: Row) -> tuple[Messages, list[ImageSource]]:
+        messages = self._messages(row)
+        return (messages, []) if self._places is None else self._places.placed(row, messages)
 
     def size(self, row: Row) -> int:
-        """How many bytes of text go into the row's prompt."""
-        messages = self._messages(row)
+        """How many bytes of text go into the row's prompt, and tokens of images."""
+        messages, sources = self._placed(row)
         tools = self._tools(row)
         beside = 0 if tools is None else text_bytes(str(tools))
+        if sources:
+            assert self._places is not None
+            beside += sum(self._places.images.tokens(sources))
         if self._turns:
-            return beside + sum(text_bytes(message["content"]) for message in messages)
+            return beside + sum(text_bytes(text) for each in messages for text in _texts(each))
         return beside + text_bytes(str(messages))
 
     def text(self, row: Row) -> str:
         """The prompt of a row before it becomes tokens."""
-        return self._rendered(self._messages(row), self._tools(row))
+        return self._rendered(self._placed(row)[0], self._tools(row))
 
     def _templates(self, columns: Mapping[str, Any]) -> list[tuple[str, RowTemplate]]:
         """The role and the template of each message that the configuration gives."""
@@ -121,7 +160,7 @@ class ChatPrompt:
         else:
             assert column is not None
             value = value_at(row.fields, self._path)
-            messages = checked_messages(value, column, self._roles)
+            messages = checked_messages(value, column, self._roles, images=self._places is not None)
         if self._system is not None:
             if messages[0]["role"] == "system":
                 raise RequestError(
@@ -181,8 +220,13 @@ class ChatPrompt:
         if self._config.continue_ and not self._turns:
             roles.append("assistant")
         roles = ["system"] * (self._system is not None) + roles
+        image = [{"type": "image"}, {"type": "text", "text": "text"}]
         try:
             self._render([{"role": role, "content": "text"} for role in roles])
+            if self._places is not None and "user" in roles:
+                text = self._render([{"role": "user", "content": image}])
+                mark = str(self._tokenizer.decode([self._places.images.image_token_id]))
+                refuse_template_without_images(text, mark)
         except RENDER_ERRORS as error:
             why = " ".join(str(error).split())
             if self._config.continue_ and "continue_final_message" in why:
@@ -194,6 +238,14 @@ class ChatPrompt:
                 f"prompt: the model's chat template cannot take the roles {' and '.join(roles)}: "
                 f"{why}"
             ) from None
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message, whose content is one or has parts."""
+    content = message["content"]
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if "text" in part]
 
 
 def _template(key: str, source: str | None, columns: Mapping[str, Any]) -> RowTemplate | None:

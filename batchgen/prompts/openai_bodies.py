@@ -13,6 +13,8 @@ from batchgen.dataset.dataset_columns import feature_at, named_path, value_at
 from batchgen.dataset.json_cells import json_cell
 from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import RequestError
+from batchgen.images.image_sources import ImageSource
+from batchgen.images.row_images import RowImage, RowImages
 from batchgen.prompts.chat_prompt import ChatPrompt
 from batchgen.prompts.messages import short
 from batchgen.prompts.prompt_tokens import TextTokens, not_empty, text_bytes
@@ -34,6 +36,7 @@ class BodyPrompt:
         columns: Mapping[str, Any],
         vocab_size: int,
         room: int | None = None,
+        images: RowImages | None = None,
     ) -> None:
         self._column, self._vocab_size = config.body_column, vocab_size
         self._path = named_path("prompt.body_column", config.body_column, columns)
@@ -49,7 +52,10 @@ class BodyPrompt:
                 template_kwargs=config.template_kwargs,
             )
             names = dict.fromkeys(("messages", "tools"))
-            self._chat, self._takes_tools = ChatPrompt(chat, tokenizer, names, room), takes_tools
+            self._chat, self._takes_tools = (
+                ChatPrompt(chat, tokenizer, names, room, images),
+                takes_tools,
+            )
 
     def token_ids(self, row: Row) -> list[int]:
         """The prompt of a row; RequestError as `Prompt.token_ids` says, and bad_body."""
@@ -60,6 +66,25 @@ class BodyPrompt:
         if isinstance(prompt, str):
             return self._tokens.of(prompt, add_special_tokens=True)
         return not_empty(prompt)
+
+    def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
+        """The prompt of a row with its images; RequestError as `token_ids` has it."""
+        body = self._body(row)
+        if "messages" not in body:
+            return self.token_ids(row), []
+        return self._of_messages().asked(self._messages(row, body))
+
+    @property
+    def images(self) -> RowImages | None:
+        """What makes the images of rows; None if these have none."""
+        return None if self._chat is None else self._chat.images
+
+    def image_sources(self, row: Row) -> list[ImageSource]:
+        """The images that a row names; RequestError as `token_ids` has it."""
+        body = self._body(row)
+        if "messages" not in body:
+            return []
+        return self._of_messages().image_sources(self._messages(row, body))
 
     def size(self, row: Row) -> int:
         """How many bytes of text, or how many ids, go into the row's prompt."""

@@ -16,6 +16,7 @@ from batchgen.config.prompt_config import (
 )
 from batchgen.dataset.dataset_columns import named_path, value_at
 from batchgen.engine.base.outputs import RequestError
+from batchgen.images.row_images import RowImage, RowImages
 from batchgen.prompts.chat_prompt import ChatPrompt
 from batchgen.prompts.messages import short
 from batchgen.prompts.openai_bodies import BodyPrompt
@@ -68,6 +69,7 @@ def build_prompt(
     vocab_size: int,
     columns: Mapping[str, Any],
     room: int | None = None,
+    images: RowImages | None = None,
 ) -> Prompt:
     """The prompt that the configuration describes.
 
@@ -76,6 +78,7 @@ def build_prompt(
         columns: the data set's columns, and what they hold in the terms of datasets.
         room: the most tokens of a prompt, for which far longer texts are refused untokenised; None
             reads texts of any length.
+        images: makes the images of rows; None where the model or the rows have none.
 
     Raises:
         ConfigError: a template does not compile or asks for a column that the data set lacks,
@@ -91,8 +94,15 @@ def build_prompt(
     if isinstance(config, TextPromptConfig):
         return TextPrompt(config, tokenizer, columns, room)
     if isinstance(config, OpenAIPromptConfig):
-        return BodyPrompt(config, tokenizer, columns, vocab_size, room)
-    return ChatPrompt(config, tokenizer, columns, room)
+        return BodyPrompt(config, tokenizer, columns, vocab_size, room, images)
+    return ChatPrompt(config, tokenizer, columns, room, images)
+
+
+def with_images(prompt: Prompt, row: Row) -> tuple[list[int], list[RowImage]]:
+    """The prompt of a row and its images; RequestError as `Prompt.token_ids` has it."""
+    if isinstance(prompt, ChatPrompt | BodyPrompt):
+        return prompt.asked(row)
+    return prompt.token_ids(row), []
 
 
 def prompt_room(max_model_len: int, max_new_tokens: int) -> int:

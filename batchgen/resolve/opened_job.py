@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import lcm
 from typing import TYPE_CHECKING
@@ -37,11 +37,13 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.prefill_policy import check_chunk_sizes
 from batchgen.engine.strategy import Strategy
 from batchgen.grading.build_steps import check_fields, post_steps
+from batchgen.images.row_images import RowImages
 from batchgen.model.engine_recipe import EngineRecipe
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.prompts.answer_text import Answer, build_answer
 from batchgen.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
+from batchgen.resolve.job_images import image_columns, row_images
 from batchgen.resolve.model_fingerprints import model_fingerprints
 from batchgen.texts.tokens.reasoning import ReasoningMarkers
 from batchgen.util.errors import ConfigError
@@ -75,6 +77,7 @@ class OpenedJob:
         max_model_len: how many tokens prompt and answer may have together.
         step_fingerprints: versions of the steps of `rows`, and digests of what they read.
         reasoning: tells thoughts from answers; None if the job does not ask for that.
+        images: makes the images of rows; None if these have none.
     """
 
     model: OpenedModel
@@ -89,6 +92,7 @@ class OpenedJob:
     step_fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reasoning: ReasoningMarkers | None = None
     answer: Answer | None = None
+    images: RowImages | None = None
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError if parameters of a row cannot be honoured; the message names one."""
@@ -102,6 +106,8 @@ class OpenedJob:
         """Digests of what decides the answers besides configuration and data set. Every file of the
         models is read, unless its digest is known from before."""
         found = model_fingerprints(config, self.model, self.others, self.dtype)
+        if self.images is not None:
+            found["images"] = self.images.fingerprint
         return {**found, **self.step_fingerprints}
 
     def build_engine(self, config: JobConfig) -> LLMEngine:
@@ -120,6 +126,15 @@ class OpenedJob:
                     others = recipe.load_others(weights)
             with _named("engine"):
                 return recipe.engine(weights, others, self.compiler, ranks.leader)
+
+    def shared(self, others: Sequence[JobConfig]) -> OpenedJob:
+        """What the engine of this job is made of if it serves other jobs as well, with the same
+        models, strategy and engine."""
+        of_model = model_class(self.model.config.architecture, self.model.path)
+        names = {name for config in others for name in config.output.columns}
+        known = of_model.declared_columns(self.model.config)
+        own = {column.name for column in self.context_columns}
+        return dataclasses.replace(self, context_columns=_named_columns(known, names | own))
 
     def recipe(self, config: JobConfig) -> EngineRecipe:
         """What the job's engine is made of."""
@@ -148,7 +163,7 @@ def open_job(
         strategy.block_length(model.config)
     strategy_heads(strategy, model)  # This raises an error if the model lacks one.
     of_model = model_class(model.config.architecture, model.path).declared_columns(model.config)
-    context_columns = [column for column in of_model if column.name in config.output.columns]
+    context_columns = _named_columns(of_model, config.output.columns)
     _check_columns(config.output.columns, strategy, of_model, model.config.architecture)
     params = config.params
     compiler = _compiler(config, params.constraint, model)
@@ -159,8 +174,12 @@ def open_job(
         if config.scores_choices:
             strategy.check(SamplingParams(max_new_tokens=0))
     _check_parsed(config, model.tokenizer)
+    columns = image_columns(config, model)
     # Last of what can be refused: it takes seconds to load datasets.
-    source, of_steps = _open_rows(config, model, post, promised, wait)
+    source, of_steps = _open_rows(config, model, post, promised, wait, columns)
+    images = row_images(config, model, source)
+    if images is not None:
+        model = dataclasses.replace(model, with_vision=True)
     dtype, max_model_len = _dtype_and_length(config, strategy, model)
     with _named("engine"):
         check_chunk_sizes(
@@ -174,6 +193,7 @@ def open_job(
         vocab_size=vocab_size,
         columns=source.features,
         room=max(1, max_model_len - config.sampling.max_new_tokens),
+        images=images,
     )
     if prompt.is_constant:
         if (first := next(source.rows(), None)) is not None:  # none of a job that has just begun
@@ -196,10 +216,16 @@ def open_job(
         of_steps,
         _reasoning(config, model),
         answer,
+        images,
     )
     with _named("engine"):
         job.recipe(config).check()
     return job
+
+
+def _named_columns(columns: Sequence[OutputColumn], names: Collection[str]) -> list[OutputColumn]:
+    """Those of some columns that have one of these names."""
+    return [column for column in columns if column.name in names]
 
 
 def answers_depend_on(config: JobConfig) -> dict[str, str]:
@@ -234,6 +260,7 @@ def _open_rows(
     post: Sequence[PostStep],
     promised: Mapping[str, Promise] | None,
     wait: bool,
+    images: Collection[str],
 ) -> tuple[Source, Mapping[str, str]]:
     """The rows behind their steps, with the columns that post steps read, and the digests of what
     the steps read."""
@@ -242,7 +269,7 @@ def _open_rows(
     from batchgen.upstream.open_source import open_source
 
     of_data = identity(config)["dataset"]
-    data = open_source(config, promised, wait=wait)
+    data = open_source(config, promised, wait=wait, images=images)
     source, of_steps = behind_steps(data, config.rows, of_data, model.tokenizer)
     scores = [CHOICE_LOGPROBS.name, CHOICE_SCORES.name] if config.scores_choices else []
     check_fields(post, [*source.schema.names, *scores])

@@ -19,6 +19,7 @@ from batchgen.reuse.key_log import tokens_crc
 from batchgen.shards.enough import ENOUGH_COLUMNS
 from batchgen.shards.output_schema import (
     ANSWER_TOKEN_IDS,
+    PROMPT_IMAGES,
     PROMPT_TOKEN_IDS,
     REASONING,
     SATISFIED,
@@ -31,7 +32,7 @@ _BACK = 64
 """How many rows before the one that is asked for are read too, where rows are read backwards."""
 _MADE_ANEW = {
     *("row_id", "row_index", "sample_index", "error", "num_prompt_tokens", "num_generated_tokens"),
-    *(PROMPT_TOKEN_IDS, ANSWER_TOKEN_IDS, PARSED),
+    *(PROMPT_TOKEN_IDS, PROMPT_IMAGES, ANSWER_TOKEN_IDS, PARSED),
     *(name for name, *_ in ENOUGH_COLUMNS),
 }
 """Columns that follow from the request, the other columns, and the row's other samples."""

@@ -50,7 +50,7 @@ class RowKeys:
 
     def key(self, request: RowRequest) -> bytes:
         """The key of a request, in whose parameters the seed is the row's own."""
-        prompt, params, answer, choices = request
+        prompt, params, answer, choices, images = request
         digest = blake2b(self._shared, digest_size=KEY_BYTES)
         digest.update(_params_digest(replace(params, seed=0)))
         digest.update((params.seed % 2**64).to_bytes(8, "little"))
@@ -59,6 +59,8 @@ class RowKeys:
             digest.update(len(ids).to_bytes(8, "little"))
             digest.update(np.asarray(ids, np.int64).tobytes())
         digest.update(bytes([answer is not None]))
+        for each in images:
+            digest.update(each.image.digest)
         return digest.digest()
 
 

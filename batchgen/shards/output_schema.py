@@ -72,11 +72,28 @@ _SATISFIED = (
 )
 
 
+PROMPT_IMAGES = "prompt_images"
+IMAGE_FIELDS = (
+    ("path", pa.string()),
+    ("digest", pa.string()),
+    ("width", pa.int32()),
+    ("height", pa.int32()),
+    ("tokens", pa.int32()),
+)
+_IMAGES = (
+    PROMPT_IMAGES,
+    pa.list_(pa.struct(IMAGE_FIELDS)),
+    "the images of the prompt: what the row names each, a digest of its file, and the size in "
+    "pixels and tokens at which the model read it; null if the row failed before",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
     """One sample of one row that is finished, with the `fields` that are copied from the data set.
     A row that never reached the engine has an `error` instead of an `output`. `valid` is whether it
-    fulfils `sampling.until.where`."""
+    fulfils `sampling.until.where`. `images` are what the output says of those of the prompt, None
+    where they are not known."""
 
     row_id: str
     row_index: int
@@ -88,6 +105,7 @@ class FinishedRow:
     key: bytes | None = None  # `reuse.row_key`, in jobs that keep keys
     is_copied: bool = False  # from an older job, instead of being computed
     valid: bool | None = None
+    images: Sequence[Mapping[str, Any]] | None = None
 
     @property
     def finish_reason(self) -> str:
@@ -134,6 +152,7 @@ class OutputSchema:
         parsed: ParsedColumn | None = None,
         text_column: str = TEXT,
         answers: bool = False,
+        images: bool = False,
         enough: Enough | None = None,
     ) -> "OutputSchema":
         """The schema of a job.
@@ -143,6 +162,7 @@ class OutputSchema:
             reasoning: whether thoughts have a column of their own.
             constrained: whether a column says which rows satisfy their constraint.
             answers: whether rows have given answers, which are scored.
+            images: whether rows may have images.
             enough: when a row has enough samples; None if all rows have the same number.
 
         Raises:
@@ -165,6 +185,8 @@ class OutputSchema:
             after.append(_field(*_SATISFIED))
         if answers:
             after.append(_field(*_ANSWER))
+        if images:
+            after.append(_field(*_IMAGES))
         if parsed is not None:
             after.append(_field(PARSED, parsed.type, parsed.meaning))
         of_enough = [] if enough is None else [_field(*column) for column in ENOUGH_COLUMNS]
@@ -177,6 +199,7 @@ class OutputSchema:
         taken |= {column.name for column in columns} | {SATISFIED, PARSED}
         taken |= {ANSWER_TOKEN_IDS} if answers else set()
         taken |= {REASONING} if reasoning else set()
+        taken |= {PROMPT_IMAGES} if images else set()
         taken |= {column.name for column in of_enough}
         taken.remove(TEXT)
         _check_clashes(passthrough.names, taken, text_column)
@@ -231,6 +254,8 @@ class OutputSchema:
             ]
         if ANSWER_TOKEN_IDS in self.arrow.names:
             values[ANSWER_TOKEN_IDS] = [o.answer_token_ids if o else None for o in outputs]
+        if PROMPT_IMAGES in self.arrow.names:
+            values[PROMPT_IMAGES] = [row.images for row in rows]
         if self.parsed is not None:
             values[PARSED] = self.parsed.array(outputs)
         if self.enough is not None:

@@ -77,7 +77,7 @@ class OutputWriter:
             JobError: a published shard is damaged or is not of this job.
             ConfigError: the other workers have another `retry_errors`.
         """
-        self._schema = schema
+        self.schema = schema
         self._rows_per_shard = rows_per_shard
         self._samples = samples
         self._storage = FolderStorage(data.parent) if storage is None else storage
@@ -122,7 +122,7 @@ class OutputWriter:
     def _publish_what_has_enough(self) -> None:
         """Publish anew the shards that lack nothing since `sampling.until` asks for more."""
         for number, extent in list(self._published.extents.items()):
-            if self._schema.enough is None or self._published.has_all_samples(extent):
+            if self.schema.enough is None or self._published.has_all_samples(extent):
                 continue
             if self._reopen(number).is_complete:
                 self._publish_if_complete(number)
@@ -275,7 +275,7 @@ class OutputWriter:
             if not new:
                 continue
             try:
-                self._journal.append(number, self._schema.encode(new))
+                self._journal.append(number, self.schema.encode(new))
             except JournalGone:
                 self.drop(number)
                 continue
@@ -348,7 +348,7 @@ class OutputWriter:
         """Note what is there of a shard that is not complete, or was complete before."""
         first = number * self._rows_per_shard
         opened = self._open[number] = open_shard(
-            first, self._published.whole(number).rows, self._samples, self._schema.enough
+            first, self._published.whole(number).rows, self._samples, self.schema.enough
         )
         retried_before = self._round.before(number) or 0
         self._published.extents.pop(number, None)

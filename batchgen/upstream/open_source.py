@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from batchgen.compose.load_config import resolved
@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 
 
 def open_source(
-    config: JobConfig, promised: Mapping[str, Promise] | None = None, *, wait: bool = False
+    config: JobConfig,
+    promised: Mapping[str, Promise] | None = None,
+    *,
+    wait: bool = False,
+    images: Collection[str] = (),
 ) -> Source:
     """The rows that the configuration names, with all checks that need no pass over a stream.
+    `images` are the columns that may hold images.
 
     `promised` and `wait` are for a job that is followed; see `follow_job`.
 
@@ -53,7 +58,7 @@ def open_source(
         return source
     from batchgen.dataset.row_source import open_dataset
 
-    return open_dataset(group)
+    return open_dataset(group, images)
 
 
 def _said(source: Source) -> str:

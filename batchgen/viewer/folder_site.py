@@ -8,6 +8,8 @@ from pathlib import Path
 from threading import Lock
 
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.pipelines.facts.funnel import HEADER
+from batchgen.pipelines.facts.told_pipeline import pipeline_counts
 from batchgen.viewer.html import NotThere, Query, answer, html_page, redirect, static_file
 from batchgen.viewer.job_view import JobView
 from batchgen.viewer.jobs_below import DEEPEST, JobBelow, config_fault, jobs_below
@@ -48,10 +50,14 @@ class FolderSite:
 
     def _list(self, query: Query) -> Response:
         found = jobs_below(self._folder)
+        keys = {job.name: job.key for job in found.jobs if not job.fault}
         return self._html(
             "jobs",
             name=self._name,
             found=found,
+            header=HEADER,
+            steps=pipeline_counts(str(self._folder)),
+            keys=keys,
             deepest=DEEPEST,
             can_pair=sum(not job.fault for job in found.jobs) > 1,
             most=_SHOWN_NAMES,

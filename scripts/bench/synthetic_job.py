@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from batchgen.config.prompt_config import TextPromptConfig
 from batchgen.dataset.row_source import open_dataset
 from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import OutputColumn, RequestOutput
+from batchgen.engine.images.image import Image
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.jobs.job_parts import JobParts
@@ -73,6 +75,7 @@ class InstantEngine:
         prompt_token_ids: list[int],
         params: object,
         answer_token_ids: list[int] | None = None,
+        images: Sequence[Image] = (),
     ) -> None:
         assert isinstance(params, SamplingParams)
         self._waiting.append(request_id)

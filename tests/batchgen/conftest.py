@@ -44,6 +44,14 @@ def model(tiny_model: Callable[..., Path]) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def vl_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model that reads images."""
+    from image_job import save_model
+
+    return save_model(tmp_path_factory.mktemp("vl"))
+
+
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     """A file with the ROWS of real_job."""

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Literal
@@ -34,6 +34,7 @@ from batchgen.config.job_config import (
 from batchgen.config.prompt_config import ChatPromptConfig
 from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import OutputColumn, RequestError, RequestOutput
+from batchgen.engine.images.image import Image
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.jobs.job_end import JobResult
@@ -207,6 +208,7 @@ class FakeEngine:
         prompt_token_ids: list[int],
         params: SamplingParams,
         answer_token_ids: list[int] | None = None,
+        images: Sequence[Image] = (),
     ) -> None:
         assert request_id not in self._running
         if self.job.bad and prompt_token_ids[0] % BAD_REQUEST == 0:

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from batchgen.__main__ import run_command
+from batchgen.cli.verb_table import VERBS
 from batchgen.compose.trust import TYPED
 from batchgen.pipelines.pipeline import Pipeline, compose_pipeline
 from batchgen.pipelines.pipeline_file import read_pipeline
@@ -58,7 +59,7 @@ def written(path: Path, given: Mapping[str, Any]) -> str:
 
 def composed(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> Pipeline:
     """The pipeline of values and arguments."""
-    return compose_pipeline(read_pipeline(given, {}, overrides), TYPED)
+    return compose_pipeline(read_pipeline(given, {}, overrides, VERBS), TYPED)
 
 
 def run(path: str, *overrides: str) -> int:

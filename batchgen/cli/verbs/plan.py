@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from batchgen.cli.job_outcome import exit_code
 from batchgen.util.errors import ConfigError
 
+if TYPE_CHECKING:
+    from batchgen.pipelines.pipeline import Pipeline
+    from batchgen.planning.plan_settings import PlanSettings
+
 _HELP = """\
-usage: batchgen plan [JOB.yaml] [GROUP=CHOICE …] [KEY=VALUE …] [plan.KEY=VALUE …] [--json]
+usage: batchgen plan [FILE.yaml] [GROUP=CHOICE …] [KEY=VALUE …] [plan.KEY=VALUE …] [--json]
 
 Say what a job would read, need and cost, with the arguments of the job. It takes seconds, loads no
 weights and writes nothing: rows and tokens, rows that will have an error and why, two prompts,
-constraints, memory, disk, and the time as (low, likely, bound) with what is assumed for it.
+constraints, memory, disk, and the time as (low, likely, bound) with what is assumed for it. Of a
+pipeline each step is planned whose rows are known: the steps that it reads are complete.
 
   plan.like=OUT            answers as long and steps as fast as in an earlier job; a folder that
                            output.dir names is taken by itself
@@ -39,7 +45,7 @@ def _plan(arguments: list[str]) -> int:
         print(_HELP.format(devices=f"cpu, {', '.join(list(DEVICES)[1:4])} …"))
         return 0
     from batchgen.cli.options import parse_options
-    from batchgen.cli.run_options import composed
+    from batchgen.cli.run_options import composed, composed_pipeline
     from batchgen.planning.plan_settings import split_settings
 
     settings, rest = split_settings([a for a in arguments if a != "--json"])
@@ -47,6 +53,8 @@ def _plan(arguments: list[str]) -> int:
     of_one_job = {"--config-dir", "--config-path", "--config-name", "--trust"}
     if more := sorted(options.flags - of_one_job):
         raise ConfigError(f"plan: {more[0]} is for jobs: a plan is of one job and runs nothing")
+    if (pipeline := composed_pipeline(options)) is not None:
+        return _plan_steps(pipeline, settings, as_json="--json" in arguments)
     config = composed(options)
     model, data = config.model.path, config.dataset.shown
     print(f"batchgen: reading model {model} and data set {data} …", file=sys.stderr, flush=True)
@@ -62,3 +70,17 @@ def _plan(arguments: list[str]) -> int:
         print(f"Nothing was run; planned in {plan.seconds:.1f} s." if not settings.probe else
               f"Only the probe was run; planned in {plan.seconds:.1f} s.")  # fmt: skip
     return 1 if plan.errors else 0
+
+
+def _plan_steps(pipeline: Pipeline, settings: PlanSettings, *, as_json: bool) -> int:
+    """Plan the steps of a pipeline."""
+    print(f"batchgen: reading the models of {len(pipeline.steps)} steps …", file=sys.stderr)
+    from batchgen.pipelines.planned_steps import plan_steps, plans_summary, plans_text
+
+    steps = plan_steps(pipeline, settings)
+    if as_json:
+        print(json.dumps(plans_summary(steps), indent=2, ensure_ascii=False))
+    else:
+        print(plans_text(pipeline, steps))
+        print("Nothing was run." if not settings.probe else "Only the probes were run.")
+    return int(any(step.plan is not None and step.plan.errors for step in steps))

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from batchgen.cli.job_outcome import verb
 from batchgen.cli.verb_table import Parser
 from batchgen.folder.open_folder import open_folder
+from batchgen.pipelines.record.step_folders import is_pipeline
+from batchgen.util.paths import folder_here, user_path
 
 _ABOUT = """\
 Write OUT/report.html: scores, lengths, speed, configuration and about 200 rows with their tokens,
-in one file that needs nothing else. A job writes it when it is complete.
+in one file that needs nothing else. A job writes it when it is complete. Of a pipeline's folder it
+is the table of its steps, with links to their reports.
 
   batchgen report OUT
 """
@@ -20,7 +23,14 @@ in one file that needs nothing else. A job writes it when it is complete.
 def main(arguments: Sequence[str]) -> int:
     parser = Parser("report", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
-    job = open_folder(parser.parse_args(arguments).out, "report")
+    given = parser.parse_args(arguments).out
+    out = user_path(folder_here(given, "batchgen report"), "OUT")
+    if is_pipeline(str(out)):
+        from batchgen.pipelines.facts.told_pipeline import write_report
+
+        print(write_report(out, given))
+        return 0
+    job = open_folder(given, "report")
     from batchgen.report.write_report import make_report
 
     print(make_report(job.path))

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 from batchgen.cli.verb_table import Parser
 from batchgen.folder.worker_status import Status, WorkerState, read_status
 from batchgen.util.duration import duration
+from batchgen.util.paths import user_folder
 
 if TYPE_CHECKING:
     from batchgen.folder.read_job import JobFolderReader
 
-_ABOUT = """Say how far a job is, and what each of its workers does. Nothing is changed.
+_ABOUT = """Say how far a job is, and what each of its workers does. Nothing is changed. Of a
+pipeline's folder all steps are told, with how many rows each had and kept.
 
 A worker is every process that runs the job's command with the same output.dir. One that is silent
 was not heard of for workers.stale_after seconds; others take over what it has begun."""
@@ -23,12 +25,16 @@ was not heard of for workers.stale_after seconds; others take over what it has b
 def main(arguments: Sequence[str]) -> int:
     """Run the verb and return its exit code."""
     parser = Parser("status", _ABOUT)
-    parser.add_argument("out", metavar="OUT", help="the job's output.dir")
+    parser.add_argument("out", metavar="OUT", help="the job's output.dir, or a pipeline's")
     parser.add_argument("--json", action="store_true", help="print everything, as JSON")
     given = parser.parse_args(arguments)
     from batchgen.folder.job_summary import JobSummary, status_line
     from batchgen.folder.open_folder import open_job
+    from batchgen.pipelines.record.step_folders import is_pipeline
 
+    out = user_folder(given.out, "OUT")
+    if is_pipeline(out):
+        return _of_pipeline(out, as_json=given.json)
     reader = open_job(given.out)
     stale_after = reader.config.get("workers", {}).get("stale_after", 60)
     status = read_status(reader.storage, stale_after)
@@ -47,6 +53,22 @@ def main(arguments: Sequence[str]) -> int:
         print(f"budget: {shown_facts(budget)}")
     for line in lines(status, _num_shards(reader)):
         print(line)
+    return 0
+
+
+def _of_pipeline(out: str, *, as_json: bool) -> int:
+    """Say how far each step of a pipeline is, and what its workers do."""
+    from batchgen.pipelines.facts.told_pipeline import status_text, statuses, summary
+
+    if as_json:
+        print(json.dumps(summary(out), indent=2, ensure_ascii=False))
+        return 0
+    for line in status_text(out):
+        print(line)
+    for name, status in statuses(out).items():
+        if status.workers:
+            print(f"\nworkers of step {name}:")
+            print("\n".join(lines(status, None)))
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +30,7 @@ from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.images.image import Image
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.jobs.job_parts import job_parts
 from batchgen.jobs.run_job import run_job
@@ -317,6 +318,7 @@ class RecordingEngine(FakeEngine):
         prompt_token_ids: list[int],
         params: SamplingParams,
         answer_token_ids: list[int] | None = None,
+        images: Sequence[Image] = (),
     ) -> None:
         self.asked[request_id] = params.constraint
         super().add_request(request_id, prompt_token_ids, params)

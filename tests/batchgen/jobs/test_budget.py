@@ -70,7 +70,7 @@ def test_a_spent_budget_loads_no_weights(tmp_path: Path) -> None:
 def test_other_jobs_share_a_budget(tmp_path: Path) -> None:
     fake = job(tmp_path)
     config = replace(fake.config(), budget=BudgetConfig(tokens=1000))
-    result = run_job(config, replace(fake.parts(), used_elsewhere=lambda: Used(tokens=990)))
+    result = run_job(config, replace(fake.parts(), elsewhere=lambda: [attempt(990)]))
     assert result.exit_code == 4
     assert 10 <= used(tmp_path) < 500
 
@@ -88,6 +88,20 @@ def test_time_and_price_are_limits(tmp_path: Path, budget: dict[str, float], sai
     assert result.exit_code == 4 and said in result.message
     assert json.loads((tmp_path / "metrics.json").read_text())["budget"]
     assert run(job(tmp_path)).exit_code == 0  # without a limit
+
+
+def attempt(tokens: int = 0, second: int = 0, wall_s: float = 0.0, **more: Any) -> dict[str, Any]:
+    given = {"prompt_tokens": tokens, "generated_tokens": 0, "wall_s": wall_s, "host": "here"}
+    return {**given, "started": f"2026-01-01T00:00:{second:02}+0000", "pid": 1, **more}
+
+
+def test_the_time_of_a_process_counts_once() -> None:
+    beside = [attempt(1, 0, 10), attempt(2, 5, 10)]  # two jobs in one process
+    assert Used.of(beside) == Used(3, 15.0, 15.0)
+    other = attempt(4, 8, 4, pid=2, devices=2)
+    assert Used.of([*beside, other]) == Used(7, 15.0, 23.0)
+    later = attempt(0, 40, 2.5)
+    assert Used.of([later, *beside]) == Used(3, 17.5, 17.5)
 
 
 def test_a_budget_that_suffices_changes_nothing(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from real_job import overrides, run, save_tokenizer
 
 from batchgen.__main__ import run_command
-from batchgen.proof.first_difference import first_difference
-from batchgen.proof.share_bound import most_different
+from batchgen.proof.audit.first_difference import first_difference
+from batchgen.proof.audit.share_bound import most_different
 from batchgen.shards.checked_file import seal
 
 

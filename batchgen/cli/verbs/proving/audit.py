@@ -15,7 +15,7 @@ from batchgen.cli.verb_table import Parser
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
-    from batchgen.proof.audited_job import AuditedRow
+    from batchgen.proof.audit.audited_job import AuditedRow
 
 _ABOUT = """\
 Choose rows of a job at random, compute them again with the job's own configuration, and compare
@@ -36,7 +36,7 @@ The row is drawn by --seed, and by chance without it: who made the rows cannot k
 @verb
 def main(arguments: Sequence[str]) -> int:
     given = _given(arguments)
-    from batchgen.proof.audited_folder import audit_folder
+    from batchgen.proof.audit.audited_folder import audit_folder
 
     seed = secrets.randbelow(2**31) if given.seed is None else given.seed
     found = audit_folder(given.out, given.rows, seed, given.override, given.trust)
@@ -76,7 +76,7 @@ def _given(arguments: Sequence[str]) -> Namespace:
 def _values(
     rows: Sequence[AuditedRow], equal: int, seed: int, remarks: Sequence[str]
 ) -> dict[str, Any]:
-    from batchgen.proof.share_bound import most_different
+    from batchgen.proof.audit.share_bound import most_different
 
     return {
         "rows": len(rows),
@@ -90,7 +90,7 @@ def _values(
 
 def _verdict(equal: int, rows: Sequence[AuditedRow], total: int, seed: int) -> str:
     """How many rows are equal, and what that says of all of them."""
-    from batchgen.proof.share_bound import most_different
+    from batchgen.proof.audit.share_bound import most_different
 
     count = len(rows)
     samples = sum(row.samples for row in rows)

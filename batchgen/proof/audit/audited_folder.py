@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from batchgen.compose.trust import Trust
 from batchgen.config.job_config import JobConfig
 from batchgen.folder.open_folder import open_folder
 from batchgen.folder.read_job import JobFolderReader
-from batchgen.proof.audited_job import AuditedRow, audit_rows, open_parts, remarks
-from batchgen.proof.stored_rows import StoredRows
+from batchgen.proof.audit.audited_job import AuditedRow, audit_rows, open_parts, remarks
+from batchgen.proof.audit.stored_rows import StoredRows, places_beside
 from batchgen.storage.manifest import Manifest
 from batchgen.util.errors import ConfigError
 
@@ -45,7 +45,7 @@ def audit_folder(
         JobError: a file is damaged, or the rows cannot be computed.
     """
     reader = open_folder(given, "audit")
-    config = config_of(reader, given, overrides, trusted)
+    config = _with_jobs_beside(config_of(reader, given, overrides, trusted), reader.path)
     stored = StoredRows(reader)
     numbers = stored.choose(rows, seed)
     tables = dict(zip(numbers, stored.rows(numbers), strict=True))
@@ -53,6 +53,15 @@ def audit_folder(
     with closing(open_parts(config, manifest, given)) as parts:
         found = audit_rows(config, parts, tables, reader.storage)
     return Audited(found, stored.count, remarks(config, manifest))
+
+
+def _with_jobs_beside(config: JobConfig, folder: Path) -> JobConfig:
+    """The configuration of a job that may be a copy, beside copies of the jobs that it has read."""
+    if config.dataset.kind != "job":
+        return config
+    paths = tuple(places_beside(config.dataset.paths, folder))
+    path = paths[0] if len(paths) == 1 else paths
+    return replace(config, dataset=replace(config.dataset, path=path))
 
 
 def config_of(

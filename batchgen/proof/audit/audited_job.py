@@ -15,8 +15,8 @@ from batchgen.dataset.row_digest import rows_digest
 from batchgen.jobs.checked_rows import job_manifest, output_schema
 from batchgen.jobs.job_parts import JobParts, job_parts
 from batchgen.model.open_model import device_of
-from batchgen.proof.first_difference import first_difference
-from batchgen.proof.rows_again import compute_again
+from batchgen.proof.audit.first_difference import first_difference
+from batchgen.proof.audit.rows_again import compute_again
 from batchgen.row_index.open_rows import data_of
 from batchgen.shards.row_order import KEYS
 from batchgen.storage.job_storage import Storage

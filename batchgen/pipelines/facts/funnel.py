@@ -10,9 +10,9 @@ from batchgen.folder.job_metrics import Totals
 from batchgen.folder.open_folder import open_job
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.storage.manifest import ROWS
-from batchgen.util.errors import ConfigError
+from batchgen.util.errors import ConfigError, JobError
 
-_HEADER = ("step", "read", "dropped", "rows", "answers", "errors", "kept", "state")
+HEADER = ("step", "read", "dropped", "rows", "answers", "errors", "kept", "state")
 _NOT_BEGUN = "not begun"
 
 
@@ -25,7 +25,6 @@ class StepCounts:
         state: as metrics.json says, or that it has not begun.
         left: what was read, and what each choice among it has left, in order.
         answers: how many are finished, with errors.
-        mark: the mean mark, if answers are graded.
     """
 
     name: str
@@ -34,7 +33,10 @@ class StepCounts:
     left: Sequence[tuple[str, int]] = ()
     answers: int = 0
     errors: int = 0
-    mark: float | None = None
+
+    @property
+    def is_begun(self) -> bool:
+        return self.state != _NOT_BEGUN
 
     @property
     def read(self) -> int | None:
@@ -63,7 +65,7 @@ class StepCounts:
             self.read,
             None if self.read is None or self.rows is None else self.read - self.rows,
             self.rows,
-            *((self.answers, self.errors, self.kept) if self.state != _NOT_BEGUN else ()),
+            *((self.answers, self.errors, self.kept) if self.is_begun else ()),
         ]
         shown = ["–" if number is None else f"{number:,}" for number in numbers]
         return (self.name, *shown, *["–"] * (6 - len(shown)), self.state)
@@ -76,8 +78,8 @@ def funnel(out: str, folders: Mapping[str, str]) -> list[StepCounts]:
 
 def funnel_table(steps: Sequence[StepCounts]) -> str:
     """The counts as lines for people."""
-    rows = [_HEADER, *(step.cells() for step in steps)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
+    rows = [HEADER, *(step.cells() for step in steps)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
     lines = []
     for row in rows:
         cells = [row[0].ljust(widths[0])]
@@ -95,17 +97,15 @@ def _counts(name: str, folder: str, at: str) -> StepCounts:
         reader = open_job(folder)
     except ConfigError:
         return StepCounts(name, at)
-    metrics = reader.metrics
-    totals, score = Totals.of(metrics), metrics.get("score")
-    return StepCounts(
-        name,
-        at,
-        metrics.get("status", _NOT_BEGUN),
-        _left(reader, metrics),
-        totals.rows,
-        totals.error_rows,
-        None if score is None else score["avg"]["value"],
-    )
+    try:
+        metrics = reader.metrics
+        totals = Totals.of(metrics)
+        state = str(metrics.get("status", _NOT_BEGUN))
+        left = _left(reader, metrics)
+        return StepCounts(name, at, state, left, int(totals.rows), int(totals.error_rows))
+    # What somebody else wrote can have any shape.
+    except (JobError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return StepCounts(name, at, "damaged")
 
 
 def _left(reader: JobFolderReader, metrics: Mapping[str, Any]) -> list[tuple[str, int]]:

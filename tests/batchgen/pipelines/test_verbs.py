@@ -1,0 +1,108 @@
+"""What verbs say of a pipeline's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pipeline_job import folders, run, values, written
+
+from batchgen.__main__ import run_command
+from batchgen.pipelines.facts.funnel import StepCounts
+from batchgen.pipelines.facts.told_pipeline import report_html
+from batchgen.viewer.folder_site import FolderSite
+
+Said = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def out(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a complete pipeline, with its file beside it."""
+    from real_job import ROWS
+
+    folder = tmp_path_factory.mktemp("pipeline")
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    given = values(model, rows, folder / "out")
+    given["output"]["report"] = True
+    assert run(written(folder / "pipeline.yaml", given)) == 0
+    yield folder / "out"
+
+
+def test_status_tells_of_all_steps(out: Path, capsys: Said) -> None:
+    capsys.readouterr()
+    assert run_command(["status", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["step", "draft", "judge", "last"]
+    assert lines[4].startswith("judge: dropped ") and "by dataset.where" in lines[4]
+    assert run_command(["status", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    judge = found["judge"]
+    assert (judge["read"], judge["kept"], judge["state"]) == (22, judge["answers"], "complete")
+    assert judge["rows"] == judge["left"][-1][1] < 22
+    assert run_command(["status", f"{out}/judge"]) == 0
+    assert "complete" in capsys.readouterr().out
+
+
+def test_a_verb_for_jobs_names_the_steps(out: Path, capsys: Said) -> None:
+    for verb in ("show", "export", "score"):
+        assert run_command([verb, str(out)]) == 2
+        said = capsys.readouterr().err
+        assert f"is a pipeline's folder: name a step: {out}/draft, {out}/judge" in said
+
+
+def test_every_verb_of_jobs_takes_a_step(out: Path, tmp_path: Path, capsys: Said) -> None:
+    judge = f"{out}/judge"
+    assert run_command(["show", judge, "--rows", "1"]) == 0
+    assert run_command(["report", judge]) == 0
+    assert run_command(["select", judge, "--out", str(tmp_path / "set")]) == 0
+    assert run_command(["export", judge, "--to", "sft", "--out", str(tmp_path / "x.jsonl")]) == 0
+    assert run_command(["validate", judge]) == 2  # it has no constraint
+    assert "has no constraint" in capsys.readouterr().err
+    assert run_command(["grade", f"{out}/draft"]) == 0
+
+
+def test_plan_and_dry_run_go_as_far_as_rows_are_known(
+    out: Path, tmp_path: Path, capsys: Said
+) -> None:
+    path = str(out.parent / "pipeline.yaml")
+    new = f"output.dir={tmp_path}/new"
+    assert run_command(["plan", path, new]) == 0
+    said = capsys.readouterr().out
+    assert "waits for draft: at most 22 rows, 22 answers" in said
+    assert "waits for judge: at most 22 rows" in said and "time of 1 of 3 steps" in said
+    assert run_command([path, new, "--dry-run"]) == 0
+    assert "waits for draft, whose answers are its rows" in capsys.readouterr().out
+    assert not (tmp_path / "new").exists()
+    assert run_command(["plan", path, "judge.sampling.seed=4", "--json"]) == 0
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    assert steps["judge"]["plan"]["answers"] > 0 and steps["judge"]["folder"] not in map(
+        str, folders(out).values()
+    )
+    assert steps["last"]["waits_for"] == ["judge"]
+
+
+def test_the_report_links_to_those_of_the_steps(out: Path, capsys: Said) -> None:
+    assert run_command(["report", str(out)]) == 0
+    page = (out / "report.html").read_text()
+    for folder in folders(out).values():
+        assert f'href="{folder.name}/report.html"' in page and (folder / "report.html").is_file()
+
+
+def test_a_strangers_names_are_escaped() -> None:
+    step = StepCounts("a", "a.0123456789", "<b>", [("rows", 3), ("<script>", 1)], 1)
+    page = report_html("<i>", [step], [])
+    assert "<b>" not in page and "<script>" not in page and "<i>" not in page
+
+
+def test_view_lists_the_steps_first(out: Path) -> None:
+    page = FolderSite(out, "out").respond("", {}).body.decode()
+    steps, _, rest = page.partition("<h2>Folders</h2>")
+    assert steps.index(">draft<") < steps.index(">judge<") < steps.index(">last<")
+    assert all(folder.name in rest for folder in folders(out).values())
+    key = steps.partition('href="')[2]
+    while not key.startswith(tuple("0123456789abcdef")) or "/" not in key[:20]:
+        key = key.partition('href="')[2]
+    assert FolderSite(out, "out").respond(key.partition('"')[0], {}).status == 200
