@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_job import FakeEngine, FakeJob
@@ -68,7 +69,7 @@ def test_killed_jobs_write_what_undisturbed_ones_write(
     rng, context, done = random.Random(kills), fork_server(), 0
     out.mkdir()
 
-    def start(step_s: float) -> object:
+    def start(step_s: float) -> Any:
         process = context.Process(target=_run, args=(out, rows, step_s))
         process.start()
         return process
