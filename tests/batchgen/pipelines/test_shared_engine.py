@@ -24,7 +24,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     add, build = EnginePort.add_request, OpenedJob.build_engine
 
     def added(self: EnginePort, *args: Any, **more: Any) -> None:
-        found.append(self._prefix.strip())
+        found.append(self.name)
         add(self, *args, **more)
 
     def built(self: OpenedJob, *args: Any) -> Any:
