@@ -86,8 +86,8 @@ def test_old_versions_in_a_bucket_are_deleted(
     use(monkeypatch, files)
     pipeline = small(model, rows, "memory://jobs/out", tmp_path)
     assert run(pipeline) == 0
-    before = set(files.store)
     assert run(pipeline, "judge.sampling.seed=1") == 0
+    before = set(files.store)
     assert run_command(["clean", "memory://jobs/out", "--yes"]) == 0
     assert "Deleted 1 folder" in capsys.readouterr().out
     gone = {path for path in before if path not in files.store}
