@@ -135,12 +135,16 @@ def _model(plan: Plan) -> str:
 def _memory(plan: Plan) -> str:
     engine, memory = plan.engine, plan.memory
     text = f"{size(engine.token_bytes)} of cache for a token"
+    if engine.window_bytes:
+        text += f", {size(engine.window_bytes)} for the last {engine.window:,} tokens of a row"
     if engine.row_bytes:
         text += f", {size(engine.row_bytes)} of state for a row"
     if memory is None:
         return text
     if engine.token_bytes:
         text += f", {size(memory.kv_cache)} for {memory.kv_tokens:,} tokens"
+    if memory.window_cache:
+        text += f", {size(memory.window_cache)} for windows"
     if (ranks := plan.config.engine.tensor_parallel) > 1:
         text += f", on each of {ranks} {'GPUs' if memory.total else 'ranks'}"
     return f"{text}: {plan.at_once:,} rows at once (most: {engine.settings.max_num_seqs:,})"

@@ -92,7 +92,8 @@ def _html(reader: JobFolderReader, decode: Decode | None) -> str:
     metrics, data = reader.metrics, JobData(reader)
     job = JobSummary.of(metrics, reader.config, reader.row_facts)
     cut_texts = (job.score or {}).get("cut_texts", "as_marked")
-    found, tokens = collect(data, cut_texts), token_facts(data)
+    found = collect(data, cut_texts, job.group("score").get("subset"))
+    tokens = token_facts(data)
     links = {key: anchor(key) for key in found.chosen()}
     timeline = metrics.get("timeline", [])
     values: dict[str, Any] = {
@@ -174,7 +175,11 @@ def _strategy(job: JobSummary) -> str:
     if sampling:
         greedy = not sampling.get("temperature")
         names.append("greedy" if greedy else f"temperature {sampling['temperature']:g}")
-        names.append(f"{counted(sampling.get('n', 1), 'sample')} of each row")
+        if (until := sampling.get("until")) is None:
+            names.append(f"{counted(sampling.get('n', 1), 'sample')} of each row")
+        else:
+            enough = f"{until['valid']:,} valid of at most {until['most']:,}"
+            names.append(f"samples until {enough} of each row")
     return ", ".join(names)
 
 
