@@ -10,7 +10,7 @@ from batchgen.forecast.forecast import Range
 from batchgen.forecast.scan import Scan
 from batchgen.launchers.launch import described
 from batchgen.planning.job_plan import Constraints, Plan, length_figures
-from batchgen.texts.text_table import counted
+from batchgen.texts.text_table import counted, size
 from batchgen.util.duration import duration
 from batchgen.util.shorten import beginning, wrapped
 
@@ -179,15 +179,6 @@ def _three(value: Range, shown: object) -> str:
     assert callable(shown)
     low, likely, bound = (shown(one) for one in (value.low, value.likely, value.bound))
     return likely if low == bound else f"{low} to {bound}, likely {likely}"
-
-
-def size(number: float) -> str:
-    """Bytes in words, such as `1.5 MB`."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.3g} {unit}"
-        number /= 1000
-    return f"{number:,.3g} TB"
 
 
 def _entry(name: str, text: str) -> list[str]:
