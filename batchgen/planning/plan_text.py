@@ -11,7 +11,7 @@ from batchgen.forecast.forecast import Range
 from batchgen.forecast.scan import Scan
 from batchgen.launchers.launch import described
 from batchgen.planning.job_plan import Constraints, Plan, length_figures
-from batchgen.texts.text_table import counted
+from batchgen.texts.text_table import counted, size
 from batchgen.util.duration import duration
 from batchgen.util.shorten import beginning, wrapped
 
@@ -144,12 +144,16 @@ def _model(plan: Plan) -> str:
 def _memory(plan: Plan) -> str:
     engine, memory = plan.engine, plan.memory
     text = f"{size(engine.token_bytes)} of cache for a token"
+    if engine.window_bytes:
+        text += f", {size(engine.window_bytes)} for the last {engine.window:,} tokens of a row"
     if engine.row_bytes:
         text += f", {size(engine.row_bytes)} of state for a row"
     if memory is None:
         return text
     if engine.token_bytes:
         text += f", {size(memory.kv_cache)} for {memory.kv_tokens:,} tokens"
+    if memory.window_cache:
+        text += f", {size(memory.window_cache)} for windows"
     if (ranks := plan.config.engine.tensor_parallel) > 1:
         text += f", on each of {ranks} {'GPUs' if memory.total else 'ranks'}"
     return f"{text}: {plan.at_once:,} rows at once (most: {engine.settings.max_num_seqs:,})"
@@ -184,15 +188,6 @@ def _three(value: Range, shown: object) -> str:
     assert callable(shown)
     low, likely, bound = (shown(one) for one in (value.low, value.likely, value.bound))
     return likely if low == bound else f"{low} to {bound}, likely {likely}"
-
-
-def size(number: float) -> str:
-    """Bytes in words, such as `1.5 MB`."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.3g} {unit}"
-        number /= 1000
-    return f"{number:,.3g} TB"
 
 
 def _entry(name: str, text: str) -> list[str]:

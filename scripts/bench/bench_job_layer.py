@@ -1,8 +1,9 @@
-"""Measure what a job costs beside its engine: rows, grading, pages.
+"""Measure what a job costs beside its engine: rows, grading, steps of a pipeline, pages.
 
 python scripts/bench/bench_job_layer.py job [--rows 200000] [--grade] [--report] [--rounds 3]
 python scripts/bench/bench_job_layer.py grading [--integers 100000] [--math 4000]
 python scripts/bench/bench_job_layer.py steps [--rows 1000000] [--without-dedupe]
+python scripts/bench/bench_job_layer.py pipeline [--rows 500] [--batch 64] [--rounds 3]
 python scripts/bench/bench_job_layer.py view [--rows 2000000] [--folder FOLDER]
 python scripts/bench/bench_job_layer.py images [--rows 10000] [--width 640] [--height 480]
 """
@@ -25,7 +26,8 @@ from unittest.mock import patch
 from urllib.request import urlopen
 
 import pyarrow.parquet as pq
-from image_rows import DecodingEngine, growth, image_job, seconds_each
+from image_rows import add_image_arguments, run_images
+from interleaved_steps import add_pipeline_arguments, run_pipelines
 from measuring import Mode, resident_mib, run_mode
 from stepped_rows import StepClock, WatchedEngine, anonymous_mib, stepped_job, time_steps
 from synthetic_job import InstantEngine, integer_steps, null_job
@@ -344,48 +346,12 @@ def run_steps(options: argparse.Namespace) -> list[Any]:
     return [found]
 
 
-def add_image_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=int, default=10_000)
-    parser.add_argument("--width", type=int, default=640)
-    parser.add_argument("--height", type=int, default=480)
-    parser.add_argument("--speed-count", type=int, default=20, help="pictures of 1080p")
-
-
-def run_images(options: argparse.Namespace) -> list[Any]:
-    """Time a job over rows with pictures, and the work on one picture beside transformers'.
-
-    The engine decodes every picture and computes nothing. The exit code is 1 if the memory without
-    mapped files grew by more than 10% after a fifth of the rows. Pictures of 1920 by 1080 pixels
-    are decoded and scaled to 1,280 tokens on one core; transformers' processor makes float32
-    patches of them, which this engine makes on the device.
-    """
-    each = seconds_each((1920, 1080), options.speed_count)
-    print("1080p: {ours:.4f} s of one core; transformers' processor: {theirs:.4f} s".format(**each))
-    with tempfile.TemporaryDirectory(prefix="bench_job_layer") as temporary:
-        engine = DecodingEngine(16)
-        size = (options.width, options.height)
-        config, parts = image_job(Path(temporary), options.rows, size, engine)
-        clock, cpu = time.perf_counter(), time.process_time()
-        result = run_job(config, parts)
-        clock, cpu = time.perf_counter() - clock, time.process_time() - cpu
-        assert result.exit_code == 0, result.message
-    early, peak = growth(engine.peaks, options.rows)
-    print(
-        f"{options.rows} pictures of {options.width}×{options.height}: {clock:.0f} s, {cpu:.0f} s"
-    )
-    print(f"of processors, {options.rows / cpu:.0f} pictures for a second of a core")
-    print(f"memory: {early:.0f} MiB in the first fifth, {peak:.0f} MiB in all")
-    if peak > 1.1 * early:
-        raise SystemExit("memory is not flat: more than 10% above that of the first fifth")
-    found = {"rows": options.rows, "seconds": clock, "cpu_seconds": cpu, "mib": [early, peak]}
-    return [found | {f"{name}_1080p_s": value for name, value in each.items()}]
-
-
 MODES = {
     "job": Mode(add_job_arguments, run_jobs),
     "grading": Mode(add_grading_arguments, run_grading),
     "steps": Mode(add_steps_arguments, run_steps),
     "images": Mode(add_image_arguments, run_images),
+    "pipeline": Mode(add_pipeline_arguments, run_pipelines),
     "view": Mode(add_view_arguments, run_view),
 }
 
