@@ -1,8 +1,9 @@
-"""Measure what a job costs beside its engine: rows, grading, pages.
+"""Measure what jobs cost beside their engine: rows, grading, pages; and what they ask it for.
 
 python scripts/bench/bench_job_layer.py job [--rows 200000] [--grade] [--report] [--rounds 3]
 python scripts/bench/bench_job_layer.py grading [--integers 100000] [--math 4000]
 python scripts/bench/bench_job_layer.py steps [--rows 1000000] [--without-dedupe]
+python scripts/bench/bench_job_layer.py until [--rows 100] [--valid 2] [--most 16]
 python scripts/bench/bench_job_layer.py view [--rows 2000000] [--folder FOLDER]
 """
 
@@ -25,6 +26,7 @@ from urllib.request import urlopen
 
 import pyarrow.parquet as pq
 from measuring import Mode, resident_mib, run_mode
+from modes import until
 from stepped_rows import StepClock, WatchedEngine, anonymous_mib, stepped_job, time_steps
 from synthetic_job import InstantEngine, integer_steps, null_job
 
@@ -346,6 +348,7 @@ MODES = {
     "job": Mode(add_job_arguments, run_jobs),
     "grading": Mode(add_grading_arguments, run_grading),
     "steps": Mode(add_steps_arguments, run_steps),
+    "until": Mode(until.add_arguments, until.run),
     "view": Mode(add_view_arguments, run_view),
 }
 
