@@ -19,7 +19,7 @@ from batchgen.util.paths import is_url
 
 _PACKAGE = "package://"
 """How places begin that come with batchgen."""
-_ENDS = ("path", "_file", "_model")
+_ENDS = ("path", "_file", "_model", "image_root")
 _TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz")
 _OF_CONSTRAINT = ("schema", "grammar", "tag")
 _TEXT = ("{", "::=")
