@@ -172,8 +172,19 @@ def test_a_shared_prefix_is_looked_up_before_images_are_encoded() -> None:
 
 @pytest.mark.parametrize("way", [{}, {"max_batched_tokens": 5, "block_size": 2}], ids=str)
 def test_drafts_of_ngrams(way: dict[str, Any]) -> None:
-    strategy = ARSpecStrategy("ngram", adaptive=False, ngram_min=1)
+    strategy = ARSpecStrategy("ngram", adaptive=False, ngram_min=1, ngram_pool=True)
     check("qwen3_vl", run(engine_of("qwen3_vl", strategy, **way), ROWS))
+    assert not (strategy.step_inputs.store.tokens == IMAGE).any()
+
+
+def test_drafts_of_a_model_that_sees_only_tokens() -> None:
+    target, draft = model_of("qwen3_vl"), load_model(vision_folder("qwen3_vl"), device=CPU)
+    config = EngineConfig(max_model_len=128, kv_cache_gib=0.02, image_tokens=21)
+    strategy = ARSpecStrategy("draft", adaptive=False, draft_model="draft")
+    engine = LLMEngine(target, None, (), strategy, config, others={"draft": draft})
+    found = run(engine, ROWS)
+    check("qwen3_vl", found)
+    assert sum(output.counts["num_accepted_tokens"] for output in found) > 0
 
 
 @pytest.mark.parametrize("way", [{}, {"max_batched_tokens": 64, "block_size": 4}], ids=str)
