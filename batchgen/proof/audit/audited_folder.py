@@ -15,8 +15,9 @@ from batchgen.config.job_config import JobConfig
 from batchgen.folder.open_folder import open_folder
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.proof.audit.audited_job import AuditedRow, audit_rows, open_parts, remarks
-from batchgen.proof.audit.stored_rows import StoredRows, places_beside
+from batchgen.proof.audit.stored_rows import StoredRows
 from batchgen.storage.manifest import Manifest
+from batchgen.trace.source_places import places_beside
 from batchgen.util.errors import ConfigError
 
 CONFIG = "config.yaml"
