@@ -12,10 +12,9 @@ import numpy.typing as npt
 from batchgen.budget.spending import Spending
 from batchgen.config.job_config import JobConfig
 from batchgen.costs.cost_recorder import CostRecorder
-from batchgen.dataset.seed_stream import stream_of, stream_seed
+from batchgen.dataset.seed_stream import stream_of
 from batchgen.dataset.source import Row, Source
 from batchgen.engine.base.outputs import RequestError, RequestOutput
-from batchgen.engine.requests import derive_seed
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.folder.job_metrics import Metrics
 from batchgen.images.row_images import RowImage, without_pixels
@@ -186,9 +185,11 @@ class Generation:
                     finished.append(request.finished(output=output, thoughts=thoughts))
                 self._costs.add(self._engine.take_costs())
             elif not finished:
-                if held := self._first.ended(self._writer.num_rows):
+                # While rows of a job that runs are waited for, those held back may get company.
+                num_rows = self._writer.num_rows
+                if held := [] if todo.is_following else self._first.ended(num_rows):
                     self._write(held, progress)
-                else:  # other workers do what is left
+                else:  # other workers do what is left, or rows are waited for
                     yield _IDLE_SECONDS
             passed = self._first.passed(finished, len(self._in_flight))
             self._write(self._waves.finished(passed), progress)
@@ -265,10 +266,9 @@ class Generation:
     def _submit(self, request: _Request) -> FinishedRow | None:
         """Queue a request, or return its row if it was refused or could be copied."""
         request_id = f"{request.row_index}.{request.sample_index}"
-        name = request.row_id, request.sample_index
-        seed = derive_seed(stream_seed(request.params.seed, self._stream), *name)
-        params = dataclasses.replace(request.params, seed=seed)
-        asked = RowRequest(request.prompt, params, request.answer, request.choices, request.images)
+        given = request.answer, request.choices, request.images
+        of_row = RowRequest(request.prompt, request.params, *given)
+        asked = of_row.of_sample(request.row_id, request.sample_index, self._stream)
         if self._reuse is not None:
             key = self._reuse.key(asked)
             request = dataclasses.replace(request, key=key)

@@ -76,6 +76,7 @@ def content_of(source: Source, prompt: Prompt) -> Source | ImageFiles:
 def content_fingerprint(source: Source, prompt: Prompt) -> str:
     """The fingerprint of a job's data set, another one where files that rows name may have
     changed."""
-    own = data_of(source).fingerprint
-    files = None if source.num_rows is None else ImageFiles.of(source, prompt)
+    data = data_of(source)  # rows that steps choose cannot be counted before the folder is open
+    own = data.fingerprint
+    files = None if data.num_rows is None else ImageFiles.of(source, prompt)
     return own if files is None else fingerprint_text(own, files.stamp())

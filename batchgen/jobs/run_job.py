@@ -35,7 +35,7 @@ from batchgen.jobs.job_end import (
 )
 from batchgen.jobs.job_parts import JobParts
 from batchgen.jobs.progress import Progress, show_memory
-from batchgen.jobs.turns import T, Turns, alone
+from batchgen.jobs.turns import Turns, alone, between
 from batchgen.leases.file_store import FolderGone
 from batchgen.leases.lease_files import GRADING
 from batchgen.report.write_report import REPORT
@@ -152,8 +152,9 @@ class _Attempt:
             self._early_grades(at_once) as early,
         ):
             folder.share()
-            ended = None if is_done else (yield from _watched(self._generate(), early))
-            ended = ended or (yield from _watched(self._wait_for_others(), early))
+            look = early.look if early is not None else _nothing
+            ended = None if is_done else (yield from between(self._generate(), look))
+            ended = ended or (yield from between(self._wait_for_others(), look))
             if ended is not None:
                 return ended
             self._writer.finish(self._todo.num_rows)
@@ -308,20 +309,6 @@ class _Attempt:
         return JobResult(0, self._signals.received, message)
 
 
-def _watched(turns: Turns[T], early: EarlyGrades | None) -> Turns[T]:
-    """The turns of a job, after each of which shards are graded if others wait for that."""
-    with closing(turns):
-        while True:
-            try:
-                seconds = next(turns)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            if early is not None:
-                early.look()
-            yield seconds
-
-
 def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFolder:
     """The job's folder, locked, once it is sure that it is this job's, or can become it."""
     storage, source = open_storage(config.output.dir, config.workers), parts.source
@@ -351,6 +338,10 @@ def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFold
         folder.close()
         raise
     return folder
+
+
+def _nothing() -> None:
+    """Nothing is looked at between turns."""
 
 
 def _no_row(first: int, last: int) -> None:

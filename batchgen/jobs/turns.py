@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import closing
+from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -22,3 +24,24 @@ def alone(turns: Turns[T]) -> T:
             return result
         if seconds:
             time.sleep(seconds)
+
+
+def between(turns: Turns[T], look: Callable[[], None]) -> Turns[T]:
+    """The same turns with a call behind each. What the call raises, or whoever runs the turns, is
+    raised in them."""
+    with closing(turns):
+        go_on: Callable[[], float] = partial(next, turns)
+        while True:
+            try:
+                seconds = go_on()
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            go_on = partial(next, turns)
+            try:
+                look()
+                yield seconds
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                go_on = partial(turns.throw, error)

@@ -59,6 +59,13 @@ class OpenPipeline:
         found = {name: self.record.steps[name].current for name in self.pipeline.steps}
         return {name: at for name, at in found.items() if at is not None}
 
+    def engine_of(self, name: str) -> str:
+        """What the engine of a step is made of: steps with the same can share one."""
+        config = self.pipeline.steps[name].config
+        prints = {key: value for key, value in self._prints[name].items() if key != "constraint"}
+        model = (config.model.load_format, config.model.quantization, config.model.dtype)
+        return repr((sorted(prints.items()), model, config.strategy, config.engine))
+
     def folder(self, name: str) -> str:
         """The current folder of a step, as a path or URL."""
         return f"{self.pipeline.out.rstrip('/')}/{self.record.current[name]}"

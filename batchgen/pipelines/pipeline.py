@@ -15,6 +15,8 @@ from batchgen.compose.trust import Trust
 from batchgen.config.convert_value import convert
 from batchgen.config.job_config import JobConfig
 from batchgen.pipelines.pipeline_file import (
+    AFTER,
+    COMPLETE,
     EXPORT,
     FROM,
     MOST_ERRORS,
@@ -39,12 +41,14 @@ class Step:
         config: the job, which names the folders of other steps by OUT/NAME.
         parents: the steps whose answers are its rows.
         tables: the steps that its steps of `rows` read, by their places in `rows`.
+        waits: whether it begins when its parents are complete, as the pipeline file says.
     """
 
     name: str
     config: JobConfig
     parents: tuple[str, ...] = ()
     tables: Mapping[int, str] = field(default_factory=dict)
+    waits: bool = False
 
     @property
     def reads(self) -> list[str]:
@@ -78,6 +82,8 @@ class Step:
                 FROM: self.parents[0] if len(self.parents) == 1 else [*self.parents],
                 **groups,
             }
+        if self.waits:
+            groups[AFTER] = COMPLETE
         for place, name in self.tables.items():
             (short,) = [key for key in groups["rows"][place] if key != "_target_"][:1]
             options = groups["rows"][place]
@@ -182,7 +188,7 @@ def _composed(
         output["dir"] = f"{out}/{given.name}"
     config = checked(groups, trust)
     _refuse_of_jobs(config)
-    return Step(given.name, config, given.parents, tables)
+    return Step(given.name, config, given.parents, tables, given.waits)
 
 
 def _options(step: Any) -> Any:

@@ -27,6 +27,8 @@ from batchgen.pipelines.record.pipeline_record import STEP_NAME
 from batchgen.util.errors import ConfigError
 
 STEPS, FROM = "steps", "from"
+AFTER, COMPLETE = "after", "complete"
+"""The key of a step that begins when what it reads is complete, and its value."""
 EXPORT, PUSH, MOST_ERRORS = "export", "push", "most_errors"
 PIPELINE = "pipeline"
 """The argument that names a ready pipeline, and the folder of conf/ that has them."""
@@ -39,12 +41,14 @@ _STEP_KEY = re.compile(r"(\+\+|\+|~|)([\w-]+)\.(.+)", re.DOTALL)
 @dataclass
 class GivenStep:
     """What is said of one step: the steps that it reads, its values as `compose_groups` takes them,
-    the places of its keys in the file, and the arguments `key=value` for it, in their order."""
+    the places of its keys in the file, and the arguments `key=value` for it, in their order.
+    `waits` says whether it begins when what it reads is complete."""
 
     name: str
     parents: tuple[str, ...]
     values: dict[str, Any]
     places: dict[str, str]
+    waits: bool = False
     overrides: list[str] = field(default_factory=list)
 
 
@@ -99,7 +103,18 @@ def read_pipeline(
     given = values[STEPS]
     if not isinstance(given, dict) or not given:
         raise ConfigError(f"{places.get(STEPS, STEPS)}: give each step by its name and its keys")
-    taken = {*GROUPS, *STEP_LISTS, EXPERIMENT, PIPELINE, STEPS, FROM, WORKER, *KEYS, *reserved}
+    taken = {
+        *GROUPS,
+        *STEP_LISTS,
+        EXPERIMENT,
+        PIPELINE,
+        STEPS,
+        FROM,
+        AFTER,
+        WORKER,
+        *KEYS,
+        *reserved,
+    }
     for name in given:
         _check_name(name, places, taken)
     out = [common.pop(_DIR)] if _DIR in common else []
@@ -135,6 +150,7 @@ def _step(name: str, given: Any, common: Mapping[str, Any], places: Mapping[str,
         raise ConfigError(f"{start} must be a mapping of keys, got {given!r:.50}")
     values = dict(given)
     parents = _parents(values.pop(FROM, ()), places.get(prefix + FROM, prefix + FROM))
+    waits = _waits(values.pop(AFTER, None), parents, places.get(prefix + AFTER, prefix + AFTER))
     own = _flat(values, places, prefix)
     if _DIR in own:
         raise ConfigError(
@@ -154,7 +170,7 @@ def _step(name: str, given: Any, common: Mapping[str, Any], places: Mapping[str,
     kept = {key: value for key, value in common.items() if key.partition(".")[0] not in whole}
     of_file = {key: place for key, place in places.items() if not key.startswith(f"{STEPS}.")}
     of_step = {k.removeprefix(prefix): v for k, v in places.items() if k.startswith(prefix)}
-    return GivenStep(name, parents, {**kept, **own}, {**of_file, **of_step})
+    return GivenStep(name, parents, {**kept, **own}, {**of_file, **of_step}, waits)
 
 
 def _parents(given: Any, start: str) -> tuple[str, ...]:
@@ -167,6 +183,17 @@ def _parents(given: Any, start: str) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise ConfigError(f"{start} names a step twice")
     return tuple(names)
+
+
+def _waits(given: Any, parents: tuple[str, ...], start: str) -> bool:
+    """Whether a step says `after: complete`."""
+    if given is None:
+        return False
+    if given != COMPLETE:
+        raise ConfigError(f"{start} must be {COMPLETE}, got {given!r:.50}")
+    if not parents:
+        raise ConfigError(f"{start}: the step reads no other step ({FROM}): leave it out")
+    return True
 
 
 def _flat(values: Mapping[str, Any], places: Mapping[str, str], prefix: str) -> dict[str, Any]:
@@ -221,7 +248,7 @@ def _add_to_step(step: GivenStep, argument: str) -> None:
         )
     sign, _, rest = match.groups()
     key = rest.partition("=")[0]
-    if key.partition(".")[0] in (FROM, STEPS):
+    if key.partition(".")[0] in (FROM, AFTER, STEPS):
         raise ConfigError(f"{argument}: what a step reads stands in the pipeline file")
     if key == _DIR:
         raise ConfigError(

@@ -55,6 +55,7 @@ def show(config: JobConfig) -> int:
             **_funnel(opened.source),
             "columns": ", ".join(_extra_columns(config)) or "those that every job has",
             **({} if launcher is None else {"launcher": launcher.described()}),
+            **_reuse(config, opened, scan),
             "output": folder.text,
         }
     for name, value in lines.items():
@@ -168,6 +169,14 @@ def _funnel(source: Source) -> dict[str, str]:
     from batchgen.dataset.source import funnel_line
 
     return {"steps": funnel_line(source.funnel)} if source.funnel else {}
+
+
+def _reuse(config: JobConfig, opened: OpenedJob, scan: Scan) -> dict[str, str]:
+    """How many answers are copied instead of being computed."""
+    from batchgen.planning.planned_reuse import planned_reuse
+
+    found = planned_reuse(config, opened, scan)
+    return {} if found is None else {"reuse": found.text}
 
 
 def _extra_columns(config: JobConfig) -> Iterator[str]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from batchgen.engine.memory.memory_plan import MemoryPlan
     from batchgen.planning.budget_outlook import Outlook
     from batchgen.planning.disk import DiskUse
+    from batchgen.planning.planned_reuse import PlannedReuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,10 @@ class Plan:
 
     `prompts` are titles and texts of the first prompts, `room` is that of a prompt in tokens, and
     `folder` says what lies in the output folder, where `done` answers are; rows have `samples`
-    answers. `memory` is None if it
-    does not fit, `forecast` if nothing can run or the device is not known. The job would be refused
-    or is not worth a start for `errors`. `funnel` says how many rows each choice among them leaves,
-    `outlook` whether each limit of the budget will suffice.
-    Making the plan took `seconds`.
+    answers, of which `reuse` says how many are copied. `memory` is None if it does not fit,
+    `forecast` if nothing can run or the device is not known. The job would be refused or is not
+    worth a start for `errors`. `funnel` says how many rows each choice among them leaves, `outlook`
+    whether each limit of the budget will suffice. Making the plan took `seconds`.
     """
 
     config: JobConfig
@@ -57,6 +57,7 @@ class Plan:
     memory: MemoryPlan | None
     folder: str
     done: int
+    reuse: PlannedReuse | None
     samples: SamplesPerRow
     forecast: Forecast | None
     disk: DiskUse | None
@@ -86,7 +87,8 @@ class Plan:
     def answers(self) -> int:
         """How many answers are likely still to be computed, of the rows that are known."""
         rows = self.scan.num_rows or self.scan.looked_at
-        return max(round(rows * self.samples.number.likely) - self.done, 0)
+        reused = 0 if self.reuse is None else self.reuse.answers
+        return max(round(rows * self.samples.number.likely) - self.done - reused, 0)
 
     def summary(self) -> dict[str, Any]:
         """Everything as plain values, for `--json`."""
@@ -113,6 +115,7 @@ class Plan:
             "samples_per_row": asdict(self.samples.number),
             "answers": self.answers,
             "answers_done": self.done,
+            "answers_copied": self.reuse and asdict(self.reuse),
             "folder": self.folder,
             "launcher": described(self.config),
             "disk": None if self.disk is None else asdict(self.disk),

@@ -78,6 +78,8 @@ def _rows(plan: Plan) -> str:
     text += f" of {plan.data}, {likely}{counted(plan.answers, 'answer')} to compute"
     if plan.done:
         text += f" ({plan.done:,} are there)"
+    if plan.reuse is not None:
+        text += f"\n{plan.reuse.text}"
     if plan.samples.known_by is not None:
         text += f"\n{plan.samples.known_by}"
     if scan.num_rows is not None and scan.looked_at < scan.num_rows:

@@ -29,6 +29,7 @@ from batchgen.planning.budget_outlook import Outlook, outlooks, used_before
 from batchgen.planning.job_plan import Constraints, Plan
 from batchgen.planning.plan_settings import PlanSettings
 from batchgen.planning.plan_text import row_title, shown_prompt
+from batchgen.planning.planned_reuse import planned_reuse
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
 
@@ -111,6 +112,8 @@ class _Planner:
         if refusal is not None:
             self._errors.append(str(refusal))
         scan = scan_rows(reading)
+        reuse = planned_reuse(config, opened, scan)
+        reused = 0 if reuse is None else reuse.answers
         constraints = self._constraints(scan)
         device = self._device()
         gpu_bytes = device.memory if device is not None and device.is_gpu else None
@@ -120,8 +123,8 @@ class _Planner:
         memory = self._memory(engine, gpu_bytes)
         expected = None
         if memory is not None and device is not None and scan.sample:
-            expected = self._forecast(engine, memory, device, scan, done)
-        disk = None if expected is None else self._disk(scan, expected, done)
+            expected = self._forecast(engine, memory, device, scan, done + reused)
+        disk = None if expected is None else self._disk(scan, expected, done, reused)
         self._judge(scan, disk)
         outlook = self._outlook(expected)
         price = None
@@ -141,6 +144,7 @@ class _Planner:
             memory=memory,
             folder=folder,
             done=done,
+            reuse=reuse,
             samples=self._samples,
             forecast=expected,
             disk=disk,
@@ -273,7 +277,7 @@ class _Planner:
             title = f"{row_title(read.row)}: {len(read.ids):,} tokens"
             yield title, shown_prompt(read.ids, self._opened.model.tokenizer)
 
-    def _disk(self, scan: Scan, expected: Forecast, done: int) -> DiskUse:
+    def _disk(self, scan: Scan, expected: Forecast, done: int, reused: int) -> DiskUse:
         from batchgen.jobs.checked_rows import output_schema
         from batchgen.planning.disk import disk_use
         from batchgen.shards.output_schema import FinishedRow
@@ -288,7 +292,8 @@ class _Planner:
         return disk_use(
             schema,
             sample,
-            expected.generated,
+            # Answers that are copied are taken to be as long as those that are computed.
+            expected.generated.times(max(answers, 1) / max(answers - reused, 1)),
             max(answers, 1),
             rows_per_shard=config.output.rows_per_shard,
             samples=config.sampling.most_samples,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from batchgen.dataset.seed_stream import stream_seed
+from batchgen.engine.requests import sample_params
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.images.row_images import RowImage
 
@@ -17,3 +20,8 @@ class RowRequest(NamedTuple):
     answer: list[int] | None = None  # the tokens that are scored; None if the row generates
     choices: Sequence[list[int]] = ()  # the tokens of each choice that is scored beside the row
     images: Sequence[RowImage] = ()  # those of the prompt, in order
+
+    def of_sample(self, row_id: str, sample_index: int, stream: str | None) -> RowRequest:
+        """The request of one sample of the row, with its own seed in a job's `stream`."""
+        shared = replace(self.params, seed=stream_seed(self.params.seed, stream))
+        return self._replace(params=sample_params(shared, row_id, sample_index))

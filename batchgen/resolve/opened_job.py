@@ -127,6 +127,15 @@ class OpenedJob:
             with _named("engine"):
                 return recipe.engine(weights, others, self.compiler, ranks.leader)
 
+    def shared(self, others: Sequence[JobConfig]) -> OpenedJob:
+        """What the engine of this job is made of if it serves other jobs as well, with the same
+        models, strategy and engine."""
+        of_model = model_class(self.model.config.architecture, self.model.path)
+        names = {name for config in others for name in config.output.columns}
+        known = of_model.declared_columns(self.model.config)
+        own = {column.name for column in self.context_columns}
+        return dataclasses.replace(self, context_columns=_named_columns(known, names | own))
+
     def recipe(self, config: JobConfig) -> EngineRecipe:
         """What the job's engine is made of."""
         return EngineRecipe(
@@ -154,7 +163,7 @@ def open_job(
         strategy.block_length(model.config)
     strategy_heads(strategy, model)  # This raises an error if the model lacks one.
     of_model = model_class(model.config.architecture, model.path).declared_columns(model.config)
-    context_columns = [column for column in of_model if column.name in config.output.columns]
+    context_columns = _named_columns(of_model, config.output.columns)
     _check_columns(config.output.columns, strategy, of_model, model.config.architecture)
     params = config.params
     compiler = _compiler(config, params.constraint, model)
@@ -212,6 +221,11 @@ def open_job(
     with _named("engine"):
         job.recipe(config).check()
     return job
+
+
+def _named_columns(columns: Sequence[OutputColumn], names: Collection[str]) -> list[OutputColumn]:
+    """Those of some columns that have one of these names."""
+    return [column for column in columns if column.name in names]
 
 
 def answers_depend_on(config: JobConfig) -> dict[str, str]:

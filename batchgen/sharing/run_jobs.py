@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from batchgen.config.job_config import JobConfig
 from batchgen.jobs.job_end import JobResult
@@ -18,74 +19,77 @@ from batchgen.util.signals import JobStopped, StopSignals
 
 @dataclass(frozen=True)
 class SharingJob:
-    """A job that runs in the engine of others; its own `parts.build_engine` is not called."""
+    """A job that runs in the engine of others; its own `parts.build_engine` is not called. `around`
+    may do more around its turns."""
 
     config: JobConfig
     parts: JobParts
+    around: Callable[[Turns[JobResult]], Turns[JobResult]] = lambda turns: turns
 
 
 def run_jobs(
     jobs: Mapping[str, SharingJob],
     build_engine: Callable[[], DivisibleEngine],
-    ended: Callable[[str, JobResult], None] = lambda *_: None,
+    ended: Callable[[str, JobResult], Mapping[str, SharingJob]] = lambda *_: {},
 ) -> dict[str, JobResult]:
     """Run jobs, by their names, to their ends or until a signal; returns how each ended.
 
     All folders are opened before the weights load. A row's next job is a request like any other:
     the engine's steps run whatever rows the jobs have at that time. `ended` is told of each job
-    when it ends. An error of one job stops the others cleanly and is raised; a budget that is spent
-    stops them, too, and they are not among the results.
+    that was completed, and returns further jobs to run in the same engine. An error of one job
+    stops the others cleanly and is raised; a budget that is spent stops them, too, and they are not
+    among the results.
 
     Raises:
         ConfigError, JobError, Exception: as of `run_job`, by the first job that raises one.
     """
-    shared = SharedEngine(build_engine)
-    with StopSignals() as signals, closing(shared), ExitStack() as stack:
-        for job in jobs.values():
-            stack.callback(job.parts.close)
-        running = {
-            name: job_turns(
-                job.config,
-                replace(job.parts, build_engine=lambda name=name: shared.port(name)),  # type: ignore[misc]
-                signals,
-            )
-            for name, job in jobs.items()
-        }
+    with StopSignals() as signals, ExitStack() as stack:
+        shared = stack.enter_context(closing(SharedEngine(build_engine)))
+        running: dict[str, Turns[JobResult]] = {}
+
+        def begin(jobs: Mapping[str, SharingJob]) -> None:
+            for name, job in jobs.items():
+                stack.callback(job.parts.close)
+                parts = replace(job.parts, build_engine=partial(shared.port, name))
+                running[name] = job.around(job_turns(job.config, parts, signals))
+
+        results: dict[str, JobResult] = {}
         try:
-            return _run(running, shared, ended)
+            begin(jobs)
+            while running:
+                for name, result in _round(running, shared):
+                    results[name] = result
+                    if result.is_spent:
+                        _stop_all(running)
+                    elif result.stopped_by is None:
+                        begin(ended(name, result))
+            return results
         except BaseException:
             _stop_all(running)
             raise
 
 
-def _run(
-    running: dict[str, Turns[JobResult]],
-    shared: SharedEngine,
-    ended: Callable[[str, JobResult], None],
-) -> dict[str, JobResult]:
-    """Give each job its turn, and then the engine, until no job is left. `running` loses the jobs
-    that have ended."""
-    results: dict[str, JobResult] = {}
-    while running:
-        waits: list[float] = []
-        for name, turns in list(running.items()):
-            try:
-                waits.append(next(turns))
-            except StopIteration as end:
-                del running[name]
-                results[name] = end.value
-                ended(name, end.value)
-                if end.value.is_spent:
-                    _stop_all(running)
-                    return results
-            except BaseException:
-                del running[name]
-                raise
-        if shared.in_flight:
-            shared.step()
-        elif wait := min(waits, default=0.0):
-            time.sleep(wait)
-    return results
+def _round(
+    running: dict[str, Turns[JobResult]], shared: SharedEngine
+) -> list[tuple[str, JobResult]]:
+    """Give each job its turn, and then the engine a step; returns the jobs that have ended, which
+    `running` loses."""
+    waits: list[float] = []
+    found = []
+    for name, turns in list(running.items()):
+        try:
+            waits.append(next(turns))
+        except StopIteration as end:
+            del running[name]
+            found.append((name, end.value))
+        except BaseException:
+            del running[name]
+            raise
+    if shared.in_flight:
+        shared.step()
+    elif not found and (wait := min(waits, default=0.0)):
+        time.sleep(wait)
+    return found
 
 
 def _stop_all(running: dict[str, Turns[JobResult]]) -> None:

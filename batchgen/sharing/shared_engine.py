@@ -79,6 +79,7 @@ class EnginePort:
     """A shared engine as one job sees it: its requests, and of the tokens those of its own.
 
     Attributes:
+        name: of the job.
         waiting: the job's ids of its requests that are in the engine.
         costs: what requests of the job cost, until the job takes it.
     """
@@ -86,7 +87,7 @@ class EnginePort:
     def __init__(
         self, name: str, engine: DivisibleEngine, collect_costs: Callable[[bool], None]
     ) -> None:
-        self._prefix, self._engine = name + _BEHIND_NAME, engine
+        self.name, self._prefix, self._engine = name, name + _BEHIND_NAME, engine
         self._collect_costs = collect_costs
         self.costs: list[tuple[str, float]] = []
         self.waiting: set[str] = set()

@@ -59,6 +59,11 @@ class ShardQueue:
         assert self._writer.num_rows is not None
         return self._writer.num_rows
 
+    @property
+    def is_following(self) -> bool:
+        """Whether more rows may come of a job that runs."""
+        return self._following is not None
+
     def is_empty(self) -> bool:
         """Whether nothing is left to compute. A stream is read up to the first row that is not
         done."""

@@ -3,6 +3,7 @@ undisturbed.
 
     python scripts/check/check_kills.py --work /tmp/check [--kills 60] [--workers 4]
         [--engine null] [--grade regex] [--launcher] [--store s3]
+    python scripts/check/check_kills.py --work /tmp/check --pipeline [--kills 40] [--workers 2]
     python scripts/check/check_kills.py --work /tmp/check --only-grading integer
     python scripts/check/check_kills.py --work /tmp/check [--grow sampling.n=4] -- \\
         batchgen dataset=files dataset.path=rows.jsonl output.dir={out}
@@ -17,8 +18,12 @@ processes are started by `launcher=local`, and the launcher is killed, too. With
 job lies on a server of this process that fails `--rate` of its requests, before or after they have
 happened, or too late.
 
-The second form kills `batchgen grade` over a finished job, and grades it anew by other steps, which
-may change the grades alone. The third form kills any command; with `--grow` the job then grows,
+The second form kills workers of a pipeline of three steps, which run in one engine and follow each
+other, and counts what was computed: a row that was finished twice must have been in flight at a
+kill, or have been begun by two workers at once.
+
+The third form kills `batchgen grade` over a finished job, and grades it anew by other steps, which
+may change the grades alone. The fourth form kills any command; with `--grow` the job then grows,
 once for each of them, and all is done again in the same folder.
 
 A shard whose workers were killed three times before they had finished one of its rows is put in
@@ -53,15 +58,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from batchgen.compose.compose_config import compose
+from batchgen.compose.trust import TYPED
 from batchgen.config.job_config import StepConfig
 from batchgen.config.workers_config import WorkersConfig
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.jobs.job_end import JobResult
 from batchgen.jobs.job_parts import job_parts
 from batchgen.jobs.run_job import run_job
 from batchgen.leases.object_store import connect
+from batchgen.pipelines.pipeline import compose_pipeline
+from batchgen.pipelines.pipeline_file import read_pipeline
+from batchgen.pipelines.run_pipeline import PipelineResult, run_pipeline
 from batchgen.shards.row_order import KEYS
 from batchgen.shards.shard_files import shard_files
+from batchgen.sharing.shared_engine import EnginePort
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import JobError
 
@@ -75,8 +86,9 @@ NULL_STEP = 0.05  # seconds of a step of the null engine
 QUARANTINED = 75  # the exit code of a worker that ends because a shard is in quarantine
 COMPLETE = {0, 3}
 _PER_SHARD = 8
+_ENGINE_ROWS = 8  # rows in flight of a pipeline's engine
 _URL = f"s3://{BUCKET}/out"
-Job = Callable[[], JobResult]
+Job = Callable[[], JobResult | PipelineResult]
 Safe = Callable[[], Set[object]]
 """Reads what is finished, and must neither be lost nor written again."""
 
@@ -452,6 +464,88 @@ def _launched(command: list[str], args: argparse.Namespace, rng: random.Random) 
 # --- commands -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class PipelineJob:
+    """A pipeline of three steps with the small model, as one worker runs it. `log` is a file that
+    gets a line for every request that an engine has finished."""
+
+    out: Path
+    rows: Path
+    log: Path
+
+    def values(self) -> dict[str, Any]:
+        """What its file would hold."""
+        draft = {"sampling.n": 2, "post": [{"_target_": "batchgen.grading.extract.Extract",
+                 "methods": ["last_number"]}]}  # fmt: skip
+        where = {"where": "answer is none or sample_index == 1", "text_as": "reply"}
+        judge = {"from": "draft", "dataset": where, "prompt.user": "{{ reply }} {{ q }}"}
+        some = [{"Filter": {"where": "verdict|length % 5 != 0"}}, {"Dedupe": {"by": "verdict"}}]
+        last = {"from": "judge", "dataset.text_as": "verdict", "rows": some,
+                "prompt.user": "{{ verdict }}"}  # fmt: skip
+        return {
+            "experiment": "nano_sdar",
+            "dataset": {"choice": "files", "path": str(self.rows)},
+            "prompt.user": "{{ q }}",
+            "sampling": {"choice": "sample", "max_new_tokens": 8},
+            "engine": {"device": "cpu", "max_num_seqs": _ENGINE_ROWS, "kv_cache_gib": 0.02},
+            "post": [],
+            "output": {
+                "dir": str(self.out), "rows_per_shard": _PER_SHARD, "report": False, "columns": []
+            },
+            "workers": {"heartbeat": BEAT, "stale_after": STALE},
+            "steps": {"draft": draft, "judge": judge, "last": last},
+        }  # fmt: skip
+
+    def run(self) -> PipelineResult:
+        """Be a worker until the pipeline is complete."""
+        receive = EnginePort.receive
+
+        def received(port: EnginePort, request_id: str, output: RequestOutput) -> None:
+            with self.log.open("a") as file:
+                file.write(f"{port.name} {request_id}\n")
+            receive(port, request_id, output)
+
+        EnginePort.receive = received  # type: ignore[method-assign]
+        return run_pipeline(compose_pipeline(read_pipeline(self.values(), {}, []), TYPED))
+
+
+def check_pipeline(check: Check) -> None:
+    """Kill and pause the workers of a pipeline."""
+    args, rng = check.args, check.rng
+    data = write_questions(args.work / "rows.jsonl", args.rows)
+    whole, job = (
+        PipelineJob(args.work / name, data, args.work / f"{name}.requests")
+        for name in ("whole", "out")
+    )
+
+    def safe(of: PipelineJob) -> set[object]:
+        folders = [path.parent for path in of.out.glob("*/manifest.json")]
+        return {(at.name, each) for at in folders for each in Finished(at)()}
+
+    def files(of: PipelineJob) -> dict[str, dict[str, str]]:
+        folders = [path.parent for path in of.out.glob("*/manifest.json")]
+        return {at.name: digests(at, "data", "grades") for at in folders}
+
+    warm_up()
+    log = args.work / "log"
+    seconds = check.undisturbed(Fork(whole.run, log), partial(safe, whole))
+    team = Peers(lambda: Fork(job.run, log), args.workers, rng)
+    check.disturb(team, seconds, partial(safe, job))
+    found = files(job)
+    assert found == files(whole), "the files differ"
+    assert len(found) == 3 and all(found.values())
+    asked = [Counter(of.log.read_text().splitlines()) for of in (whole, job)]
+    assert asked[0].keys() == asked[1].keys() and set(asked[0].values()) == {1}
+    twice = asked[1].total() - len(asked[1])
+    # A kill loses what its last step finished; at the end of a step workers begin rows of others.
+    most = args.kills * _ENGINE_ROWS + (args.workers - 1) * len(found) * 2 * _ENGINE_ROWS
+    assert twice <= most, f"{twice} requests were finished twice, and {most} could have been"
+    print(
+        f"the files of {len(found)} steps equal those of an undisturbed run, byte for byte; "
+        f"{len(asked[1]):,} requests, {twice} of them finished twice"
+    )
+
+
 def check_grading(check: Check) -> None:
     """Kill `batchgen grade` over a finished job."""
     args = check.args
@@ -522,6 +616,7 @@ def main() -> None:
     parser.add_argument("--launcher", action="store_true", help="start workers by launcher=local")
     parser.add_argument("--store", choices=["folder", "s3"], default="folder")
     parser.add_argument("--rate", type=float, default=0.02, help="share of requests that fail")
+    parser.add_argument("--pipeline", action="store_true", help="kill workers of a pipeline")
     parser.add_argument("--only-grading", choices=["integer", "regex"], metavar="METHOD")
     parser.add_argument("--grow", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("command", nargs="*")
@@ -535,6 +630,8 @@ def main() -> None:
     check = Check(args, random.Random(args.seed))
     if args.command:
         check_command(check)
+    elif args.pipeline:
+        check_pipeline(check)
     elif args.only_grading:
         check_grading(check)
     elif args.store == "folder":

@@ -28,7 +28,7 @@ EXTRACT = StepConfig(
 )
 STEPS: list[dict[str, Any]] = [
     {"Filter": {"where": "number != 4"}},
-    {"Dedupe": {"by": "text", "near": 0.9, "ngram": 1}},
+    {"Dedupe": {"by": "question", "near": 0.9, "ngram": 1}},
     {"Explode": {"column": "tags", "as": "tag"}},
     {"Balance": {"by": "tag", "most": 40}},
 ]

@@ -113,7 +113,7 @@ def test_too_many_errors_end_the_pipeline(
     said = capsys.readouterr().err
     assert "step draft: 2 of the first 8 answers are errors (25%), more than most_errors" in said
     assert "r1" in said and "judge" in said.rpartition("The pipeline ends here")[2]
-    assert not list((tmp_path / "out").glob("judge.*"))
+    assert not list((tmp_path / "out").glob("judge.*/data/*"))
     assert run(pipeline, "most_errors=0.3") == 3
 
 
@@ -125,7 +125,7 @@ def test_a_filter_that_leaves_nothing_ends_the_pipeline(
     assert run(written(tmp_path / "pipeline.yaml", given)) == 2
     said = capsys.readouterr().err
     assert "batchgen: step judge: " in said
-    assert "not begun" in said.splitlines()[-1]
+    assert "0  stopped" in said.splitlines()[-1]
 
 
 def test_sets_are_written_once(
