@@ -31,7 +31,10 @@ _GROUPS = (
     *("post", "score", "output"),
 )
 """What a lock has of a configuration; the rest says how a job runs and not what it writes."""
-_NOT_KEPT = {"output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report"}}
+_NOT_KEPT = {
+    "dataset": {"follow"},
+    "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report", "reuse"},
+}
 _PATH = "path"
 
 

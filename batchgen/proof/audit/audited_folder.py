@@ -62,7 +62,7 @@ def _with_jobs_beside(config: JobConfig, folder: Path) -> JobConfig:
         return config
     paths = tuple(places_beside(config.dataset.paths, folder))
     path = paths[0] if len(paths) == 1 else paths
-    return replace(config, dataset=replace(config.dataset, path=path))
+    return replace(config, dataset=replace(config.dataset, path=path, follow=False))
 
 
 def config_of(
