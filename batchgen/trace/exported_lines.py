@@ -86,6 +86,7 @@ def _line(path: Path, line: int, given: str) -> dict[str, Any]:
     """The content of a line of a file, or of a row of a folder's shards."""
     if line < 1:
         raise ConfigError(f"--line {line}: lines are counted from 1")
+    found: Iterator[dict[str, Any]]
     if path.is_dir():
         refuse_links(path)
         found = islice(_rows_of(list(shard_files(path / "data").values())), line - 1, None)

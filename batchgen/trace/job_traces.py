@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from batchgen.config.dataset_config import DatasetConfig
 from batchgen.folder.open_folder import open_job
-from batchgen.grades.finished_shards import GRADES
+from batchgen.grades.folder_grades import GRADES
 from batchgen.grades.grade_files import ROW_KEYS
 from batchgen.leases.own_files import ROWS
 from batchgen.publish.finished_rows import FinishedRows, open_rows
