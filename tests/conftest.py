@@ -319,7 +319,7 @@ def _random_variant(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         layers: dict[str, Any] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
         }
-        return Olmo3ForCausalLM(Olmo3Config(**{"sliding_window": 256} | layers | values))
+        return Olmo3ForCausalLM(Olmo3Config(**{"sliding_window": 24} | layers | values))
     if kind == "glm4_moe":
         return Glm4MoeForCausalLM(Glm4MoeConfig(**_MOE_V3 | values))
     if kind == "minimax_m2":

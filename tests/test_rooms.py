@@ -99,6 +99,7 @@ BATCHGEN = {
     "viewer": "the pages of `batchgen view`",
     "cli": "the command line",
     "cli/verbs": "a module for each verb",
+    "cli/verbs/pipelines": "the verbs of pipelines alone",
     "cli/verbs/publishing": "the verbs that write data for others",
     "cli/verbs/proving": "the verbs that prove where data come from",
     "": "the command",

@@ -70,6 +70,9 @@ VERBS = {
     "rebuild": Verb(
         "batchgen.cli.verbs.proving.rebuild", "FILE", "make the rows of a lock again, and compare"
     ),
+    "clean": Verb(
+        "batchgen.cli.verbs.pipelines.clean", "OUT", "delete old versions of a pipeline's steps"
+    ),
     "validate": Verb(
         "batchgen.cli.verbs.validate", "OUT", "check the rows of a finished job again"
     ),

@@ -21,12 +21,16 @@ import pyarrow.compute as pc
 from batchgen.costs.chain_costs import JobCost, all_steps, as_values
 from batchgen.folder.peers import Peers, added, attempt_of, seconds
 from batchgen.folder.timeline import Timeline, metrics_text
+from batchgen.shards.enough import OUTCOME, VALID
+from batchgen.shards.enough import OUTCOMES as ROW_OUTCOMES
+from batchgen.shards.row_order import KEYS
 from batchgen.storage.job_storage import FolderStorage, Storage
 from batchgen.storage.manifest import write_atomic
 
 if TYPE_CHECKING:
     from batchgen.shards.output_schema import FinishedRow
 
+SAMPLE_INDEX = KEYS[1]
 SAVE_SECONDS = 10.0  # between two times that a running job saves the file
 Status = Literal["running", "complete", "stopped", "failed", "killed"]
 
@@ -113,6 +117,8 @@ class Totals:
         errors: how many rows have an error of which type.
         counts: sums of what the strategy counts for each row (`OutputSchema.counts`).
         constraint: how many rows ended in which of OUTCOMES; empty if the job has no constraint.
+        until: how many input rows ended in which of `shards.enough.OUTCOMES`, as far as their
+            shards are published, and how many samples are `valid`; empty without `sampling.until`.
     """
 
     rows: int = 0
@@ -123,6 +129,7 @@ class Totals:
     generated_tokens: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
     constraint: Mapping[str, int] = field(default_factory=dict)
+    until: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, figures: Mapping[str, Any]) -> Totals:
@@ -133,8 +140,11 @@ class Totals:
 class Tally:
     """Counts finished rows, from tables with its `columns` and as they finish."""
 
-    def __init__(self, counts: Sequence[str], constrained: bool = False) -> None:
-        """Create counters, with sums of further columns `counts`."""
+    def __init__(
+        self, counts: Sequence[str], constrained: bool = False, until: bool = False
+    ) -> None:
+        """Create counters, with sums of further columns `counts`, for a job that is `constrained`
+        or has `sampling.until`."""
         self._rows = 0
         self._reasons: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
@@ -142,7 +152,9 @@ class Tally:
         self._constrained = constrained
         self._sums = dict.fromkeys(["num_prompt_tokens", "num_generated_tokens", *counts], 0)
         satisfied = ["constraint_satisfied"] if constrained else []
-        self.columns = ["finish_reason", "error", *self._sums, *satisfied]
+        self._until = dict.fromkeys([*ROW_OUTCOMES, VALID], 0) if until else {}
+        of_until = [SAMPLE_INDEX, OUTCOME, VALID] if until else []
+        self.columns = ["finish_reason", "error", *self._sums, *satisfied, *of_until]
 
     @property
     def totals(self) -> Totals:
@@ -158,6 +170,7 @@ class Tally:
             generated_tokens=generated,
             counts=sums,
             constraint={n: self._outcomes[n] for n in OUTCOMES} if self._constrained else {},
+            until=dict(self._until),
         )
 
     def add_table(self, table: pa.Table) -> None:
@@ -171,6 +184,11 @@ class Tally:
             reasons, satisfied = table["finish_reason"], table["constraint_satisfied"]
             pairs = zip(reasons.to_pylist(), satisfied.to_pylist(), strict=True)
             self._outcomes.update(itertools.starmap(constraint_outcome, pairs))
+        if self._until:
+            self._until[VALID] += pc.sum(table[VALID]).as_py() or 0
+            first = table[OUTCOME].filter(pc.equal(table[SAMPLE_INDEX], 0)).drop_null()
+            for item in pc.value_counts(first).to_pylist():
+                self._until[item["values"]] += item["counts"]
 
     def add(self, rows: Iterable[FinishedRow]) -> None:
         """Count rows that have just finished."""
@@ -188,6 +206,8 @@ class Tally:
                 satisfied = output.constraint_satisfied
             if self._constrained:
                 self._outcomes[constraint_outcome(row.finish_reason, satisfied)] += 1
+            if self._until:
+                self._until[VALID] += row.valid is True
 
 
 class Metrics:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from batchgen.costs.chain_costs import JobCost, all_steps, cost_line
 from batchgen.folder.how_to_read import how_to_read
 from batchgen.folder.job_metrics import Totals
+from batchgen.shards.enough import OUTCOMES
 from batchgen.texts.text_table import Line, counted, score_lines, table
 from batchgen.util.duration import duration
 
@@ -180,6 +181,8 @@ def end_table(
     ]
     if totals.constraint:
         lines.append(("constraint", _outcomes(totals.constraint)))
+    if totals.until:
+        lines.append(("until enough", until_line(totals)))
     if strategy is not None:
         stats = attempt.get("engine", {}).get("strategy", {})
         lines += strategy.summary(totals.counts, stats, totals.generated_tokens)
@@ -220,6 +223,16 @@ def _outcomes(counts: Mapping[str, int]) -> str:
     constrained = {n: c for n, c in counts.items() if n not in ("unconstrained", "error")}
     shown = [f"{n} {c:,}" for n, c in constrained.items() if c or n == "satisfied"]
     return f"{', '.join(shown)} of {sum(constrained.values()):,} constrained rows"
+
+
+def until_line(totals: Totals) -> str:
+    """How rows ended that are sampled until enough samples are valid, and how many are."""
+    until = totals.until
+    rows = sum(until[name] for name in OUTCOMES)
+    text = f"{until['enough']:,} of {counted(rows, 'row')} have enough"
+    text += "".join(f", {until[name]:,} {name}" for name in OUTCOMES[1:] if until[name])
+    share = until["valid"] / max(totals.rows, 1)
+    return f"{text}; {until['valid']:,} of {counted(totals.rows, 'sample')} valid ({share:.1%})"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

@@ -9,10 +9,12 @@ from batchgen.forecast.forecast import Range
 
 
 class MeasuredSamples(NamedTuple):
-    """How many rows of a job have all their samples, and how many samples these are."""
+    """How many rows of a job have all their samples, how many samples these are, and how many of a
+    row had to be valid."""
 
     rows: int = 0
     samples: int = 0
+    valid: int = 1
 
 
 class SamplesPerRow(NamedTuple):
@@ -44,6 +46,6 @@ def samples_per_row(
         likely = (until.valid + until.most) / 2
         text = f"{until.valid:,} to {until.most:,} samples of each row, as nothing is known of them"
         return SamplesPerRow(Range(until.valid, likely, until.most), text)
-    mean = measured.samples / measured.rows
+    mean = min(measured.samples / measured.rows * until.valid / measured.valid, until.most)
     text = f"{mean:,.1f} samples of each row, as of the {measured.rows:,} that are complete"
     return SamplesPerRow(Range(mean, mean, mean), text)

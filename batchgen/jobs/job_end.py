@@ -147,4 +147,5 @@ def _count_shards(config: JobConfig, parts: JobParts, folder: JobFolder) -> Tall
 
 def new_tally(config: JobConfig, parts: JobParts) -> Tally:
     names = [count.name for count in parts.counts]
-    return Tally(names, constrained=config.constrained)
+    until = config.sampling.until is not None
+    return Tally(names, constrained=config.constrained, until=until)

@@ -28,7 +28,7 @@ from batchgen.row_index.indexed_source import IndexedSource
 from batchgen.shards.enough import OUTCOME
 from batchgen.shards.row_order import KEYS
 from batchgen.storage.job_storage import Storage
-from batchgen.storage.manifest import READ_JOB, Manifest
+from batchgen.storage.manifest import READ_JOB, UNTIL_VALID, Manifest
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError, JobError
 
@@ -108,7 +108,8 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
         text += f", {errors:,} of them errors, which {what}"
     done = rows - errors * config.output.retry_errors
     text = "\n            ".join([text, *old.grown(asked)])
-    return FolderState(text, done, MeasuredSamples(complete, samples))
+    valid = old.growing.get(UNTIL_VALID, 1)
+    return FolderState(text, done, MeasuredSamples(complete, samples, valid))
 
 
 def _manifest(config: JobConfig, opened: OpenedJob, old: Manifest) -> Manifest:

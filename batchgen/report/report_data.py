@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from batchgen.config.job_config import CutTexts
 from batchgen.folder.job_metrics import constraint_outcome
+from batchgen.report import pass_rates
 from batchgen.report.report_rows import MANY, JobData, Keys
 from batchgen.rows.grade_columns import ANSWER, GRADE_ERROR, MARK
 from batchgen.rows.job_rows import starts
@@ -28,7 +29,7 @@ MOST_SAMPLES = 64
 _MOST_LENGTH = 1 << 20  # greater lengths count as this one
 _COLUMNS = (
     *("row_id", "finish_reason", "error", "num_prompt_tokens", "num_generated_tokens"),
-    *("constraint_satisfied", MARK, ANSWER, GRADE_ERROR),
+    *("constraint_satisfied", MARK, ANSWER, GRADE_ERROR, *pass_rates.COLUMNS),
 )
 
 
@@ -123,6 +124,7 @@ class Collected:
     questions: list[Question] = field(default_factory=list)  # some, in the data set's order
     num_questions: int = 0
     disagreeing: int = 0
+    until: pass_rates.PassRates = field(default_factory=pass_rates.PassRates)
     picked: dict[str, Lowest] = field(default_factory=dict)  # by the reason to show a row
 
     def chosen(self) -> dict[int, list[str]]:
@@ -145,15 +147,18 @@ _PICKS = {
 _AT_RANDOM = 40  # at least
 
 
-def collect(data: JobData, cut_texts: CutTexts = "as_marked") -> Collected:
+def collect(
+    data: JobData, cut_texts: CutTexts = "as_marked", subset: str | None = None
+) -> Collected:
     """Count the rows of a job, and choose those that are worth a look.
 
     Args:
         cut_texts: what texts that were cut count as where marks are counted. Rows are chosen by the
             marks that they have.
+        subset: a column by which pass rates of rows are grouped.
     """
-    pass_ = _Pass(cut_texts)
-    for table in data.tables(_COLUMNS, MANY):
+    pass_ = _Pass(cut_texts, subset)
+    for table in data.tables([*_COLUMNS, *([] if subset is None else [subset])], MANY):
         pass_.add(table)
     return pass_.finished()
 
@@ -161,8 +166,8 @@ def collect(data: JobData, cut_texts: CutTexts = "as_marked") -> Collected:
 class _Pass:
     """The state of the pass. Each `add` sees all samples of its questions."""
 
-    def __init__(self, cut_texts: CutTexts) -> None:
-        self._cut_texts = cut_texts
+    def __init__(self, cut_texts: CutTexts, subset: str | None) -> None:
+        self._cut_texts, self._subset = cut_texts, subset
         self._found = Collected(picked={name: Lowest(size) for name, size in _PICKS.items()})
         self._limit = 1.0
         """Questions whose chance is above are not kept."""
@@ -185,6 +190,8 @@ class _Pass:
             found.constraint.update(outcomes)
             kept = np.isin(outcomes, ("cut", "conflict", "stopped"))
             self._pick("constraint", keys, draw, kept)
+        if pass_rates.COLUMNS[-1] in table.column_names:
+            found.until.add(table, starts(table), self._subset)
         marks = self._graded(table, keys, draw, failed)
         if marks is not None:
             marks = marks_counting(marks, cut, self._cut_texts)

@@ -11,6 +11,7 @@ from batchgen.folder.job_metrics import OUTCOMES
 from batchgen.folder.job_summary import JobSummary
 from batchgen.report.charts import Chart, bars, experts, histogram, numbers, timeline_charts
 from batchgen.report.eval_charts import Estimate, intervals, question_dots, score_by_length
+from batchgen.report.pass_rates import HEADER
 from batchgen.report.report_data import MOST_QUESTIONS, Collected
 from batchgen.report.token_facts import TokenFacts
 from batchgen.texts.text_table import COUNT_AS, percent, percent_range
@@ -76,6 +77,7 @@ def sections(
     made = [
         _scores(job.score, found, links),
         _row_steps(job),
+        _until(found),
         _outcomes(found),
         _lengths(found),
         Section("speed", "Throughput", charts=timeline_charts(timeline)),
@@ -169,6 +171,28 @@ def _questions_note(found: Collected) -> str:
 def _estimate(name: str, metric: Mapping[str, Any], interval: str) -> Estimate:
     bounds = metric[interval] or {"low": None, "high": None}
     return Estimate(_short(name), metric["value"], bounds["low"], bounds["high"], interval)
+
+
+def _until(found: Collected) -> Section:
+    """How rows ended that are sampled until enough samples are valid."""
+    section, rates = Section("until", "Samples until enough are valid"), found.until
+    if not (outcomes := rates.outcomes):
+        return section
+    section.notes.append(
+        "Sampling of a row ends with a valid sample, so that the share of valid samples is no "
+        "unbiased estimate of the rate at which the model finds one."
+    )
+    if rates.exhausted:
+        more = outcomes["exhausted"] - len(rates.exhausted)
+        names = ", ".join(map(_short, rates.exhausted)) + (f" and {more:,} more" if more else "")
+        section.notes.append(f"Exhausted, with their valid samples: {names}.")
+    section.charts.append(bars("Rows", outcomes, "outcome"))
+    if rates.rates:
+        section.charts.append(
+            bars("Rows by their share of valid samples", rates.in_order(), "rows")
+        )
+    section.table = ("Samples of groups of rows", HEADER, rates.table())
+    return section
 
 
 def _outcomes(found: Collected) -> Section:

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from batchgen.config.dataset_config import dataset_name
 from batchgen.folder.job_summary import JobSummary, tokens_per_s
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.images.thumbnails import read_thumbnails
 from batchgen.report.example_rows import ShownRows, anchor, faults, shown_rows
 from batchgen.report.report_data import collect
 from batchgen.report.report_rows import JobData
@@ -92,7 +93,8 @@ def _html(reader: JobFolderReader, decode: Decode | None) -> str:
     metrics, data = reader.metrics, JobData(reader)
     job = JobSummary.of(metrics, reader.config, reader.row_facts)
     cut_texts = (job.score or {}).get("cut_texts", "as_marked")
-    found, tokens = collect(data, cut_texts), token_facts(data)
+    found = collect(data, cut_texts, job.group("score").get("subset"))
+    tokens = token_facts(data)
     links = {key: anchor(key) for key in found.chosen()}
     timeline = metrics.get("timeline", [])
     values: dict[str, Any] = {
@@ -107,7 +109,8 @@ def _html(reader: JobFolderReader, decode: Decode | None) -> str:
     room = MOST_BYTES - len(frame.encode()) - _HEADING * len(links)
     if data.schema is None or room < 0:
         return frame
-    page = RowPage(job.config, data.schema, decode or job_decode(job.config))
+    thumbnails = read_thumbnails(reader.path)
+    page = RowPage(job.config, data.schema, decode or job_decode(job.config), thumbnails)
     rows = shown_rows(data, page, found, room)
     if rows.dropped:  # no link may lead to them
         there = {row.anchor for row in rows.rows}
@@ -122,7 +125,7 @@ def _page(values: Mapping[str, Any], rows: ShownRows) -> str:
     template = templates("batchgen.report").get_template("report.html.jinja")
     return template.render(
         values, shown=rows, style=Markup(style), policy=f"default-src 'none'; style-src "
-        f"'sha256-{digest}'; base-uri 'none'; form-action 'none'",
+        f"'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'",
     )  # fmt: skip
 
 
@@ -174,7 +177,11 @@ def _strategy(job: JobSummary) -> str:
     if sampling:
         greedy = not sampling.get("temperature")
         names.append("greedy" if greedy else f"temperature {sampling['temperature']:g}")
-        names.append(f"{counted(sampling.get('n', 1), 'sample')} of each row")
+        if (until := sampling.get("until")) is None:
+            names.append(f"{counted(sampling.get('n', 1), 'sample')} of each row")
+        else:
+            enough = f"{until['valid']:,} valid of at most {until['most']:,}"
+            names.append(f"samples until {enough} of each row")
     return ", ".join(names)
 
 

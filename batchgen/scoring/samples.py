@@ -15,6 +15,7 @@ from batchgen.grades.grading_pass import Witness
 from batchgen.grading.step import MARK
 from batchgen.scoring.marks import SAMPLES
 from batchgen.shards.checked_file import damaged, read_schema
+from batchgen.shards.enough import Enough
 from batchgen.shards.shard_files import read_columns
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
@@ -49,15 +50,22 @@ class Samples:
     def table(self) -> pa.Table:
         """The samples of all rows, with the columns `SAMPLES`.
 
+        Of rows with `sampling.until` these are the first `valid` ones, which every row has. When
+        the last samples come depends on their marks, so that scores of all would be biased.
+
         Raises:
             ConfigError: rows lack grades, no step gave marks, or there is no column of a name in
                 `config`.
             JobError: a file is damaged.
         """
-        return pa.concat_tables(
-            self._kept[part] if part in self._kept else self._read(part)
-            for part in self.grades.finished()
+        parts = self.grades.finished()
+        found = pa.concat_tables(
+            self._kept[part] if part in self._kept else self._read(part) for part in parts
         )
+        enough = Enough.of(read_schema(parts[0].shard).metadata)
+        if enough is None:
+            return found
+        return found.filter(pc.less(found["sample_index"], enough.valid))
 
     @property
     def _columns(self) -> list[str]:

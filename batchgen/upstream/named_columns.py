@@ -24,7 +24,11 @@ def named_columns(groups: Mapping[str, Any]) -> frozenset[str] | None:
         return None
     env = BoundedEnvironment()
     found = set[str]()
-    for text in _texts([_values(groups.get(name)) for name in _GROUPS]):
+    read = {name: groups.get(name) for name in _GROUPS}
+    sampling = dict(read["sampling"] or {})
+    sampling.pop("until", None)  # its expression reads the answer's row, and what that has copied
+    read["sampling"] = sampling
+    for text in _texts([_values(group) for group in read.values()]):
         found |= {text, text.partition(".")[0]}
         is_template = "{{" in text or "{%" in text
         try:

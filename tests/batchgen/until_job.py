@@ -11,15 +11,21 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from fake_job import FakeJob
 from shared_jobs import SharedJob
 
 from batchgen.config.job_config import JobConfig, StepConfig, UntilConfig
-from batchgen.grading.step import AnswerRow, Column, GradeFailure
+from batchgen.grading.step import AnswerRow, AnswerRows, Column, GradeFailure
 
 MARKED = "mark == 1"
 """An expression over the column of `ScriptedMark`."""
 Row = dict[str, Any]
+
+
+class Rows(list[Row]):
+    """Rows that a failing test does not print one by one."""
+
+    def __repr__(self) -> str:
+        return f"{len(self)} rows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +60,18 @@ class ScriptedMark:
             time.sleep(self.seconds)
         return {"mark": float(total % self.one_of == 0)}
 
+    def apply_all(
+        self, rows: AnswerRows, failures: dict[int, GradeFailure]
+    ) -> dict[str, list[Any]]:
+        found = list[float | None]()
+        for text, number in zip(rows.texts.to_pylist(), rows.fields["number"], strict=True):
+            try:
+                found.append(self.apply(AnswerRow(text, {"number": number}, {}))["mark"])
+            except GradeFailure as failure:
+                failures[len(found)] = failure
+                found.append(None)
+        return {"mark": found}
+
 
 @dataclass(frozen=True)
 class UntilJob(SharedJob):
@@ -84,16 +102,14 @@ class UntilJob(SharedJob):
         )
 
 
-def rows_of(out: Path | str) -> list[Row]:
+def rows_of(out: Path | str) -> Rows:
     """The rows of a finished job."""
     tables = [pq.read_table(path) for path in sorted((Path(out) / "data").iterdir())]
-    found: list[Row] = pa.concat_tables(tables).to_pylist()
-    return found
+    return Rows(pa.concat_tables(tables).to_pylist())
 
 
-def every_sample(job: FakeJob, out: Path) -> list[Row]:
+def every_sample(job: UntilJob, out: Path) -> Rows:
     """All `most` samples of the rows of a job."""
-    assert isinstance(job, UntilJob)
     every = replace(job, out=str(out), where="", max_num_seqs=64, rows_per_shard=1000, log="")
     every.run()
     return rows_of(out)
@@ -106,13 +122,13 @@ def is_marked(row: Row, one_of: int = 3) -> bool:
 
 
 def expected(
-    every: list[Row], valid: int, most: int, is_valid: Callable[[Row], bool] = is_marked
-) -> list[Row]:
+    every: Rows, valid: int, most: int, is_valid: Callable[[Row], bool] = is_marked
+) -> Rows:
     """The rows that a job must have, of all samples of its rows."""
     by_row = defaultdict[int, list[Row]](list)
     for row in every:
         by_row[row["row_index"]].append(row)
-    found = list[Row]()
+    found = Rows()
     for samples in by_row.values():
         kept, outcome = list[Row](), "exhausted"
         for row in samples[:most]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import cache
 from hashlib import blake2b
@@ -12,11 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from batchgen.engine.images.image import Image
 from batchgen.engine.images.image_span import ImageRules
+from batchgen.engine.loading.loader import load_model
 
 IMAGE, VIDEO, START, END = 120, 121, 122, 123
 SIDE = 8
@@ -102,6 +105,27 @@ def vision_folder(kind: str) -> Path:
 
 _FOLDERS: list[TemporaryDirectory[str]] = []
 """They live as long as the process."""
+
+
+@cache
+def mtp_folder() -> Path:
+    """A copy of Qwen3.5's folder with a random head for multi-token prediction."""
+    _FOLDERS.append(TemporaryDirectory(prefix="mtp"))
+    folder = Path(_FOLDERS[-1].name)
+    source = vision_folder("qwen3_5")
+    values = json.loads((source / "config.json").read_text())
+    values["text_config"]["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(values))
+    empty = load_model(folder, device=torch.device("cpu"), heads=("mtp",), load_format="dummy")
+    generator = torch.Generator().manual_seed(5)
+    tensors = load_file(source / "model.safetensors")
+    for slot in empty.checkpoint_slots():
+        (name, *_), parts = slot.sources, len(slot.pieces)
+        if name.startswith("mtp.") and parts == 1:
+            drawn = torch.randn(slot.source_shape, generator=generator)
+            tensors[name] = drawn * (0.02 if "norm" in name else 0.15)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def _rope(sections: list[int]) -> dict[str, Any]:

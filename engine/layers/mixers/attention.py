@@ -68,6 +68,7 @@ class Attention(nn.Module):
         self.shape = shape
         self.cache_spec: CacheSpec | None = shape
         self.scale = shape.head_dim**-0.5
+        self.sinks: nn.Parameter | None = None
         heads, head_dim = shape.num_heads, shape.head_dim
         order = rotary_order(head_dim, rotary_dim or head_dim)
         self._gate_size = heads * head_dim if output_gate else 0
@@ -136,7 +137,7 @@ class Attention(nn.Module):
             self.norm_eps,
             cos_sin,
             cache,
-            ctx.kv_slots,
+            ctx.slots(self.shape.window),
             self.shape.num_heads,
             self.shape.num_kv_heads,
         )
@@ -147,7 +148,9 @@ class Attention(nn.Module):
         if self._query_scales is not None:
             positions = torch.cat([part.positions for part in attention])
             q = (q * self._query_scales[positions, None, None]).to(q.dtype)
-        attended = paged_attention(q, cache, attention, self.scale).flatten(1)
+        attended = paged_attention(
+            q, cache, attention, self.scale, self.shape.window, self.sinks
+        ).flatten(1)
         if self._gate_size:
             attended = mul_sigmoid(attended, gate)
         return self.o_proj.add_to(residual, attended)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+WINDOW, FULL = "sliding_attention", "full_attention"
+"""What `layer_types` of a configuration calls layers with a window and layers without."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseConfig(FamilyConfig):
     """What dense decoders have in their configuration besides `ModelConfig`."""
@@ -41,6 +45,8 @@ class DenseConfig(FamilyConfig):
     rotary_dim: int  # rotated values, the first of a query or key head
     # The rope of each layer, None for one that rotates nothing; empty: `rope` in all layers.
     layer_ropes: tuple[DefaultRope | None, ...] = ()
+    # The window of each layer, None for one that sees all tokens; empty: no layer has one.
+    layer_windows: tuple[int | None, ...] = ()
     query_scale: QueryScale | None = None  # by which queries are multiplied after rotation
     norm_places: NormPlaces = "before"
     qkv_bias: bool  # of the projections to queries, keys and values
@@ -73,8 +79,13 @@ class DenseConfig(FamilyConfig):
 
     @property
     def attention(self) -> KVSpec:
-        """The shape of attention, which is the same in every layer."""
+        """The shape of attention, which is the same in every layer but for windows."""
         return KVSpec(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    def attention_of(self, layer: int) -> KVSpec:
+        """Return the shape of attention in the layer with this index."""
+        window = self.layer_windows[layer] if self.layer_windows else None
+        return replace(self.attention, window=window)
 
 
 class DenseForCausalLM(CausalLM):
@@ -119,7 +130,7 @@ class DenseForCausalLM(CausalLM):
         return Attention(
             index,
             self.config.hidden_size,
-            family.attention,
+            family.attention_of(index),
             qkv_bias=family.qkv_bias,
             output_bias=family.output_bias,
             qk_norm=family.qk_norm,
@@ -176,6 +187,7 @@ def dense_config(
     rope: DefaultRope | None = None,  # None makes it from the configuration
     rotary_dim: int | None = None,  # None: all of a head
     layer_ropes: Sequence[DefaultRope | None] = (),  # empty: `rope` in all layers
+    layer_windows: Sequence[int | None] = (),  # empty: no layer has one
     query_scale: QueryScale | None = None,
     qk_norm: NormScope | None = None,  # None: that of the model's class
     intermediate_size: int | None = None,  # None takes it from the configuration
@@ -196,6 +208,7 @@ def dense_config(
         rope=rope,
         rotary_dim=head_dim if rotary_dim is None else rotary_dim,
         layer_ropes=tuple(layer_ropes),
+        layer_windows=tuple(layer_windows),
         query_scale=query_scale,
         norm_places=model.norm_places,
         qkv_bias=qkv_bias,
@@ -210,3 +223,20 @@ def head_size(hf: PretrainedConfig) -> int:
     """Return the values in one head, which some classes have only if the checkpoint gives it."""
     size: int = hf.to_dict().get("head_dim") or hf.hidden_size // hf.num_attention_heads
     return size
+
+
+def layer_windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
+    """Return the window of each layer by `layer_types`, None for one that sees all tokens.
+
+    Raises ValueError, which names the key, if a kind of layer is unknown or the window no number.
+    """
+    kinds: list[str] = hf.layer_types
+    if unknown := set(kinds) - {WINDOW, FULL}:
+        raise ValueError(f"layer_types has {min(unknown)!r:.60}; known: {FULL}, {WINDOW}")
+    if len(kinds) != hf.num_hidden_layers:
+        raise ValueError(f"layer_types names {len(kinds)} layers of {hf.num_hidden_layers}")
+    window: int | None = hf.sliding_window
+    if WINDOW not in kinds or window is None:
+        return ()
+    check_positive(sliding_window=window)
+    return tuple(window if kind == WINDOW else None for kind in kinds)
