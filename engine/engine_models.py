@@ -37,7 +37,7 @@ def planned_uses(
     Args:
         others: as for `model_uses`.
     """
-    longest = config.model_len(target.config.longest_row, target.config.window)
+    longest = config.model_len(target.config.max_position_embeddings)
     max_model_len = strategy.model_len(longest, target.config)
     columns = chosen_columns(target, context_columns)
     sizes = sizes_of(target, strategy, config)
@@ -86,11 +86,17 @@ def _check_beside(name: str, model: CausalLM, target: CausalLM, max_model_len: i
             f"the {name} model's vocabulary has {model.vocab_size} ids and the model's has "
             f"{target.vocab_size}: choose a {name} model with the same tokenizer"
         )
-    longest = model.config.longest_row
+    longest = model.config.max_position_embeddings
     if longest < max_model_len:
         raise ValueError(
             f"the {name} model has positions for {longest} tokens and rows may get "
             f"{max_model_len}: lower max_model_len or choose another {name} model"
+        )
+    if model.window is not None and model.window < max_model_len:
+        raise ValueError(
+            f"the {name} model has layers that see the last {model.window} tokens only, which it "
+            f"could not read again after a while without drafts, and rows may get {max_model_len}: "
+            f"lower max_model_len to {model.window} or choose another {name} model"
         )
     if model.has_row_states:
         raise ValueError(

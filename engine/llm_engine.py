@@ -28,6 +28,7 @@ from batchgen.engine.images.image import Image
 from batchgen.engine.memory.largest_steps import score_rows
 from batchgen.engine.memory.memory_plan import MemoryPlan, plan_memory
 from batchgen.engine.memory.model_use import ModelUse
+from batchgen.engine.memory.window_plan import window_needs
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.replicas import Abort, Add, Leader, Step
 from batchgen.engine.requests import ImageLimits, Requests
@@ -44,6 +45,7 @@ from batchgen.engine.scheduling.block_manager import BlockManager
 from batchgen.engine.scheduling.image_store import ImageStore
 from batchgen.engine.scheduling.prefill_policy import BatchLimits
 from batchgen.engine.scheduling.scheduler import Scheduler
+from batchgen.engine.scheduling.window_blocks import WindowBlocks
 from batchgen.engine.step_costs import StepCosts
 from batchgen.engine.step_launcher import StepLauncher
 from batchgen.engine.strategy import TARGET, Limits, Strategy
@@ -115,7 +117,7 @@ class LLMEngine:
         limits = Limits(self.max_num_seqs, max_model_len, self.vocab_size, model.device)
         strategy.allocate(limits)
         self.memory: MemoryPlan = plan_memory(list(uses.values()), self.config)
-        self._block_manager = self._make_block_manager(model)
+        self._block_manager = self._make_block_manager(model, list(uses.values()))
         self.images: ImageStore | None = None
         limits_of_images = None
         if model.visual is not None:
@@ -138,7 +140,10 @@ class LLMEngine:
         self.scheduler = self._make_scheduler(model, uses[TARGET])
         strategy.attach(self._runners)
         rows = score_rows(model, self.config)
-        self._launcher = StepLauncher(strategy, self._runner, rows, timer, self.images)
+        windows = self._block_manager.window is not None
+        self._launcher = StepLauncher(
+            strategy, self._runner, rows, timer, self.images, windows=windows
+        )
         self._costs: StepCosts | None = None
         self._live: dict[str, Sequence] = {}
         special_ids = (*eos_token_ids, *model.config.never_generated)
@@ -149,10 +154,13 @@ class LLMEngine:
         self._leaving: list[Sequence] = []
         self._launched: deque[list[_Launched]] = deque()  # Batches that were not read yet.
 
-    def _make_block_manager(self, model: CausalLM) -> BlockManager:
-        config, states = self.config, None
+    def _make_block_manager(self, model: CausalLM, uses: list[ModelUse]) -> BlockManager:
+        config, states, window = self.config, None, None
         if model.has_row_states:
             states = StateSlots(config.max_num_seqs, self.memory.num_checkpoints)
+        if (needs := window_needs(uses, config)) is not None:
+            number, size = self.memory.num_window_blocks, config.block_size
+            window = WindowBlocks(number, size, needs.window, needs.row_blocks)
         return BlockManager(
             self.memory.num_blocks,
             config.block_size,
@@ -161,6 +169,7 @@ class LLMEngine:
             states,
             chunk_multiple(model),
             max(role.tokens_ahead for role in self.strategy.models.values()),
+            window,
         )
 
     def _make_scheduler(self, model: CausalLM, use: ModelUse) -> Scheduler:
@@ -192,6 +201,7 @@ class LLMEngine:
             config.max_num_seqs,
             memory.num_checkpoints,
             config.most_pending,
+            memory.num_window_blocks,
         )
         runner = ModelRunner(use.model, use.caches(sizes), self._block_length)
         if config.cuda_graph:

@@ -37,6 +37,8 @@ class JoiningRows:
     guide: Guide | None = None  # makes the masks of the constrained rows; None if there are none
     # [B] int64, `ModelInputs.rope_shifts`; None for models that read no images.
     rope_shifts: Tensor | None = None
+    # [B, N] int64, their blocks of layers with a window; None for models without such layers.
+    window_tables: Tensor | None = None
 
     def index_select(self, rows: npt.NDArray[np.int64]) -> JoiningRows:
         """Return the rows with these indices [N], in this order."""
@@ -50,6 +52,7 @@ class JoiningRows:
             None if self.state_slots is None else self.state_slots[index],
             Guide.of(seqs),
             None if self.rope_shifts is None else self.rope_shifts[index],
+            window_tables=None if self.window_tables is None else self.window_tables[index],
         )
 
 
@@ -111,18 +114,15 @@ class StepInputs(ABC):
         block tables."""
         if batch.keep is not None:
             self.keep_rows(batch.keep)
-        self._newest = replace(self.newest, context_lens=batch.context_lens)
+        newest = replace(self.newest, context_lens=batch.context_lens)
         if batch.new_blocks:
-            tables = self.newest.block_tables
-            new = np.array(batch.new_blocks, np.int64)
-            width = 1 + int(new[:, 1].max())
-            if width > tables.shape[1]:
-                # The width is doubled so that tables are rarely copied. Unused entries are 0, the
-                # scratch block.
-                tables = F.pad(tables, (0, 2 * width - tables.shape[1]))
-            rows, columns, blocks = upload(new, torch.int64, tables.device).unbind(1)
-            tables[rows, columns] = blocks
-            self._newest = replace(self.newest, block_tables=tables)
+            tables = _with_blocks(newest.block_tables, batch.new_blocks)
+            newest = replace(newest, block_tables=tables)
+        if batch.new_window_blocks:
+            assert newest.window_tables is not None
+            tables = _with_blocks(newest.window_tables, batch.new_window_blocks)
+            newest = replace(newest, window_tables=tables)
+        self._newest = newest
 
     def _add_rows(self, rows: JoiningRows, newest: Tensor) -> None:
         """Add B rows whose next forward begins with their newest token [B], and write that token to
@@ -136,6 +136,7 @@ class StepInputs(ABC):
             context_lens=rows.context_lens + 1,
             state_slots=rows.state_slots,
             rope_shifts=rows.rope_shifts,
+            window_tables=rows.window_tables,
         )
         sampling = rows.sampling.append(
             newest.unsqueeze(1), torch.ones_like(newest, dtype=torch.int32), positions
@@ -145,3 +146,16 @@ class StepInputs(ABC):
         else:
             self._newest = ModelInputs.concat([self._newest, inputs])
             self._sampling = SamplingInputs.concat([self._sampling, sampling])
+
+
+def _with_blocks(tables: Tensor, new: abc.Sequence[tuple[int, int, int]]) -> Tensor:
+    """Put `DecodeBatch.new_blocks` into block tables [B, N], which become wider if they must."""
+    entries = np.array(new, np.int64)
+    width = 1 + int(entries[:, 1].max())
+    if width > tables.shape[1]:
+        # The width is doubled so that tables are rarely copied. Unused entries are 0, the scratch
+        # block.
+        tables = F.pad(tables, (0, 2 * width - tables.shape[1]))
+    rows, columns, blocks = upload(entries, torch.int64, tables.device).unbind(1)
+    tables[rows, columns] = blocks
+    return tables

@@ -26,6 +26,7 @@ from batchgen.engine.scheduling.prefill_inputs import (
     prefill_inputs,
     rope_shifts,
     state_slots,
+    window_tables,
 )
 from batchgen.engine.scorer import Scorer, sampling_inputs
 from batchgen.engine.step_inputs import JoiningRows
@@ -44,6 +45,7 @@ class StepLauncher:
         score_rows: how many tokens of answers are scored at once.
         timer: measures the steps; None measures nothing.
         images: the images that rows are about to read; None if the model reads none.
+        windows: whether some model has layers with a window.
     """
 
     def __init__(
@@ -53,9 +55,11 @@ class StepLauncher:
         score_rows: int,
         timer: StepTimer | None,
         images: ImageStore | None = None,
+        *,
+        windows: bool = False,
     ) -> None:
         self._strategy, self._runner, self.timer = strategy, runner, timer
-        self._images = images
+        self._images, self._windows = images, windows
         self._scorer = Scorer(runner, score_rows)
 
     def launch(self, batch: ScheduledBatch, catch_up: Callable[[], None]) -> list[Launched]:
@@ -122,9 +126,8 @@ class StepLauncher:
                     seq.restore_from = None
             slots = [seq.state_slot for seq in seqs]
             states.begin(upload(slots, torch.int64, self._runner.device))
-        return prefill_inputs(
-            batch, self._runner.device, states is not None, self._strategy.needs_hidden
-        )
+        hidden, device = self._strategy.needs_hidden, self._runner.device
+        return prefill_inputs(batch, device, states is not None, hidden, self._windows)
 
     def _with_images(
         self, inputs: PrefillInputs | None, batch: PrefillBatch
@@ -188,4 +191,7 @@ class StepLauncher:
             None if self._runner.states is None else state_slots(seqs, device),
             Guide.of(seqs),
             rope_shifts(seqs, device) if self._runner.model.turns_by_axes else None,
+            window_tables=upload(window_tables(seqs), torch.int64, device)
+            if self._windows
+            else None,
         )

@@ -9,7 +9,7 @@ import torch
 
 from batchgen.config.job_config import JobConfig
 from batchgen.engine.base.engine_config import ResolvedConfig, Sizes
-from batchgen.engine.caches.model_caches import row_bytes
+from batchgen.engine.caches.model_caches import row_bytes, window_token_bytes
 from batchgen.engine.engine_models import model_uses
 from batchgen.engine.memory.expected_memory import expected_memory
 from batchgen.engine.memory.memory_plan import MemoryPlan
@@ -44,8 +44,19 @@ class EngineEstimate:
 
     @property
     def token_bytes(self) -> int:
-        """What a token takes in the paged caches of all models."""
+        """What a token takes in the paged caches of all models, but for layers with a window."""
         return cache_token_bytes(list(self.uses.values()))
+
+    @property
+    def window(self) -> int:
+        """The most tokens that layers with a window see; 0 without such layers."""
+        return max(use.model.window or 0 for use in self.uses.values())
+
+    @property
+    def window_bytes(self) -> int:
+        """What a window of tokens takes in the layers that have one; 0 without such layers."""
+        models = [use.model for use in self.uses.values()]
+        return self.window * sum(window_token_bytes(m.cache_specs, m.dtype) for m in models)
 
     @property
     def row_bytes(self) -> int:

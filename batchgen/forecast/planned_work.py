@@ -63,7 +63,7 @@ def job_work(
     block = settings.block_size
     prefix = common_prefix(prompts) // block * block if settings.prefix_caching else 0
     places = Places(
-        rows=settings.max_num_seqs,
+        rows=min(settings.max_num_seqs, memory.window_rows or settings.max_num_seqs),
         tokens=memory.kv_tokens,
         batched_tokens=settings.max_batched_tokens,
         prefix=prefix if len(prompts) > 1 else 0,

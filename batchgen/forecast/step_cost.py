@@ -6,12 +6,13 @@ to reach, and what it does not know is corrected by `StepCost.scaled` once a run
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
-from batchgen.engine.caches.cache_specs import KVSpec
-from batchgen.engine.caches.model_caches import state_bytes
+from batchgen.engine.caches.cache_specs import KVSpec, has_window
+from batchgen.engine.caches.model_caches import state_bytes, window_token_bytes
 from batchgen.engine.memory.model_use import ModelUse, cache_token_bytes
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.sparse.moe_model import MoEConfig
@@ -32,8 +33,10 @@ class ModelSizes:
     `dense` are the weights of layers that every token is multiplied by, `experts` those of all
     experts, of which a token goes through `expert_share`; `head` computes logits. `attention`
     counts additions and multiplications of one token with one of its context over all layers. A
-    token takes `token_bytes` in the paged cache, and a row `row_bytes` of state. Activations, and
-    weights that are not in FP8, have `dtype`; most weights of layers have `weight_dtype`.
+    token takes `token_bytes` in the paged cache, and a row `row_bytes` of state. Layers that see
+    the last `window` tokens only are counted apart, in `window_attention` and `window_bytes`.
+    Activations, and weights that are not in FP8, have `dtype`; most weights of layers have
+    `weight_dtype`.
     """
 
     layers: int
@@ -47,6 +50,9 @@ class ModelSizes:
     dtype: torch.dtype
     weight_dtype: torch.dtype
     ranks: int = 1
+    window: int = 0
+    window_attention: int = 0
+    window_bytes: int = 0
 
     @classmethod
     def of(cls, use: ModelUse) -> ModelSizes:
@@ -69,12 +75,15 @@ class ModelSizes:
             experts=experts,
             expert_share=share,
             head=head,
-            attention=sum(4 * spec.num_heads * spec.head_dim for spec in specs),
+            attention=_attention(spec for spec in specs if not has_window(spec)),
             token_bytes=cache_token_bytes([use]),
             row_bytes=state_bytes(model.cache_specs),
             dtype=model.dtype,
             weight_dtype=FP8 if model.form is not None and model.form.native else model.dtype,
             ranks=ranks,
+            window=model.window or 0,
+            window_attention=_attention(filter(has_window, specs)),
+            window_bytes=window_token_bytes(model.cache_specs, model.dtype),
         )
 
     @property
@@ -87,6 +96,11 @@ class ModelSizes:
         goes to experts of its own choice."""
         untouched: float = (1 - self.expert_share) ** tokens
         return self.dense + self.experts * (1 - untouched)
+
+
+def _attention(specs: Iterable[KVSpec]) -> int:
+    """The additions and multiplications of one token with one of its context in these layers."""
+    return sum(4 * spec.num_heads * spec.head_dim for spec in specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +141,9 @@ class StepCost:
         tokens of the cache."""
         tokens = rows * width
         reached = self._reached
-        cache = context * self.sizes.token_bytes + rows * 2 * self.sizes.row_bytes
+        sizes = self.sizes
+        cache = context * sizes.token_bytes + rows * 2 * sizes.row_bytes
+        cache += min(context, rows * sizes.window) * sizes.window_bytes
         attention = cache / (reached.decode_attention * self.device.bandwidth)
         sampling = tokens * self.vocabulary * reached.logit_s
         return self.factor * (self._products(tokens, tokens) + attention + sampling + self._fixed)
@@ -138,8 +154,10 @@ class StepCost:
         reached = self._reached
         each = self._products(tokens / steps, rows / steps) + self._fixed
         rate = reached.prefill_attention * self.device.flops(self.sizes.dtype)
-        sampling = rows * self.vocabulary * reached.logit_s
-        return self.factor * (steps * each + pairs * self.sizes.attention / rate + sampling)
+        sampling, sizes = rows * self.vocabulary * reached.logit_s, self.sizes
+        products = pairs * sizes.attention
+        products += min(pairs, tokens * sizes.window) * sizes.window_attention
+        return self.factor * (steps * each + products / rate + sampling)
 
     @property
     def _reached(self) -> _Reached:

@@ -27,7 +27,7 @@ def alone(turns: Turns[T]) -> T:
 
 
 def between(turns: Turns[T], look: Callable[[], None]) -> Turns[T]:
-    """The same turns with a call behind each. What the call raises, or whoever runs the turns, is
+    """Turns with a call behind each. What the call raises, or whoever runs the turns, is
     raised in them."""
     with closing(turns):
         go_on: Callable[[], float] = partial(next, turns)

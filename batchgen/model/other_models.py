@@ -98,7 +98,7 @@ def _check(
                 f"{key}: the tokenizer of {path} is not the model's ({difference}): choose {kind} "
                 "of the same family"
             )
-    longest = other.config.longest_row
+    longest = other.config.max_position_embeddings
     if longest < max_model_len:
         raise ConfigError(
             f"{key}: {path} has positions for {longest} tokens, and a row may get {max_model_len}: "

@@ -74,7 +74,7 @@ class Plan:
         if self.memory is None or not len(self.scan.lengths):
             return 0
         tokens = float(self.scan.lengths.mean()) + self.mean_answer
-        return max(min(self.engine.settings.max_num_seqs, int(self.memory.kv_tokens / tokens)), 1)
+        return max(min(self.engine.settings.max_num_seqs, self.memory.fitting_rows(tokens)), 1)
 
     @property
     def mean_answer(self) -> float:
@@ -110,6 +110,7 @@ class Plan:
             "constraints": None if self.constraints is None else asdict(self.constraints),
             "kv_bytes_per_token": self.engine.token_bytes,
             "state_bytes_per_row": self.engine.row_bytes,
+            "window_bytes_per_row": self.engine.window_bytes,
             "memory": None if memory is None else asdict(memory),
             "rows_at_once": self.at_once,
             "samples_per_row": asdict(self.samples.number),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from batchgen.forecast.forecast import Range
 from batchgen.forecast.scan import Scan
 from batchgen.launchers.launch import described
 from batchgen.planning.job_plan import Constraints, Plan, length_figures
-from batchgen.texts.text_table import counted
+from batchgen.texts.text_table import counted, size
 from batchgen.util.duration import duration
 from batchgen.util.shorten import beginning, wrapped
 
@@ -101,7 +102,15 @@ def _prompts(scan: Scan, room: int) -> str:
             f"\n{scan.tokenised:,} prompts were tokenised (a random sample and the longest); the "
             "others have as many tokens as their text has by these"
         )
-    return text
+    return text + image_share(scan)
+
+
+def image_share(scan: Scan) -> str:
+    """How much of the prompts are images, in a line of its own; empty where there are none."""
+    if not scan.image_tokens:
+        return ""
+    share = scan.image_tokens / max(scan.read_tokens, 1)
+    return f"\nimages have {share:.1%} of these tokens, counted by the headers of their files"
 
 
 def _bad(scan: Scan) -> Iterator[str]:
@@ -135,12 +144,16 @@ def _model(plan: Plan) -> str:
 def _memory(plan: Plan) -> str:
     engine, memory = plan.engine, plan.memory
     text = f"{size(engine.token_bytes)} of cache for a token"
+    if engine.window_bytes:
+        text += f", {size(engine.window_bytes)} for the last {engine.window:,} tokens of a row"
     if engine.row_bytes:
         text += f", {size(engine.row_bytes)} of state for a row"
     if memory is None:
         return text
     if engine.token_bytes:
         text += f", {size(memory.kv_cache)} for {memory.kv_tokens:,} tokens"
+    if memory.window_cache:
+        text += f", {size(memory.window_cache)} for windows"
     if (ranks := plan.config.engine.tensor_parallel) > 1:
         text += f", on each of {ranks} {'GPUs' if memory.total else 'ranks'}"
     return f"{text}: {plan.at_once:,} rows at once (most: {engine.settings.max_num_seqs:,})"
@@ -177,15 +190,6 @@ def _three(value: Range, shown: object) -> str:
     return likely if low == bound else f"{low} to {bound}, likely {likely}"
 
 
-def size(number: float) -> str:
-    """Bytes in words, such as `1.5 MB`."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.3g} {unit}"
-        number /= 1000
-    return f"{number:,.3g} TB"
-
-
 def _entry(name: str, text: str) -> list[str]:
     """The name, and beside it the lines of the text."""
     lines = [line for part in text.split("\n") for line in wrapped(part, WIDTH - _NAME - 2)]
@@ -205,6 +209,10 @@ def row_title(row: Row) -> str:
     return f"row {row.index}" + ("" if row.id == str(row.index) else f" ({row.id})")
 
 
+_REPEATED = re.compile(r"(<\|\w+\|>)\1{3,}", re.ASCII)
+"""The token of an image, which stands there as often as the image has tokens."""
+
+
 def shown_prompt(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
     """A prompt as the model reads it, with its special tokens, behind a bar at the left.
 
@@ -215,6 +223,7 @@ def shown_prompt(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) 
         shown = " ".join(map(str, ids[:_SHOWN_IDS]))
         return f"│ {shown}{' …' if len(ids) > _SHOWN_IDS else ''}"
     text = str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+    text = _REPEATED.sub(lambda run: f"{run[1]} × {len(run[0]) // len(run[1])}", text)
     parts = [text]
     if len(text) > LONGEST_PROMPT:
         half = LONGEST_PROMPT // 2

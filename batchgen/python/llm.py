@@ -88,7 +88,7 @@ class LLM:
             raise ValueError(f"quantization must be 'fp8' or None, got {quantization!r}")
         opened = open_model(model, revision, load_format, quantization)
         strategy = ARStrategy() if strategy is None else copy.deepcopy(strategy)
-        longest = config.model_len(opened.config.longest_row, opened.config.window)
+        longest = config.model_len(opened.config.max_position_embeddings)
         max_model_len = strategy.model_len(longest, opened.config)
         others = open_others(strategy, opened, max_model_len)
         columns = tuple(context_columns)

@@ -250,7 +250,7 @@ def _dtype_and_length(
     """The dtype of weights and activations, and how many tokens a row may have."""
     with _named("engine"):
         dtype = model.dtype(config.model.dtype, config.engine.device)
-        longest = config.engine.model_len(model.config.longest_row, model.config.window)
+        longest = config.engine.model_len(model.config.max_position_embeddings)
         return dtype, strategy.model_len(longest, model.config)
 
 

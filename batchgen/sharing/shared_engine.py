@@ -158,5 +158,5 @@ class EnginePort:
 
     @property
     def batch_dependence(self) -> str | None:
-        """As of the engine."""
+        """Why a token's bits depend on the other rows of its batch; None if they do not."""
         return self._engine.batch_dependence

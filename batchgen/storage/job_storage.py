@@ -106,6 +106,10 @@ class Storage(Protocol):
         """Whether a file is there."""
         ...
 
+    def size(self) -> int:
+        """How many bytes all files of the job's folder have."""
+        ...
+
     def read(self, path: Path) -> bytes | None:
         """The content of a small file; None if it is not there."""
         ...
@@ -201,6 +205,10 @@ class FolderStorage:
 
     def exists(self, path: Path) -> bool:
         return path.exists()
+
+    def size(self) -> int:
+        found = (Path(folder, name) for folder, _, names in os.walk(self.path) for name in names)
+        return sum(path.lstat().st_size for path in found)
 
     def read(self, path: Path) -> bytes | None:
         try:

@@ -29,7 +29,7 @@ from batchgen.util.errors import JobError
 _ROOM = 64 * 2**20
 """What stays free on the disk of the working folder."""
 _JOURNAL_FILE = ".journal"
-_FOLDERS = (DATA, JOURNAL, LEASES, WORKERS, "grades", "cost", "differing", KEYS, ROWS)
+_FOLDERS = (DATA, JOURNAL, LEASES, WORKERS, LOCKS, "grades", "cost", "differing", KEYS, ROWS)
 Stamp = tuple[int, int]
 
 
@@ -72,6 +72,9 @@ class ObjectStorage:
 
     def exists(self, path: Path) -> bool:
         return path == self.path or self._store.exists(self._name(path))
+
+    def size(self) -> int:
+        return sum(self._store.sizes().values())
 
     def read(self, path: Path) -> bytes | None:
         return self._store.read(self._name(path))

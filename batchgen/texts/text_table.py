@@ -32,6 +32,15 @@ def row_name(row_id: str, sample_index: int) -> str:
     return f"row {row_id}" + (f", sample {sample_index}" if sample_index else "")
 
 
+def size(number: float) -> str:
+    """Bytes in words, such as `1.5 MB`."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.3g} {unit}"
+        number /= 1000
+    return f"{number:,.3g} TB"
+
+
 def percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.1f}%"
 

@@ -210,16 +210,10 @@ class EngineConfig:
             most_pending=most_pending(device),
         )
 
-    def model_len(self, longest: int, window: int | None = None) -> int:
+    def model_len(self, longest: int) -> int:
         """Return the most prompt and output tokens of a row together. Raises ValueError if
-        `max_model_len` is larger than that, or than a sliding window of the model."""
+        `max_model_len` is larger than that."""
         if self.max_model_len is not None and self.max_model_len > longest:
-            if longest == window:
-                raise ValueError(
-                    f"max_model_len is {self.max_model_len}, and layers of the model see the last "
-                    f"{window} tokens only, which is not supported for longer rows: lower "
-                    f"max_model_len to {window}"
-                )
             raise ValueError(
                 f"max_model_len is {self.max_model_len}, but the model has positions for "
                 f"{longest} tokens: lower max_model_len"

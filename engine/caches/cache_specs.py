@@ -6,9 +6,9 @@ Each layer declares its spec, the memory plan sums them, and `ModelCaches` alloc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ class KVSpec:
     num_heads: int  # the number of query heads that read them. Attention chooses its tiles by it.
     num_kv_heads: int  # the number of key heads, which is also that of value heads
     head_dim: int  # the number of values in one head
+    # A query sees this many tokens, its own and those just before it; None: all of its row. Layers
+    # with a window keep tokens in blocks of their own, as long as some later token sees them.
+    window: int | None = None
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes that one token takes in a cache of this dtype."""
@@ -145,6 +148,16 @@ AttentionSpec = KVSpec | LatentSpec
 """What layers of attention keep."""
 CacheSpec = KVSpec | LatentSpec | PlaneSpec | StateSpec
 """What one layer keeps between forwards."""
+
+
+def has_window(spec: CacheSpec | None) -> TypeGuard[KVSpec]:
+    """Whether a layer sees the last tokens of a row only."""
+    return isinstance(spec, KVSpec) and spec.window is not None
+
+
+def longest_window(specs: Iterable[CacheSpec | None]) -> int | None:
+    """Return the largest window of any layer; None if no layer has one."""
+    return max((spec.window or 0 for spec in specs if has_window(spec)), default=None)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -112,12 +112,20 @@ class ForwardContext:
     # [T] or [T, 3] int64, the positions that rotary tables are read at; None: the tokens' own.
     rope_positions: Tensor | None = None
     images: ImageFeatures | None = None  # None: no token is an image's
+    # The same as `kv_slots` for layers with a window; None for models without such layers.
+    window_slots: Tensor | None = None
 
     def cache(self, layer: int, kind: type[C]) -> C:
         """Return what the layer with this index keeps; it must be of the given type."""
         found = self.caches[layer]
         assert isinstance(found, kind), f"layer {layer} keeps a {type(found).__name__}"
         return found
+
+    def slots(self, window: int | None) -> Tensor:
+        """Return the KV slots [T] int64 of the tokens in layers with this window."""
+        if window is None or self.window_slots is None:
+            return self.kv_slots
+        return self.window_slots
 
     def record(self, column: OutputColumn, values: Tensor, layer: int | None = None) -> None:
         """Write a column of context scope for all T tokens, if rows of this job can ask for it.

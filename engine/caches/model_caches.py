@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.base.outputs import OutputColumn
-from batchgen.engine.caches.cache_specs import CacheSpec, PlaneSpec, StateSpec
+from batchgen.engine.caches.cache_specs import CacheSpec, PlaneSpec, StateSpec, has_window
 from batchgen.engine.caches.forward_context import LayerCache
 from batchgen.engine.caches.row_states import RowStates, ring_length
 
@@ -24,6 +24,8 @@ class CacheSizes:
     num_rows: int  # the most rows that can be in flight
     num_snapshots: int = 0  # the most snapshots of states that are kept for the prefix cache
     most_pending: int = 0  # as of `StateCache`
+    # The number of blocks of layers with a window, with the scratch block; None: `num_blocks`.
+    num_window_blocks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,9 @@ class ModelCaches:
     ) -> ModelCaches:
         """Allocate the caches of a model, filled with zeros. `device` is the model's device."""
         paged = sizes.num_blocks, sizes.block_size, dtype, device
+        of_window = paged
+        if sizes.num_window_blocks is not None:
+            of_window = sizes.num_window_blocks, sizes.block_size, dtype, device
         recurrent = [spec for spec in specs if isinstance(spec, StateSpec)]
         states = None
         if recurrent:
@@ -67,6 +72,8 @@ class ModelCaches:
         for spec in specs:
             if isinstance(spec, StateSpec):
                 layers.append(next(of_states))
+            elif has_window(spec):
+                layers.append(spec.allocate(*of_window))
             else:
                 layers.append(None if spec is None else spec.allocate(*paged))
         planes = {column.name: column_plane(column).allocate(*paged) for column in columns}
@@ -83,9 +90,17 @@ def column_plane(column: OutputColumn) -> PlaneSpec:
 def paged_token_bytes(
     specs: Sequence[CacheSpec | None], columns: Sequence[OutputColumn], dtype: torch.dtype
 ) -> int:
-    """Return the bytes that one token takes in the paged cache, over all layers and columns."""
-    paged = [spec for spec in specs if spec is not None and not isinstance(spec, StateSpec)]
-    return sum(spec.token_bytes(dtype) for spec in [*paged, *map(column_plane, columns)])
+    """Return the bytes that one token takes in the paged cache, over all columns and all layers
+    without a window."""
+    paged = [s for s in specs if s is not None and not isinstance(s, StateSpec)]
+    paged = [*(s for s in paged if not has_window(s)), *map(column_plane, columns)]
+    return sum(spec.token_bytes(dtype) for spec in paged)
+
+
+def window_token_bytes(specs: Sequence[CacheSpec | None], dtype: torch.dtype) -> int:
+    """Return the bytes that one token takes over all layers with a window; 0 without such
+    layers."""
+    return sum(spec.token_bytes(dtype) for spec in specs if has_window(spec))
 
 
 def state_bytes(specs: Sequence[CacheSpec | None]) -> int:

@@ -72,6 +72,7 @@ class ForwardGraphs:
         rows, blocks = shapes.max_rows, shapes.max_blocks
         device = scratch.positions.device
         states, hidden = scratch.state_slots is not None, scratch.hidden
+        windows = scratch.window_tables is not None
         self._decode = ModelInputs.on_scratch(
             np.full(rows, max(shapes.widths)),
             blocks,
@@ -79,12 +80,14 @@ class ForwardGraphs:
             states=states,
             hidden=hidden,
             rope_shifts=scratch.rope_shifts is not None,
+            windows=windows,
         )
         self._chunk = RaggedInputs(shapes.chunk_tokens, CHUNK_ROWS, blocks, tiles, scratch)
         self._prefill = RaggedInputs(shapes.prefill_tokens, rows, blocks, tiles, scratch)
         # The prefill's tokens whose hidden states are wanted, as rows of one query each.
         self._last = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._last_rows = ModelInputs.on_scratch(np.ones(rows, np.int64), blocks, device)
+        ones = np.ones(rows, np.int64)
+        self._last_rows = ModelInputs.on_scratch(ones, blocks, device, windows=windows)
         self._graphs: dict[_Key, _Graph] = {}
         self._choices = _choices_of(shapes)
         self._forward, self._device = forward, device
@@ -153,7 +156,7 @@ class ForwardGraphs:
         if kind == "prefill":
             outputs = OutputTokens(self._last, [self._last_attention()])
             return [self._prefill.part(size)], None if self._shapes.all_tokens else outputs
-        whole = self._decode
+        whole, of_window = self._decode, self._decode.window_tables
         blocks = self._shapes.short_blocks if kind == "short" else self._shapes.max_blocks
         decode = replace(
             whole,
@@ -165,6 +168,7 @@ class ForwardGraphs:
             state_slots=None if whole.state_slots is None else whole.state_slots[:size],
             hidden=None if whole.hidden is None else whole.hidden[: size * width],
             rope_shifts=None if whole.rope_shifts is None else whole.rope_shifts[:size],
+            window_tables=None if of_window is None else of_window[:size, :blocks],
         )
         chunk = [self._chunk.part(self._shapes.chunk_tokens)] if kind == "mixed" else []
         return [Part(decode, width=width), *chunk], None
@@ -173,7 +177,9 @@ class ForwardGraphs:
         """Return the attention metadata of the prefill's wanted tokens, one query per row."""
         rows = self._last_rows
         ones = (1,) * rows.num_rows
-        return AttentionMetadata(rows.positions, ones, ones, rows.block_tables)
+        return AttentionMetadata(
+            rows.positions, ones, ones, rows.block_tables, window_tables=rows.window_tables
+        )
 
     def drop(self) -> None:
         """Give the graphs up, after which none can be replayed."""

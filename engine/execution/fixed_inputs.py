@@ -42,6 +42,7 @@ class RaggedInputs:
             states=scratch.state_slots is not None,
             snapshots=scratch.state_slots is not None,
             hidden=scratch.hidden,
+            windows=scratch.window_tables is not None,
         )
         self._rows = torch.full((tokens,), rows, dtype=torch.int32, device=device)
         self._filler = rows
@@ -75,7 +76,7 @@ class RaggedInputs:
         fixed.positions[:count].copy_(inputs.positions)
         if fixed.hidden is not None and inputs.hidden is not None:
             fixed.hidden[:count].copy_(inputs.hidden)
-        _fill_tables(fixed.block_tables, inputs.block_tables)
+        _fill_tables(fixed, inputs)
         device = fixed.positions.device
         row_of = np.full(size, self._filler, np.int32)
         row_of[:count] = np.repeat(np.arange(rows), inputs.query_lens)
@@ -112,7 +113,7 @@ def fill_rows(fixed: ModelInputs, inputs: ModelInputs, size: int) -> None:
     fixed.positions[:tokens].copy_(inputs.positions)
     if fixed.hidden is not None and inputs.hidden is not None:
         fixed.hidden[:tokens].copy_(inputs.hidden)
-    _fill_tables(fixed.block_tables, inputs.block_tables)
+    _fill_tables(fixed, inputs)
     if fixed.state_slots is not None and inputs.state_slots is not None:
         fixed.state_slots[:rows].copy_(inputs.state_slots)
     if fixed.rope_shifts is not None and inputs.rope_shifts is not None:
@@ -122,13 +123,21 @@ def fill_rows(fixed: ModelInputs, inputs: ModelInputs, size: int) -> None:
         width = tokens // max(rows, 1)
         fixed.positions[tokens : size * max(width, 1)].zero_()
         fixed.block_tables[rows:size, 0].zero_()
+        if fixed.window_tables is not None:
+            fixed.window_tables[rows:size, 0].zero_()
         if fixed.state_slots is not None:
             fixed.state_slots[rows:size].zero_()
 
 
-def _fill_tables(fixed: Tensor, tables: Tensor) -> None:
+def _fill_tables(fixed: ModelInputs, inputs: ModelInputs) -> None:
     """Copy block tables [B, N], leaving out columns past the width of the fixed ones: the tables of
     a batch grow ahead of need and may be wider than the longest row."""
-    rows, blocks = tables.shape
-    blocks = min(blocks, fixed.shape[1])
-    fixed[:rows, :blocks].copy_(tables[:, :blocks])
+    pairs = [
+        (fixed.block_tables, inputs.block_tables),
+        (fixed.window_tables, inputs.window_tables),
+    ]
+    for target, tables in pairs:
+        if target is not None and tables is not None:
+            rows, blocks = tables.shape
+            blocks = min(blocks, target.shape[1])
+            target[:rows, :blocks].copy_(tables[:, :blocks])

@@ -65,9 +65,11 @@ def run_forward(
             and full inside a block; 1 is ordinary causal attention.
         outputs: the R tokens whose hidden states are wanted; None wants those of all tokens.
     """
-    kv_slots = [
-        slot_mapping(p.inputs.positions, p.rows, p.inputs.block_tables, caches.block_size)
-        for p in parts
+    kv_slots = [_slots(part, part.inputs.block_tables, caches) for part in parts]
+    window_slots = [
+        _slots(part, part.inputs.window_tables, caches)
+        for part in parts
+        if part.inputs.window_tables is not None
     ]
     attention = [
         AttentionMetadata(
@@ -78,6 +80,7 @@ def run_forward(
             part.tiles,
             decode_width=part.width,
             block_length=block_length,
+            window_tables=part.inputs.window_tables,
         )
         for part in parts
     ]
@@ -92,6 +95,7 @@ def run_forward(
         outputs,
         _rope_positions(parts) if model.turns_by_axes else None,
         _images(parts),
+        window_slots=_joined(window_slots) if window_slots else None,
     )
     hidden: Tensor = model(
         _joined([part.inputs.input_ids for part in parts]),
@@ -99,6 +103,11 @@ def run_forward(
         context,
     )
     return hidden
+
+
+def _slots(part: Part, tables: Tensor, caches: ModelCaches) -> Tensor:
+    """Compute the KV slots of a part's tokens, [T] int64, by these block tables [B, N]."""
+    return slot_mapping(part.inputs.positions, part.rows, tables, caches.block_size)
 
 
 def _rope_positions(parts: Sequence[Part]) -> Tensor:

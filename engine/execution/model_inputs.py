@@ -47,6 +47,9 @@ class ModelInputs(Batched):
     # [T, 3] int64, the positions that rotary tables are read at, in time, row and column; None if
     # no row of a prefill has images.
     rope_positions: Tensor | None = token(optional=True)
+    # [B, N] int64, the same as `block_tables` for layers with a window, where blocks that no token
+    # of this forward sees may be any; None for a model without such layers.
+    window_tables: Tensor | None = row(optional=True)
 
     @property
     def turned_by(self) -> Tensor:
@@ -71,6 +74,7 @@ class ModelInputs(Batched):
         hidden: Tensor | None = None,
         rope_shifts: bool = False,
         rope_positions: bool = False,
+        windows: bool = False,
     ) -> ModelInputs:
         """Make rows that own nothing but the scratch block and the scratch slot.
 
@@ -84,6 +88,7 @@ class ModelInputs(Batched):
             replayed: whether the rows say how many of their tokens are read again.
             hidden: a tensor [N, hidden_size] that gives the width and dtype of the rows' hidden
                 states, which are zeros; None if they have none.
+            windows: whether the rows have blocks for layers with a window.
         """
         rows = len(query_lens)
         tokens = torch.zeros(int(query_lens.sum()), dtype=torch.int64, device=device)
@@ -100,6 +105,7 @@ class ModelInputs(Batched):
             None if hidden is None else hidden.new_zeros((len(tokens), hidden.shape[1])),
             tokens.new_zeros(rows) if rope_shifts else None,
             tokens.new_zeros((len(tokens), 3)) if rope_positions else None,
+            window_tables=tables.clone() if windows else None,
         )
 
     def pad_tokens(self, multiple: int, beside: int = 0) -> ModelInputs:
@@ -117,5 +123,6 @@ class ModelInputs(Batched):
             hidden=self.hidden,
             rope_shifts=self.rope_shifts is not None,
             rope_positions=self.rope_positions is not None,
+            windows=self.window_tables is not None,
         )
         return ModelInputs.concat([self, padding])

@@ -86,6 +86,7 @@ class ModelRunner:
             states=self.states is not None,
             hidden=hidden,
             rope_shifts=self.model.turns_by_axes,
+            windows=self.model.window is not None,
         )
 
     @torch.inference_mode()
@@ -161,12 +162,14 @@ class ModelRunner:
         self, inputs: ModelInputs, last: Tensor, rows: npt.NDArray[np.int64]
     ) -> ModelInputs:
         """Return the last tokens of R rows as rows of one token each."""
+        index, windows = upload(rows, torch.int64, self.device), inputs.window_tables
         return ModelInputs(
             inputs.input_ids[last],
             inputs.positions[last],
-            inputs.block_tables[upload(rows, torch.int64, self.device)],
+            inputs.block_tables[index],
             np.ones_like(rows),
             inputs.context_lens[rows],
+            window_tables=None if windows is None else windows[index],
         )
 
     def _logits_of(self, hidden: Tensor) -> Tensor:
@@ -256,6 +259,7 @@ class ModelRunner:
             tuple(decode.context_lens.tolist()),
             decode.block_tables,
             decode_width=1,
+            window_tables=decode.window_tables,
         )
         parts = [attention]
         if wanted + missing:
@@ -286,9 +290,11 @@ def _last_queries(rows: ModelInputs, missing: int) -> AttentionMetadata:
     """Return the attention metadata of the last tokens of rows, and of `missing` tokens behind them
     that fill up their number. The last query of a row sees the whole row, so its attention is
     causal for any block length."""
+    windows = rows.window_tables
     return AttentionMetadata(
         F.pad(rows.positions, (0, missing)),
         (1,) * (rows.num_rows + missing),
         (*rows.context_lens.tolist(), *[1] * missing),
         F.pad(rows.block_tables, (0, 0, 0, missing)),
+        window_tables=None if windows is None else F.pad(windows, (0, 0, 0, missing)),
     )

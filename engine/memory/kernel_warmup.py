@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from batchgen.engine.base.engine_config import ResolvedConfig
 from batchgen.engine.base.host_limits import usable_cores
+from batchgen.engine.caches.cache_specs import has_window
+from batchgen.engine.layers.decoder_layer import DecoderLayer
 from batchgen.engine.memory.largest_steps import largest_decode, largest_prefill, scratch_runner
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
@@ -108,9 +110,11 @@ def _one_layer_of_each_kind(model: TokenModel) -> Iterator[None]:
 
 def _kind(layer: nn.Module) -> Hashable:
     """Return what layers that launch the same kernels have in common."""
+    spec = layer.cache_spec if isinstance(layer, DecoderLayer) else None
+    window = spec.window if has_window(spec) else None
     modules = [(name, type(module)) for name, module in layer.named_modules()]
     shapes = [(name, p.shape, p.dtype) for name, p in layer.named_parameters()]
-    return tuple(modules), tuple(shapes)
+    return tuple(modules), tuple(shapes), window
 
 
 class Undone(TorchFunctionMode):

@@ -16,6 +16,7 @@ from batchgen.engine.caches.model_caches import (
 )
 from batchgen.engine.memory.largest_steps import activation_bytes
 from batchgen.engine.memory.model_use import ModelUse, cache_token_bytes, weight_bytes
+from batchgen.engine.memory.window_plan import window_blocks, window_needs
 
 CPU_SHARE = 0.3
 """The share of a CPU's available memory that the caches may take."""
@@ -38,7 +39,9 @@ class MemoryPlan:
     # The activations of the largest prefill and of the largest sampling step, and the CUDA graphs.
     # It is 0 on a CPU, where this memory is not reserved.
     work_space: int
-    kv_cache: int  # the paged cache of all models, including the planes of columns of context scope
+    # The paged cache of all models, including the planes of columns of context scope, without the
+    # layers that have a window.
+    kv_cache: int
     num_blocks: int  # the number of blocks in the paged cache, including the scratch block
     kv_tokens: int  # the number of tokens that fit into the paged cache
     total: int | None  # the whole memory of the GPU; None for a CPU
@@ -47,12 +50,32 @@ class MemoryPlan:
     checkpoints: int = 0  # the states that are kept for prefix reuse
     num_checkpoints: int = 0  # the number of states that are kept for prefix reuse
     images: int = 0  # what the vision tower made of images that rows have yet to read
+    window: int | None = None  # the most tokens that layers with a window see, if there are any
+    window_cache: int = 0  # the paged cache of layers with a window
+    num_window_blocks: int = 0  # the number of its blocks, including the scratch block
+    window_tokens: int = 0  # the number of tokens that fit into it
+
+    @property
+    def window_rows(self) -> int | None:
+        """How many rows that are longer than the window have room for it; None without windows."""
+        return None if self.window is None else max(self.window_tokens // self.window, 1)
+
+    def fitting_rows(self, tokens: float) -> int:
+        """Return how many rows of this mean length the paged cache holds at once."""
+        rows = self.kv_tokens / tokens
+        if self.window is not None:
+            rows = min(rows, self.window_tokens / min(tokens, self.window))
+        return int(rows)
 
     def __str__(self) -> str:
         parts = [f"weights {_gib(self.weights)}"]
         if self.work_space:
             parts.append(f"work space and CUDA graphs {_gib(self.work_space)}")
         parts.append(f"KV cache {_gib(self.kv_cache)} ({self.kv_tokens:,} tokens)")
+        if self.window is not None:
+            parts.append(
+                f"cache of windows {_gib(self.window_cache)} ({self.window_tokens:,} tokens)"
+            )
         if self.row_states:
             parts.append(f"row states {_gib(self.row_states)}")
         if self.checkpoints:
@@ -123,7 +146,11 @@ def divide_memory(uses: Sequence[ModelUse], config: ResolvedConfig, given: Room)
             )
         room = asked
     per_block = config.block_size * cache_token_bytes(uses)
-    num_blocks = _num_blocks(per_block, room, config, advice)
+    needs, of_window, window_cache = window_needs(uses, config), 0, 0
+    if needs is not None:
+        of_window = window_blocks(needs, per_block, room, config, advice)
+        window_cache = of_window * needs.block_bytes
+    num_blocks = _num_blocks(per_block, room - window_cache, config, advice)
     return MemoryPlan(
         weights=weight_bytes(uses),
         work_space=given.activations,
@@ -135,6 +162,10 @@ def divide_memory(uses: Sequence[ModelUse], config: ResolvedConfig, given: Room)
         checkpoints=num_snapshots * state,
         num_checkpoints=num_snapshots,
         images=images,
+        window=None if needs is None else needs.window,
+        window_cache=window_cache,
+        num_window_blocks=of_window,
+        window_tokens=max(of_window - 1, 0) * config.block_size,
     )
 
 

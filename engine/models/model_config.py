@@ -81,8 +81,6 @@ class ModelConfig:
     form: FP8Format | None = None  # None: weights are not in FP8
     # the checkpoint says tied, but holds two weights that differ: both are used
     untied: bool = False
-    # Tokens that layers with a sliding window see; rows must not have more. None: no such layer.
-    window: int | None = None
     vision: VisionConfig | None = None  # None: it reads no images
 
     def __post_init__(self) -> None:
@@ -97,11 +95,6 @@ class ModelConfig:
                 f"mask_token_id {self.diffusion.mask_token_id} is not in the vocabulary of "
                 f"{self.vocab_size}"
             )
-
-    @property
-    def longest_row(self) -> int:
-        """The most tokens that a row can have."""
-        return min(self.max_position_embeddings, self.window or self.max_position_embeddings)
 
     @property
     def never_generated(self) -> tuple[int, ...]:

@@ -9,7 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from batchgen.engine.caches.cache_specs import AttentionSpec, CacheSpec, StateSpec
+from batchgen.engine.caches.cache_specs import (
+    AttentionSpec,
+    CacheSpec,
+    StateSpec,
+    longest_window,
+)
 from batchgen.engine.caches.forward_context import ForwardContext
 from batchgen.engine.layers.vision.vision_tower import VisionTower
 from batchgen.engine.models.packing import pack_layers
@@ -95,6 +100,11 @@ class TokenModel(nn.Module, ABC):
     def attention_shapes(self) -> set[AttentionSpec]:
         """The shapes of attention that occur; on a GPU the tile size depends on the shape."""
         return {spec for spec in self.cache_specs if isinstance(spec, AttentionSpec)}
+
+    @property
+    def window(self) -> int | None:
+        """The most tokens that layers with a window see; None if no layer has one."""
+        return longest_window(self.cache_specs)
 
     @property
     def has_row_states(self) -> bool:

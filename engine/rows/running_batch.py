@@ -54,6 +54,7 @@ class RunningBatch:
         self.exact = np.zeros(capacity, np.bool_)  # whether the row always gets `max_tokens` long
         self.shared = np.zeros(capacity, np.int64)  # tokens that the prefix cache had
         self.reserved = np.zeros(capacity, np.int64)  # tokens that its blocks have room for
+        self.passed = np.zeros(capacity, np.int64)  # first blocks that its window has passed
         self._seqs: list[Sequence | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
         self._first_stop = np.zeros(capacity, np.int64)  # num_tokens from which stops count
@@ -98,6 +99,7 @@ class RunningBatch:
         self.exact[slot] = seq.stop.exact_length
         self.shared[slot] = seq.num_computed_tokens
         self.reserved[slot] = reserved
+        self.passed[slot] = seq.num_passed_blocks
         self._first_stop[slot] = seq.num_prompt_tokens + seq.stop.min_new_tokens
         ids = list(seq.stop.stop_ids)
         missing = len(ids) - self._stop_ids.shape[1]
@@ -110,10 +112,12 @@ class RunningBatch:
         for values in self._counts.values():
             values[slot] = 0
 
-    def end_prefill(self, seq: Sequence) -> None:
-        """Take note that the last chunk of a row's prefill is scheduled."""
+    def end_prefill(self, seq: Sequence, reserved: int) -> None:
+        """Take note that the last chunk of a row's prefill is scheduled, and that the row's blocks
+        have room for `reserved` tokens."""
         slot = seq.batch_slot
         assert slot is not None
+        self.reserved[slot] = reserved
         self.launched[slot] = self.pending[slot] = seq.prefill_yields
 
     def present(self) -> Mask:

@@ -80,6 +80,8 @@ class DecodeBatch:
     # that.
     context_lens: npt.NDArray[np.int64]
     guide: Guide | None = None  # the guide of the constrained rows; None if there are none
+    # The same as `new_blocks` for the window tables.
+    new_window_blocks: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:

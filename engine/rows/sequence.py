@@ -69,11 +69,16 @@ class Sequence:
     matcher: Matcher | None = None  # of a constrained row, behind its output so far, until it ends
     # What the row owns of the caches; state slot 0 is none.
     block_table: list[int] = field(default_factory=list)
+    # The blocks of layers with a sliding window. Its first entries, `num_passed_blocks`, are 0: no
+    # later token of the row sees what these blocks held.
+    window_table: list[int] = field(default_factory=list)
+    num_passed_blocks: int = 0
     state_slot: int = 0
     # The state slot of the snapshot that the row starts from, until it is copied.
     restore_from: int | None = None
     # The number of first tokens whose blocks were in the prefix cache at the admission, without a
-    # snapshot after them. The prefill leaves one there, because several rows have these tokens.
+    # snapshot or a window tail after them. The prefill leaves one there, because several rows have
+    # these tokens.
     branch_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)  # of the first full blocks
     num_computed_tokens: int = 0

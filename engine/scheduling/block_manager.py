@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from batchgen.engine.caches.state_slots import StateSlots
 from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.scheduling.window_blocks import WindowBlocks
 
 
 class Prefix(NamedTuple):
@@ -24,9 +25,12 @@ class Prefix(NamedTuple):
     # The batch that is being planned leaves a snapshot after a longer prefix, so the row should
     # wait for the next batch.
     is_pending: bool = False
-    # The number of tokens in all published blocks of the row's beginning, if no snapshot stands
-    # after the last of them; otherwise 0. The row should leave one there.
+    # The number of tokens in all published blocks of the row's beginning, if no snapshot or window
+    # tail stands after the last of them; otherwise 0. The row should leave one there.
     branch_tokens: int = 0
+    # The digest of the window tail after that prefix; None for models without windows, and if no
+    # prefix was found.
+    tail: bytes | None = None
 
 
 class BlockManager:
@@ -39,11 +43,12 @@ class BlockManager:
 
     With recurrent layers, a prefix can be reused only if there is a snapshot of the state after it.
     A prefill leaves one at the last possible place of its prompt, and one at the place where the
-    prompt departs from an earlier one.
+    prompt departs from an earlier one. At these places it leaves window tails, too.
 
     Args:
         prefix_caching: whether blocks are published and shared.
         states: the state slots; None for models without recurrent layers.
+        window: the blocks of layers with a sliding window; None for models without such layers.
         tokens_ahead: what some model keeps of a token depends on this many tokens behind it. A
             block is then shared only by rows that have these tokens in common as well.
     """
@@ -56,6 +61,7 @@ class BlockManager:
         states: StateSlots | None = None,
         state_multiple: int = 1,
         tokens_ahead: int = 0,
+        window: WindowBlocks | None = None,
     ) -> None:
         assert num_blocks >= 2 and block_size >= 1
         self.num_blocks = num_blocks
@@ -65,7 +71,10 @@ class BlockManager:
         self._free = OrderedDict.fromkeys(range(1, num_blocks))
         self._hash_of: dict[int, bytes] = {}
         self._published: dict[bytes, int] = {}
-        self.states = states
+        self.states, self.window = states, window
+        # Only prefixes within prompts are shared: nothing is left behind generated tokens that a
+        # row could start from.
+        self._within_prompts = states is not None or window is not None
         self._ahead = tokens_ahead
         # A snapshot can stand only after a multiple of this many blocks.
         self._snapshot_blocks = lcm(block_size, state_multiple) // block_size
@@ -82,8 +91,10 @@ class BlockManager:
 
     @property
     def usage(self) -> float:
-        """The share of the blocks that rows own, from 0 to 1."""
-        return 1 - self.num_free / (self.num_blocks - 1)
+        """The share of the blocks that rows own, from 0 to 1; the larger one if there are two
+        pools."""
+        usage = 1 - self.num_free / (self.num_blocks - 1)
+        return usage if self.window is None else max(usage, self.window.usage)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks this many tokens of one row take."""
@@ -91,45 +102,59 @@ class BlockManager:
 
     def room_of(self, seq: Sequence) -> int:
         """Return how many tokens the row's blocks have room for."""
-        return len(seq.block_table) * self.block_size
+        blocks = len(seq.block_table)
+        if self.window is not None:
+            blocks = min(blocks, len(seq.window_table))
+        return blocks * self.block_size
+
+    def lacks(self, num_blocks: int) -> bool:
+        """Whether so many blocks are not free."""
+        if self.window is not None and num_blocks > self.window.num_free:
+            return True
+        return num_blocks > self.num_free
 
     def find_prefix(self, seq: Sequence) -> Prefix:
         """Find the longest cached prefix of the tokens that the row has to prefill. If the prefill
         must yield a token, the prefix leaves out at least the last token, so that a forward has a
         token to compute. So it does where a model looks ahead, which goes on from what it makes of
-        that token. It leaves out the tokens whose logits score an answer. With recurrent layers it
-        ends within the prompt."""
+        that token. It leaves out the tokens whose logits score an answer. With recurrent layers or
+        windows it ends within the prompt."""
         if not self.prefix_caching:
             return Prefix([])
         tokens = min(seq.num_shareable_tokens, seq.num_prefill_tokens - self._ahead)
-        if self.states is not None:
+        if self._within_prompts:
             tokens = min(tokens, seq.answer_start)
         digests = self._hashes(seq, tokens // self.block_size)
         found = list(takewhile(lambda b: b is not None, map(self._published.get, digests)))
         blocks = [block for block in found if block is not None]
-        return Prefix(blocks) if self.states is None else self._with_state(blocks, digests)
+        return self._cut_back(blocks, digests) if self._within_prompts else Prefix(blocks)
 
-    def _with_state(self, blocks: list[int], digests: list[bytes]) -> Prefix:
-        """Cut a prefix of published blocks back to the last one after which a snapshot stands."""
-        assert self.states is not None
+    def _cut_back(self, blocks: list[int], digests: list[bytes]) -> Prefix:
+        """Cut a prefix of published blocks back to the last one after which there is all that
+        recurrent layers and windows need: a snapshot, and a tail."""
         step = self._snapshot_blocks
         longest = len(blocks) // step * step
         for count in range(longest, 0, -step):
-            digest = digests[count - 1]
-            if self.states.is_pending(digest):
-                return Prefix([], is_pending=True)
-            slot = self.states.find(digest)
-            if slot is not None:
-                branch = longest if count < longest else 0
-                return Prefix(blocks[:count], slot, branch_tokens=branch * self.block_size)
+            digest, slot = digests[count - 1], None
+            if self.window is not None and not self.window.has_tail(digest):
+                continue
+            if self.states is not None:
+                if self.states.is_pending(digest):
+                    return Prefix([], is_pending=True)
+                slot = self.states.find(digest)
+                if slot is None:
+                    continue
+            branch = longest if count < longest else 0
+            tail = None if self.window is None else digest
+            return Prefix(blocks[:count], slot, branch_tokens=branch * self.block_size, tail=tail)
         return Prefix([], branch_tokens=longest * self.block_size)
 
     def admit(self, seq: Sequence, headroom: int) -> bool:
         """Give a row that owns no blocks those that its known tokens need, sharing cached prefixes.
         On success it also has a state slot, if the model has states, and `seq.num_computed_tokens`
-        counts the tokens that were found in the cache. Returns False, with nothing changed, if
-        fewer than `headroom` blocks would stay free, or if the row can start from a longer prefix
-        one batch later."""
+        counts the tokens that were found in the cache. Blocks of layers with a window are reserved
+        chunk by chunk. Returns False, with nothing changed, if fewer than `headroom` blocks would
+        stay free, or if the row can start from a longer prefix one batch later."""
         assert not seq.block_table and not seq.num_computed_tokens
         prefix = self.find_prefix(seq)
         if prefix.is_pending:
@@ -139,21 +164,50 @@ class BlockManager:
         new = self.blocks_for(seq.num_tokens) - len(cached)
         if self.num_free - idle - new < headroom:
             return False
+        if not self._window_fits(seq, prefix, headroom):
+            return False
         for block in cached:
             self._free.pop(block, None)
             self._owners[block] += 1
         seq.block_table.extend(cached)
         seq.num_computed_tokens = len(cached) * self.block_size
+        seq.branch_tokens = prefix.branch_tokens
         if self.states is not None:
             seq.state_slot = self.states.take()
-            seq.restore_from, seq.branch_tokens = prefix.snapshot, prefix.branch_tokens
-        return self.reserve(seq, seq.num_tokens)
+            seq.restore_from = prefix.snapshot
+        if self.window is not None:
+            self.window.start(seq, len(cached), prefix.tail)
+        self._extend(seq, new)
+        return True
+
+    def _window_fits(self, seq: Sequence, prefix: Prefix, headroom: int) -> bool:
+        """Whether there are blocks for the beginning of the row's prefill, as long as a window, and
+        `headroom` others. A row beside which none runs always goes on, in chunks as small as it
+        needs."""
+        if self.window is None or not headroom:
+            return True
+        idle = 0 if prefix.tail is None else self.window.idle(prefix.tail)
+        tokens = seq.num_tokens - len(prefix.blocks) * self.block_size
+        new = self.blocks_for(min(tokens, self.window.window))
+        return self.window.num_free - idle - new >= headroom
+
+    def chunk_room(self, seq: Sequence) -> int | None:
+        """Return how many tokens of a row can be prefilled next, by the blocks that are free; None
+        if there is no limit."""
+        return None if self.window is None else self.window.room(seq) - seq.num_computed_tokens
+
+    def reserve_chunk(self, seq: Sequence, end: int) -> None:
+        """Reserve what a prefill of the row's tokens up to `end` needs besides the blocks of its
+        admission; `chunk_room` says that it is there."""
+        if self.window is not None:
+            self.window.reserve(seq, end)
 
     def snapshots(self, seq: Sequence, start: int, end: int) -> list[tuple[int, int]]:
-        """Reserve the snapshots that a prefill of the row's tokens from `start` to `end` leaves.
-        Nobody finds them until `publish_snapshots`. Returns a pair for each snapshot: the number of
-        the row's tokens that its state has read, and its state slot."""
-        if self.states is None or not self.prefix_caching:
+        """Reserve the snapshots that a prefill of the row's tokens from `start` to `end` leaves,
+        and keep its window tails. Nobody finds snapshots until `publish_snapshots`. Returns a pair
+        for each snapshot: the number of the row's tokens that its state has read, and its state
+        slot."""
+        if not self._within_prompts or not self.prefix_caching:
             return []
         step = self._snapshot_blocks * self.block_size
         # No other row has the tokens of the answer after the prompt, so no snapshot is kept there.
@@ -162,27 +216,39 @@ class BlockManager:
         for tokens in sorted({last // step * step, seq.branch_tokens}):
             if start < tokens <= end:
                 digest = self._hashes(seq, tokens // self.block_size)[-1]
-                slot = self.states.reserve(digest)
+                if self.window is not None:
+                    self.window.keep_tail(seq, tokens // self.block_size, digest)
+                slot = None if self.states is None else self.states.reserve(digest)
                 if slot is not None:
                     found.append((tokens, slot))
         return found
 
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
-        """Extend the row's block table until it holds `num_tokens` tokens. Returns False, with
+        """Extend the row's block tables until they hold `num_tokens` tokens. Returns False, with
         nothing changed, if too few blocks are free."""
         new = self.blocks_for(num_tokens) - len(seq.block_table)
         if new > self.num_free:
             return False
-        for _ in range(new):
+        if self.window is not None:
+            if num_tokens > self.window.room(seq):
+                return False
+            self.window.reserve(seq, num_tokens)
+        self._extend(seq, new)
+        return True
+
+    def _extend(self, seq: Sequence, num_blocks: int) -> None:
+        """Append so many free blocks to the row's block table."""
+        for _ in range(num_blocks):
             block, _ = self._free.popitem(last=False)
             digest = self._hash_of.pop(block, None)
             if digest is not None:
                 del self._published[digest]
                 if self.states is not None:
                     self.states.forget(digest)
+                if self.window is not None:
+                    self.window.forget(digest)
             self._owners[block] = 1
             seq.block_table.append(block)
-        return True
 
     def trim(self, seq: Sequence, num_tokens: int) -> None:
         """Take back the row's blocks that its first `num_tokens` tokens do not need."""
@@ -190,6 +256,8 @@ class BlockManager:
             block = seq.block_table.pop()
             assert self._owners[block] == 1 and block not in self._hash_of, "a shared lookahead"
             self._release(block)
+        if self.window is not None:
+            self.window.trim(seq, self.blocks_for(num_tokens))
 
     def _release(self, block: int) -> None:
         """Remove one owner; a block without owners is free and last in line to be handed out."""
@@ -210,7 +278,7 @@ class BlockManager:
         values of all tokens before it reads any."""
         if not self.prefix_caching:
             return
-        if self.states is not None:
+        if self._within_prompts:
             # A recurrent layer may read tokens of a prompt otherwise than generated ones, and then
             # rounds otherwise. A row that has generated tokens in its prompt must not see that.
             num_tokens = min(num_tokens, seq.answer_start)
@@ -233,6 +301,8 @@ class BlockManager:
         seq.block_table.clear()
         seq.num_computed_tokens = 0
         seq.num_published_blocks = 0
+        if self.window is not None:
+            self.window.free(seq)
         if seq.state_slot and self.states is not None:
             self.states.give(seq.state_slot)
             seq.state_slot, seq.restore_from = 0, None
@@ -269,3 +339,5 @@ class BlockManager:
         assert {b: h for h, b in self._published.items()} == self._hash_of, "unmatched hashes"
         slots = [seq.state_slot for seq in seqs if seq.state_slot]
         assert len(set(slots)) == len(slots), "two rows have one state slot"
+        if self.window is not None:
+            self.window.check_integrity(seqs)

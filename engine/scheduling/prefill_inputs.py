@@ -18,7 +18,7 @@ from batchgen.engine.rows.sequence import Sequence
 
 
 def prefill_inputs(
-    batch: PrefillBatch, device: torch.device, states: bool, all_hidden: bool
+    batch: PrefillBatch, device: torch.device, states: bool, all_hidden: bool, windows: bool
 ) -> PrefillInputs | None:
     """Make the inputs of a scheduled prefill's forward.
 
@@ -29,6 +29,7 @@ def prefill_inputs(
         device: the model's device.
         states: whether the model has recurrent layers.
         all_hidden: as for `PrefillInputs`. The tokens of an answer are scored by them as well.
+        windows: whether the models have layers with a window.
     """
     chosen = np.flatnonzero(batch.lengths)
     if not len(chosen):
@@ -52,6 +53,7 @@ def prefill_inputs(
         _snapshots(batch, chosen, device) if batch.snapshots else None,
         _replayed(seqs, starts, ends, device) if states else None,
         rope_positions=_rope_positions(seqs, starts.tolist(), ends.tolist(), device),
+        window_tables=upload(window_tables(seqs), torch.int64, device) if windows else None,
     )
     yielding = [i for i in batch.completing if batch.seqs[i].prefill_yields]
     rows = np.searchsorted(chosen, np.array(yielding, np.int64)).astype(np.int64)
@@ -107,7 +109,18 @@ def _rope_positions(
 
 def block_tables(seqs: abc.Sequence[Sequence]) -> npt.NDArray[np.int64]:
     """Return the rows' block tables [B, N] on the host; unused entries are 0, the scratch block."""
-    tables = np.zeros((len(seqs), max(len(seq.block_table) for seq in seqs)), np.int64)
-    for table, seq in zip(tables, seqs, strict=True):
-        table[: len(seq.block_table)] = seq.block_table
+    return _filled([seq.block_table for seq in seqs])
+
+
+def window_tables(seqs: abc.Sequence[Sequence]) -> npt.NDArray[np.int64]:
+    """Return the rows' block tables [B, N] of layers with a window on the host; unused entries, and
+    those of blocks that were passed, are 0."""
+    return _filled([seq.window_table for seq in seqs])
+
+
+def _filled(rows: abc.Sequence[list[int]]) -> npt.NDArray[np.int64]:
+    """Return lists as the rows of an array, filled up with zeros."""
+    tables = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    for table, row in zip(tables, rows, strict=True):
+        table[: len(row)] = row
     return tables

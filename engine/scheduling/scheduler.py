@@ -37,6 +37,9 @@ from batchgen.engine.scheduling.prefill_policy import (
     longest_first,
 )
 
+NewBlock = tuple[int, int, int]
+"""An entry of `DecodeBatch.new_blocks`."""
+
 
 class Scheduler:
     """Continuous batching with chunked prefill and preemption by recomputation.
@@ -126,6 +129,7 @@ class Scheduler:
         """Plan the next batch, which the caller must launch before it calls anything else here.
         Returns the batch, or None if there is nothing to run until the launched steps are read."""
         self.block_manager.publish_snapshots()
+        self._pass_windows()
         candidates, staying = self._candidates(), self._staying()
         if is_last_wave(candidates, self.running):
             self._waiting = deque(longest_first(self._waiting))
@@ -142,6 +146,22 @@ class Scheduler:
             return None
         prefill = self._prefill_batch(room.tokens, room.rows)
         return MixedBatch(decode, prefill) if prefill.seqs else decode
+
+    def _pass_windows(self) -> None:
+        """Take back the blocks that no token sees any more which the rows read from now on. Steps
+        that were launched are taken to yield as few tokens as they can."""
+        window, running = self.block_manager.window, self.running
+        if window is None:
+            return
+        slots = np.flatnonzero(running.occupied)
+        coming = self._pacing.least_tokens * running.launched[slots]
+        positions = running.num_tokens[slots] - 1 + coming
+        if (cut := self._cut) is not None:
+            positions[slots == cut.batch_slot] = cut.num_computed_tokens
+        passed = np.maximum(positions - (window.window - 1), 0) // window.block_size
+        for i in np.flatnonzero(passed > running.passed[slots]).tolist():
+            window.pass_blocks(running[slots[i]], int(passed[i]))
+            running.passed[slots[i]] = passed[i]
 
     def _candidates(self) -> Candidates:
         """The rows that can start now, if the cache has room."""
@@ -174,8 +194,12 @@ class Scheduler:
             if seq is None:
                 break
             start, chunk = seq.num_computed_tokens, seq.num_prefill_tokens - seq.num_computed_tokens
-            if chunk > budget:
-                chunk = budget // self._multiple * self._multiple
+            room = self.block_manager.chunk_room(seq)
+            most = budget if room is None else min(budget, room)
+            if chunk > most:
+                chunk = most // self._multiple * self._multiple
+                if not chunk:
+                    break
             if self._images is not None and seq.spans:
                 with_images = self._reach_images(self._images, seq, chunk, bool(seqs))
                 if with_images is None:
@@ -184,6 +208,7 @@ class Scheduler:
                     break
                 chunk = with_images
             budget -= chunk
+            self.block_manager.reserve_chunk(seq, start + chunk)
             for tokens, state_slot in self.block_manager.snapshots(seq, start, start + chunk):
                 snapshots.append(Snapshot(len(seqs), tokens - start, state_slot))
             if (row := self._scored_row(seq, len(seqs), start, start + chunk)) is not None:
@@ -196,7 +221,7 @@ class Scheduler:
             # this same batch can share them.
             self.block_manager.publish(seq, seq.num_computed_tokens)
             if not seq.is_prefilling:
-                self.running.end_prefill(seq)
+                self.running.end_prefill(seq, self.block_manager.room_of(seq))
         completing = [
             i for i, seq in enumerate(seqs) if not (seq.is_prefilling or seq.num_answer_tokens)
         ]
@@ -279,35 +304,38 @@ class Scheduler:
         ending = len(running) - len(slots) - (self._cut is not None)
         if ending and self._lacks_blocks(slots, needed):
             return None  # rows that end with the launched steps will free their blocks
-        count, new_blocks = self._reserve(slots, needed)
+        count, *new_blocks = self._reserve(slots, needed)
         if not count:
             return None
         slots = slots[:count]
         moved = running.decode(keep[:count], width)
         epochs, guide = running.epochs[slots], running.guide(slots)
-        return DecodeBatch(slots, epochs, moved, new_blocks, width, needed[:count], guide)
+        full, of_window = new_blocks
+        return DecodeBatch(slots, epochs, moved, full, width, needed[:count], guide, of_window)
 
     def _lacks_blocks(self, slots: BatchSlots, needed: npt.NDArray[np.int64]) -> bool:
         """Whether the free blocks are too few to give the rows at these slots [R] room for `needed`
         [R] tokens each."""
         missing = -(-(needed - self.running.reserved[slots]) // self.block_manager.block_size)
-        return int(np.maximum(missing, 0).sum()) > self.block_manager.num_free
+        return self.block_manager.lacks(int(np.maximum(missing, 0).sum()))
 
     def _reserve(
         self, slots: BatchSlots, needed: npt.NDArray[np.int64]
-    ) -> tuple[int, list[tuple[int, int, int]]]:
+    ) -> tuple[int, list[NewBlock], list[NewBlock]]:
         """Reserve blocks so that the rows at these slots [R] have room for `needed` [R] tokens. If
         the cache is full, rows are preempted, the one that joined last first. Returns how many of
-        the rows remain, the first ones, and `DecodeBatch.new_blocks` for them."""
+        the rows remain, the first ones, and `DecodeBatch.new_blocks` and `new_window_blocks` for
+        them."""
         manager, reserved = self.block_manager, self.running.reserved
-        new_blocks: list[tuple[int, int, int]] = []
+        new_blocks: list[NewBlock] = []
+        of_window: list[NewBlock] = []
         count = len(slots)
         lacking = np.flatnonzero(needed > reserved[slots])
         for row in lacking.tolist():
             if row >= count:
                 break  # this row and all after it were preempted
             seq = self.running[slots[row]]
-            before = len(seq.block_table)
+            before, window_before = len(seq.block_table), len(seq.window_table)
             while not manager.reserve(seq, needed[row]):
                 if self._give_back_lookahead(slots[:count], needed[:count]):
                     continue
@@ -322,8 +350,10 @@ class Scheduler:
                 reserved[slots[row]] = manager.room_of(seq)
                 blocks = seq.block_table[before:]
                 new_blocks += [(row, before + i, block) for i, block in enumerate(blocks)]
+                blocks = seq.window_table[window_before:]
+                of_window += [(row, window_before + i, block) for i, block in enumerate(blocks)]
         assert count or not len(lacking), "a row that fits alone could not be scheduled alone"
-        return count, new_blocks
+        return count, new_blocks, of_window
 
     def _give_back_lookahead(self, slots: BatchSlots, needed: npt.NDArray[np.int64]) -> bool:
         """Free blocks that were reserved for drafts which were then rejected: those of the rows at

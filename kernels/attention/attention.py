@@ -60,7 +60,15 @@ class AttentionMetadata:
     # use. None: 1 where all query_lens are 1, else no decode step.
     decode_width: int | None = None
     block_length: int = 1  # L; 1 is causal attention
+    # [B, N] int64, the blocks of layers with a window, by the same indices. None: `block_tables`.
+    window_tables: Tensor | None = None
     plans: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False)
+
+    def tables(self, window: int | None) -> Tensor:
+        """Return the block tables [B, N] of layers with this window."""
+        if window is None or self.window_tables is None:
+            return self.block_tables
+        return self.window_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,7 @@ class _Group:
     width: int
     limits: Tensor  # [rows, R]: the last position that a query reads, per head, filled up to R
     chunks: list[Tensor]  # per CHUNK tokens: places of blocks, scratch as filling
+    starts: Tensor | None  # [rows, 1], where the chunks of each row begin. None: at position 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +92,19 @@ class _Plan:
 
 
 def paged_attention(
-    q: Tensor, cache: KVCache, parts: Sequence[AttentionMetadata], scale: float
+    q: Tensor,
+    cache: KVCache,
+    parts: Sequence[AttentionMetadata],
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax(q·kᵀ·scale)·v for each query q [T, num_heads, head_dim] over its row's
     context.
+
+    With a `window` a query sees only the last `window` tokens up to its own, and attention must be
+    causal. `sinks` [num_heads] are scores that stand in each head's softmax beside those of the
+    tokens, for which nothing is added.
 
     The cache already holds the T new tokens; on a CPU key and value may be one tensor. Each part of
     the tokens, one after another, is computed by itself, so decoding rows and rows of prefill are
@@ -97,30 +115,38 @@ def paged_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     start = 0
     for part in parts:
+        assert window is None or part.block_length == 1
         tokens = slice(start, start := start + len(part.positions))
-        run(q[tokens], cache, part, scale, out[tokens])
+        run(q[tokens], cache, part, scale, out[tokens], window, sinks)
     assert start == len(q)
     return out
 
 
 def _attend_part_triton(
-    q: Tensor, cache: KVCache, meta: AttentionMetadata, scale: float, out: Tensor
+    q: Tensor,
+    cache: KVCache,
+    meta: AttentionMetadata,
+    scale: float,
+    out: Tensor,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     kv_heads, _, block_size, head_dim = cache.key.shape
     num_heads = q.shape[1]
-    shape = (num_heads, kv_heads, block_size, head_dim)
+    shape = (num_heads, kv_heads, block_size, head_dim, window or 0)
     if shape not in meta.plans:
-        meta.plans[shape] = _make_triton_plan(q, cache, meta)
+        meta.plans[shape] = _make_triton_plan(q, cache, meta, window)
     plan = meta.plans[shape]
-    arguments = (q, cache, meta.positions, meta.block_tables, scale, plan)
+    arguments = (q, cache, meta.positions, meta.tables(window), scale, plan)
+    options: dict[str, Any] = {"window": window, "sinks": sinks, "block_length": meta.block_length}
     if isinstance(plan, DecodePlan):
-        paged_attention_decode(*arguments, out=out, block_length=meta.block_length)
+        paged_attention_decode(*arguments, out=out, **options)
     else:
-        paged_attention_prefill(*arguments, out=out, block_length=meta.block_length)
+        paged_attention_prefill(*arguments, out=out, **options)
 
 
 def _make_triton_plan(
-    q: Tensor, cache: KVCache, meta: AttentionMetadata
+    q: Tensor, cache: KVCache, meta: AttentionMetadata, window: int | None = None
 ) -> DecodePlan | PrefillPlan:
     kv_heads, _, block_size, head_dim = cache.key.shape
     rows, width = len(meta.query_lens), meta.decode_width
@@ -138,6 +164,7 @@ def _make_triton_plan(
                 block_size,
                 split_tokens=split_length(rows, kv_heads),
                 max_splits=most_splits(rows, kv_heads, width),
+                window=window,
             )
         tiles = cut_equal_tiles(rows, width, size, q.device)
     return plan_prefill(
@@ -153,14 +180,20 @@ def _make_triton_plan(
 
 
 def _attend_part_reference(
-    q: Tensor, cache: KVCache, meta: AttentionMetadata, scale: float, out: Tensor
+    q: Tensor,
+    cache: KVCache,
+    meta: AttentionMetadata,
+    scale: float,
+    out: Tensor,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
-    shape = (q.shape[1], *cache.key.shape)
+    shape = (q.shape[1], *cache.key.shape, window or 0)
     plan = meta.plans.get(shape)
     if plan is None:
-        plan = meta.plans[shape] = _make_plan(q.shape[1], cache, meta)
+        plan = meta.plans[shape] = _make_plan(q.shape[1], cache, meta, window)
     for group in plan.groups:
-        out[group.tokens] = _attend(q[group.tokens], cache, plan, group, scale)
+        out[group.tokens] = _attend(q[group.tokens], cache, plan, group, scale, window, sinks)
 
 
 def cpu_row_multiple(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int | None:
@@ -175,7 +208,9 @@ def _most_cpu_rows(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     return max(1, _CPU_GATHER_BYTES // (kv_heads * CHUNK * head_dim * dtype.itemsize))
 
 
-def _make_plan(num_heads: int, cache: KVCache, meta: AttentionMetadata) -> _Plan:
+def _make_plan(
+    num_heads: int, cache: KVCache, meta: AttentionMetadata, window: int | None
+) -> _Plan:
     kv_heads, _, block_size, head_dim = cache.key.shape
     most_rows, multiple = len(meta.query_lens), LEAST_MULTIPLE
     if cache.key.device.type == "cpu":
@@ -188,7 +223,9 @@ def _make_plan(num_heads: int, cache: KVCache, meta: AttentionMetadata) -> _Plan
         while remaining:
             count = min(remaining, most_rows)
             rows, tokens = slice(row, row + count), slice(token, token + width * count)
-            groups.append(_make_group(num_heads, cache, meta, rows, tokens, width, multiple))
+            groups.append(
+                _make_group(num_heads, cache, meta, rows, tokens, width, multiple, window)
+            )
             row, token, remaining = rows.stop, tokens.stop, remaining - count
     most_blocks = max(len(chunk) for group in groups for chunk in group.chunks)
     shape = (most_blocks, block_size * head_dim)
@@ -203,23 +240,40 @@ def _make_group(
     tokens: slice,
     width: int,
     multiple: int,
+    window: int | None,
 ) -> _Group:
     kv_heads, num_blocks, block_size, _ = cache.key.shape
     queries = width * num_heads // kv_heads
     limits = meta.positions[tokens].unflatten(0, (-1, width))
     ends = (limits // meta.block_length + 1) * meta.block_length
     limits = torch.minimum(ends - 1, limits[:, -1:])
+    per_chunk = CHUNK // block_size
+    starts = None
+    if window is None:
+        used = -(-max(meta.context_lens[rows]) // block_size)
+        tables = F.pad(meta.block_tables[rows, :used], (0, -used % per_chunk))
+    else:
+        starts = (limits[:, :1] - (window - 1)).clamp(min=0) // CHUNK * CHUNK
+        most = int((limits[:, -1:] - starts).max()) // CHUNK + 1
+        places = starts // block_size + torch.arange(most * per_chunk, device=starts.device)
+        padded = F.pad(meta.tables(window)[rows], (0, 1))  # past a row's end stands scratch
+        tables = padded.gather(1, places.clamp(max=padded.shape[1] - 1))
     limits = limits.repeat_interleave(num_heads // kv_heads, dim=1)
     limits = F.pad(limits, (0, -queries % multiple))
-    per_chunk = CHUNK // block_size
-    used = -(-max(meta.context_lens[rows]) // block_size)
-    tables = F.pad(meta.block_tables[rows, :used], (0, -used % per_chunk))
     heads = torch.arange(kv_heads, device=tables.device) * num_blocks
     chunks = [(heads[:, None, None] + c).flatten() for c in tables.split(per_chunk, dim=1)]
-    return _Group(tokens, width, limits, chunks)
+    return _Group(tokens, width, limits, chunks, starts)
 
 
-def _attend(q: Tensor, cache: KVCache, plan: _Plan, group: _Group, scale: float) -> Tensor:
+def _attend(
+    q: Tensor,
+    cache: KVCache,
+    plan: _Plan,
+    group: _Group,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """q [rows · width, num_heads, D] → the same shape."""
     kv_heads, _, _, head_dim = cache.key.shape
     num_rows, padded = group.limits.shape
@@ -230,9 +284,9 @@ def _attend(q: Tensor, cache: KVCache, plan: _Plan, group: _Group, scale: float)
     split = q.unflatten(0, (num_rows, group.width)).unflatten(2, (kv_heads, heads_per_kv))
     qs[:, :, :queries] = split.permute(2, 0, 1, 3, 4).flatten(2, 3)
     qs = qs.mul_(scale).flatten(0, 1)
-    # One pass with online softmax (Milakov & Gimelshein 2018). Every query sees position 0, in the
-    # first chunk, so `top` is finite from there; a chunk that a query does not see multiplies its
-    # sums by 1 and adds 0: they keep their bits.
+    # One pass with online softmax (Milakov & Gimelshein 2018). A chunk that a query does not see
+    # multiplies its sums by 1, or zeros by 0, and adds 0: they keep their bits. Without a window
+    # every query sees position 0, in the first chunk, so `top` is finite from there.
     top = qs.new_full((*qs.shape[:2], 1), float("-inf"))
     total = torch.zeros_like(top)
     out = torch.zeros_like(qs)
@@ -243,16 +297,26 @@ def _attend(q: Tensor, cache: KVCache, plan: _Plan, group: _Group, scale: float)
             value = _gather(cache.value, blocks, plan.values)
         score = row_batches(qs, key.transpose(1, 2))
         context = torch.arange(number * CHUNK, (number + 1) * CHUNK, device=q.device)
-        hidden = context > group.limits.unsqueeze(-1)
+        limits = group.limits.unsqueeze(-1)
+        if group.starts is not None and window is not None:
+            context = context + group.starts.unsqueeze(-1)
+            hidden = (context > limits) | (context <= limits - window)
+        else:
+            hidden = context > limits
         score.unflatten(0, (kv_heads, num_rows)).masked_fill_(hidden, float("-inf"))
         peak = torch.maximum(top, score.amax(-1, keepdim=True))
-        rescale = top.sub_(peak).exp_()
-        weights = score.sub_(peak).exp_()
+        shift = peak if window is None else peak.masked_fill(peak == float("-inf"), 0.0)
+        rescale = top.sub_(shift).exp_()
+        weights = score.sub_(shift).exp_()
         total = total.mul_(rescale).add_(weights.sum(-1, keepdim=True))
         out = out.mul_(rescale).add_(row_batches(weights, value))
         top = peak
     heads = out.div_(total)[:, :queries].unflatten(0, (kv_heads, num_rows))
-    heads = heads.unflatten(2, (group.width, heads_per_kv)).permute(1, 2, 0, 3, 4)
+    heads = heads.unflatten(2, (group.width, heads_per_kv))
+    if sinks is not None:
+        log_sums = (top + total.log())[:, :queries].reshape(*heads.shape[:-1], 1)
+        heads = heads * torch.sigmoid(log_sums - sinks.float().view(kv_heads, 1, 1, -1, 1))
+    heads = heads.permute(1, 2, 0, 3, 4)
     result: Tensor = heads.flatten(2, 3).flatten(0, 1)
     return result
 

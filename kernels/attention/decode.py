@@ -22,7 +22,11 @@ from torch import Tensor
 
 from batchgen.kernels.attention.decode_plan import UNIT_FIELDS, DecodePlan
 from batchgen.kernels.attention.kv_cache import KVCache
-from batchgen.kernels.attention.split_combine import combine_splits, partial_results
+from batchgen.kernels.attention.split_combine import (
+    combine_splits,
+    partial_results,
+    sink_share,
+)
 from batchgen.kernels.device import device_programs
 
 MAX_QUERIES = 128
@@ -53,13 +57,16 @@ def paged_attention_decode(
     out: Tensor | None = None,  # contiguous, overwritten
     *,
     block_length: int = 1,  # 1: causal
+    window: int | None = None,  # of the plan
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax(q·kᵀ·scale)·v for W queries per row over the rows' cached contexts.
 
     The cache already holds the queries' own tokens. A query sees its row up to the end of its own
     block of positions, and none past the row's last query. A query that sees a NaN key becomes NaN,
-    and no other does; values must be finite, as `KVCache` ensures. Returns out [B · W, num_heads,
-    head_dim] in q's dtype; scores and sums are float32.
+    and no other does; values must be finite, as `KVCache` ensures. `window` and `sinks` are as for
+    `paged_attention`; tokens before what the first query of a row sees are not read. Returns out
+    [B · W, num_heads, head_dim] in q's dtype; scores and sums are float32.
     """
     tokens, num_heads, head_dim = q.shape
     kv_heads, _, block_size, _ = cache.key.shape
@@ -69,6 +76,7 @@ def paged_attention_decode(
     blocked = block_length > 1 and plan.width > 1
     assert cache.key.is_contiguous() and cache.value.is_contiguous() and q.stride(2) == 1
     assert block_tables.stride(1) == 1 and queries <= MAX_QUERIES and q.dtype == cache.key.dtype
+    assert window is None or block_length == 1
     config = config or _config(head_dim, q.itemsize, queries)
     if out is None:
         out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
@@ -77,15 +85,15 @@ def paged_attention_decode(
     sizes = {"KV_HEADS": kv_heads, "GROUP": group, "WIDTH": plan.width, "HEAD_DIM": head_dim}
     dim_pad = max(16, triton.next_power_of_2(head_dim))
     _decode_kernel[(device_programs(q.device, config.programs_per_sm),)](
-        q, *cache, positions, block_tables, plan.units, plan.count, out, partial, log_sums,
+        q, *cache, positions, block_tables, plan.units, plan.count, out, partial, log_sums, sinks,
         scale, q.stride(0), q.stride(1), cache.key.stride(0), block_tables.stride(0),
-        block_length, **sizes, BLOCKED=blocked,
+        block_length, **sizes, BLOCKED=blocked, WINDOW=window,
         QUERIES_PAD=max(16, triton.next_power_of_2(queries)), DIM_PAD=dim_pad,
         BLOCK_SIZE=block_size, BLOCK_N=config.block_n,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", INTERPRETED=not q.is_cuda,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    combine_splits(partial, log_sums, plan, out, kv_heads)
+    combine_splits(partial, log_sums, plan, out, kv_heads, sinks)
     return out
 
 
@@ -105,12 +113,12 @@ def _config(head_dim: int, itemsize: int, queries: int) -> DecodeConfig:
 
 @triton.jit(do_not_specialize=["table_stride", "block_length"])
 def _decode_kernel(
-    q, key, value, positions, tables, units, count, out, partial, log_sums,
+    q, key, value, positions, tables, units, count, out, partial, log_sums, sinks,
     scale, q_token_stride, q_head_stride, kv_head_stride, table_stride, block_length,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCKED: tl.constexpr, QUERIES_PAD: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    BLOCKED: tl.constexpr, WINDOW: tl.constexpr, QUERIES_PAD: tl.constexpr,
+    DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Each program takes one (unit, KV head) item of each round.
 
@@ -137,17 +145,24 @@ def _decode_kernel(
             limit = tl.load(positions + token, mask=query < WIDTH * GROUP, other=-1).to(tl.int32)
             if BLOCKED:  # the last unit of the row ends at its last query, which bounds this too
                 limit = (limit // block_length + 1) * block_length - 1
+            lowest = 0
+            if WINDOW is not None:  # the row's first query sees no token before this one
+                lowest = tl.load(positions + row * WIDTH).to(tl.int32) - (WINDOW - 1)
             source = token * q_token_stride + head_of_query * q_head_stride
             queries = tl.load(q + source[:, None] + dim[None, :], mask=real, other=0.0)
             top, total_weight, sums = _attend_unit(
                 queries, limit, key + head * kv_head_stride, value + head * kv_head_stride,
-                tables + row * table_stride, start, stop, scale,
+                tables + row * table_stride, start, stop, lowest, scale, WINDOW,
                 HEAD_DIM, QUERIES_PAD, DIM_PAD, BLOCK_SIZE, BLOCK_N, PRECISION, INTERPRETED,
             )  # fmt: skip
             # A query that sees no token of a unit gets the result 0 with weight 0.
             unseen = total_weight == 0.0
             result = sums / tl.where(unseen, 1.0, total_weight)[:, None]
             if partial_index < 0:
+                if sinks is not None:
+                    log_sum = top + tl.log2(total_weight)
+                    inside = query < WIDTH * GROUP
+                    result *= sink_share(sinks, head_of_query, inside, log_sum)[:, None]
                 target = (token * (KV_HEADS * GROUP) + head_of_query) * HEAD_DIM
                 values = result.to(out.dtype.element_ty)
                 tl.store(out + target[:, None] + dim[None, :], values, mask=real)
@@ -160,7 +175,7 @@ def _decode_kernel(
 
 @triton.jit
 def _attend_unit(
-    queries, limit, key, value, table, start, stop, scale,
+    queries, limit, key, value, table, start, stop, lowest, scale, WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr, QUERIES_PAD: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -168,9 +183,9 @@ def _attend_unit(
     """Attend to the positions from `start` to `stop` - 1 with online softmax, in powers of 2
     (Milakov & Gimelshein 2018).
 
-    `limit` [QUERIES_PAD] is the last position that each query sees. Returns each query's largest
-    score (times log₂ e), the sum of its weights relative to that score, and the weighted sum of
-    values.
+    `limit` [QUERIES_PAD] is the last position that each query sees; with a window, none sees one
+    before `lowest`. Returns each query's largest score (times log₂ e), the sum of its weights
+    relative to that score, and the weighted sum of values.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     dim = tl.arange(0, DIM_PAD)
@@ -186,6 +201,8 @@ def _attend_unit(
     for first in range(start, stop, BLOCK_N):
         position = first + lane
         cached = position < stop
+        if WINDOW is not None:
+            cached &= position >= lowest
         offset = block.to(tl.int64) * (BLOCK_SIZE * HEAD_DIM) + position % BLOCK_SIZE * HEAD_DIM
         offsets = offset[:, None] + dim[None, :]
         mask = cached[:, None]
@@ -206,6 +223,8 @@ def _attend_unit(
         score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
         # The score is replaced, not added to: the key of an unseen token may be NaN.
         seen = cached[None, :] & (position[None, :] <= limit[:, None])
+        if WINDOW is not None:
+            seen &= position[None, :] > limit[:, None] - WINDOW
         score = tl.where(seen, score, -float("inf"))
         peak = tl.maximum(top, tl.max(score, 1))
         shift = tl.where(peak == -float("inf"), 0.0, peak)

@@ -65,34 +65,46 @@ def plan_decode(
     *,
     split_tokens: int = SPLIT_TOKENS,
     max_splits: int = MAX_SPLITS,
+    window: int | None = None,
 ) -> DecodePlan:
     """Cut the contexts of B rows into splits of `split_tokens` tokens, on the device.
 
     A longer context than max_splits · split_tokens is cut into at most `max_splits` equal splits,
     whose length is rounded up to a multiple of 128. A context ends at its row's last query, and at
-    N · block_size tokens.
+    N · block_size tokens. With a window it begins at the last multiple of 128 before what the
+    row's first query sees.
     """
     rows, blocks = block_tables.shape
     assert positions.numel() == rows * width and positions.is_contiguous()
     room = blocks * block_size
-    capacity = min(max_splits, triton.cdiv(room, split_tokens))
+    longest = room if window is None else min(room, window + width + _SPLIT_MULTIPLE.value)
+    capacity = min(max_splits, triton.cdiv(longest, split_tokens))
     device = positions.device
     units = torch.empty((rows * capacity, UNIT_FIELDS.value), dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
     splits = torch.empty(rows, dtype=torch.int32, device=device)
     _plan_kernel[(rows,)](
         positions, units, count, splits, rows, room, capacity,
-        WIDTH=width, SPLIT=split_tokens, MAX_SPLITS=max_splits,
+        WIDTH=width, WINDOW=window, SPLIT=split_tokens, MAX_SPLITS=max_splits,
         SPLITS_PAD=triton.next_power_of_2(max_splits), ROWS=256, num_warps=4,
     )  # fmt: skip
     return DecodePlan(units, count, splits, width, capacity)
 
 
 @triton.jit
-def _cut(positions, rows, num_rows, room, WIDTH, SPLIT, MAX_SPLITS):
+def _begin(positions, rows, num_rows, WIDTH, WINDOW):
+    """Compute the int32 multiple of 128 at which the contexts of `rows` begin."""
+    first = tl.load(positions + rows * WIDTH, mask=rows < num_rows, other=0).to(tl.int32)
+    return tl.maximum(first - (WINDOW - 1), 0) // _SPLIT_MULTIPLE * _SPLIT_MULTIPLE
+
+
+@triton.jit
+def _cut(positions, rows, num_rows, room, WIDTH, WINDOW, SPLIT, MAX_SPLITS):
     """Compute int32 context, split length and number of splits of `rows`; 0 past `num_rows`."""
     last = tl.load(positions + rows * WIDTH + WIDTH - 1, mask=rows < num_rows, other=-1)
     context = tl.minimum(last.to(tl.int32) + 1, room)
+    if WINDOW is not None:
+        context -= _begin(positions, rows, num_rows, WIDTH, WINDOW)
     equal = tl.cdiv(tl.cdiv(context, MAX_SPLITS), _SPLIT_MULTIPLE) * _SPLIT_MULTIPLE
     length = tl.where(context <= MAX_SPLITS * SPLIT, SPLIT, tl.maximum(equal, SPLIT))
     return context, length, tl.cdiv(context, length)
@@ -101,8 +113,8 @@ def _cut(positions, rows, num_rows, room, WIDTH, SPLIT, MAX_SPLITS):
 @triton.jit(do_not_specialize=["num_rows", "room", "capacity"])
 def _plan_kernel(
     positions, units, count, splits, num_rows, room, capacity,
-    WIDTH: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Each program writes the work units of one row.
 
@@ -111,7 +123,7 @@ def _plan_kernel(
     """
     row = tl.program_id(0)
     own_row = row + tl.arange(0, 1)
-    own = _cut(positions, own_row, num_rows, room, WIDTH, SPLIT, MAX_SPLITS)
+    own = _cut(positions, own_row, num_rows, room, WIDTH, WINDOW, SPLIT, MAX_SPLITS)
     context, length, number = tl.max(own[0], 0), tl.max(own[1], 0), tl.max(own[2], 0)
     tail = context - (number - 1) * length
     whole_place = 0
@@ -119,7 +131,9 @@ def _plan_kernel(
     total = 0
     for first in range(0, num_rows, ROWS):
         rows = first + tl.arange(0, ROWS)
-        contexts, lengths, numbers = _cut(positions, rows, num_rows, room, WIDTH, SPLIT, MAX_SPLITS)
+        contexts, lengths, numbers = _cut(
+            positions, rows, num_rows, room, WIDTH, WINDOW, SPLIT, MAX_SPLITS
+        )
         before = rows < row
         present = (rows < num_rows).to(tl.int32)
         wholes = tl.maximum(numbers - 1, 0)
@@ -137,6 +151,13 @@ def _plan_kernel(
     unit = units + place * UNIT_FIELDS
     mask = split < number
     tl.store(unit, row + tl.zeros_like(split), mask=mask)
-    tl.store(unit + 1, split * length, mask=mask)
-    tl.store(unit + 2, tl.minimum((split + 1) * length, context), mask=mask)
+    start = split * length
+    if WINDOW is not None:
+        begin = tl.max(_begin(positions, own_row, num_rows, WIDTH, WINDOW), 0)
+        start += begin
+    tl.store(unit + 1, start, mask=mask)
+    stop = tl.minimum((split + 1) * length, context)
+    if WINDOW is not None:
+        stop += begin
+    tl.store(unit + 2, stop, mask=mask)
     tl.store(unit + 3, tl.where(number > 1, row * capacity + split, -1), mask=mask)

@@ -6,8 +6,8 @@ row of its products. So a tile spans few positions, and little above the diagona
 
 A query visits tiles of keys in order, which begin at multiples of `block_n` in its row, and keys
 that it may not see change no bit. So its result depends neither on the batch nor on how its row was
-cut into chunks (of whole blocks of positions). The reference is `attention.paged_attention` on a
-CPU.
+cut into chunks (of whole blocks of positions). With a window a tile of queries begins at the first
+tile of keys that one of them sees. The reference is `attention.paged_attention` on a CPU.
 
 Where the new tokens are many for the context (`does_gathering_pay`), one launch copies keys and
 values out of the pages, and the copy engine reads whole tiles of the copies. The tiles are the
@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.kv_gather import gather_context
 from batchgen.kernels.attention.prefill_plan import PrefillPlan
+from batchgen.kernels.attention.split_combine import sink_share
 
 
 def paged_attention_prefill(
@@ -39,13 +40,16 @@ def paged_attention_prefill(
     out: Tensor | None = None,  # [T, num_heads, head_dim], contiguous
     *,
     block_length: int = 1,  # 1: causal
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax(q·kᵀ·scale)·v for each query over the cached context of its row.
 
     The cache already holds the T new tokens, with finite values (`KVCache`). A query sees its row
-    up to the end of its own block of positions, and none past the row's last query. Returns out in
-    q's dtype; scores and sums are float32, and a query that sees a NaN key is NaN. Raises
-    ValueError for a plan of another number of tokens or heads.
+    up to the end of its own block of positions, and none past the row's last query. `window` and
+    `sinks` are as for `attention.paged_attention`. Returns out in q's dtype; scores and sums are
+    float32, and a query that sees a NaN key is NaN. Raises ValueError for a plan of another number
+    of tokens or heads.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, _, block_size, _ = cache.key.shape
@@ -56,6 +60,7 @@ def paged_attention_prefill(
     assert cache.key.stride() == cache.value.stride() and cache.key[0].is_contiguous()
     assert cache.key.dtype == cache.value.dtype == q.dtype and scale > 0
     assert len(block_tables) == plan.num_rows and block_tables.stride(1) == 1
+    assert window is None or block_length == 1
     if not num_tokens:
         return out
     config = plan.config
@@ -69,12 +74,13 @@ def paged_attention_prefill(
         value = TensorDescriptor.from_tensor(values, tile)
         tables, table_stride, gathered = plan.gather.places, 1, plan.gather.num_tokens
     _prefill_kernel[(num_kv_heads * len(plan.tiles),)](
-        q, key, value, out, positions, tables, plan.tiles, table_stride, q.stride(0),
+        q, key, value, out, positions, tables, plan.tiles, sinks, table_stride, q.stride(0),
         cache.key.stride(0), gathered, scale * math.log2(math.e), block_length,
-        BLOCKED=block_length > 1, GATHERED=plan.gather is not None, NUM_HEADS=num_heads,
-        GROUP=plan.group, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_SIZE=block_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        INTERPRETED=not q.is_cuda, num_warps=config.num_warps, num_stages=config.num_stages,
+        BLOCKED=block_length > 1, WINDOW=window, GATHERED=plan.gather is not None,
+        NUM_HEADS=num_heads, GROUP=plan.group, HEAD_DIM=head_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, INTERPRETED=not q.is_cuda,
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out
 
@@ -107,13 +113,15 @@ def _attend_tile(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
     GATHERED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Add one tile of keys, the positions from `start` to start + BLOCK_N - 1, to a query tile.
 
-    With MASKED a query sees only keys up to its `last_seen` [BLOCK_M], else the whole tile. Values
-    loaded past `limit` are finite. With GATHERED, `table` is where the row begins among the copies;
+    With MASKED a query sees only keys up to its `last_seen` [BLOCK_M], of these only the last
+    WINDOW if that is given, else the whole tile. Values loaded past `limit` or before the window
+    are finite. With GATHERED, `table` is where the row begins among the copies;
     else `block` [BLOCK_N] are the keys' KV blocks. Those of the next tile are loaded here and
     returned: Triton would not pipeline loads of keys that waited for a load of their iteration.
     """
@@ -140,10 +148,16 @@ def _attend_tile(
     score = _dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), INTERPRETED)
     if MASKED:
         # Masked before the scaling: so the fused multiply-subtract below rounds as without MASKED.
-        score = tl.where(n[None, :] <= last_seen[:, None], score, float("-inf"))
+        seen = n[None, :] <= last_seen[:, None]
+        if WINDOW is not None:
+            seen &= n[None, :] > last_seen[:, None] - WINDOW
+        score = tl.where(seen, score, float("-inf"))
     peak = tl.maximum(top, tl.max(score, 1) * scale_log2)
-    weight = tl.exp2(score * scale_log2 - peak[:, None])
-    rescale = tl.exp2(top - peak)
+    shift = peak
+    if MASKED and WINDOW is not None:  # a query may have seen no key yet
+        shift = tl.where(peak == float("-inf"), 0.0, peak)
+    weight = tl.exp2(score * scale_log2 - shift[:, None])
+    rescale = tl.exp2(top - shift)
     total = total * rescale + tl.sum(weight, 1)
     acc = _dot(weight.to(v.dtype), v, acc * rescale[:, None], INTERPRETED)
     return acc, peak, total, block
@@ -158,6 +172,7 @@ def _prefill_kernel(
     positions_ptr,
     tables_ptr,
     tiles_ptr,
+    sinks_ptr,
     table_stride,
     q_stride,
     head_stride,
@@ -165,6 +180,7 @@ def _prefill_kernel(
     scale_log2,
     block_length,
     BLOCKED: tl.constexpr,
+    WINDOW: tl.constexpr,
     GATHERED: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -205,6 +221,10 @@ def _prefill_kernel(
 
     table = tables_ptr + row * table_stride
     n = tl.arange(0, BLOCK_N)
+    begin = 0
+    if WINDOW is not None:  # no query of the tile sees a key before `begin`
+        begin = tl.maximum(common - WINDOW, 0) // BLOCK_N * BLOCK_N
+        n += begin
     if GATHERED:
         table = kv_head * num_gathered + tl.load(table)
         block = n
@@ -214,14 +234,24 @@ def _prefill_kernel(
         block = tl.load(table + n // BLOCK_SIZE, mask=n < limit, other=0)
     full = common // BLOCK_N * BLOCK_N
 
-    # Every query sees position 0, so its `top` is finite after the first tile of keys.
+    # Without a window every query sees position 0, so its `top` is finite after the first tile.
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    for start in tl.range(0, full, BLOCK_N):
+    if WINDOW is not None:
+        # All queries see the keys from here to `full`.
+        whole = tl.minimum(tl.cdiv(tl.maximum(limit - WINDOW, 0), BLOCK_N) * BLOCK_N, full)
+        last_seen = tl.load(positions_ptr + first + token, mask=token < size, other=0).to(tl.int32)
+        for start in tl.range(begin, whole, BLOCK_N):
+            acc, top, total, block = _attend_tile(
+                acc, top, total, q, key, value, table, block, start, last_seen, limit, scale_log2,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, GATHERED, INTERPRETED,
+            )  # fmt: skip
+        begin = whole
+    for start in tl.range(begin, full, BLOCK_N):
         acc, top, total, block = _attend_tile(
             acc, top, total, q, key, value, table, block, start, None, limit, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, GATHERED, INTERPRETED,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, WINDOW, GATHERED, INTERPRETED,
         )  # fmt: skip
     # This is loaded only here because the loop above has no registers to spare.
     last_seen = tl.load(positions_ptr + first + token, mask=token < size, other=0).to(tl.int32)
@@ -231,9 +261,13 @@ def _prefill_kernel(
     for start in tl.range(full, limit, BLOCK_N):
         acc, top, total, block = _attend_tile(
             acc, top, total, q, key, value, table, block, start, last_seen, limit, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, GATHERED, INTERPRETED,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, GATHERED, INTERPRETED,
         )  # fmt: skip
 
     out_place = (first + token) * (NUM_HEADS * HEAD_DIM) + head
-    result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    result = acc / total[:, None]
+    if sinks_ptr is not None:
+        log_sum = top + tl.log2(total)
+        result *= sink_share(sinks_ptr, kv_head * GROUP + m % GROUP, token < size, log_sum)[:, None]
+    result = result.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_place[:, None] + dim[None, :], result, mask=inside)

@@ -28,12 +28,17 @@ def partial_results(
 
 
 def combine_splits(
-    partial: Tensor, log_sums: Tensor, plan: DecodePlan, out: Tensor, groups: int
+    partial: Tensor,
+    log_sums: Tensor,
+    plan: DecodePlan,
+    out: Tensor,
+    groups: int,
+    sinks: Tensor | None = None,
 ) -> None:
     """Write the results of the rows that have several splits to out [B · W, num_heads, size].
 
     `partial` and `log_sums` are from `partial_results`, filled; `groups` counts the groups of
-    consecutive heads.
+    consecutive heads. `sinks` are those of `paged_attention`.
     """
     tokens, num_heads, size = out.shape
     if not len(partial):
@@ -42,7 +47,7 @@ def combine_splits(
     group_pad = triton.next_power_of_2(group)
     dim_pad = max(16, triton.next_power_of_2(size))
     _combine_kernel[(tokens, groups)](
-        partial, log_sums, plan.splits, out, plan.max_splits,
+        partial, log_sums, plan.splits, out, sinks, plan.max_splits,
         KV_HEADS=groups, GROUP=group, WIDTH=plan.width, HEAD_DIM=size,
         GROUP_PAD=group_pad, DIM_PAD=dim_pad,
         SPLITS_PAD=triton.next_power_of_2(max(MAX_SPLITS, plan.max_splits)),
@@ -50,9 +55,18 @@ def combine_splits(
     )  # fmt: skip
 
 
+@triton.jit
+def sink_share(sinks, heads, mask, log_sum):
+    """Return what share of a softmax its tokens keep beside a sink: sigmoid(log_sum - sink), where
+    `log_sum` is the logarithm of the tokens' weights to the base of 2."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    sink = tl.load(sinks + heads, mask=mask, other=0.0).to(tl.float32) * LOG2_E
+    return 1.0 / (1.0 + tl.exp2(sink - log_sum))
+
+
 @triton.jit(do_not_specialize=["capacity"])
 def _combine_kernel(
-    partial, log_sums, splits, out, capacity,
+    partial, log_sums, splits, out, sinks, capacity,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
     GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -91,6 +105,9 @@ def _combine_kernel(
             )
             sums += tl.sum(weight[:, :, None] * result, 0)
         sums = sums / tl.where(member < GROUP, total, 1.0)[:, None]
+        if sinks is not None:
+            log_sum = top + tl.log2(tl.where(member < GROUP, total, 1.0))
+            sums *= sink_share(sinks, head * GROUP + member, member < GROUP, log_sum)[:, None]
         target = (token * KV_HEADS + head) * GROUP + member
         values = sums.to(out.dtype.element_ty)
         tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], values, mask=real)

@@ -56,6 +56,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+from unittest.mock import patch
 
 from batchgen.compose.compose_config import compose
 from batchgen.compose.trust import TYPED
@@ -505,8 +506,8 @@ class PipelineJob:
                 file.write(f"{port.name} {request_id}\n")
             receive(port, request_id, output)
 
-        EnginePort.receive = received  # type: ignore[method-assign]
-        return run_pipeline(compose_pipeline(read_pipeline(self.values(), {}, []), TYPED))
+        with patch.object(EnginePort, "receive", received):
+            return run_pipeline(compose_pipeline(read_pipeline(self.values(), {}, []), TYPED))
 
 
 def check_pipeline(check: Check) -> None:

@@ -195,4 +195,5 @@ def _with_tokens(
         rows.block_tables,
         np.full_like(rows.query_lens, width),
         rows.context_lens,
+        window_tables=rows.window_tables,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchgen.engine.caches.cache_specs import KVSpec
 from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward, Mixer, NormPlaces
-from batchgen.engine.layers.feed_forward.mlp import GatedMLP
+from batchgen.engine.layers.feed_forward.mlp import GatedMLP, GateFunction
 from batchgen.engine.layers.mixers.attention import Attention, NormScope
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import DefaultRope, QueryScale, RotaryTable
@@ -23,9 +23,14 @@ from batchgen.engine.models.model_config import (
     common_config,
     rope_from_parameters,
 )
+from batchgen.kernels.layers.activation import soft_cap
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+WINDOW, FULL = "sliding_attention", "full_attention"
+"""What `layer_types` of a configuration calls layers with a window and layers without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +46,12 @@ class DenseConfig(FamilyConfig):
     rotary_dim: int  # rotated values, the first of a query or key head
     # The rope of each layer, None for one that rotates nothing; empty: `rope` in all layers.
     layer_ropes: tuple[DefaultRope | None, ...] = ()
+    # The window of each layer, None for one that sees all tokens; empty: no layer has one.
+    layer_windows: tuple[int | None, ...] = ()
     query_scale: QueryScale | None = None  # by which queries are multiplied after rotation
+    attention_scale: float | None = None  # by which scores are multiplied; None: 1/√head_dim
+    gate: GateFunction = "silu"  # of the MLP
+    logit_cap: float | None = None  # logits l become cap · tanh(l / cap)
     norm_places: NormPlaces = "before"
     qkv_bias: bool  # of the projections to queries, keys and values
     output_bias: bool  # of attention's output projection
@@ -73,8 +83,13 @@ class DenseConfig(FamilyConfig):
 
     @property
     def attention(self) -> KVSpec:
-        """The shape of attention, which is the same in every layer."""
+        """The shape of attention, which is the same in every layer but for windows."""
         return KVSpec(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    def attention_of(self, layer: int) -> KVSpec:
+        """Return the shape of attention in the layer with this index."""
+        window = self.layer_windows[layer] if self.layer_windows else None
+        return replace(self.attention, window=window)
 
 
 class DenseForCausalLM(CausalLM):
@@ -119,13 +134,14 @@ class DenseForCausalLM(CausalLM):
         return Attention(
             index,
             self.config.hidden_size,
-            family.attention,
+            family.attention_of(index),
             qkv_bias=family.qkv_bias,
             output_bias=family.output_bias,
             qk_norm=family.qk_norm,
             norm_eps=family.rms_norm_eps,
             rotary_dim=family.rotary_dim,
             query_scales=self._query_scales,
+            scale=family.attention_scale,
             zero_centred=self.zero_centred,
             **self.attention_options,
             where=self.where,
@@ -137,6 +153,7 @@ class DenseForCausalLM(CausalLM):
             self.config.hidden_size,
             self.family.intermediate_size,
             bias=self.family.mlp_bias,
+            gate=self.family.gate,
             where=self.where,
         )
 
@@ -150,6 +167,11 @@ class DenseForCausalLM(CausalLM):
         """The factors of queries at all positions [P], which all layers share."""
         scale, positions = self.family.query_scale, self.config.max_position_embeddings
         return None if scale is None else scale.table(positions).to(self.device)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [R, vocab_size] in the model's dtype from states [R, hidden_size]."""
+        logits, cap = super().compute_logits(hidden), self.family.logit_cap
+        return logits if cap is None else soft_cap(logits, cap)
 
     def make_rotaries(self) -> Sequence[RotaryTable | None]:
         """Make a table for each rope, for all positions that the model was made for."""
@@ -176,7 +198,11 @@ def dense_config(
     rope: DefaultRope | None = None,  # None makes it from the configuration
     rotary_dim: int | None = None,  # None: all of a head
     layer_ropes: Sequence[DefaultRope | None] = (),  # empty: `rope` in all layers
+    layer_windows: Sequence[int | None] = (),  # empty: no layer has one
     query_scale: QueryScale | None = None,
+    attention_scale: float | None = None,
+    gate: GateFunction = "silu",
+    logit_cap: float | None = None,
     qk_norm: NormScope | None = None,  # None: that of the model's class
     intermediate_size: int | None = None,  # None takes it from the configuration
 ) -> ModelConfig:
@@ -184,7 +210,7 @@ def dense_config(
 
     Raises ValueError if the engine lacks something it needs, which the message names.
     """
-    if hf.hidden_act != "silu":
+    if gate == "silu" and hf.hidden_act != "silu":
         raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported, only 'silu'")
     rope = rope or rope_from_parameters(hf.rope_parameters)
     family = DenseConfig(
@@ -196,7 +222,11 @@ def dense_config(
         rope=rope,
         rotary_dim=head_dim if rotary_dim is None else rotary_dim,
         layer_ropes=tuple(layer_ropes),
+        layer_windows=tuple(layer_windows),
         query_scale=query_scale,
+        attention_scale=attention_scale,
+        gate=gate,
+        logit_cap=logit_cap,
         norm_places=model.norm_places,
         qkv_bias=qkv_bias,
         output_bias=output_bias,
@@ -210,3 +240,20 @@ def head_size(hf: PretrainedConfig) -> int:
     """Return the values in one head, which some classes have only if the checkpoint gives it."""
     size: int = hf.to_dict().get("head_dim") or hf.hidden_size // hf.num_attention_heads
     return size
+
+
+def layer_windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
+    """Return the window of each layer by `layer_types`, None for one that sees all tokens.
+
+    Raises ValueError, which names the key, if a kind of layer is unknown or the window no number.
+    """
+    kinds: list[str] = hf.layer_types
+    if unknown := set(kinds) - {WINDOW, FULL}:
+        raise ValueError(f"layer_types has {min(unknown)!r:.60}; known: {FULL}, {WINDOW}")
+    if len(kinds) != hf.num_hidden_layers:
+        raise ValueError(f"layer_types names {len(kinds)} layers of {hf.num_hidden_layers}")
+    window: int | None = hf.sliding_window
+    if WINDOW not in kinds or window is None:
+        return ()
+    check_positive(sliding_window=window)
+    return tuple(window if kind == WINDOW else None for kind in kinds)

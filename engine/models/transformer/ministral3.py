@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from batchgen.engine.layers.rotary import QueryScale
-from batchgen.engine.models.model_config import ModelConfig, rope_from_parameters
+from batchgen.engine.models.model_config import ModelConfig, check_positive, rope_from_parameters
 from batchgen.engine.models.transformer.dense import DenseForCausalLM, dense_config, head_size
 from batchgen.engine.models.vision_part import text_config, text_part
 
@@ -24,8 +24,9 @@ class Ministral3ForCausalLM(DenseForCausalLM):
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        if hf.sliding_window is not None:
-            raise ValueError("sliding-window attention (sliding_window) is not supported")
+        window: int | None = hf.sliding_window  # of all layers
+        if window is not None:
+            check_positive(sliding_window=window)
         parameters: dict[str, Any] = dict(hf.rope_parameters)
         parameters.pop("max_position_embeddings", None)  # the model's own, once more
         beta = parameters.pop("llama_4_scaling_beta", None)
@@ -38,6 +39,7 @@ class Ministral3ForCausalLM(DenseForCausalLM):
             output_bias=False,
             mlp_bias=False,
             rope=rope_from_parameters(parameters),
+            layer_windows=() if window is None else (window,) * hf.num_hidden_layers,
             query_scale=None if beta is None else QueryScale(beta, original),
         )
 

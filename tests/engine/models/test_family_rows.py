@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.outputs import RequestOutput
-from batchgen.engine.caches.model_caches import paged_token_bytes
+from batchgen.engine.caches.model_caches import paged_token_bytes, window_token_bytes
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
@@ -35,7 +35,8 @@ from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-KINDS = (*LATENT, "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3")
+DENSE = ("ministral3", "mistral3", "olmo3", "smollm3", "gemma3_text", "gemma3")
+KINDS = (*LATENT, "glm4_moe", "minimax_m2", *DENSE)
 
 
 def load(folder: Path, device: torch.device = CPU) -> CausalLM:
@@ -56,7 +57,7 @@ def make_engine(model: CausalLM, strategy: Strategy | None = None, **config: Any
 
 
 def columns_of(kind: str) -> tuple[str, ...]:
-    return () if kind in ("ministral3", "mistral3", "olmo3", "smollm3") else (ROUTED_EXPERTS,)
+    return () if kind in DENSE else (ROUTED_EXPERTS,)
 
 
 def requests(
@@ -113,7 +114,10 @@ def alone(folder: Path) -> Alone:
 def cache_gib(folder: Path, tokens: int) -> float:
     model = load(folder)
     columns = model.declared_columns(model.config)
-    return (tokens + 16) * paged_token_bytes(model.cache_specs, columns, torch.float32) / 2**30
+    of_token = paged_token_bytes(model.cache_specs, columns, torch.float32)
+    # Besides, the windows of a few rows.
+    of_window = 13 * 16 * window_token_bytes(model.cache_specs, torch.float32)
+    return ((tokens + 16) * of_token + of_window) / 2**30
 
 
 @pytest.mark.parametrize(
@@ -142,7 +146,7 @@ def test_rows_that_lose_their_caches(
     """What they had generated is read again as part of their prompt."""
     expect_short_rows(monkeypatch)
     params = SamplingParams(max_new_tokens=24, seed=3, logprobs=True, columns=columns)
-    rows = [([3 + (i + 2) * j % 125 for j in range(20 + 9 * i)], params) for i in range(4)]
+    rows = [([3 + (i + 2) * j % 125 for j in range(20 + 9 * i)], params) for i in range(6)]
     small: dict[str, Any] = {"max_model_len": 128, "kv_cache_gib": cache_gib(folder, 128)}
     engine = make_engine(load(folder), max_batched_tokens=32, **small)
     alone.check(rows, run(engine, rows))

@@ -12,14 +12,11 @@ from edited_models import edit_config
 from safetensors import safe_open
 from torch import Tensor
 
-from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
-from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.sparse.moe_model import MoEConfig
 from batchgen.engine.models.transformer.dense import DenseConfig
-from batchgen.strategies.ar.strategy import ARStrategy
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -40,6 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax one key head": ("minimax_m2", {"num_key_value_heads": 1}),
     "minimax fused experts": ("minimax_m2", {"split_experts": False}),
     "ministral": ("ministral3", {}),
+    "ministral with windows": ("ministral3", {"sliding_window": 9}),
     "ministral tied": ("ministral3", {"tie_word_embeddings": True}),
     "ministral with a tower": ("mistral3", {}),
     "olmo": ("olmo3", {}),
@@ -47,7 +45,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "full_attention": YARN, "sliding_attention": DEFAULT}}),
     "olmo biases": ("olmo3", {"attention_bias": True, "num_key_value_heads": 4}),
     "olmo as long as its window": ("olmo3", {"sliding_window": len(IDS)}),
+    "olmo sees itself": ("olmo3", {"sliding_window": 1}),
     "olmo without windows": ("olmo3", ALL_FULL | {"sliding_window": 7}),
+    "gemma": ("gemma3_text", {}),
+    "gemma with a tower": ("gemma3", {}),
+    "gemma untied": ("gemma3_text", {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma without a cap": ("gemma3_text", {"final_logit_softcapping": None}),
+    "gemma as long as 4b": ("gemma3_text", {"rope_parameters": {
+        "full_attention": DEFAULT | {"rope_type": "linear", "factor": 8.0},
+        "sliding_attention": DEFAULT}}),
     "smollm": ("smollm3", {}),
     "smollm biases": ("smollm3", {"attention_bias": True, "mlp_bias": True}),
     "smollm turns nowhere": ("smollm3", {"no_rope_layers": [0, 0, 0]}),
@@ -73,7 +79,9 @@ def test_logits_equal_transformers(
         assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3"])
+@pytest.mark.parametrize(
+    "kind", ["glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3", "gemma3"]
+)
 def test_dummy_weights(kind: str, tiny_model: TinyModel, run_paged: Callable[..., Tensor]) -> None:
     model = load_model(tiny_model(kind), device=CPU, load_format="dummy")
     model.pack()
@@ -115,22 +123,6 @@ def test_a_router_in_float32_stays_so(tiny_model: TinyModel) -> None:
     assert all(layer.gate.weight.dtype == torch.float32 for layer in layers)
 
 
-def test_rows_are_no_longer_than_a_window(tiny_model: TinyModel) -> None:
-    folder = tiny_model("olmo3", sliding_window=200)
-    config = load_config(folder)
-    assert (config.longest_row, config.max_position_embeddings) == (200, 256)
-    model = load_model(folder, device=CPU)
-    too_long = EngineConfig(max_model_len=201, kv_cache_gib=0.01)
-    with pytest.raises(
-        ValueError, match=r"see the last 200 tokens only.*lower max_model_len to 200"
-    ):
-        LLMEngine(model, None, (), ARStrategy(), too_long)
-    longest = EngineConfig(max_model_len=200, kv_cache_gib=0.01)
-    LLMEngine(model, None, (), ARStrategy(), longest)
-    no_window = load_config(tiny_model("olmo3", **ALL_FULL | {"sliding_window": 7}))
-    assert no_window.longest_row == 256
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
@@ -143,11 +135,17 @@ def test_rows_are_no_longer_than_a_window(tiny_model: TinyModel) -> None:
         ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size 8"),
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, r"attn_type_list is \[1, 0, 1\]"),
         ("minimax_m2", {"sliding_window": 8}, "sliding_window 8"),
-        ("ministral3", {"sliding_window": 8}, "sliding_window"),
+        ("ministral3", {"sliding_window": -8}, "sliding_window is -8"),
         ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": "x"}}, "llama_4"),
         ("mistral3", {"text_config": {"model_type": "mistral"}}, "model_type is 'mistral'"),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer"),
         ("olmo3", {"sliding_window": 0}, "sliding_window is 0"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma3_text", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation 'silu'"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        ("gemma3_text", {"sliding_window": 0}, "sliding_window is 0"),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers is \[1\]"),
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, r"no_rope_layers is \[1, 2, 0\]"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 3}, "sliding-window attention"),
@@ -163,6 +161,9 @@ def test_unsupported_configurations_are_named(
 def test_what_the_families_declare(tiny_model: TinyModel) -> None:
     olmo = load_config(tiny_model("olmo3")).family_as(DenseConfig)
     assert (olmo.norm_places, olmo.qk_norm, len(olmo.layer_ropes)) == ("after", "all heads", 3)
+    assert olmo.layer_windows == (24, None, 24)
+    no_window = load_config(tiny_model("olmo3", **ALL_FULL | {"sliding_window": 7}))
+    assert no_window.family_as(DenseConfig).layer_windows == ()
     smol = load_config(tiny_model("smollm3")).family_as(DenseConfig)
     assert [rope is None for rope in smol.layer_ropes] == [False, True, False]
     large = load_config(tiny_model("glm4_moe", use_qk_norm=True)).family_as(MoEConfig)

@@ -153,7 +153,7 @@ class World:
             row.seq.num_prefill_tokens = row.seq.num_tokens - row.seq.resumed
             row.seq.num_computed_tokens = row.seq.num_prefill_tokens
             self.table.add(row.seq, reserved=17)
-            self.table.end_prefill(row.seq)
+            self.table.end_prefill(row.seq, reserved=17)
             row.device_tokens = len(row.output)
             self.running.append(row)
             if not row.seq.resumed:

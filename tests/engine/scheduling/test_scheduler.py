@@ -27,6 +27,7 @@ from batchgen.engine.scheduling.block_manager import BlockManager
 from batchgen.engine.scheduling.pacing import Pacing
 from batchgen.engine.scheduling.prefill_policy import BatchLimits
 from batchgen.engine.scheduling.scheduler import Scheduler
+from batchgen.engine.scheduling.window_blocks import WindowBlocks
 
 STOP = 99
 Part = DecodeBatch | PrefillBatch
@@ -75,26 +76,30 @@ def _chunks(batch: PrefillBatch) -> Iterator[tuple[Sequence, int, int]]:
 
 @dataclass(eq=False)
 class DeviceRow:
-    """A decoding row as StepInputs knows it: the tokens so far and a copy of its block table."""
+    """A decoding row as StepInputs knows it: the tokens so far and copies of its block tables."""
 
     row: Row
     token_ids: list[int]
-    blocks: list[int]
+    tables: list[list[int]]
 
 
 class Device:
     """Runs batches in the order of their launch on a cache whose cells say what was written.
 
     A cell holds the digest of a token and all before it, so that a forward which would read
-    another row's KV, or KV not yet written or overwritten, is noticed.
+    another row's KV, or KV not yet written or overwritten, is noticed. There are cells of layers
+    without a window and, if the manager has one, of layers with it.
     """
 
-    def __init__(
-        self, num_blocks: int, block_size: int, max_rows: int, drafting: bool, seed: int
-    ) -> None:
+    def __init__(self, manager: BlockManager, max_rows: int, drafting: bool, seed: int) -> None:
         self.rows: list[DeviceRow] = []
-        self._cells = [0] * (num_blocks * block_size)
-        self._block_size = block_size
+        self._block_size = manager.block_size
+        self._windows: list[int | None] = [None]
+        sizes = [manager.num_blocks]
+        if manager.window is not None:
+            self._windows.append(manager.window.window)
+            sizes.append(manager.window.num_blocks)
+        self._cells = [[0] * (blocks * self._block_size) for blocks in sizes]
         self._max_rows = max_rows
         self._drafting = drafting
         self._rng = random.Random(seed)
@@ -108,16 +113,17 @@ class Device:
             self._reindex(decode)
         if prefill is not None:
             for seq, start, end in _chunks(prefill):
-                self._write(seq.token_ids[:end], start, seq.block_table)
+                self._write(seq.token_ids[:end], start, _tables(seq))
         if decode is not None:
             for device_row in self.rows:
                 self._write_drafts(device_row, decode.width)
             for device_row in self.rows:
                 tokens, limit = device_row.token_ids, device_row.row.seq.max_tokens
-                self._read(tokens[:limit], device_row.blocks)
+                self._read(tokens[:limit], len(tokens) - 1, device_row.tables)
         if prefill is not None:
-            for seq, _, end in _chunks(prefill):
-                self._read(seq.token_ids[:end], seq.block_table)
+            for seq, start, end in _chunks(prefill):
+                if start < end:
+                    self._read(seq.token_ids[:end], start, _tables(seq))
         outputs: list[tuple[Part, HostOutput]] = []
         if decode is not None:
             outputs.append((decode, self._generate(self.rows, decode.width)))
@@ -132,17 +138,18 @@ class Device:
             assert (np.diff(batch.keep) > 0).all() and len(batch.keep) < len(self.rows)
             self.rows = [self.rows[i] for i in batch.keep]
         assert len(self.rows) == batch.num_rows == len(batch.epochs) > 0
-        for i, place, block in batch.new_blocks:
-            # Blocks that were reserved for drafts may have been taken back.
-            blocks = self.rows[i].blocks
-            assert place == len(blocks) or (self._drafting and place < len(blocks))
-            blocks[place:] = [block]
+        for group, new in enumerate((batch.new_blocks, batch.new_window_blocks)):
+            for i, place, block in new:
+                # Blocks that were reserved for drafts may have been taken back.
+                blocks = self.rows[i].tables[group]
+                assert place == len(blocks) or (self._drafting and place < len(blocks))
+                blocks[place:] = [block]
 
     def _write_drafts(self, device_row: DeviceRow, width: int) -> None:
         tokens, limit = device_row.token_ids, device_row.row.seq.max_tokens
         assert self._drafting or len(tokens) < limit, "a step after the last token"
         draft = [*tokens, *[-1] * (width - 1)]
-        self._write(draft[:limit], len(tokens) - 1, device_row.blocks)
+        self._write(draft[:limit], len(tokens) - 1, device_row.tables)
 
     def _join(self, batch: PrefillBatch, rows: dict[Sequence, Row]) -> list[DeviceRow]:
         """Those of the rows that yield a token: a resumed row has its newest."""
@@ -151,7 +158,7 @@ class Device:
         done = [batch.seqs[i] for i in batch.completing]
         for i in batch.completing:
             assert batch.starts[i] + batch.lengths[i] == batch.seqs[i].num_prefill_tokens
-        joined = [DeviceRow(rows[seq], list(seq.token_ids), list(seq.block_table)) for seq in done]
+        joined = [DeviceRow(rows[seq], list(seq.token_ids), _tables(seq)) for seq in done]
         self.rows += joined
         assert len(self.rows) <= self._max_rows, "rows that ended are never dropped"
         return [row for row, seq in zip(joined, done, strict=True) if not seq.num_generated]
@@ -166,7 +173,7 @@ class Device:
                 tokens.append(int(token_ids[i, j]))
             # All of them but the newest were drafts, and their KV is that of the drafts.
             accepted = tokens[:-1][: seq.max_tokens]
-            self._write(accepted, len(tokens) - count, device_row.blocks)
+            self._write(accepted, len(tokens) - count, device_row.tables)
         return HostOutput(counts, token_ids, np.zeros(len(rows), np.bool_), {})
 
     def _digests(self, token_ids: list[int]) -> list[int]:
@@ -182,13 +189,21 @@ class Device:
         assert block, "the scratch block holds no row's tokens"
         return block * self._block_size + position % self._block_size
 
-    def _write(self, token_ids: list[int], start: int, blocks: list[int]) -> None:
-        for position, digest in list(enumerate(self._digests(token_ids)))[start:]:
-            self._cells[self._cell(position, blocks)] = digest
+    def _write(self, token_ids: list[int], start: int, tables: list[list[int]]) -> None:
+        for cells, table in zip(self._cells, tables, strict=False):
+            for position, digest in list(enumerate(self._digests(token_ids)))[start:]:
+                cells[self._cell(position, table)] = digest
 
-    def _read(self, token_ids: list[int], blocks: list[int]) -> None:
-        for position, digest in enumerate(self._digests(token_ids)):
-            assert self._cells[self._cell(position, blocks)] == digest, "another token's KV"
+    def _read(self, token_ids: list[int], first: int, tables: list[list[int]]) -> None:
+        """What the queries from `first` on see."""
+        for cells, window, table in zip(self._cells, self._windows, tables, strict=False):
+            start = 0 if window is None else max(first - (window - 1), 0)
+            for position, digest in list(enumerate(self._digests(token_ids)))[start:]:
+                assert cells[self._cell(position, table)] == digest, "another token's KV"
+
+
+def _tables(seq: Sequence) -> list[list[int]]:
+    return [list(seq.block_table), list(seq.window_table)]
 
 
 @dataclass
@@ -205,11 +220,19 @@ class Loop(Pacing):
     alone_tokens: int = 10**6
     most_drafts: int = 0
     prefix_caching: bool = False
+    window: int | None = None
+    window_rows: int = 8  # whose windows fit into the cache at once
     scheduler: Scheduler = field(init=False)
     batches: list[ScheduledBatch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        manager = BlockManager(self.num_blocks, self.block_size, self.prefix_caching)
+        window = None
+        if self.window is not None:
+            tokens = self.window - 1 + 2 * (1 + self.most_drafts)
+            row_blocks = -(-(tokens + self.block_size - 1) // self.block_size)
+            blocks = self.window_rows * row_blocks + 1
+            window = WindowBlocks(blocks, self.block_size, self.window, row_blocks)
+        manager = BlockManager(self.num_blocks, self.block_size, self.prefix_caching, window=window)
         self.scheduler = Scheduler(
             manager,
             BatchLimits(
@@ -222,7 +245,7 @@ class Loop(Pacing):
             self,
         )
         drafting = self.most_drafts > 0
-        self.device = Device(self.num_blocks, self.block_size, self.max_num_seqs, drafting, seed=1)
+        self.device = Device(manager, self.max_num_seqs, drafting, seed=1)
         self._rng = random.Random(self.most_drafts)
         self.live: dict[Sequence, Row] = {}
         self._launched: deque[list[tuple[Part, HostOutput]]] = deque()
@@ -245,7 +268,10 @@ class Loop(Pacing):
         self.check()
 
     def step(self) -> list[Row]:
+        before = self._passed()
         batch = self.scheduler.schedule()
+        for (seq, preemptions), passed in before.items():
+            assert seq.num_preemptions > preemptions or seq.num_passed_blocks == passed
         self.check()
         if batch is not None:
             self.batches.append(batch)
@@ -259,6 +285,25 @@ class Loop(Pacing):
                 self.check()
         return [self.live.pop(seq) for seq in finished]
 
+    def _passed(self) -> dict[tuple[Sequence, int], int]:
+        """How many first blocks no token sees any more which the running rows read from now on."""
+        running, found = self.scheduler.running, {}
+        for seq in running.rows if self.window else ():
+            slot = seq.batch_slot
+            assert slot is not None and self.window is not None
+            position = seq.num_computed_tokens
+            if not seq.is_prefilling:
+                launched = sum(
+                    bool((part.batch_slots == slot)[part.epochs == running.epochs[slot]].any())
+                    for parts in self._launched
+                    for part, _ in parts
+                )
+                position = int(running.num_tokens[slot]) - 1 + launched
+            found[seq, seq.num_preemptions] = (
+                max(position - (self.window - 1), 0) // self.block_size
+            )
+        return found
+
     def run(self) -> list[Row]:
         finished = []
         # Far more steps than rows one after another would take.
@@ -268,7 +313,9 @@ class Loop(Pacing):
                 break
             finished += self.step()
         assert not self.live, "rows starve"
-        assert self.scheduler.block_manager.usage == 0 and len(self.scheduler.running) == 0
+        manager = self.scheduler.block_manager
+        assert manager.usage == 0 and len(self.scheduler.running) == 0
+        assert manager.window is None or manager.window.num_free == manager.window.num_blocks - 1
         return finished
 
     def check(self) -> None:
@@ -339,6 +386,8 @@ LOOPS = st.builds(
     alone_tokens=st.sampled_from([0, 0, 20, 10**6]),
     most_drafts=st.sampled_from([0, 0, 2, 7]),
     prefix_caching=st.booleans(),
+    window=st.sampled_from([None, 1, 4, 9, 30]),
+    window_rows=st.integers(1, 8),
 )
 
 
@@ -401,6 +450,8 @@ def test_rows_whose_lengths_were_guessed_wrong_are_preempted_and_come_back(
         chunk_tokens=st.integers(0, 30),
         chunk_rows=st.integers(1, 5),
         alone_tokens=st.sampled_from([0, 0, 20, 10**6]),
+        window=st.sampled_from([None, 1, 4, 9, 30]),
+        window_rows=st.integers(1, 8),
     ),
     seed=st.integers(0, 2**32),
     count=st.integers(1, 20),

@@ -27,13 +27,15 @@ CHUNKS = [(0, 13), (6, 7), (21, 1)]
 EQUAL_CHUNKS = [(0, 4), (21, 4)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SameBits = Callable[[Tensor, Tensor], None]
-Run = Callable[[Tensor, KVCache, AttentionMetadata, float, Tensor], None]
+Run = Callable[..., None]
 
 
 class Batch(NamedTuple):
     q: Tensor
     cache: KVCache
     parts: list[AttentionMetadata]
+    window: int | None = None
+    sinks: Tensor | None = None
 
 
 def make_batch(
@@ -43,8 +45,11 @@ def make_batch(
     dtype: torch.dtype = torch.float32,
     device: str = DEVICE,
     seed: int = 0,
+    window: int | None = None,
+    has_sinks: bool = False,
 ) -> Batch:
-    """Keys that no row of `parts` has written are NaN."""
+    """Keys that no row of `parts` has written are NaN. With a window, block tables of layers that
+    have none are of no use, and those of blocks before the window name any block."""
     generator = torch.Generator().manual_seed(seed)
     num_blocks = 1 + max(int(part.block_tables.max()) for part in parts)
     shape = (KV_HEADS, num_blocks, block_size, HEAD_DIM)
@@ -64,7 +69,23 @@ def make_batch(
         replace(p, positions=p.positions.to(device), block_tables=p.block_tables.to(device))
         for p in parts
     ]
-    return Batch(q.to(device), KVCache(key.to(device), value.to(device)), moved)
+    if window is not None:
+        moved = [stale(part, window, block_size, num_blocks, generator) for part in moved]
+    sinks = torch.randn(KV_HEADS * group, generator=generator).to(device) if has_sinks else None
+    cache = KVCache(key.to(device), value.to(device))
+    return Batch(q.to(device), cache, moved, window, sinks)
+
+
+def stale(
+    part: AttentionMetadata, window: int, size: int, num_blocks: int, generator: torch.Generator
+) -> AttentionMetadata:
+    """The part with window tables whose blocks before the window are any."""
+    tables = part.block_tables.clone()
+    for table, positions in zip(tables, part.positions.split(part.query_lens), strict=True):
+        passed = max(int(positions[0]) - (window - 1), 0) // size
+        table[:passed] = torch.randint(0, num_blocks, (passed,), generator=generator)
+    nowhere = torch.full_like(tables, 2**40)
+    return replace(part, block_tables=nowhere, window_tables=tables)
 
 
 def make_part(
@@ -115,7 +136,7 @@ def attend(run: Run, batch: Batch) -> Tensor:
     start = 0
     for part in batch.parts:
         tokens = slice(start, start := start + len(part.positions))
-        run(batch.q[tokens], batch.cache, part, SCALE, out[tokens])
+        run(batch.q[tokens], batch.cache, part, SCALE, out[tokens], batch.window, batch.sinks)
     return out
 
 
@@ -133,14 +154,21 @@ def oracle(batch: Batch) -> Tensor:
     queries, key, value = (x.double().cpu() for x in (batch.q, *batch.cache))
     for part in batch.parts:
         rows = zip(
-            part.block_tables.cpu(), part.positions.cpu().split(part.query_lens), strict=True
+            part.tables(batch.window).cpu(),
+            part.positions.cpu().split(part.query_lens),
+            strict=True,
         )
         for table, positions in rows:
             for position in positions.tolist():
                 block_end = (position // part.block_length + 1) * part.block_length
-                seen = min(block_end, int(positions[-1]) + 1)
-                keys, values = (x[:, table].flatten(1, 2)[:, :seen] for x in (key, value))
+                end = min(block_end, int(positions[-1]) + 1)
+                seen = slice(max(position + 1 - (batch.window or position + 1), 0), end)
+                keys, values = (x[:, table].flatten(1, 2)[:, seen] for x in (key, value))
                 score = queries[token].unflatten(0, (KV_HEADS, -1)) @ keys.mT * SCALE
+                if batch.sinks is not None:  # a last token without a value
+                    sinks = batch.sinks.double().cpu().view(KV_HEADS, -1, 1)
+                    score = torch.cat((score, sinks), -1)
+                    values = torch.nn.functional.pad(values, (0, 0, 0, 1))
                 out[token] = (score.softmax(-1) @ values).flatten(0, 1)
                 token += 1
     return out
@@ -186,6 +214,25 @@ def test_the_kernels_attend_as_the_reference_does(
     assert_right(triton(batch), batch)
     assert launched == wanted
     assert_right(reference(make_batch(*parts, device="cpu")), batch)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 300])
+@pytest.mark.parametrize("kind", ["decode", "verify", "both"])
+def test_windows_and_sinks(kind: str, window: int | None) -> None:
+    """Blocks before the window may belong to anybody."""
+    parts, _ = PARTS[kind]
+    batch = make_batch(*parts, window=window, has_sinks=True)
+    assert_right(triton(batch), batch)
+    batch = make_batch(*parts, window=window, has_sinks=True, device="cpu")
+    assert_right(reference(batch), batch)
+
+
+@pytest.mark.parametrize("window", [100, 600, 2000])
+def test_splits_of_a_window(window: int) -> None:
+    """A window of several splits, and sinks where they are combined."""
+    part = make_part([(1500, 2), (90, 2), (700, 2)], block_size=16, decode_width=2)
+    batch = make_batch(part, block_size=16, window=window, has_sinks=True)
+    assert_right(triton(batch), batch)
 
 
 @pytest.mark.parametrize("block_length", [1, 8])
@@ -234,6 +281,8 @@ def batches(draw: st.DrawFn, device: str) -> Batch:
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         device=device,
         seed=draw(st.integers(0, 99)),
+        window=draw(st.none() | st.integers(1, 130)) if block_length == 1 else None,
+        has_sinks=draw(st.booleans()),
     )
 
 
@@ -253,20 +302,27 @@ def test_reference_equals_float64(batch: Batch) -> None:
 @given(
     block_length=st.sampled_from([1, 1, 2, 4, 8, 32]),
     length=st.integers(1, 90),
+    window=st.none() | st.integers(1, 100),
     group=st.sampled_from([1, 2, 3, 4, 8]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     data=st.data(),
 )
 def test_a_query_has_the_same_bits_however_its_row_is_cut(
-    block_length: int, length: int, group: int, dtype: torch.dtype, data: st.DataObject
+    block_length: int,
+    length: int,
+    window: int | None,
+    group: int,
+    dtype: torch.dtype,
+    data: st.DataObject,
 ) -> None:
     """On CPUs: as a prefill, and in pieces of whole blocks beside other rows."""
     if attention.cpu_row_multiple(KV_HEADS, HEAD_DIM, dtype) is None:
         pytest.skip("this CPU's products do not keep a row's bits, which the job's summary says")
+    block_length = 1 if window else block_length
     whole = make_part([(0, length)], block_length=block_length)
     mate = make_part([(0, 70)], first_block=after(whole), block_length=block_length)
     batch = make_batch(whole, mate, group=group, dtype=dtype, device="cpu")
-    expected = paged_attention(*batch, SCALE)[:length]
+    expected = paged_attention(*batch[:3], SCALE, window)[:length]
     start = 0
     while start < length:
         blocks = data.draw(st.integers(1, max(8 // block_length, 1)))
@@ -282,7 +338,8 @@ def test_a_query_has_the_same_bits_however_its_row_is_cut(
             block_length=block_length,
         )
         q = batch.q[start : start + width].repeat(mates + 1, 1, 1)
-        out = paged_attention(q, batch.cache, [step], SCALE).unflatten(0, (mates + 1, width))
+        out = paged_attention(q, batch.cache, [step], SCALE, window)
+        out = out.unflatten(0, (mates + 1, width))
         assert all(torch.equal(row, expected[start : start + width]) for row in out)
         start += width
 

@@ -1,0 +1,81 @@
+"""How many blocks the layers with a sliding window get, and how many all others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from batchgen.engine.base.engine_config import ResolvedConfig
+from batchgen.engine.caches.model_caches import window_token_bytes
+from batchgen.engine.memory.model_use import ModelUse
+
+
+@dataclass(frozen=True, slots=True)
+class WindowNeeds:
+    """What rows need of the blocks of layers with a window."""
+
+    window: int  # the most tokens that a query of any of these layers sees
+    row_blocks: (
+        int  # the most blocks of a decoding row, with which a row alone can be prefilled too
+    )
+    most_blocks: int  # as many as all rows in flight can use, with the scratch block
+    block_bytes: int  # what one block takes over all these layers
+
+
+def window_needs(uses: Sequence[ModelUse], config: ResolvedConfig) -> WindowNeeds | None:
+    """Return what rows need of the blocks of layers with a window; None if no model has any."""
+    window = max((use.model.window or 0 for use in uses), default=0)
+    if not window:
+        return None
+    assert not any(use.model.has_row_states for use in uses), "no model has both"
+    size, rows = config.block_size, config.max_num_seqs
+    # What the next token sees, and the tokens of a step that is not read yet and of the next one.
+    tokens = window - 1 + 2 * max(max(use.widths) for use in uses)
+    row_blocks = min(-(-(tokens + size - 1) // size), config.row_blocks)
+    # Besides what rows decode with there is a prefill, and a tail of a prefix for each row.
+    most = rows * row_blocks + -(-config.max_batched_tokens // size)
+    if config.prefix_caching:
+        most += rows * -(-(window - 1) // size)
+    return WindowNeeds(
+        window,
+        row_blocks,
+        min(most, rows * config.row_blocks) + 1,
+        size * sum(window_token_bytes(use.model.cache_specs, use.model.dtype) for use in uses),
+    )
+
+
+def window_blocks(
+    needs: WindowNeeds, block_bytes: int, room: int, config: ResolvedConfig, advice: str
+) -> int:
+    """Return how many blocks the layers with a window get of `room` bytes for the paged cache.
+
+    Nobody knows how long rows will get. If memory is short, the two kinds of blocks get the shares
+    that rows need whose length is the geometric mean of the window and the longest row. So neither
+    short nor long rows leave much of one kind unused. What the other layers cannot use goes to the
+    layers with a window, too.
+
+    Args:
+        block_bytes: the bytes of a block of all other layers; 0 if there are none.
+        advice: what a user can do if the memory is too little.
+
+    Raises:
+        ValueError: there is no room for the windows of one row.
+    """
+    least = needs.row_blocks + 1
+    if least * needs.block_bytes > room:
+        raise ValueError(
+            f"the windows of one row need {least * needs.block_bytes / 2**30:.3f} GiB of the KV "
+            f"cache, which would have {max(room, 0) / 2**30:.3f} GiB: {advice}"
+        )
+    if not block_bytes:
+        return min(needs.most_blocks, room // needs.block_bytes)
+    length = min(math.isqrt(needs.window * config.max_model_len), config.max_model_len)
+    of_row = -(-length // config.block_size) * block_bytes + needs.row_blocks * needs.block_bytes
+    number = min(needs.most_blocks, room * needs.row_blocks // of_row)
+    # The others have at least the blocks of one row.
+    others = (config.row_blocks + 1) * block_bytes
+    number = max(least, min(number, (room - others) // needs.block_bytes))
+    most_others = (config.max_num_seqs * config.row_blocks + 1) * block_bytes
+    unused = room - number * needs.block_bytes - most_others
+    return min(needs.most_blocks, number + max(unused, 0) // needs.block_bytes)
