@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from batchgen.engine.base.outputs import RequestError
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.images.image_column import PROMPT_IMAGES
 from batchgen.images.row_images import without_pixels
-from batchgen.shards.output_schema import PROMPT_IMAGES
 from batchgen.storage.job_storage import Storage
 
 

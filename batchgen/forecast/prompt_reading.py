@@ -24,7 +24,7 @@ class Reading:
 
     `fit` cuts or refuses a prompt that leaves an answer no room. `room` is what the job's longest
     answer leaves for a prompt. The tokenizer may make a text `growth` times longer before it splits
-    it.
+    it. `image_token_id` is the token that stands for images, None where rows have none.
     """
 
     source: Source
@@ -37,6 +37,7 @@ class Reading:
     constrained: Callable[[Row, SamplingParams], SamplingParams]
     room: int
     growth: int = 1
+    image_token_id: int | None = None
 
 
 def job_reading(config: JobConfig, opened: OpenedJob) -> Reading:
@@ -73,6 +74,7 @@ def job_reading(config: JobConfig, opened: OpenedJob) -> Reading:
         constrained=params.constrained,
         room=room,
         growth=_growth(tokenizer),
+        image_token_id=None if opened.images is None else opened.images.image_token_id,
     )
 
 

@@ -87,7 +87,8 @@ class Scan:
     has index, id and tokens. `sample` and `longest` are in order. `bad` has the rows of each type
     of error, `constraints` those of each constraint. `cut` prompts will be cut to the room, and
     `unsure` rows may be too long and were not tokenised for want of time. `longest_answer` is the
-    mean over the good rows of the most tokens that an answer may have, rounded up.
+    mean over the good rows of the most tokens that an answer may have, rounded up. `image_tokens`
+    of the `read_tokens` of the prompts that were tokenised in full stand for images.
     """
 
     num_rows: int | None
@@ -100,6 +101,8 @@ class Scan:
     cut: int = 0
     unsure: int = 0
     longest_answer: int = 0
+    image_tokens: int = 0
+    read_tokens: int = 0
     constraints: dict[Constraint, FoundRows] = field(default_factory=dict)
 
     @property
@@ -215,6 +218,9 @@ class Scanner:
         except RequestError as error:
             return self._note(row, error)
         self._good.append(_Good(row.index, row.id, size, params.max_new_tokens, len(fitted)))
+        self._found.read_tokens += len(fitted)
+        if reading.image_token_id is not None:
+            self._found.image_tokens += fitted.count(reading.image_token_id)
         return ReadRow(row, fitted, len(ids), size, params)
 
     def _fitted(self, ids: list[int], params: SamplingParams) -> list[int]:

@@ -70,7 +70,7 @@ def decode_image(data: bytes, height: int, width: int) -> Pixels:
         image = _in_colour(image)
         if image.size != (width, height):
             image = image.resize((width, height), pillow.Resampling.BICUBIC)
-        return np.asarray(image)
+        return np.array(image)  # a copy that can be written to, as torch wants it
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from batchgen.images.decode_ahead import DecodeAhead
 from batchgen.images.decode_image import decode_image, image_size, pillow_version
 from batchgen.images.image_sizes import ImageSizes
 from batchgen.images.image_sources import ImageFolder, ImageSource
+from batchgen.images.thumbnails import Thumbnails
 
 FILE_DIGEST_BYTES = 16
 _DATA_URL = re.compile(r"(data:image\\?/[\w.+-]{1,40});base64,([\w+/\\-]*={0,2})", re.ASCII)
@@ -55,7 +56,9 @@ class RowImages:
     Args:
         image_token_id: the token that stands for an image in a prompt, once for each of its tokens.
         most: the most images of a row.
-        seen: called with the file's digest and the pixels of each image that was decoded.
+
+    Attributes:
+        thumbnails: small pictures of the images that were decoded.
     """
 
     def __init__(
@@ -64,9 +67,9 @@ class RowImages:
         sizes: ImageSizes,
         image_token_id: int,
         most: int,
-        seen: Callable[[str, Pixels], None] = lambda *_: None,
     ) -> None:
-        self._folder, self._sizes, self._most, self._seen = folder, sizes, most, seen
+        self._folder, self._sizes, self._most = folder, sizes, most
+        self.thumbnails = Thumbnails()
         self.image_token_id = image_token_id
         self.fingerprint = sizes.fingerprint(pillow_version())
         threads = min(8, len(os.sched_getaffinity(0)))
@@ -177,7 +180,7 @@ class RowImages:
         self, read: Callable[[], bytes], height: int, width: int, file_digest: str
     ) -> Pixels:
         pixels = decode_image(read(), height, width)
-        self._seen(file_digest, pixels)
+        self.thumbnails.add(file_digest, pixels)
         return pixels
 
     def _tell(self, height: int, width: int) -> None:

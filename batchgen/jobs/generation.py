@@ -17,6 +17,7 @@ from batchgen.dataset.source import Row, Source
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.folder.job_metrics import Metrics
+from batchgen.images.image_column import PROMPT_IMAGES
 from batchgen.images.row_images import RowImage, without_pixels
 from batchgen.jobs.choice_scores import ChoiceScorer, TakesRequests
 from batchgen.jobs.fail_fast import FailFast
@@ -24,7 +25,7 @@ from batchgen.jobs.progress import Progress
 from batchgen.jobs.turns import Turns
 from batchgen.prompts.row_request import RowRequest
 from batchgen.reuse.row_reuse import RowReuse
-from batchgen.shards.output_schema import PROMPT_IMAGES, FinishedRow
+from batchgen.shards.output_schema import FinishedRow
 from batchgen.shards.output_writer import OutputWriter
 from batchgen.util.signals import StopSignals
 from batchgen.waves.sample_waves import EverySample

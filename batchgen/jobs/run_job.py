@@ -235,10 +235,19 @@ class _Attempt:
         metrics.begin()
         beside = nullcontext() if reuse is None else closing(reuse)
         with closing(engine), closing(waves), beside, shown as progress:
-            turns = generation.turns(self._todo, self._signals, progress, parts.watch)
-            if not (yield from turns):
-                return self._stopped()
-        return None
+            turns = generation.turns(self._todo, self._signals, progress, self._watch)
+            is_done = yield from turns
+        self._save_thumbnails()
+        return None if is_done else self._stopped()
+
+    def _watch(self) -> None:
+        """What is done every few seconds while rows are computed."""
+        self._parts.watch()
+        self._save_thumbnails()
+
+    def _save_thumbnails(self) -> None:
+        if self._parts.images is not None:
+            self._parts.images.thumbnails.save(self._folder.storage, self._worker.number)
 
     def _waves(self) -> EverySample:
         """What says which samples of a row begin when."""
@@ -327,6 +336,7 @@ def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFold
         exclusive=lambda path: not others_run(path, config.workers),
         storage=storage,
         follows=isinstance(data, Following),
+        lacks_rows=isinstance(data, Following) and data.num_rows is None,
     )
     try:
         if indexed is not None:

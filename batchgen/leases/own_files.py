@@ -22,11 +22,13 @@ ROWS = "rows"
 ROW_INDEX = "rows.json"
 KEYS = "keys"
 """By which keys rows were made, in jobs whose rows later jobs may copy."""
+THUMBNAILS = "thumbnails"
+"""Small pictures of the images of rows."""
 OF_WORKERS = (LEASES, WORKERS)
 """What tells the workers of a job of each other while it runs."""
 OWN = (
     *(DATA, JOURNAL, "cost", "differing", "grades", *OF_WORKERS, "report.html", ROW_INDEX, ROWS),
-    *(KEYS, "README.md", "config.yaml", "metrics.json", MANIFEST),
+    *(KEYS, THUMBNAILS, "README.md", "config.yaml", "metrics.json", MANIFEST),
 )
 """All that a job ever writes, in the order in which it is deleted. The manifest is the last, so
 that a folder still says whose it is if its deletion was interrupted."""

@@ -96,6 +96,8 @@ def _show_rows(config: JobConfig, opened: OpenedJob, reading: Reading) -> Scan:
 
 def _prompts(scan: Scan, room: int) -> str:
     """The lengths of the prompts, and how many rows have none."""
+    from batchgen.planning.plan_text import image_share
+
     found = []
     if len(lengths := scan.lengths):
         shortest, longest, mean = lengths.min(), lengths.max(), lengths.mean()
@@ -107,6 +109,7 @@ def _prompts(scan: Scan, room: int) -> str:
     )
     if scan.cut:
         text += f"; {scan.cut:,} cut to that"
+    text += image_share(scan).replace("\n", f"\n{'':<10}  ")
     for type, bad in scan.bad.items():
         text += f"\n{'':<10}  {bad.count:,} with {type}: {_short(bad.message)}"
     return text

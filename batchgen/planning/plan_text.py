@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -101,7 +102,15 @@ def _prompts(scan: Scan, room: int) -> str:
             f"\n{scan.tokenised:,} prompts were tokenised (a random sample and the longest); the "
             "others have as many tokens as their text has by these"
         )
-    return text
+    return text + image_share(scan)
+
+
+def image_share(scan: Scan) -> str:
+    """How much of the prompts are images, in a line of its own; empty where there are none."""
+    if not scan.image_tokens:
+        return ""
+    share = scan.image_tokens / max(scan.read_tokens, 1)
+    return f"\nimages have {share:.1%} of these tokens, counted by the headers of their files"
 
 
 def _bad(scan: Scan) -> Iterator[str]:
@@ -200,6 +209,10 @@ def row_title(row: Row) -> str:
     return f"row {row.index}" + ("" if row.id == str(row.index) else f" ({row.id})")
 
 
+_REPEATED = re.compile(r"(<\|\w+\|>)\1{3,}", re.ASCII)
+"""The token of an image, which stands there as often as the image has tokens."""
+
+
 def shown_prompt(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
     """A prompt as the model reads it, with its special tokens, behind a bar at the left.
 
@@ -210,6 +223,7 @@ def shown_prompt(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) 
         shown = " ".join(map(str, ids[:_SHOWN_IDS]))
         return f"│ {shown}{' …' if len(ids) > _SHOWN_IDS else ''}"
     text = str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+    text = _REPEATED.sub(lambda run: f"{run[1]} × {len(run[0]) // len(run[1])}", text)
     parts = [text]
     if len(text) > LONGEST_PROMPT:
         half = LONGEST_PROMPT // 2

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from batchgen.config.dataset_config import dataset_name
 from batchgen.folder.job_summary import JobSummary, tokens_per_s
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.images.thumbnails import read_thumbnails
 from batchgen.report.example_rows import ShownRows, anchor, faults, shown_rows
 from batchgen.report.report_data import collect
 from batchgen.report.report_rows import JobData
@@ -108,7 +109,8 @@ def _html(reader: JobFolderReader, decode: Decode | None) -> str:
     room = MOST_BYTES - len(frame.encode()) - _HEADING * len(links)
     if data.schema is None or room < 0:
         return frame
-    page = RowPage(job.config, data.schema, decode or job_decode(job.config))
+    thumbnails = read_thumbnails(reader.path)
+    page = RowPage(job.config, data.schema, decode or job_decode(job.config), thumbnails)
     rows = shown_rows(data, page, found, room)
     if rows.dropped:  # no link may lead to them
         there = {row.anchor for row in rows.rows}
@@ -123,7 +125,7 @@ def _page(values: Mapping[str, Any], rows: ShownRows) -> str:
     template = templates("batchgen.report").get_template("report.html.jinja")
     return template.render(
         values, shown=rows, style=Markup(style), policy=f"default-src 'none'; style-src "
-        f"'sha256-{digest}'; base-uri 'none'; form-action 'none'",
+        f"'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'",
     )  # fmt: skip
 
 

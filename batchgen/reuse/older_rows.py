@@ -13,13 +13,13 @@ import pyarrow as pa
 from batchgen.config.job_config import PARSED
 from batchgen.engine.base.outputs import OutputColumn, RequestOutput
 from batchgen.folder.read_job import BATCH, JobFolderReader
+from batchgen.images.image_column import PROMPT_IMAGES
 from batchgen.prompts.row_request import RowRequest
 from batchgen.reuse.key_index import Place
 from batchgen.reuse.key_log import tokens_crc
 from batchgen.shards.enough import ENOUGH_COLUMNS
 from batchgen.shards.output_schema import (
     ANSWER_TOKEN_IDS,
-    PROMPT_IMAGES,
     PROMPT_TOKEN_IDS,
     REASONING,
     SATISFIED,

@@ -11,7 +11,9 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.images.image_column import PROMPT_IMAGES
 from batchgen.rows.row_facts import RowColumns, RowFacts
+from batchgen.rows.row_pictures import image_text
 from batchgen.texts.row_json import json_text, plain_text, row_reader
 from batchgen.texts.text_table import row_name
 from batchgen.util.shorten import wrapped
@@ -64,6 +66,8 @@ class RowText:
     def _text(self, name: str, value: Any) -> str:
         if name == "error":
             return f"{value['type']}: {value['message']}"
+        if name == PROMPT_IMAGES and not self.whole_lists:
+            return "; ".join(map(image_text, value))
         if isinstance(value, str):
             return value.strip("\n")
         if isinstance(value, list) and not self.whole_lists and len(value) > _SHOWN_ITEMS:
@@ -150,7 +154,8 @@ class RowPrinter:
             return None
         columns = RowColumns(self._reader.config, self._schema)
         thoughts = [] if columns.reasoning is None else [columns.reasoning]
-        return [*columns.asked, *thoughts, self._reader.text_column, "error"]
+        images = [] if columns.images is None else [columns.images]
+        return [*columns.asked, *images, *thoughts, self._reader.text_column, "error"]
 
 
 def of_sample(rows: Iterable[dict[str, Any]], sample: int | None) -> Iterator[dict[str, Any]]:

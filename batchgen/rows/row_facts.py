@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.folder.job_metrics import constraint_outcome
+from batchgen.images.image_column import PROMPT_IMAGES
 from batchgen.prompts.used_columns import used_columns
 from batchgen.texts.row_json import row_reader
 from batchgen.texts.safe_text import Span
@@ -23,7 +24,7 @@ _SPAN_OF = re.compile(r"(?P<name>.*answer)_start")
 _GIST = 110  # characters
 _SHOWN_APART = (
     *("row_id", "row_index", "sample_index", "token_ids", "prompt_token_ids", "finish_reason"),
-    *("stop", "error", "constraint_satisfied", "parsed"),
+    *("stop", "error", "constraint_satisfied", "parsed", PROMPT_IMAGES),
 )
 """Columns of batchgen that renderers show in places of their own."""
 
@@ -42,6 +43,8 @@ class RowColumns:
         self.inputs = [n for n, meta in kinds.items() if meta.get(b"meaning") == given]
         used = used_columns(config.get("prompt") or {})
         self.asked = [n for n in used if n in kinds] or self.inputs  # of the prompt
+        has_images = PROMPT_IMAGES in kinds and PROMPT_IMAGES not in self.inputs
+        self.images = PROMPT_IMAGES if has_images else None
         # A data set may have a column of that name itself.
         has_reasoning = REASONING in kinds and REASONING not in self.inputs
         self.reasoning = REASONING if has_reasoning else None

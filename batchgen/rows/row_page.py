@@ -14,6 +14,7 @@ from markupsafe import Markup
 from batchgen.folder.job_metrics import OUTCOMES
 from batchgen.rows.prompt_text import Part, PromptText
 from batchgen.rows.row_facts import RowColumns, RowFacts
+from batchgen.rows.row_pictures import ShownImage, shown_images
 from batchgen.texts.math.rich_text import rich_text
 from batchgen.texts.row_json import plain_text
 from batchgen.texts.safe_text import Span, shortened, templates
@@ -49,11 +50,17 @@ class RowPage:
     Args:
         config: the job's, by group, as in its config.yaml; may be empty.
         decode: None shows the ids of tokens.
+        thumbnails: base64 of small JPEG files, by the digests of images.
     """
 
     def __init__(
-        self, config: Mapping[str, Any], schema: pa.Schema, decode: Decode | None = None
+        self,
+        config: Mapping[str, Any],
+        schema: pa.Schema,
+        decode: Decode | None = None,
+        thumbnails: Mapping[str, str] | None = None,
     ) -> None:
+        self._thumbnails = thumbnails or {}
         self.columns = RowColumns(config, schema)
         self._tokens = TokenView(schema, decode, step_name(config))
         self._prompt = PromptText(config.get("prompt") or {}, schema, decode)
@@ -84,6 +91,7 @@ class RowPage:
                 **_answer(facts, text, limit, self.columns.reasoning),
                 **self._beside(facts, limit),
                 "prompt": [(name, _shown(part, limit)) for name, part in prompt],
+                "images": self._images(facts, limit),
                 "key": key,
                 "tokens": tokens.html(limit.tokens),
                 "num_tokens": facts.tokens,
@@ -107,6 +115,11 @@ class RowPage:
         """The token view of a row; none where its token ids were not read."""
         text = facts.row[self.columns.text]
         return self._tokens.of(facts.row, key, text, next(iter(facts.answers(text)), None))
+
+    def _images(self, facts: RowFacts, limits: Limits) -> list[ShownImage]:
+        """The images of the prompt; without pictures where there is least room."""
+        found = None if self.columns.images is None else facts.row.get(self.columns.images)
+        return shown_images(found, {} if limits.tokens == 0 else self._thumbnails)
 
     def _beside(self, facts: RowFacts, limits: Limits) -> dict[str, Any]:
         """What stands beside prompt and answer, as the template shows it."""

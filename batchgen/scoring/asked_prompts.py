@@ -8,6 +8,7 @@ from hashlib import blake2b
 from typing import Any
 
 from batchgen.engine.base.outputs import RequestError
+from batchgen.images.image_column import PROMPT_IMAGES
 from batchgen.prompts.row_templates import RowTemplate
 from batchgen.prompts.used_columns import COLUMN_KEYS, prompt_templates, used_columns
 from batchgen.scoring.graded_folder import GradedJob
@@ -39,11 +40,13 @@ def _rendered(job: GradedJob) -> dict[str, str]:
         parts.append(RowTemplate(f"prompt.{key}", source, names).render)
     columns = [prompt[key] for key in COLUMN_KEYS if prompt.get(key) is not None]
     digests: dict[str, str] = {}
-    for row in job.rows(list(dict.fromkeys([*_KEYS, *names]))):
+    images = [PROMPT_IMAGES] if PROMPT_IMAGES in job.columns and PROMPT_IMAGES not in names else []
+    for row in job.rows(list(dict.fromkeys([*_KEYS, *names, *images]))):
         if row["row_id"] in digests:
             continue
         fields = {name: row[name] for name in names}
         made: list[Any] = [[column, fields[column.split(".")[0]]] for column in columns] or [None]
+        made += [[image["digest"] for image in row[name] or ()] for name in images]
         try:
             made += [render(fields, row["row_index"]) for render in parts]
         except RequestError as error:  # the row had no prompt, for the same reason

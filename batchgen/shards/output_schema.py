@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from batchgen.config.job_config import PARSED
 from batchgen.engine.base.outputs import OutputColumn, RequestError, RequestOutput, RowCount
+from batchgen.images.image_column import PROMPT_IMAGES
 from batchgen.shards.enough import (
     ENOUGH_COLUMNS,
     FAILED,
@@ -72,7 +73,6 @@ _SATISFIED = (
 )
 
 
-PROMPT_IMAGES = "prompt_images"
 IMAGE_FIELDS = (
     ("path", pa.string()),
     ("digest", pa.string()),

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.images.image_column import PROMPT_IMAGES
+from batchgen.images.thumbnails import read_thumbnails
 from batchgen.rows.grade_columns import PREFIX
 from batchgen.rows.job_rows import JobRows
 from batchgen.rows.row_facts import RowColumns, RowFacts, Verdict
@@ -129,7 +131,8 @@ class JobView:
         """What makes the HTML of the rows; with `tokens`, their texts are known to it."""
         schema = self.rows.row_schema
         assert schema is not None
-        return RowPage(self.config, schema, self.decode() if tokens else None)
+        thumbnails = read_thumbnails(self.path) if PROMPT_IMAGES in schema.names else None
+        return RowPage(self.config, schema, self.decode() if tokens else None, thumbnails)
 
     def decode(self) -> Decode | None:
         """The text of token ids; None if the tokenizer is not on this machine. It is loaded when it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.parquet as pq
 import pytest
 import torch
 import train_nano_vl
 from nano_pictures import COLOURS, SHAPES, draw, held_out_problems, picture_problems
-from nano_vl import IMAGE_ID, PictureModel, build_tokenizer, encode
+from nano_vl import IMAGE_ID, PROCESSOR, PictureModel, build_tokenizer, encode
+
+import batchgen
 
 SMALL = {"hidden_size": 64, "layers": 3, "width": 32, "depth": 3, "seed": 0}
 
@@ -109,3 +113,20 @@ def test_a_few_steps_write_a_folder_that_a_second_run_goes_on_with(
     assert {file.name for file in tmp_path.iterdir()} >= {
         "config.json", "eval.parquet", "model.safetensors", "preprocessor_config.json",
     }  # fmt: skip
+
+
+def test_what_is_shipped_is_what_the_tool_makes() -> None:
+    """Its configuration and problems; pictures may differ where Pillow draws otherwise."""
+    folder = Path(batchgen.__file__).parent / "data" / "nano_vl"
+    told = json.loads((folder / "training.json").read_text())
+    learner = PictureModel(Namespace(**told["arguments"]))
+    assert learner.config == json.loads((folder / "config.json").read_text())
+    assert json.loads((folder / "preprocessor_config.json").read_text()) == PROCESSOR
+    parameters = sum(p.numel() for p in learner.module.parameters())
+    assert 3e6 < parameters < 4e6
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 12e6
+    rows = pq.read_table(folder / "eval.parquet").to_pylist()
+    for row, problem in zip(rows, held_out_problems(500, 0), strict=True):
+        expected = (problem.kind, problem.question, problem.answer, problem.final)
+        assert (row["kind"], row["question"], row["answer"], row["final"]) == expected
+        assert [each["bytes"][:4] for each in row["images"]] == [b"\x89PNG"] * len(problem.pictures)

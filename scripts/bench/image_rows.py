@@ -1,0 +1,181 @@
+"""Rows with pictures for a job whose engine only decodes them, and what that takes."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image as Pillow
+from stepped_rows import anonymous_mib
+from synthetic_job import InstantEngine
+
+import batchgen
+from batchgen.compose.compose_config import compose
+from batchgen.config.job_config import JobConfig
+from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.images.image import Image
+from batchgen.images.decode_image import decode_image, image_size
+from batchgen.images.image_sizes import image_sizes
+from batchgen.jobs.job_parts import JobParts, job_parts
+from batchgen.jobs.run_job import run_job
+
+MODEL = Path(batchgen.__file__).parent / "data" / "nano_vl"
+_GROUP = 100
+"""Rows of the data set that are written at once."""
+
+
+class DecodingEngine(InstantEngine):
+    """Finishes the oldest requests in every step, once it has the pixels of their images.
+
+    `peaks` holds (finished rows, MiB without mapped files), about every 100 rows.
+    """
+
+    def __init__(self, per_step: int) -> None:
+        super().__init__(per_step)
+        self.peaks: list[tuple[int, float]] = []
+        self._images: dict[str, Sequence[Image]] = {}
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: object,
+        answer_token_ids: list[int] | None = None,
+        images: Sequence[Image] = (),
+    ) -> None:
+        super().add_request(request_id, prompt_token_ids, params)
+        self._images[request_id] = images
+
+    def step(self) -> list[RequestOutput]:
+        before = self.stats.finished
+        done = super().step()
+        for output in done:
+            for image in self._images.pop(output.request_id):
+                image.load()
+        if self.stats.finished // 100 != before // 100:
+            self.peaks.append((self.stats.finished, anonymous_mib()))
+        return [replace(output, columns={}) for output in done]
+
+
+def photo(width: int, height: int, seed: int) -> bytes:
+    """A JPEG file with smooth colours and some noise, about as large as a photo's."""
+    draw = np.random.default_rng(seed)
+    small = draw.integers(0, 256, (height // 40 + 2, width // 40 + 2, 3), np.uint8)
+    image = Pillow.fromarray(small).resize((width, height), Pillow.Resampling.BICUBIC)
+    values = np.asarray(image, np.int16) + draw.integers(-12, 13, (height, width, 3))
+    file = io.BytesIO()
+    Pillow.fromarray(values.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=85)
+    return file.getvalue()
+
+
+def image_job(
+    folder: Path, rows: int, size: tuple[int, int], engine: DecodingEngine
+) -> tuple[JobConfig, JobParts]:
+    """A job over `rows` pictures of `size` (width, height), no two of which are equal."""
+    photos = [photo(*size, seed) for seed in range(20)]
+    schema = pa.schema([("question", pa.string()), ("image", pa.binary())])
+    with pq.ParquetWriter(folder / "rows.parquet", schema) as writer:
+        for start in range(0, rows, _GROUP):
+            numbers = range(start, min(start + _GROUP, rows))
+            # What stands behind the end of a JPEG file is not read, and makes another file of it.
+            data = [photos[n % len(photos)] + n.to_bytes(4, "big") for n in numbers]
+            table = {"question": ["What is this?"] * len(data), "image": data}
+            writer.write_table(pa.table(table, schema))
+    model = folder / "model"
+    shutil.copytree(MODEL, model)
+    says = json.loads((model / "preprocessor_config.json").read_text())
+    says["size"] = {"shortest_edge": 65536, "longest_edge": 16777216}
+    (model / "preprocessor_config.json").write_text(json.dumps(says))
+    given = [
+        "model=hf", f"model.path={model}", "dataset=files", f"dataset.path={folder}/rows.parquet",
+        "prompt=chat", "sampling=greedy", "sampling.max_new_tokens=100", "engine.device=cpu",
+        "engine.max_model_len=null", "prompt.max_pixels=262144", "output.columns=[]",
+        "output.report=false", f"output.dir={folder}/out",
+    ]  # fmt: skip
+    config = compose({}, given)
+    return config, replace(job_parts(config), build_engine=lambda: engine)
+
+
+def seconds_each(size: tuple[int, int], count: int) -> dict[str, float]:
+    """Processor seconds of one picture on one core: ours, and that of transformers' processor."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        Qwen2VLImageProcessorPil,
+    )
+
+    photos = [photo(*size, seed) for seed in range(count)]
+    limits = {"shortest_edge": 65536, "longest_edge": 1280 * 32 * 32}
+    values: Any = {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    processor = Qwen2VLImageProcessorPil(size=limits, **values)
+    sizes = image_sizes(MODEL, 32, None)
+    sizes = replace(sizes, least=limits["shortest_edge"], most=limits["longest_edge"])
+
+    def ours(data: bytes) -> object:
+        return decode_image(data, *sizes.size(*image_size(data)))
+
+    def theirs(data: bytes) -> object:
+        image: Pillow.Image = Pillow.open(io.BytesIO(data))
+        return processor(images=[image], return_tensors="pt")["pixel_values"]
+
+    return {name: _time(work, photos) for name, work in (("ours", ours), ("theirs", theirs))}
+
+
+def _time(work: Any, photos: Sequence[bytes]) -> float:
+    work(photos[0])
+    began = time.process_time()
+    for data in photos:
+        work(data)
+    return (time.process_time() - began) / len(photos)
+
+
+def growth(peaks: Sequence[tuple[int, float]], rows: int) -> Iterator[float]:
+    """The most MiB in the first fifth of the rows, and in all."""
+    yield max(mib for done, mib in peaks if done <= rows / 5)
+    yield max(mib for _, mib in peaks)
+
+
+def add_image_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, default=10_000)
+    parser.add_argument("--width", type=int, default=640)
+    parser.add_argument("--height", type=int, default=480)
+    parser.add_argument("--speed-count", type=int, default=20, help="pictures of 1080p")
+
+
+def run_images(options: argparse.Namespace) -> list[Any]:
+    """Time a job over rows with pictures, and the work on one picture beside transformers'.
+
+    The engine decodes every picture and computes nothing. The exit code is 1 if the memory without
+    mapped files grew by more than 10% after a fifth of the rows. Pictures of 1920 by 1080 pixels
+    are decoded and scaled to 1,280 tokens on one core; transformers' processor makes float32
+    patches of them, which this engine makes on the device.
+    """
+    each = seconds_each((1920, 1080), options.speed_count)
+    print("1080p: {ours:.4f} s of one core; transformers' processor: {theirs:.4f} s".format(**each))
+    with tempfile.TemporaryDirectory(prefix="bench_job_layer") as temporary:
+        engine = DecodingEngine(16)
+        size = (options.width, options.height)
+        config, parts = image_job(Path(temporary), options.rows, size, engine)
+        clock, cpu = time.perf_counter(), time.process_time()
+        result = run_job(config, parts)
+        clock, cpu = time.perf_counter() - clock, time.process_time() - cpu
+        assert result.exit_code == 0, result.message
+    early, peak = growth(engine.peaks, options.rows)
+    print(
+        f"{options.rows} pictures of {options.width}×{options.height}: {clock:.0f} s, {cpu:.0f} s"
+    )
+    print(f"of processors, {options.rows / cpu:.0f} pictures for a second of a core")
+    print(f"memory: {early:.0f} MiB in the first fifth, {peak:.0f} MiB in all")
+    if peak > 1.1 * early:
+        raise SystemExit("memory is not flat: more than 10% above that of the first fifth")
+    found = {"rows": options.rows, "seconds": clock, "cpu_seconds": cpu, "mib": [early, peak]}
+    return [found | {f"{name}_1080p_s": value for name, value in each.items()}]
