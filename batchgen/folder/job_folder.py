@@ -65,6 +65,7 @@ class JobFolder:
         exclusive: Callable[[Path], bool] = lambda path: True,
         storage: Storage | None = None,
         follows: bool = False,
+        lacks_rows: bool = False,
     ) -> None:
         """Make the folder this job's, or take up the same job where it was left.
 
@@ -79,6 +80,8 @@ class JobFolder:
             exclusive: whether the folder is nobody else's, as far as can be known without the lock,
                 which does not reach other machines on every file system.
             follows: whether rows come while the job runs, so that more of them are no other job.
+            lacks_rows: whether rows may come that the manifest does not count yet, so that fewer of
+                them are no other job.
 
         Raises:
             ConfigError: the folder cannot be written, holds files that are no job's or another
@@ -86,6 +89,7 @@ class JobFolder:
         """
         self.path = path
         self._changed_row, self._row_digests, self._follows = changed_row, digests, follows
+        self._lacks_rows = lacks_rows
         self.storage = FolderStorage(path) if storage is None else storage
         try:
             refuse_folder(self.storage)
@@ -210,6 +214,8 @@ class JobFolder:
         is_new = found is None
         if found is not None:
             self.manifest = found
+            if self._lacks_rows and (rows or 0) < (found.growing.get(ROWS) or 0):
+                manifest = manifest.with_rows(found, found.row_digests)
             if refuse_other_job(
                 self.storage, found, manifest, digests, self._changed_row, overwrite=overwrite
             ):

@@ -336,6 +336,7 @@ def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFold
         exclusive=lambda path: not others_run(path, config.workers),
         storage=storage,
         follows=isinstance(data, Following),
+        lacks_rows=isinstance(data, Following) and data.num_rows is None,
     )
     try:
         if indexed is not None:

@@ -36,7 +36,9 @@ class FollowedIndex(IndexedSource, Following):
     @property
     def num_ready(self) -> int:
         """See `Following`."""
-        return 0 if self._reader is None else self._reader.facts.rows
+        if self._reader is None or self._covered > self._followed.num_ready:
+            return 0  # rows of a shard that grows, which the index knows, are not ready
+        return self._reader.facts.rows
 
     @property
     def num_rows(self) -> int | None:
@@ -75,9 +77,10 @@ class FollowedIndex(IndexedSource, Following):
         self._followed.learn()
         before = self.num_ready
         folder, ends = self._folder(self._storage), self._followed.ends
-        if self._num_parts < len(ends):
+        ready = self._followed.num_ready
+        if self._covered < ready:
             self._read(folder)
-        if self._num_parts < len(ends) and may_write():
+        if self._covered < ready and may_write():
             self._grow(folder, ends)
         if self._is_whole() and not self.num_ready:
             assert self.facts is not None
@@ -92,12 +95,13 @@ class FollowedIndex(IndexedSource, Following):
         super().close()
 
     @property
-    def _num_parts(self) -> int:
-        return 0 if self._reader is None else len(self._reader.facts.parts)
+    def _covered(self) -> int:
+        """How many rows of the other job's answers the index covers."""
+        return 0 if self._reader is None else self._reader.facts.data_rows
 
     def _is_whole(self) -> bool:
         """Whether the other job is complete, and the index has all of it."""
-        return self.data.num_rows is not None and self._num_parts == len(self._followed.ends)
+        return self.data.num_rows is not None and self._covered == self.data.num_rows
 
     def _read(self, folder: IndexFolder) -> bool:
         """Take up the index that is there, if it has more than this process knows; returns whether
@@ -106,7 +110,7 @@ class FollowedIndex(IndexedSource, Following):
         facts = IndexFacts.parse(self._storage.read(self._storage.path / ROW_INDEX))
         if facts is None or facts.key != self._key:
             return False
-        if len(facts.parts) > self._num_parts:
+        if self._reader is None or facts.data_rows > self._covered:
             try:
                 self._reader = self._checked(folder, facts)
             except JobError:
@@ -114,15 +118,16 @@ class FollowedIndex(IndexedSource, Following):
         return True
 
     def _grow(self, folder: IndexFolder, ends: list[int]) -> None:
-        """Add the parts of the shards that have none."""
+        """Add a part for each shard that has none, or has grown since."""
         assert self._storage is not None
         known = self._none if self._reader is None else self._reader.facts
         if self._growth is None or len(self._growth.facts.parts) != len(known.parts):
             if self._growth is not None:
                 self._growth.close()
             self._growth = IndexGrowth(self.chain, self.data, self._tokenizer, folder, known)
-        for end in ends[len(known.parts) :]:
-            self._growth.add(end)
+        for end in ends:
+            if end > self._growth.facts.data_rows:
+                self._growth.add(end)
         facts = replace(self._growth.facts, dataset=self.fingerprint)
         self._storage.write(self._storage.path / ROW_INDEX, facts.text())
         self._reader = self._checked(folder, facts)

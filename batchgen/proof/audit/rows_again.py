@@ -13,6 +13,7 @@ import pyarrow as pa
 from batchgen.config.job_config import JobConfig
 from batchgen.dataset.source import Row, Source
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.images.row_images import RowImage
 from batchgen.jobs.job_parts import JobParts
 from batchgen.jobs.run_job import run_job
 from batchgen.prompts.row_prompts import Prompt
@@ -101,6 +102,9 @@ class _PromptOfTaken(Prompt):
 
     def token_ids(self, row: Row) -> list[int]:
         return self.prompt.token_ids(_given(row))
+
+    def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
+        return self.prompt.asked(_given(row))
 
 
 def _given(row: Row) -> Row:
