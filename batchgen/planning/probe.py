@@ -16,7 +16,7 @@ from batchgen.forecast.calibration import Calibration, RunCounts
 from batchgen.forecast.planned_work import job_device
 from batchgen.forecast.scan import ReadRow
 from batchgen.kernels.compile_ahead import have_compiled
-from batchgen.prompts.row_prompts import Prompt, with_images
+from batchgen.prompts.row_prompts import Prompt
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class _Run:
         engine = self._engine
         for read in rows:
             longest = min(read.params.max_new_tokens, most or read.params.max_new_tokens)
-            images = [each.image for each in with_images(self._prompt, read.row)[1]]
+            images = [each.image for each in self._prompt.asked(read.row)[1]]
             for sample in range(samples):
                 params = sample_params(
                     read.params,
