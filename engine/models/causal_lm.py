@@ -114,7 +114,12 @@ class CausalLM(TokenModel):
         self.turns_by_axes = vision
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
         self.model = Decoder(
-            Embedding(config.vocab_size, config.hidden_size, where=self.where),
+            Embedding(
+                config.vocab_size,
+                config.hidden_size,
+                scale=self.embedding_scale,
+                where=self.where,
+            ),
             (self._layer(index) for index in range(config.num_layers)),
             self.make_norm(),
             self.make_rotaries(),
@@ -194,6 +199,11 @@ class CausalLM(TokenModel):
         """Make a head of `config.heads`, which may share weights, or raise ValueError."""
         has = f"it has {', '.join(self.config.heads)}" if self.config.heads else "it has none"
         raise ValueError(f"{self.config.architecture} has no head {name!r}: {has}")
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the embeddings of tokens are multiplied by."""
+        return 1.0
 
     @property
     def layers(self) -> Sequence[DecoderLayer]:

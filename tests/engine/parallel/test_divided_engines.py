@@ -112,6 +112,7 @@ def test_two_ranks_say_what_one_says(tiny_model: TinyModel) -> None:
             Case(tiny_model("qwen3", vocab_size=WIDTH), constrained(6), has_text=True),
             # The ranks share norms over all heads, and these norms stand behind a layer's parts.
             Case(tiny_model("olmo3"), rows(5)),
+            Case(tiny_model("gemma3_text"), rows(5)),
         ],
         2,
     )
@@ -141,6 +142,7 @@ def all_cases(tiny_model: TinyModel, heads: Path) -> list[Case]:
         Case(tiny_model("mistral3"), rows(6)),
         Case(tiny_model("olmo3"), rows(6)),
         Case(tiny_model("smollm3"), rows(6)),
+        Case(tiny_model("gemma3"), rows(6)),
         preempted(llama),
         Case(llama, spec, strategy=ARSpecStrategy("draft"), draft=llama, adaptive=True),
         Case(
