@@ -78,6 +78,7 @@ BATCHGEN = {
     "scoring": "scores, intervals and comparisons",
     "resolve": "a configuration becomes an opened job",
     "rows": "one row as HTML and as text",
+    "trace": "from a row back to where it came from",
     "report": "report.html",
     "forecast": "how long a job will take",
     "workers": "which worker computes which shard",

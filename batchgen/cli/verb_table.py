@@ -58,6 +58,9 @@ VERBS = {
     "score": Verb("batchgen.cli.verbs.score", "OUT", "score a graded job, with intervals"),
     "compare": Verb("batchgen.cli.verbs.compare", "A B", "compare the scores of two jobs by row"),
     "report": Verb("batchgen.cli.verbs.report", "OUT", "write a job's report.html again"),
+    "trace": Verb(
+        "batchgen.cli.verbs.proving.trace", "OUT ROW", "follow a row back to where it came from"
+    ),
     "audit": Verb(
         "batchgen.cli.verbs.proving.audit", "OUT", "compute rows again and compare them to the bit"
     ),

@@ -12,7 +12,7 @@ from batchgen.constraint.row_params import RowParams
 from batchgen.dataset.seed_stream import depth_of, stream_of
 from batchgen.dataset.source import Following, Row, Source
 from batchgen.jobs.job_parts import JobParts
-from batchgen.prompts.row_prompts import fit_prompt, prompt_room, with_images
+from batchgen.prompts.row_prompts import fit_prompt, prompt_room
 from batchgen.prompts.row_request import RowRequest
 from batchgen.shards.enough import Enough
 from batchgen.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
@@ -95,7 +95,7 @@ def row_request(config: JobConfig, parts: JobParts) -> Callable[[Row], RowReques
         params = own.constrained(row, params)
         choices = parts.choices(params.constraint)
         room = prompt_room(parts.max_model_len, max([behind, *map(len, choices)]))
-        ids, images = with_images(parts.prompt, row)
+        ids, images = parts.prompt.asked(row)
         too_long = "error" if images else config.prompt.too_long
         ids = fit_prompt(ids, room, too_long, parts.bos_id)
         return RowRequest(ids, params, answer, choices, images)

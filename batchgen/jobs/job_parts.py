@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchgen.budget.spending import Attempts
 from batchgen.config.constraint_config import ChoiceConstraintConfig
 from batchgen.config.job_config import JobConfig
 from batchgen.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
@@ -21,6 +20,7 @@ from batchgen.resolve.opened_job import OpenedJob, open_job
 from batchgen.texts.tokens.decode_tokens import decode_with
 
 if TYPE_CHECKING:
+    from batchgen.budget.spending import Attempts
     from batchgen.dataset.source import Row, Source
     from batchgen.forecast.forecast import Forecast
     from batchgen.jobs.generation import Engine

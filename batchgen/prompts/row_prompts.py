@@ -61,6 +61,10 @@ class Prompt(Protocol):
         """
         ...
 
+    def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
+        """The prompt of a row and its images; RequestError as `token_ids` has it."""
+        return self.token_ids(row), []
+
 
 def build_prompt(
     config: PromptConfig,
@@ -96,13 +100,6 @@ def build_prompt(
     if isinstance(config, OpenAIPromptConfig):
         return BodyPrompt(config, tokenizer, columns, vocab_size, room, images)
     return ChatPrompt(config, tokenizer, columns, room, images)
-
-
-def with_images(prompt: Prompt, row: Row) -> tuple[list[int], list[RowImage]]:
-    """The prompt of a row and its images; RequestError as `Prompt.token_ids` has it."""
-    if isinstance(prompt, ChatPrompt | BodyPrompt):
-        return prompt.asked(row)
-    return prompt.token_ids(row), []
 
 
 def prompt_room(max_model_len: int, max_new_tokens: int) -> int:
@@ -155,7 +152,7 @@ def constant_prompt_warning(prompt: Prompt, row: Row) -> str:
     )
 
 
-class TextPrompt:
+class TextPrompt(Prompt):
     """One template for the whole prompt.
 
     The tokenizer adds its special tokens, such as a BOS, unless `add_special_tokens` is false.

@@ -19,7 +19,7 @@ from batchgen.util.paths import is_url
 
 _PACKAGE = "package://"
 """How places begin that come with batchgen."""
-_ENDS = ("path", "_file", "_model", "image_root")
+_ENDS = ("path", "_file", "_model", "_root")
 _TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz")
 _OF_CONSTRAINT = ("schema", "grammar", "tag")
 _TEXT = ("{", "::=")
@@ -113,7 +113,7 @@ def _plain(config: JobConfig) -> dict[str, Any]:
     groups = resolved(config)
     if config.dataset.kind == "job":
         del groups["dataset"]["path"]  # steps of the lock, in the user's folder
-    return {name: groups[name] for name in ("model", "dataset", "strategy")}
+    return {name: groups[name] for name in ("model", "dataset", "prompt", "strategy")}
 
 
 def places_read(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

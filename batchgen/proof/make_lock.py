@@ -17,10 +17,10 @@ from batchgen.folder.read_job import JobFolderReader
 from batchgen.pipelines.pipeline_file import FROM
 from batchgen.pipelines.record.pipeline_record import STEP_NAME, step_of
 from batchgen.pipelines.record.step_folders import find_record, is_pipeline
-from batchgen.proof.audit.stored_rows import places_beside
 from batchgen.proof.folder_proof import step_proof
 from batchgen.proof.lock_file import Lock, StepProof
 from batchgen.storage.manifest import READ_JOB
+from batchgen.trace.source_places import places_beside
 from batchgen.upstream.other_job import OtherJob
 from batchgen.upstream.read_jobs import read_jobs
 from batchgen.util.errors import ConfigError
@@ -31,7 +31,10 @@ _GROUPS = (
     *("post", "score", "output"),
 )
 """What a lock has of a configuration; the rest says how a job runs and not what it writes."""
-_NOT_KEPT = {"output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report"}}
+_NOT_KEPT = {
+    "dataset": {"follow"},
+    "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report", "reuse"},
+}
 _PATH = "path"
 
 

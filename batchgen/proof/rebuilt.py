@@ -10,12 +10,12 @@ from pathlib import Path
 from batchgen.config.job_config import JobConfig
 from batchgen.dataset.row_digest import rows_digest
 from batchgen.jobs.checked_rows import job_manifest, output_schema
+from batchgen.jobs.image_files import content_of
 from batchgen.jobs.job_parts import JobParts, job_parts
 from batchgen.jobs.run_job import run_job
 from batchgen.proof.folder_proof import FolderDigests, folder_digests, without_places
 from batchgen.proof.lock_file import StepProof
 from batchgen.proof.locked_jobs import LockedJobs
-from batchgen.row_index.open_rows import data_of
 from batchgen.storage.manifest import READ_JOB
 from batchgen.util.errors import ConfigError
 
@@ -84,7 +84,7 @@ def opened(config: JobConfig, name: str, proof: StepProof) -> Iterator[tuple[Job
 def _other_data(parts: JobParts, proof: StepProof, fingerprint: str | None) -> Iterator[str]:
     """How the rows that a step reads differ from those of the lock; of other jobs only the rows
     that this one makes are compared."""
-    source = data_of(parts.source)
+    source = content_of(parts.source, parts.prompt)
     if proof.dataset is None or proof.dataset_rows is None:
         if not parts.source.jobs and fingerprint != proof.fingerprints.get(_DATASET):
             yield f"data set: {proof.fingerprints.get(_DATASET)} in the lock, {fingerprint} here"

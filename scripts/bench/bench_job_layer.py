@@ -3,6 +3,7 @@
 python scripts/bench/bench_job_layer.py job [--rows 200000] [--grade] [--report] [--rounds 3]
 python scripts/bench/bench_job_layer.py grading [--integers 100000] [--math 4000]
 python scripts/bench/bench_job_layer.py steps [--rows 1000000] [--without-dedupe]
+python scripts/bench/bench_job_layer.py until [--rows 100] [--valid 2] [--most 16]
 python scripts/bench/bench_job_layer.py pipeline [--rows 500] [--batch 64] [--rounds 3]
 python scripts/bench/bench_job_layer.py view [--rows 2000000] [--folder FOLDER]
 python scripts/bench/bench_job_layer.py images [--rows 10000] [--width 640] [--height 480]
@@ -29,6 +30,7 @@ import pyarrow.parquet as pq
 from image_rows import add_image_arguments, run_images
 from interleaved_steps import add_pipeline_arguments, run_pipelines
 from measuring import Mode, resident_mib, run_mode
+from modes import until
 from stepped_rows import StepClock, WatchedEngine, anonymous_mib, stepped_job, time_steps
 from synthetic_job import InstantEngine, integer_steps, null_job
 
@@ -350,6 +352,7 @@ MODES = {
     "job": Mode(add_job_arguments, run_jobs),
     "grading": Mode(add_grading_arguments, run_grading),
     "steps": Mode(add_steps_arguments, run_steps),
+    "until": Mode(until.add_arguments, until.run),
     "images": Mode(add_image_arguments, run_images),
     "pipeline": Mode(add_pipeline_arguments, run_pipelines),
     "view": Mode(add_view_arguments, run_view),

@@ -15,8 +15,9 @@ from batchgen.config.job_config import JobConfig
 from batchgen.folder.open_folder import open_folder
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.proof.audit.audited_job import AuditedRow, audit_rows, open_parts, remarks
-from batchgen.proof.audit.stored_rows import StoredRows, places_beside
+from batchgen.proof.audit.stored_rows import StoredRows
 from batchgen.storage.manifest import Manifest
+from batchgen.trace.source_places import places_beside
 from batchgen.util.errors import ConfigError
 
 CONFIG = "config.yaml"
@@ -61,7 +62,7 @@ def _with_jobs_beside(config: JobConfig, folder: Path) -> JobConfig:
         return config
     paths = tuple(places_beside(config.dataset.paths, folder))
     path = paths[0] if len(paths) == 1 else paths
-    return replace(config, dataset=replace(config.dataset, path=path))
+    return replace(config, dataset=replace(config.dataset, path=path, follow=False))
 
 
 def config_of(

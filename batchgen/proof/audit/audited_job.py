@@ -13,11 +13,11 @@ import pyarrow.compute as pc
 from batchgen.config.job_config import JobConfig
 from batchgen.dataset.row_digest import rows_digest
 from batchgen.jobs.checked_rows import job_manifest, output_schema
+from batchgen.jobs.image_files import content_of
 from batchgen.jobs.job_parts import JobParts, job_parts
 from batchgen.model.open_model import device_of
 from batchgen.proof.audit.first_difference import first_difference
 from batchgen.proof.audit.rows_again import compute_again
-from batchgen.row_index.open_rows import data_of
 from batchgen.shards.row_order import KEYS
 from batchgen.storage.job_storage import Storage
 from batchgen.storage.manifest import Manifest
@@ -42,7 +42,7 @@ def open_parts(config: JobConfig, found: Manifest, shown: str) -> JobParts:
     parts = job_parts(config)
     try:
         asked = job_manifest(config, parts, output_schema(config, parts))
-        source = data_of(parts.source)
+        source = content_of(parts.source, parts.prompt)
         if lines := found.differences(asked, lambda stop: rows_digest(source, stop)):
             raise ConfigError(
                 f"{shown}: its rows were made otherwise than the configuration says that was read:"

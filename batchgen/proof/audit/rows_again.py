@@ -11,8 +11,10 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.config.job_config import JobConfig
+from batchgen.config.workers_config import BudgetConfig
 from batchgen.dataset.source import Row, Source
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.images.row_images import RowImage
 from batchgen.jobs.job_parts import JobParts
 from batchgen.jobs.run_job import run_job
 from batchgen.prompts.row_prompts import Prompt
@@ -102,6 +104,9 @@ class _PromptOfTaken(Prompt):
     def token_ids(self, row: Row) -> list[int]:
         return self.prompt.token_ids(_given(row))
 
+    def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
+        return self.prompt.asked(_given(row))
+
 
 def _given(row: Row) -> Row:
     assert isinstance(row, _Taken)
@@ -138,7 +143,9 @@ def compute_again(
     output = dataclasses.replace(
         config.output, dir=str(folder), report=False, retry_errors=False, on_all_errors="continue"
     )
-    result = run_job(dataclasses.replace(config, output=output, launcher=None), own)
+    output = dataclasses.replace(output, reuse=None)  # what is copied proves nothing
+    again = dataclasses.replace(config, output=output, launcher=None, budget=BudgetConfig())
+    result = run_job(again, own)
     if result.stopped_by is not None:
         raise JobError("stopped before the rows were computed")
     reader = JobFolderReader(folder)

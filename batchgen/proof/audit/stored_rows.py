@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -14,7 +12,6 @@ from batchgen.folder.read_job import JobFolderReader
 from batchgen.shards.row_order import KEYS
 from batchgen.shards.shard_files import read_columns, shard_files
 from batchgen.util.errors import ConfigError
-from batchgen.util.paths import is_url, user_path
 
 
 class StoredRows:
@@ -61,15 +58,3 @@ class StoredRows:
             if pc.max(batch[KEYS[0]]).as_py() > index:
                 break
         return pa.Table.from_batches(found, schema=schema)
-
-
-def places_beside(paths: Sequence[str], reader: Path) -> list[str]:
-    """Where the jobs are that another one names, whose folder is `reader`: there, or, where nothing
-    is, beside that folder, as in a copy of both."""
-    above = reader.resolve().parent
-    found = []
-    for path in paths:
-        beside = above / Path(path).name
-        is_there = is_url(path) or glob.has_magic(path) or user_path(path, "dataset.path").exists()
-        found.append(path if is_there or not beside.is_dir() else str(beside))
-    return found

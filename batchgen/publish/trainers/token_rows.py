@@ -13,7 +13,7 @@ import pyarrow as pa
 from batchgen.publish.finished_rows import FinishedRows, FoundRow, row_name
 from batchgen.publish.row_values import answered_rows, number
 from batchgen.publish.trainers.conversations import Conversations
-from batchgen.publish.trainers.trainer_rows import Asked
+from batchgen.publish.trainers.trainer_rows import Asked, Place
 from batchgen.util.errors import ConfigError
 
 TOKEN_FORMATS = ("kd", "kd-v1", "kd-packed", "rl")
@@ -60,11 +60,13 @@ class TokenRows:
     Attributes:
         schema: their columns.
         left_out: why how many rows are not there; filled while the rows are made.
+        made_of: shard and place of the row that the last row was made of.
     """
 
     def __init__(self, rows: FinishedRows, asked: Asked) -> None:
         """Raise ConfigError if the rows lack a column that the format needs."""
         self._rows, self._to, self.left_out = rows, asked.to, Counter[str]()
+        self.made_of: list[Place] = []
         rows.refuse_set(f"--to {asked.to}")
         names = rows.schema.names
         scored = "answer_token_ids" in names
@@ -119,6 +121,7 @@ class TokenRows:
         make = {"kd": self._kd, "kd-v1": self._kd, "kd-packed": self._packed, "rl": self._rl}
         for row in answered_rows(self._rows, self._wanted, self._where, self.left_out):
             if row.variables[self._name[_IDS]]:
+                self.made_of = [(row.shard, row.place)]
                 yield make[self._to](row)
             else:
                 self.left_out["without tokens"] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from glob import has_magic
 from typing import Any
@@ -78,11 +78,13 @@ class TrainerRows:
     Attributes:
         schema: their columns.
         left_out: why how many rows are not there; filled while the rows are made.
+        made_of: shard and place of each row that the last row was made of.
     """
 
     def __init__(self, rows: FinishedRows, asked: Asked) -> None:
         """Raise ConfigError if an option does not fit the rows."""
         self._rows, self._asked, self.left_out = rows, asked, Counter[str]()
+        self.made_of: list[Place] = []
         columns = rows.columns
         self._of: dict[str, RowExpression] = {}
         for name, source in self._expressions().items():
@@ -161,7 +163,9 @@ class TrainerRows:
 
     def _passed(self) -> Iterator[FoundRow]:
         """The rows that have an answer, and for which `where` is true."""
-        return answered_rows(self._rows, self._wanted, self._of.get("where"), self.left_out)
+        for row in answered_rows(self._rows, self._wanted, self._of.get("where"), self.left_out):
+            self.made_of = [(row.shard, row.place)]
+            yield row
 
     def _sft(self) -> Iterator[dict[str, Any]]:
         for row in self._passed():
@@ -184,7 +188,11 @@ class TrainerRows:
     def _members(self, content: Callable[[FoundRow], dict[str, Any]]) -> Iterator[list[Member]]:
         """The rows of each input row, or with `across` those that go back to one row."""
         members = (
-            Member(self._key(row), number(self._of["by"], row), content(row))
+            Member(
+                self._key(row),
+                number(self._of["by"], row),
+                {**content(row), _PLACE: (row.shard, row.place)},
+            )
             for row in self._passed()
         )
         together = not self._rows.is_set and not self._asked.across
@@ -224,6 +232,7 @@ class TrainerRows:
                         f"answers of {group[better].key} have different prompts, and a pair has "
                         "one: give messages whose prompt is the same for all of them (--messages)"
                     )
+                self.made_of = _places([group[better], group[worse]])
                 yield {
                     "prompt": prompt,
                     "chosen": texts[better],
@@ -246,7 +255,9 @@ class TrainerRows:
             if not scores:
                 self.left_out["without a mark"] += len(group)
                 continue
-            yield {**group[0].content, "pass_rate": statistics.fmean(scores)}
+            self.made_of = _places(group)
+            found = {name: group[0].content[name] for name in ("prompt", "answer", "row_id")}
+            yield {**found, "pass_rate": statistics.fmean(scores)}
 
     def _prm(self) -> Iterator[dict[str, Any]]:
         for row in self._passed():
@@ -277,6 +288,14 @@ def _reads_several_jobs(dataset: Mapping[str, Any]) -> bool:
 
 
 _OWN = ("error", "row_id", "row_index", "id", "source")
+_PLACE = "place"
+"""Where the row of a member of a group lies, beside what is made of it."""
+Place = tuple[int, int]
+
+
+def _places(members: Sequence[Member]) -> list[Place]:
+    places = [one.content[_PLACE] for one in members]
+    return [(shard, place) for shard, place in places]
 
 
 def _parts(talk: Exchange) -> dict[str, Any]:

@@ -83,6 +83,7 @@ def test_a_pipeline_is_made_again_without_its_file(
     steps: dict[str, dict[str, Any]] = {
         "a": {},
         "b": {"sampling": {"choice": "greedy", "max_new_tokens": 5}},
+        "next": {"from": "a", "dataset": {"text_as": "t"}},
         "both": {"from": ["a", "b"], "dataset": {"text_as": "t"}},
         "last": {
             "from": "a",
@@ -107,8 +108,12 @@ def test_a_pipeline_is_made_again_without_its_file(
     command = ["rebuild", str(lock), f"output.dir={tmp_path}/again", *places(chain, model)]
     assert run_command(command) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["a", "b", "both", "last"]
+    assert sorted(line.split(":")[0] for line in lines) == ["a", "b", "both", "last", "next"]
     assert all("equal to the byte" in line for line in lines)
+    assert run_command(["audit", f"{tmp_path}/moved/next", "--rows", "4"]) == 0
+    capsys.readouterr()
+    assert run_command(["audit", f"{tmp_path}/moved/last", "--rows", "4"]) == 2  # moved tables
+    assert "rows[0]" in capsys.readouterr().err
     whole = ["--row", "r1#0", "--step", "both", *places(chain, model)]
     assert run_command(["rebuild", str(lock), *whole]) == 2
     assert "step both reads several jobs" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from fake_job import FakeEngine
 from forked import fork_server
+from object_files import FaultyFiles, use
 from shared_jobs import in_threads
 from until_job import Rows, UntilJob, every_sample, expected, is_marked, rows_of
 
@@ -214,3 +215,33 @@ def test_parts_without_until_have_no_more_columns(tmp_path: Path) -> None:
     parts: JobParts = job.parts()
     run_job(job.config(), parts)
     assert not {"valid", "outcome", "num_valid", "num_samples"} & set(rows_of(job.out)[0])
+
+
+def test_the_end_of_a_stream_is_found(tmp_path: Path) -> None:
+    job = UntilJob(str(tmp_path / "out"), rows=37)
+    parts, whole = job.parts(), job.parts().source.rows
+    parts.source.num_rows = None  # type: ignore[misc]
+    parts.source.rows = whole  # type: ignore[method-assign]
+    run_job(job.config(), parts)
+    assert rows_of(job.out) == expected(every_sample(job, tmp_path / "every"), 2, 6)
+
+
+def test_a_job_in_a_bucket_has_the_rows_of_one_in_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = FaultyFiles()
+    use(monkeypatch, files)
+    job = UntilJob(str(tmp_path / "out"), rows=40)
+    job.run()
+    bucket = replace(job, out="memory://jobs/a")
+    with pytest.raises(RuntimeError):
+        replace(bucket, fail_at_step=20).run()
+    for result in in_threads([bucket, bucket]):
+        assert not isinstance(result, Exception)
+    start = "/jobs/a/data/"
+    stored = {
+        path.removeprefix(start): bytes(file.getbuffer())
+        for path, file in files.store.items()
+        if path.startswith(start)
+    }
+    assert stored == {p.name: p.read_bytes() for p in sorted((Path(job.out) / "data").iterdir())}
