@@ -284,7 +284,8 @@ def _random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         model = Qwen3ForCausalLM(Qwen3Config(**values))
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):  # ones and zeros would hide a weight that is not loaded
-            low = -0.5 if kind.startswith("gemma3") else 0.5  # they are the weights minus 1
+            # Gemma 3 has the weights minus 1, and Gemma 4 multiplies no score by less than 1.
+            low = {"gemma3": -0.5, "gemma4": 0.1}.get(kind[:6], 0.5)
             parameter.data.uniform_(low, low + 1)
         elif name.endswith("bias"):
             parameter.data.normal_(0, 0.3)

@@ -113,8 +113,8 @@ class Attention(nn.Module):
         if value_norm:
             self._value_weight = torch.ones(head_dim, dtype=torch.float32, device=where.device)
         if qk_norm == "head":
-            options = {"zero_centred": zero_centred, "in_float": norms_in_float}
-            norm = partial(RMSNorm, head_dim, norm_eps, order=order, **options)
+            norm = partial(RMSNorm, head_dim, norm_eps, zero_centred=zero_centred, order=order)
+            norm = partial(norm, in_float=norms_in_float)
             self.q_norm, self.k_norm = norm(where=where), norm(where=where)
         elif qk_norm == "all heads":
             assert not zero_centred and not output_gate, "no model has both"

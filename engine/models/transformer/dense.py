@@ -163,8 +163,8 @@ class DenseForCausalLM(CausalLM):
     def make_norm(self) -> RMSNorm:
         """Make an RMSNorm over hidden states."""
         size, eps = self.config.hidden_size, self.family.rms_norm_eps
-        options = {"zero_centred": self.zero_centred, "in_float": self.norms_in_float}
-        return RMSNorm(size, eps, **options, where=self.where)
+        centred, in_float = self.zero_centred, self.norms_in_float
+        return RMSNorm(size, eps, zero_centred=centred, in_float=in_float, where=self.where)
 
     @cached_property
     def _query_scales(self) -> Tensor | None:

@@ -127,8 +127,8 @@ class Gemma4ForCausalLM(DenseForCausalLM):
         shapes = _shapes(hf)
         own_head_dim, own_kv_heads = shapes.get(WINDOW) or shapes[FULL]
         head_dim, kv_heads = shapes.get(FULL) or shapes[WINDOW]
-        rotated, full_rope = _full_rope(hf.rope_parameters[FULL], head_dim)
-        own_rope = rope_from_parameters(hf.rope_parameters[WINDOW])
+        rotated, full_rope = _full_rope(_parameters(hf, FULL), head_dim)
+        own_rope = rope_from_parameters(_parameters(hf, WINDOW))
         bias: bool = hf.attention_bias
         config = dense_config(
             hf,
@@ -211,7 +211,15 @@ def _shapes(hf: PretrainedConfig) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _full_rope(parameters: Mapping[str, Any], head_dim: int) -> tuple[int, DefaultRope]:
+def _parameters(hf: PretrainedConfig, kind: str) -> dict[str, Any]:
+    """Return the rotary parameters of layers of this kind."""
+    found = (hf.rope_parameters or {}).get(kind)
+    if not isinstance(found, dict):
+        raise ValueError(f"rope_parameters has {found!r:.60} for {kind}, and must describe a rope")
+    return found
+
+
+def _full_rope(parameters: dict[str, Any], head_dim: int) -> tuple[int, DefaultRope]:
     """Return how many of a head's values rotate in layers without a window, and their rope."""
     values = dict(parameters)
     if values.get("rope_type") != "proportional":
