@@ -24,6 +24,10 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
@@ -71,6 +75,9 @@ TinyModel = Callable[..., Path]
 RunPaged = Callable[..., Tensor]
 
 MASK_ID = 127
+VARIANTS = (
+    "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3", "gemma3_text", "gemma3",
+)  # fmt: skip
 _SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -223,10 +230,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     the same weights as qwen3 and qwen3_moe, and MASK_ID as their mask), or a hybrid: `qwen3_next`,
     `qwen3_5` and `qwen3_5_moe` (with a vision tower), `qwen3_5_text` and `qwen3_5_moe_text`, or one
     with latent attention: `deepseek_v2`, `deepseek_v3` and `glm4_moe_lite`, or `glm4_moe`,
-    `minimax_m2`, `ministral3`, `mistral3` (with a vision tower), `olmo3` or `smollm3`. config
-    overrides sizes. The projections of experts are saved apart (`split_experts=False` leaves those
-    of a layer in one tensor). `max_shard_size` saves it in shards. The same arguments give the same
-    folder, which tests must not change.
+    `minimax_m2`, `ministral3`, `mistral3` (with a vision tower), `olmo3`, `smollm3`, `gemma3_text`
+    or `gemma3` (with a vision tower). config overrides sizes. The projections of experts are saved
+    apart (`split_experts=False` leaves those of a layer in one tensor). `max_shard_size` saves it
+    in shards. The same arguments give the same folder, which tests must not change.
     """
     made: dict[str, Path] = {}
 
@@ -261,7 +268,7 @@ def _random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         )
     elif kind == "qwen3_next" or kind.startswith("qwen3_5"):
         model = _random_hybrid(kind, config)
-    elif kind in ("glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3"):
+    elif kind in VARIANTS:
         model = _random_variant(kind, config)
     elif kind.startswith(("deepseek", "glm4")):
         model = _random_latent(kind, config)
@@ -271,7 +278,8 @@ def _random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         model = Qwen3ForCausalLM(Qwen3Config(**values))
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):  # ones and zeros would hide a weight that is not loaded
-            parameter.data.uniform_(0.5, 1.5)
+            low = -0.5 if kind.startswith("gemma3") else 0.5  # they are the weights minus 1
+            parameter.data.uniform_(low, low + 1)
         elif name.endswith("bias"):
             parameter.data.normal_(0, 0.3)
         elif name.endswith("A_log"):  # how fast states fade, from slowly to at once
@@ -320,6 +328,8 @@ def _random_variant(kind: str, config: dict[str, Any]) -> PreTrainedModel:
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
         }
         return Olmo3ForCausalLM(Olmo3Config(**{"sliding_window": 24} | layers | values))
+    if kind.startswith("gemma3"):
+        return _random_gemma(kind, values)
     if kind == "glm4_moe":
         return Glm4MoeForCausalLM(Glm4MoeConfig(**_MOE_V3 | values))
     if kind == "minimax_m2":
@@ -335,6 +345,18 @@ def _random_variant(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         "tie_word_embeddings": values.get("tie_word_embeddings", False),
     }
     return Mistral3ForConditionalGeneration(Mistral3Config(**parts))
+
+
+def _random_gemma(kind: str, values: dict[str, Any]) -> PreTrainedModel:
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    windows: dict[str, Any] = {"sliding_window": 24, "layer_types": layers}
+    text = windows | {"query_pre_attn_scalar": 20} | values
+    if kind == "gemma3_text":
+        return Gemma3ForCausalLM(Gemma3TextConfig(**{"final_logit_softcapping": 9.0} | text))
+    tower = _PIXTRAL | {"vision_use_head": False}
+    return Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4)
+    )
 
 
 def _random_latent(kind: str, config: dict[str, Any]) -> PreTrainedModel:

@@ -130,6 +130,8 @@ def status_line(reader: JobFolderReader, name: str) -> str:
         facts = [f"{rows:,} of {total:,} rows ({rows / max(total, 1):.0%})"]
     if errors:
         facts.append(counted(errors, "error"))
+    if job.status == "complete" and job.totals.until:
+        facts.append(until_line(job.totals))
     if job.rows_copied:
         facts.append(f"{job.rows_copied:,} copied")
     if job.tokens_per_s:

@@ -45,7 +45,10 @@ def _decides_rows(step: Step, prints: Prints) -> Any:
     # Other steps go by their names: where they lie decides nothing.
     config = step.within({name: name for name in [step.name, *step.reads]})
     models = [name for name in prints if name.endswith("_model")]
-    return [identity(config, models), dict(prints)]
+    decides = [identity(config, models), dict(prints)]
+    if config.sampling.until is not None:  # these steps may say when a row has enough samples
+        decides.append(resolved(config)["post"])
+    return decides
 
 
 def _decides_answers(step: Step) -> Any:

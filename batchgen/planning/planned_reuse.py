@@ -57,7 +57,8 @@ def planned_reuse(
     if not config.output.reuse:
         return None
     parts = parts_of(opened, config, opened.fingerprints(config))
-    with closing(OlderJobs(config.output.reuse, output_schema(config, parts))) as older:
+    schema = output_schema(config, parts)
+    with closing(OlderJobs(config.output.reuse, schema, only_there=True)) as older:
         if not len(older):
             return None
         copied = _Copied(

@@ -16,11 +16,12 @@ from batchgen.forecast.calibration import Calibration, RunCounts
 from batchgen.forecast.planned_work import job_device
 from batchgen.forecast.scan import ReadRow
 from batchgen.kernels.compile_ahead import have_compiled
+from batchgen.prompts.row_prompts import Prompt
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from batchgen.engine.llm_engine import LLMEngine
-    from batchgen.resolve.opened_job import OpenedJob
+from batchgen.resolve.opened_job import OpenedJob
 
 _WARM_UP_TOKENS = 3
 _FULL_TOKENS = 16
@@ -51,7 +52,7 @@ def probe(
     engine = opened.build_engine(config)
     start_s = time.perf_counter() - started if tells_start else None
     with closing(engine):
-        run = _Run(engine)
+        run = _Run(engine, opened.prompt)
         run.answers(chosen[:1], samples, _WARM_UP_TOKENS)
         answers, counts = run.counted(chosen, samples)
         if not answers:
@@ -67,10 +68,10 @@ def probe(
 
 
 class _Run:
-    """Runs rows in the engine of a job."""
+    """Runs rows in the engine of a job, with the images of their prompts."""
 
-    def __init__(self, engine: LLMEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: LLMEngine, prompt: Prompt) -> None:
+        self._engine, self._prompt = engine, prompt
 
     def counted(
         self, rows: list[ReadRow], samples: int, most: int | None = None
@@ -95,6 +96,7 @@ class _Run:
         engine = self._engine
         for read in rows:
             longest = min(read.params.max_new_tokens, most or read.params.max_new_tokens)
+            images = [each.image for each in self._prompt.asked(read.row)[1]]
             for sample in range(samples):
                 params = sample_params(
                     read.params,
@@ -104,7 +106,8 @@ class _Run:
                     min_new_tokens=min(read.params.min_new_tokens, longest),
                 )
                 try:
-                    engine.add_request(f"{read.row.index}.{sample}", read.ids, params)
+                    request_id = f"{read.row.index}.{sample}"
+                    engine.add_request(request_id, read.ids, params, images=images)
                 except RequestError:  # the plan says it of the rows that were looked at
                     continue
         answers = []

@@ -52,7 +52,7 @@ def checked_messages(
         elif (kind := _other_part(content)) is not None:
             raise RequestError(
                 "bad_messages",
-                f"{where}: content has a part of type {kind}: this model reads text only",
+                f"{where}: content has a part of type {kind}: this job reads text only",
             )
         if not isinstance(role, str) or not isinstance(content, (str, list) if images else str):
             raise RequestError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Collection, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from batchgen.util.paths import short_user_path, user_path
 if TYPE_CHECKING:
     from batchgen.dataset.source import Source
 
+_PEEKED = 100
+"""Rows that are looked at, to find out whether conversations have images."""
 MOST_IMAGES = 32
 """The most images of a row where `prompt.max_images` says nothing."""
 
@@ -86,7 +89,7 @@ def _reads_text_only(model: OpenedModel) -> str:
 
 
 def _parts_in(prompt: ChatPromptConfig | OpenAIPromptConfig, source: Source) -> bool:
-    """Whether the conversations of the data set have parts that are images: by the first row."""
+    """Whether the conversations of the data set have parts that are images, by the first rows."""
     body = isinstance(prompt, OpenAIPromptConfig)
     column = prompt.body_column if isinstance(prompt, OpenAIPromptConfig) else None
     if isinstance(prompt, ChatPromptConfig):
@@ -94,19 +97,29 @@ def _parts_in(prompt: ChatPromptConfig | OpenAIPromptConfig, source: Source) -> 
     if column is None:
         return False
     from batchgen.dataset.json_cells import json_cell  # it loads the libraries of the data
+    from batchgen.dataset.source import Following
 
     key = "prompt.body_column" if body else "prompt.messages_column"
     path = named_path(key, column, source.features)
-    row = next(source.rows(), None)
-    value = None if row is None else value_at(row.fields, path)
-    try:
-        value = json_cell(value, feature_at(source.features, path)) if body else value
-    except ValueError:
-        return False
-    if isinstance(value, Mapping):
-        value = value.get("messages")
-    contents = [each.get("content") for each in _mappings(value)]
-    return any(_is_image(part) for content in contents for part in _mappings(content))
+    # Of a job that is followed there may be no more rows yet.
+    rows = islice(source.rows(), 1 if isinstance(source, Following) else _PEEKED)
+    feature = feature_at(source.features, path)
+
+    def messages(value: Any) -> Any:
+        try:
+            value = json_cell(value, feature) if body else value
+        except ValueError:  # the row's own error
+            return None
+        return value.get("messages") if isinstance(value, Mapping) else value
+
+    conversations = (messages(value_at(row.fields, path)) for row in rows)
+    parts = (
+        part
+        for conversation in conversations
+        for message in _mappings(conversation)
+        for part in _mappings(message.get("content"))
+    )
+    return any(map(_is_image, parts))
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:

@@ -134,7 +134,12 @@ class OpenedJob:
         names = {name for config in others for name in config.output.columns}
         known = of_model.declared_columns(self.model.config)
         own = {column.name for column in self.context_columns}
-        return dataclasses.replace(self, context_columns=_named_columns(known, names | own))
+        # Whether rows of the others have images is found when they are opened, which may be later.
+        alone = all(config.engine.tensor_parallel == 1 for config in others)
+        reads = self.model.config.vision is not None and alone
+        model = dataclasses.replace(self.model, with_vision=self.model.with_vision or reads)
+        columns = _named_columns(known, names | own)
+        return dataclasses.replace(self, model=model, context_columns=columns)
 
     def recipe(self, config: JobConfig) -> EngineRecipe:
         """What the job's engine is made of."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from batchgen.config.job_config import JobConfig
 from batchgen.folder.open_folder import open_job
+from batchgen.folder.read_job import JobFolderReader
 from batchgen.prompts.row_request import RowRequest
 from batchgen.reuse.key_index import KeyIndex
 from batchgen.reuse.key_log import KeyLog, Records, read_keys
 from batchgen.reuse.older_rows import Copied, OlderRows
 from batchgen.reuse.row_key import RowKeys
 from batchgen.shards.output_schema import FinishedRow, OutputSchema
+from batchgen.shards.row_order import KEYS, row_keys
 from batchgen.storage.job_storage import Storage
 from batchgen.util.errors import ConfigError, JobError
 
@@ -20,8 +24,11 @@ from batchgen.util.errors import ConfigError, JobError
 class OlderJobs:
     """The rows of older jobs, by their keys."""
 
-    def __init__(self, folders: Sequence[str], schema: OutputSchema) -> None:
-        """Read the keys in the folders, which are tried in this order.
+    def __init__(
+        self, folders: Sequence[str], schema: OutputSchema, *, only_there: bool = False
+    ) -> None:
+        """Read the keys in the folders, which are tried in this order; `only_there` leaves out keys
+        of rows that were dropped, which `copy` does not find either.
 
         A folder without rows that this job can use is left out, which is said on stderr: one that
         is no job's, that lacks a column, or that is damaged.
@@ -37,7 +44,8 @@ class OlderJobs:
                 if (name := rows.lacking()) is not None:
                     _leave_out(folder, f"its rows have no column {name} as this job writes it")
                     continue
-                found.append(read_keys(reader.storage))
+                keys = read_keys(reader.storage)
+                found.append(_there(reader, keys) if only_there else keys)
             except (ConfigError, JobError) as error:
                 _leave_out(folder, str(error))
                 continue
@@ -111,6 +119,16 @@ def row_reuse(
     keys = RowKeys(config, fingerprints, max_model_len)
     log = KeyLog(storage, config.output.rows_per_shard)
     return RowReuse(keys, log, OlderJobs(folders, schema))
+
+
+def _there(reader: JobFolderReader, keys: Mapping[int, Records]) -> dict[int, Records]:
+    """The keys of rows that a job has."""
+    found = {}
+    for shard, records in keys.items():
+        rows = [row_keys(batch) for batch in reader.shard(shard).batches(KEYS)]
+        places = (records["row_index"] << 31) | records["sample_index"]
+        found[shard] = records[np.isin(places, np.concatenate([np.empty(0, np.int64), *rows]))]
+    return found
 
 
 def _leave_out(folder: str, why: str) -> None:

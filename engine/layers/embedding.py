@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from batchgen.engine.base.shard import Shard
@@ -20,17 +21,20 @@ from batchgen.kernels.layers.embedding import embedding, embedding_share
 
 
 class Embedding(nn.Module):
-    """A table of vectors of token ids; each rank of tensor parallelism has consecutive ids."""
+    """A table of vectors of token ids, which are multiplied by `scale`; each rank of tensor
+    parallelism has consecutive ids. The factor is rounded to the vectors' dtype first."""
 
     def __init__(
         self,
         vocab_size: int,
         hidden_size: int,
         *,
+        scale: float = 1.0,
         where: Placement,
     ) -> None:
         super().__init__()
         self._vocab_size, self._parallel = vocab_size, where.parallel
+        self._scale = float(torch.tensor(scale, dtype=where.dtype, device="cpu"))
         rows = rows_of_rank(vocab_size, where.parallel)
         self.weight = empty_parameter(rows, hidden_size, device=where.device, dtype=where.dtype)
         _clear_padding(self.weight, vocab_size, where.parallel)
@@ -38,10 +42,13 @@ class Embedding(nn.Module):
     def forward(self, input_ids: Tensor) -> Stream:
         """Look up the vectors [T, hidden_size] of token ids [T] int64."""
         if self._parallel.size == 1:
-            return embedding(input_ids, self.weight)
+            return self._scaled(embedding(input_ids, self.weight))
         own = embedding_share(input_ids, self.weight, self._parallel.rank * len(self.weight))
         # One rank has the vector and the others have zeros, so the sum is exact.
-        return self._parallel.add_sum(None, own, EMBEDDING_LANE)
+        return self._parallel.add_sum(None, self._scaled(own), EMBEDDING_LANE)
+
+    def _scaled(self, vectors: Tensor) -> Tensor:
+        return vectors if self._scale == 1.0 else vectors.mul_(self._scale)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slot of the table."""

@@ -23,6 +23,7 @@ from batchgen.engine.layers.weight_slot import WeightSlot, named_parts, weight_s
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.models.quantise import quantise_layer
 from batchgen.engine.models.token_model import TokenModel
+from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import ALONE, Stream, TensorParallel, summed
 
 if TYPE_CHECKING:
@@ -114,7 +115,12 @@ class CausalLM(TokenModel):
         self.turns_by_axes = vision
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
         self.model = Decoder(
-            Embedding(config.vocab_size, config.hidden_size, where=self.where),
+            Embedding(
+                config.vocab_size,
+                config.hidden_size,
+                scale=self.embedding_scale,
+                where=self.where,
+            ),
             (self._layer(index) for index in range(config.num_layers)),
             self.make_norm(),
             self.make_rotaries(),
@@ -129,12 +135,8 @@ class CausalLM(TokenModel):
         config = self.config.vision
         if config is None:
             raise ValueError(f"{self.config.architecture} reads no images")
-        if self.parallel.size > 1:
-            raise ValueError(
-                f"tensor_parallel is {self.parallel.size}, and models that read images run on one "
-                "rank only: set tensor_parallel to 1"
-            )
-        return VisionTower(config, where=self.where)
+        # Every rank has the whole tower, and encodes some of the images.
+        return VisionTower(config, where=Placement(self.device, self.dtype))
 
     def _layer(self, index: int) -> DecoderLayer:
         layer = self.make_layer(index)
@@ -194,6 +196,11 @@ class CausalLM(TokenModel):
         """Make a head of `config.heads`, which may share weights, or raise ValueError."""
         has = f"it has {', '.join(self.config.heads)}" if self.config.heads else "it has none"
         raise ValueError(f"{self.config.architecture} has no head {name!r}: {has}")
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the embeddings of tokens are multiplied by."""
+        return 1.0
 
     @property
     def layers(self) -> Sequence[DecoderLayer]:

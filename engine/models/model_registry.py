@@ -20,6 +20,8 @@ class ModelEntry(NamedTuple):
 MODELS: Mapping[str, ModelEntry] = {
     "DeepseekV2ForCausalLM": ModelEntry("batchgen.engine.models.mla.deepseek_v2"),
     "DeepseekV3ForCausalLM": ModelEntry("batchgen.engine.models.mla.deepseek_v3"),
+    "Gemma3ForCausalLM": ModelEntry("batchgen.engine.models.transformer.gemma3"),
+    "Gemma3ForConditionalGeneration": ModelEntry("batchgen.engine.models.transformer.gemma3"),
     "Glm4MoeForCausalLM": ModelEntry("batchgen.engine.models.sparse.glm4_moe"),
     "Glm4MoeLiteForCausalLM": ModelEntry("batchgen.engine.models.mla.glm4_moe_lite"),
     "LlamaForCausalLM": ModelEntry("batchgen.engine.models.transformer.llama", gguf="llama"),

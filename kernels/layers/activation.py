@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_TWICE_ROOT = 1.5957691216057308
+"""2 · √(2/π), of GELU's approximation."""
 _CHUNK = 1024
 """Columns that a program computes: its 128 threads make one 16-byte access each per operand, if
 elements have 2 bytes."""
@@ -33,6 +35,33 @@ def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
     return silu.to(gate.dtype) * up
 
 
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """Compute gelu(gate) · up (GEGLU, Shazeer 2020) with GELU's approximation by tanh (Hendrycks &
+    Gimpel 2016), which equals x · sigmoid(2 · √(2/π) · (x + 0.044715 · x³)).
+
+    Layout and rounding are those of `silu_and_mul`.
+    """
+    return silu_and_mul_triton(gate_up, gelu=True) if gate_up.is_cuda else gelu_reference(gate_up)
+
+
+def gelu_reference(gate_up: Tensor) -> Tensor:
+    """`gelu_and_mul` in PyTorch."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    wide = gate.float()
+    inner = (wide + 0.044715 * wide * wide * wide) * _TWICE_ROOT
+    gelu = wide / torch.exp(-inner).add_(1)  # as with silu
+    return gelu.to(gate.dtype) * up
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Overwrite x with cap · tanh(x / cap), which keeps values between -cap and cap."""
+    if x.is_cuda:
+        return x.div_(cap).tanh_().mul_(cap)
+    # tanh(z) = 1 - 2 / (1 + exp(2z)). torch.tanh may use two ways, as torch.sigmoid does.
+    wide = torch.exp(x.float() * (2 / cap)).add_(1)
+    return x.copy_((1 - 2 / wide) * cap)
+
+
 def mul_sigmoid(values: Tensor, gate: Tensor) -> Tensor:
     """Compute values · sigmoid(gate) of [T, D] in float32; gate's last axis is contiguous."""
     run = mul_sigmoid_triton if values.is_cuda else mul_sigmoid_reference
@@ -45,21 +74,24 @@ def mul_sigmoid_reference(values: Tensor, gate: Tensor) -> Tensor:
     return (values.float() / torch.exp(-gate.float()).add_(1)).to(values.dtype)
 
 
-def silu_and_mul_triton(gate_up: Tensor) -> Tensor:
-    """`silu_and_mul` in one launch."""
+def silu_and_mul_triton(gate_up: Tensor, gelu: bool = False) -> Tensor:
+    """`silu_and_mul` or `gelu_and_mul` in one launch."""
     rows, width = gate_up.shape
     assert gate_up.stride(1) == 1 and width % 2 == 0
     size = width // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     chunks = triton.cdiv(size, _CHUNK)
     _silu_and_mul[(rows * chunks,)](
-        gate_up, out, gate_up.stride(0), size, CHUNKS=chunks, BLOCK=_CHUNK, num_warps=4
+        gate_up, out, gate_up.stride(0), size, GELU=gelu, CHUNKS=chunks, BLOCK=_CHUNK, num_warps=4
     )
     return out
 
 
 @triton.jit
-def _silu_and_mul(gate_up_ptr, out_ptr, stride, size, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul(
+    gate_up_ptr, out_ptr, stride, size,
+    GELU: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Each program computes one chunk of columns of one row."""
     row = (tl.program_id(0) // CHUNKS).to(tl.int64)
     column = tl.program_id(0) % CHUNKS * BLOCK + tl.arange(0, BLOCK)
@@ -68,7 +100,10 @@ def _silu_and_mul(gate_up_ptr, out_ptr, stride, size, CHUNKS: tl.constexpr, BLOC
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + size, mask=mask, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    inner = gate
+    if GELU:
+        inner = (gate + 0.044715 * gate * gate * gate) * 1.5957691216057308
+    silu = (gate / (1.0 + tl.exp(-inner))).to(dtype).to(tl.float32)
     tl.store(out_ptr + row * size + column, (silu * up).to(dtype), mask=mask)
 
 

@@ -65,10 +65,15 @@ class Proposer:
 
 class NgramProposer(Proposer):
     """Drafts the tokens that followed the row's last tokens at an earlier occurrence, in the row or
-    in others (prompt lookup, Saxena 2023)."""
+    in others (prompt lookup, Saxena 2023). Drafts end before an image."""
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
-        return Drafts(*state.store.propose(state.rows.entries_there, k))
+        token_ids, counts = state.store.propose(state.rows.entries_there, k)
+        if state.strange_from is not None:
+            known = token_ids < state.strange_from
+            counts = counts.minimum(known.int().cumprod(1).sum(1, dtype=torch.int32))
+            token_ids = torch.where(known, token_ids, 0)
+        return Drafts(token_ids, counts)
 
 
 class DraftProposer(Proposer):

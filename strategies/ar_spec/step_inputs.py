@@ -15,6 +15,7 @@ from batchgen.engine.base.outputs import StepOutput
 from batchgen.engine.base.transfer import Download, upload
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.rows.scheduled_batch import DecodeBatch
+from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
 from batchgen.engine.strategy import Limits
@@ -80,6 +81,8 @@ class SpecStepInputs(StepInputs):
         self._on_host: tuple[Download, Download] | None = None
         self._wide: ModelInputs | None = None
         self._repeated: dict[int, SamplingInputs] = {}
+        # From where on ids in an index are no tokens, once it holds some that stand for images.
+        self.strange_from: int | None = None
 
     def allocate(
         self, limits: Limits, min_n: int, max_n: int, pool: bool, *, indexed: bool
@@ -103,6 +106,7 @@ class SpecStepInputs(StepInputs):
             most_entries=None if indexed else 1,
         )
         self._free_entries = deque(range(entries))
+        self._vocab_size, self._indexed = limits.vocab_size, indexed
 
     @property
     def store(self) -> NgramIndex:
@@ -157,7 +161,7 @@ class SpecStepInputs(StepInputs):
         )
         before = [seq.counts.get(NUM_FORWARDS.name, 0) for seq in rows.seqs]
         steps = [n + seq.prefill_yields for n, seq in zip(before, rows.seqs, strict=True)]
-        self._store_prompts(rows, there[0])
+        self._store_prompts(rows, entries, there[0])
         # The newest tokens need a launch of their own, because the host does not know them yet.
         ones = torch.ones_like(newest, dtype=torch.int32)
         self.store.append(there[0], there[2], newest.unsqueeze(1), ones)
@@ -170,17 +174,31 @@ class SpecStepInputs(StepInputs):
         self._rows = new if self._rows is None else SpecRows.concat([self._rows, new])
         self._repeated.clear()
 
-    def _store_prompts(self, rows: JoiningRows, entries: Tensor) -> None:
-        """Put the tokens that the prefill has read into the token store. `entries` is [B] int64,
-        their indices in the token store."""
+    def _store_prompts(
+        self, rows: JoiningRows, places: npt.NDArray[np.int64], entries: Tensor
+    ) -> None:
+        """Put the tokens that the prefill has read into the token store. `places` and `entries` are
+        [B] int64, their indices in the token store, on the host and on the device."""
         lens = rows.context_lens
         token_ids = np.zeros((len(lens), int(lens.max())), np.int64)
-        for ids, seq, length in zip(token_ids, rows.seqs, lens.tolist(), strict=True):
+        known = zip(token_ids, rows.seqs, lens.tolist(), places.tolist(), strict=True)
+        for ids, seq, length, entry in known:
             ids[:length] = seq.token_ids[:length]
+            if self._indexed and seq.spans:
+                self._hide_images(ids, seq, entry)
         there = upload(token_ids, torch.int64, entries.device)
         counts = upload(lens, torch.int64, entries.device)
         self.store.reset(entries)
         self.store.append(entries, torch.zeros_like(entries), there, counts)
+
+    def _hide_images(self, ids: npt.NDArray[np.int64], seq: Sequence, entry: int) -> None:
+        """Put an id that occurs nowhere else in place of each token of a row's images, so that no
+        n-gram has such a token that another one could be equal to."""
+        first, most = self._vocab_size, 2**31 - self._vocab_size
+        for span in seq.spans:
+            places = np.arange(span.start, span.end) + entry * self.store.tokens.shape[1]
+            ids[span.start : span.end] = first + places % most
+        self.strange_from = first
 
     def keep_rows(self, keep: npt.NDArray[np.int64]) -> None:
         super().keep_rows(keep)

@@ -84,14 +84,14 @@ def test_nano_vl_reads_pictures_and_its_report_shows_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    run(["+experiment=nano_vl", *SMALL, "dataset.limit=24", f"output.dir={out}"])
+    run(["+experiment=nano_vl", *SMALL, f"output.dir={out}"])
     rows = rows_of(out)
-    assert [row["finish_reason"] for row in rows] == ["stop"] * 24
+    assert [row["finish_reason"] for row in rows] == ["stop"] * 12
     taken = {"add": 0, "sum": 2, "larger": 2, "read": 1, "colour": 1}
     assert [len(row["prompt_images"]) for row in rows] == [taken[row["kind"]] for row in rows]
     right = sum(row["text"].endswith(f"Answer: {row['final']}") for row in rows)
-    assert right >= 14  # 76% of the 500 are
+    assert right >= 7  # 76% of the 500 are
     capsys.readouterr()
     assert run_command(["score", str(out), "score.subset=kind"]) == 0
-    assert "colour" in capsys.readouterr().out
-    assert (out / "report.html").read_text().count("data:image/jpeg;base64,") >= 10
+    assert "read" in capsys.readouterr().out
+    assert (out / "report.html").read_text().count("data:image/jpeg;base64,") >= 8

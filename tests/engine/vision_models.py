@@ -75,10 +75,11 @@ _IDS = {
 
 
 @cache
-def vision_folder(kind: str) -> Path:
+def vision_folder(kind: str, vocab_size: int = 128) -> Path:
     """The folder of a random float32 model of one of the `KINDS`, saved by transformers."""
     torch.manual_seed(3)
     tower, text = dict(_TOWER), _SIZES | {"rope_parameters": _rope([3, 3, 2])}
+    text["vocab_size"] = vocab_size
     if kind.startswith("qwen3_5"):
         text = _SIZES | _MOE | _HYBRID | {"rope_parameters": {**_rope([2, 1, 1]),
                                                        "partial_rotary_factor": 0.5}}  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.config.job_config import JobConfig
+from batchgen.config.workers_config import BudgetConfig
 from batchgen.dataset.source import Row, Source
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.images.row_images import RowImage
@@ -142,7 +143,9 @@ def compute_again(
     output = dataclasses.replace(
         config.output, dir=str(folder), report=False, retry_errors=False, on_all_errors="continue"
     )
-    result = run_job(dataclasses.replace(config, output=output, launcher=None), own)
+    output = dataclasses.replace(output, reuse=None)  # what is copied proves nothing
+    again = dataclasses.replace(config, output=output, launcher=None, budget=BudgetConfig())
+    result = run_job(again, own)
     if result.stopped_by is not None:
         raise JobError("stopped before the rows were computed")
     reader = JobFolderReader(folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor, nn
 
 from batchgen.engine.caches.forward_context import ForwardContext
@@ -12,12 +14,16 @@ from batchgen.engine.parallel.tensor_parallel import (
     FEED_FORWARD_LANE,
     Stream,
 )
-from batchgen.kernels.fp8.quantise import FP8Rows, silu_and_mul_quantised
-from batchgen.kernels.layers.activation import silu_and_mul
+from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows, silu_and_mul_quantised
+from batchgen.kernels.layers.activation import gelu_and_mul, silu_and_mul
+
+GateFunction = Literal["silu", "gelu"]
+"""The function of an MLP's gate: SiLU, or GELU as it is approximated by tanh."""
 
 
 class GatedMLP(nn.Module):
-    """A SwiGLU feed-forward part: residual + down(silu(gate(x)) · up(x)) (Shazeer 2020).
+    """A feed-forward part with a gate: residual + down(f(gate(x)) · up(x)) (Shazeer 2020), where f
+    is SiLU (SwiGLU) or GELU (GEGLU).
 
     Each rank has a share of the width between the projections. `size_name` is what the model's
     configuration calls that width, for error messages.
@@ -29,11 +35,12 @@ class GatedMLP(nn.Module):
         intermediate_size: int,
         *,
         bias: bool,
+        gate: GateFunction = "silu",
         size_name: str = "intermediate_size",
         where: Placement,
     ) -> None:
         super().__init__()
-        parallel = where.parallel
+        parallel, self._gate = where.parallel, gate
         own = parallel.share(size_name, intermediate_size)
         parts = {"gate_proj": own, "up_proj": own}
         shards = dict.fromkeys(parts, parallel.shard(0, intermediate_size))
@@ -59,8 +66,13 @@ class GatedMLP(nn.Module):
         return result
 
     def activated(self, x: Tensor | FP8Rows) -> Tensor | FP8Rows:
-        """Compute silu(gate(x)) · up(x) for x [T, hidden_size], in FP8 if `down_proj` is."""
+        """Compute f(gate(x)) · up(x) for x [T, hidden_size], in FP8 if `down_proj` is."""
         form = self.down_proj.form
+        if self._gate == "gelu":
+            activated = gelu_and_mul(self.gate_up_proj(x))
+            if self.down_proj.computes_in_fp8 and form is not None:
+                return quantise_rows(activated, powers_of_two=form.powers_of_two)
+            return activated
         if self.down_proj.computes_in_fp8 and form is not None:
             return silu_and_mul_quantised(self.gate_up_proj(x), powers_of_two=form.powers_of_two)
         return silu_and_mul(self.gate_up_proj(x))

@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
     With `qk_norm`, queries and keys are normalised before rotation: each head for itself, or all
     heads of a token together. `query_scales` [P] float32 multiplies queries after rotation by a
-    factor of their position.
+    factor of their position. Scores are multiplied by `scale`, by default 1/√head_dim.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Attention(nn.Module):
         qk_norm: NormScope | None = None,
         norm_eps: float = 0.0,
         query_scales: Tensor | None = None,
+        scale: float | None = None,
         rotary_dim: int | None = None,
         output_gate: bool = False,
         zero_centred: bool = False,
@@ -67,7 +68,7 @@ class Attention(nn.Module):
         shape = replace(shape, num_heads=own_heads, num_kv_heads=kv_heads[1] - kv_heads[0])
         self.shape = shape
         self.cache_spec: CacheSpec | None = shape
-        self.scale = shape.head_dim**-0.5
+        self.scale = shape.head_dim**-0.5 if scale is None else scale
         self.sinks: nn.Parameter | None = None
         heads, head_dim = shape.num_heads, shape.head_dim
         order = rotary_order(head_dim, rotary_dim or head_dim)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchgen.engine.caches.cache_specs import KVSpec
 from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward, Mixer, NormPlaces
-from batchgen.engine.layers.feed_forward.mlp import GatedMLP
+from batchgen.engine.layers.feed_forward.mlp import GatedMLP, GateFunction
 from batchgen.engine.layers.mixers.attention import Attention, NormScope
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import DefaultRope, QueryScale, RotaryTable
@@ -23,6 +23,7 @@ from batchgen.engine.models.model_config import (
     common_config,
     rope_from_parameters,
 )
+from batchgen.kernels.layers.activation import soft_cap
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,6 +49,9 @@ class DenseConfig(FamilyConfig):
     # The window of each layer, None for one that sees all tokens; empty: no layer has one.
     layer_windows: tuple[int | None, ...] = ()
     query_scale: QueryScale | None = None  # by which queries are multiplied after rotation
+    attention_scale: float | None = None  # by which scores are multiplied; None: 1/√head_dim
+    gate: GateFunction = "silu"  # of the MLP
+    logit_cap: float | None = None  # logits l become cap · tanh(l / cap)
     norm_places: NormPlaces = "before"
     qkv_bias: bool  # of the projections to queries, keys and values
     output_bias: bool  # of attention's output projection
@@ -137,6 +141,7 @@ class DenseForCausalLM(CausalLM):
             norm_eps=family.rms_norm_eps,
             rotary_dim=family.rotary_dim,
             query_scales=self._query_scales,
+            scale=family.attention_scale,
             zero_centred=self.zero_centred,
             **self.attention_options,
             where=self.where,
@@ -148,6 +153,7 @@ class DenseForCausalLM(CausalLM):
             self.config.hidden_size,
             self.family.intermediate_size,
             bias=self.family.mlp_bias,
+            gate=self.family.gate,
             where=self.where,
         )
 
@@ -161,6 +167,11 @@ class DenseForCausalLM(CausalLM):
         """The factors of queries at all positions [P], which all layers share."""
         scale, positions = self.family.query_scale, self.config.max_position_embeddings
         return None if scale is None else scale.table(positions).to(self.device)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [R, vocab_size] in the model's dtype from states [R, hidden_size]."""
+        logits, cap = super().compute_logits(hidden), self.family.logit_cap
+        return logits if cap is None else soft_cap(logits, cap)
 
     def make_rotaries(self) -> Sequence[RotaryTable | None]:
         """Make a table for each rope, for all positions that the model was made for."""
@@ -189,6 +200,9 @@ def dense_config(
     layer_ropes: Sequence[DefaultRope | None] = (),  # empty: `rope` in all layers
     layer_windows: Sequence[int | None] = (),  # empty: no layer has one
     query_scale: QueryScale | None = None,
+    attention_scale: float | None = None,
+    gate: GateFunction = "silu",
+    logit_cap: float | None = None,
     qk_norm: NormScope | None = None,  # None: that of the model's class
     intermediate_size: int | None = None,  # None takes it from the configuration
 ) -> ModelConfig:
@@ -196,7 +210,7 @@ def dense_config(
 
     Raises ValueError if the engine lacks something it needs, which the message names.
     """
-    if hf.hidden_act != "silu":
+    if gate == "silu" and hf.hidden_act != "silu":
         raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported, only 'silu'")
     rope = rope or rope_from_parameters(hf.rope_parameters)
     family = DenseConfig(
@@ -210,6 +224,9 @@ def dense_config(
         layer_ropes=tuple(layer_ropes),
         layer_windows=tuple(layer_windows),
         query_scale=query_scale,
+        attention_scale=attention_scale,
+        gate=gate,
+        logit_cap=logit_cap,
         norm_places=model.norm_places,
         qkv_bias=qkv_bias,
         output_bias=output_bias,

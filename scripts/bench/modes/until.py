@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-_COUNTS = ("samples", "tokens", "row forwards", "steps", "seconds")
+_COUNTS = ("samples", "kept", "tokens", "kept tokens", "row forwards", "steps", "seconds")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +36,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     for name in _COUNTS:
         share = enough[name] / every[name]
         print(f"{name:<14}{every[name]:>10,.0f}{enough[name]:>10,.0f}{share:>8.0%}")
-    in_vain = enough["samples"] - enough["kept"]
-    print(f"{enough['kept']:,} samples kept, {in_vain:,} computed in vain; {enough['until']}")
+    print(enough["until"])
     return [every, enough]
 
 
@@ -57,6 +56,7 @@ def _job(options: argparse.Namespace, out: Path, samples: str) -> dict[str, Any]
     return {
         "samples": attempt["rows"],
         "kept": metrics["rows"],
+        "kept tokens": metrics["generated_tokens"],
         "tokens": engine["generated_tokens"],
         "row forwards": engine["counts"]["num_forwards"],
         "steps": engine["decode_steps"] + engine["prefill_steps"],

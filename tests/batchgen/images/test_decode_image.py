@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +25,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 from batchgen.engine.base.outputs import RequestError
 from batchgen.images.decode_image import decode_image, image_size
 from batchgen.images.image_sizes import ImageSizes, image_sizes
+from batchgen.images.image_sources import ImageFolder, ImageSource
+from batchgen.images.row_images import RowImages
 from batchgen.util.errors import ConfigError
 
 SIDES = st.integers(1, 3000)
@@ -157,3 +161,27 @@ def test_what_a_job_allows_is_at_most_what_the_model_does(tmp_path: Path) -> Non
     (tmp_path / "preprocessor_config.json").unlink()
     with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
         image_sizes(tmp_path, 32, None)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1024, 4096, 65536]))
+def test_no_image_is_taken_for_another(seed: int, most: int) -> None:
+    """A byte of the file, the limits and the version of Pillow are in the digest, by which the
+    engine knows an image; the same file has the same one, also under a name."""
+    sizes = ImageSizes(32, 1024, most, 65536)
+    data = picture(64, 64, "BMP", seed=seed)
+    at = 60 + seed % (len(data) - 60)
+    changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+    def digest(data: bytes, sizes: ImageSizes, name: str | None = None) -> bytes:
+        images = RowImages(ImageFolder(None), sizes, 0, 1)
+        try:
+            return images.load([ImageSource(data, name)])[0].image.digest
+        finally:
+            images.close()
+
+    found = digest(data, sizes)
+    assert found == digest(data, sizes, "name.bmp")
+    others = [digest(changed, sizes), digest(data, replace(sizes, most=most - 1024 + 1))]
+    with patch("batchgen.images.row_images.pillow_version", lambda: "0"):
+        others.append(digest(data, sizes))
+    assert found not in others and len(set(others)) == 3

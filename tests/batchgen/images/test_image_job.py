@@ -7,10 +7,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from image_job import DecodingEngine, arguments, opened, picture, run, write_rows
+from image_job import (
+    DecodingEngine,
+    arguments,
+    encoded,
+    opened,
+    picture,
+    run,
+    write_rows,
+)
+from PIL import Image as Pillow
+from real_job import run as run_real
 
 from batchgen.util.errors import ConfigError
 
@@ -26,7 +37,10 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("form", ["struct", "hf", "binary", "list", "path", "data", "template"])
+SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in ("struct", "binary", "template")]
+
+
+@pytest.mark.parametrize("form", ["hf", "list", "path", "data", *SLOW])
 def test_images_of_a_column_in_every_form(form: str, vl_model: Path, tmp_path: Path) -> None:
     """Two rows, of 64×32 and 96×64 pixels; none of the forms writes pixels to the output."""
     data = [picture(64, 32), picture(96, 64, "JPEG", seed=1)]
@@ -101,6 +115,34 @@ def test_conversations_with_parts(vl_model: Path, tmp_path: Path) -> None:
     text = json.dumps(found[0]["messages"])
     assert "base64" not in text and "blake2b=" in text
     assert max(f.stat().st_size for f in (tmp_path / "out" / "data").iterdir()) < 40_000
+
+
+def test_rows_do_not_depend_on_how_the_job_was_run(vl_model: Path, tmp_path: Path) -> None:
+    """A real engine: one after the other, in a batch, and grown by a second run; two images of
+    which one pixel differs, the same image twice, and rows without images are among the rows."""
+    values = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
+    other = values.copy()
+    other[0, 0, 0] ^= 1
+    one, two = (encoded(Pillow.fromarray(each)) for each in (values, other))
+    images = [[one], [two], [], [one, two], [two, one], [one], [picture(32, 160)], [one, one]]
+    table = pa.table({"question": ["Hi"] * 8, "images": images})
+    pq.write_table(table, tmp_path / "r.parquet")
+    more = ["output.columns=[logprobs]", "engine.kv_cache_gib=0.01", "output.rows_per_shard=4"]
+    runs = {
+        "one": ["engine.max_num_seqs=1"],
+        "batch": ["engine.max_batched_tokens=32"],
+        "grown": [],
+    }
+    for name, own in runs.items():
+        given = arguments(vl_model, tmp_path / "r.parquet", tmp_path / name, *more, *own)
+        if name == "grown":
+            assert run_real([*given, "dataset.limit=3"]).exit_code == 0
+        assert run_real(given).exit_code == 0
+    found = {name: rows_of(tmp_path / name) for name in runs}
+    assert found["one"] == found["batch"] == found["grown"]
+    logprobs = [row["logprobs"] for row in found["one"]]
+    assert logprobs[0] == logprobs[5] != logprobs[1]
+    assert len({tuple(each) for each in logprobs}) == 7
 
 
 def test_prompts_have_as_many_tokens_as_the_images(vl_model: Path, tmp_path: Path) -> None:

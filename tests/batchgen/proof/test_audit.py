@@ -66,6 +66,20 @@ def test_all_rows_are_equal_in_a_copy_that_was_published(
     assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
 
 
+def test_rows_are_computed_and_not_copied_from_older_jobs(
+    model: Path, rows: Path, tmp_path: Path
+) -> None:
+    def change(found: list[dict[str, Any]]) -> None:
+        found[4]["text"] += "!"
+
+    old, new = tmp_path / "old", tmp_path / "new"
+    for out, reuse in ((old, ""), (new, str(old))):
+        run(overrides(model, rows, out, f"output.reuse=[{reuse}]", "output.report=false"))
+        rewrite(out / "data/part-00000.parquet", change)
+    assert json.loads((new / "metrics.json").read_text())["rows_copied"] == 22
+    assert run_command(["audit", str(new), "--rows", "11"]) == 1
+
+
 def test_what_differs_is_named(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def change(rows: list[dict[str, Any]]) -> None:
         rows[1]["token_ids"][2] += 1

@@ -58,6 +58,32 @@ def test_copied_rows_are_equal_to_the_byte(
     assert figures["rows_copied"] == samples * (len(ROWS) - 2) == figures["rows"] - 3 * samples
 
 
+def test_samples_until_enough_are_valid_are_copied(model: Path, rows: Path, tmp_path: Path) -> None:
+    """From a job that asked for fewer valid ones, in another folder: the new samples alone are
+    computed."""
+    old, new, whole = tmp_path / "old", tmp_path / "new", tmp_path / "whole"
+
+    def until(valid: int) -> list[str]:
+        rule = f"{{where: text|length > 11, valid: {valid}, most: 6}}"
+        return [f"sampling.until={rule}", "output.report=false"]
+
+    given = [a for a in overrides(model, rows, old) if not a.startswith("sampling.n=")]
+    run([*given, *until(1), "output.reuse=[]"])
+    run([*given, *until(2), f"output.dir={whole}"])
+    args = [*given, *until(2), f"output.dir={new}", f"output.reuse=[{old}]"]
+    before = finished(old)
+    assert planned(args).reuse == PlannedReuse(before, len(ROWS), True)
+    run(args)
+    assert data(new) == data(whole)
+    figures = json.loads((new / "metrics.json").read_text())
+    assert figures["rows_copied"] == before < figures["rows"]
+
+
+def finished(out: Path) -> int:
+    found: int = json.loads((out / "metrics.json").read_text())["rows"]
+    return found
+
+
 @pytest.mark.parametrize(
     "other",
     [

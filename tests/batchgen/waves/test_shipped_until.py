@@ -31,7 +31,8 @@ def test_the_samples_are_the_first_of_a_job_with_all_of_them(tmp_path: Path) -> 
     assert 0 < sum(right.values()) < len(right)
 
     def is_right(row: Row) -> bool:
-        return right[row["row_index"], row["sample_index"]]
+        is_it: bool = right[row["row_index"], row["sample_index"]]
+        return is_it
 
     run([*JOB, _until(1, 3), f"output.dir={one}"])
     assert rows_of(one) == expected(rows_of(every), 1, 3, is_right)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from constrained_rows import END, WIDTH, compiler, make_tokenizer
 from engine_rows import expect_short_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ from vision_models import (
 
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.outputs import RequestError, RequestOutput
+from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.images.image import Image
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
@@ -136,7 +138,7 @@ def test_bits_do_not_depend_on_the_schedule(way: str) -> None:
     ["qwen3_5", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if "moe" in kind)],
 )
 def test_bits_of_other_models(kind: str) -> None:
-    chunks = {} if kind == "qwen3_vl_moe" else {"max_batched_tokens": 64}
+    chunks: dict[str, Any] = {} if kind == "qwen3_vl_moe" else {"max_batched_tokens": 64}
     check(kind, run(engine_of(kind, block_size=4, **chunks), ROWS))
 
 
@@ -170,8 +172,19 @@ def test_a_shared_prefix_is_looked_up_before_images_are_encoded() -> None:
 
 @pytest.mark.parametrize("way", [{}, {"max_batched_tokens": 5, "block_size": 2}], ids=str)
 def test_drafts_of_ngrams(way: dict[str, Any]) -> None:
-    strategy = ARSpecStrategy("ngram", adaptive=False, ngram_min=1)
+    strategy = ARSpecStrategy("ngram", adaptive=False, ngram_min=1, ngram_pool=True)
     check("qwen3_vl", run(engine_of("qwen3_vl", strategy, **way), ROWS))
+    assert not (strategy.step_inputs.store.tokens == IMAGE).any()
+
+
+def test_drafts_of_a_model_that_sees_only_tokens() -> None:
+    target, draft = model_of("qwen3_vl"), load_model(vision_folder("qwen3_vl"), device=CPU)
+    config = EngineConfig(max_model_len=128, kv_cache_gib=0.02, image_tokens=21)
+    strategy = ARSpecStrategy("draft", adaptive=False, draft_model="draft")
+    engine = LLMEngine(target, None, (), strategy, config, others={"draft": draft})
+    found = run(engine, ROWS)
+    check("qwen3_vl", found)
+    assert sum(output.counts["num_accepted_tokens"] for output in found) > 0
 
 
 @pytest.mark.parametrize("way", [{}, {"max_batched_tokens": 64, "block_size": 4}], ids=str)
@@ -180,6 +193,40 @@ def test_drafts_of_a_head(way: dict[str, Any]) -> None:
     found = run(engine, ROWS)
     check("mtp", found)
     assert sum(output.counts["num_accepted_tokens"] for output in found) > 0
+
+
+def test_constraints_and_scored_answers() -> None:
+    """In chunks that cut images, with prefixes and with drafts, and the tokens as given answers."""
+    way = {"max_batched_tokens": 5, "block_size": 2}
+    model = load_model(vision_folder("qwen3_vl", WIDTH), device=CPU, vision=True)
+    values: dict[str, Any] = {"max_model_len": 128, "kv_cache_gib": 0.02, "image_tokens": 21}
+
+    def engine(strategy: Strategy, more: dict[str, Any]) -> LLMEngine:
+        config = EngineConfig(**values | more)
+        return LLMEngine(model, make_tokenizer(), (END,), strategy, config, compiler=compiler())
+
+    held = replace(DRAWN, constraint=Constraint("regex", "[a-d]{2,6}"), max_new_tokens=9)
+    rows = [row._replace(params=held) for row in ROWS[:4]]
+    plain = engine(ARStrategy(), {"prefix_caching": False})
+    expected = [run(plain, [row])[0] for row in rows]
+    assert all(output.constraint_satisfied for output in expected)
+    drafts = ARSpecStrategy("ngram", adaptive=False, ngram_min=1)
+    for strategy in (ARStrategy(), drafts):
+        for ours, output in zip(run(engine(strategy, way), rows), expected, strict=True):
+            assert ours.token_ids == output.token_ids
+            np.testing.assert_array_equal(ours.columns["logprobs"], output.columns["logprobs"])
+    scorer = engine(ARStrategy(), way)
+    scored = SamplingParams(max_new_tokens=0, logprobs=True)
+    for i, row in enumerate(rows):
+        answer = expected[i].token_ids
+        scorer.add_request(str(i), row.ids, scored, answer, row.images)
+    found: dict[str, RequestOutput] = {}
+    while scorer.has_unfinished():
+        found |= {output.request_id: output for output in scorer.step()}
+    for i, output in enumerate(expected):
+        np.testing.assert_array_equal(
+            found[str(i)].columns["answer_logprobs"], output.columns["logprobs"]
+        )
 
 
 def test_wrong_images_are_named() -> None:
@@ -232,10 +279,10 @@ _NEAR: list[Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = [
     lambda pixels: pixels ^ (np.arange(pixels.size).reshape(pixels.shape) == 5),
     lambda pixels: np.roll(pixels, 1, 1),
 ]
-"""The same image, its bytes in another size, one pixel of it changed, and all of them moved."""
+"""An image, its bytes in another size, one pixel of it changed, and all of them moved."""
 
 
-@settings(max_examples=max(2, settings.default.max_examples // 10))
+@settings(max_examples=max(2, settings().max_examples // 10))
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.sampled_from([(), (4,), (4, 4, 4, 4)]), st.booleans()),
@@ -271,3 +318,17 @@ def _apart() -> LLMEngine:
 def test_sides_of_the_models() -> None:
     vision = model_of("qwen3_vl").config.vision
     assert vision is not None and vision.rules == RULES and RULES.pixels_per_token == SIDE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_on_a_gpu(kind: str) -> None:
+    """With CUDA graphs, overlap, chunks beside decoding rows, and images in the middle of them."""
+    expected = alone(kind)
+    model = load_model(vision_folder(kind), device=torch.device("cuda"), vision=True)
+    values: dict[str, Any] = {"max_model_len": 128, "kv_cache_gib": 0.02, "max_num_seqs": 12}
+    for chunks in (0, 64):
+        config = EngineConfig(**values, image_tokens=21, chunk_tokens=chunks)
+        found = run(LLMEngine(model, None, (), ARStrategy(), config), ROWS * 3)
+        for i, output in enumerate(found):
+            assert output.token_ids == expected[i % len(ROWS)].token_ids, f"row {i}"

@@ -35,7 +35,8 @@ from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-KINDS = (*LATENT, "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3")
+DENSE = ("ministral3", "mistral3", "olmo3", "smollm3", "gemma3_text", "gemma3")
+KINDS = (*LATENT, "glm4_moe", "minimax_m2", *DENSE)
 
 
 def load(folder: Path, device: torch.device = CPU) -> CausalLM:
@@ -56,7 +57,7 @@ def make_engine(model: CausalLM, strategy: Strategy | None = None, **config: Any
 
 
 def columns_of(kind: str) -> tuple[str, ...]:
-    return () if kind in ("ministral3", "mistral3", "olmo3", "smollm3") else (ROUTED_EXPERTS,)
+    return () if kind in DENSE else (ROUTED_EXPERTS,)
 
 
 def requests(

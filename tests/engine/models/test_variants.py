@@ -47,6 +47,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo as long as its window": ("olmo3", {"sliding_window": len(IDS)}),
     "olmo sees itself": ("olmo3", {"sliding_window": 1}),
     "olmo without windows": ("olmo3", ALL_FULL | {"sliding_window": 7}),
+    "gemma": ("gemma3_text", {}),
+    "gemma with a tower": ("gemma3", {}),
+    "gemma untied": ("gemma3_text", {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma without a cap": ("gemma3_text", {"final_logit_softcapping": None}),
+    "gemma as long as 4b": ("gemma3_text", {"rope_parameters": {
+        "full_attention": DEFAULT | {"rope_type": "linear", "factor": 8.0},
+        "sliding_attention": DEFAULT}}),
     "smollm": ("smollm3", {}),
     "smollm biases": ("smollm3", {"attention_bias": True, "mlp_bias": True}),
     "smollm turns nowhere": ("smollm3", {"no_rope_layers": [0, 0, 0]}),
@@ -72,7 +79,9 @@ def test_logits_equal_transformers(
         assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3"])
+@pytest.mark.parametrize(
+    "kind", ["glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3", "gemma3"]
+)
 def test_dummy_weights(kind: str, tiny_model: TinyModel, run_paged: Callable[..., Tensor]) -> None:
     model = load_model(tiny_model(kind), device=CPU, load_format="dummy")
     model.pack()
@@ -131,6 +140,12 @@ def test_a_router_in_float32_stays_so(tiny_model: TinyModel) -> None:
         ("mistral3", {"text_config": {"model_type": "mistral"}}, "model_type is 'mistral'"),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer"),
         ("olmo3", {"sliding_window": 0}, "sliding_window is 0"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma3_text", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation 'silu'"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        ("gemma3_text", {"sliding_window": 0}, "sliding_window is 0"),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers is \[1\]"),
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, r"no_rope_layers is \[1, 2, 0\]"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 3}, "sliding-window attention"),

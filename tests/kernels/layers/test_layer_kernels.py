@@ -14,11 +14,13 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from batchgen.kernels.attention.rotary import apply_rotary
 from batchgen.kernels.layers.activation import (
+    gelu_and_mul,
     mul_sigmoid_reference,
     mul_sigmoid_triton,
     silu_and_mul,
     silu_and_mul_reference,
     silu_and_mul_triton,
+    soft_cap,
 )
 from batchgen.kernels.layers.cache_plane import write_plane_reference, write_plane_triton
 from batchgen.kernels.layers.embedding import (
@@ -115,6 +117,30 @@ def test_silu_and_mul(dtype: torch.dtype) -> None:
     ours = silu_and_mul(gate_up)
     assert ours.dtype == dtype
     torch.testing.assert_close(ours.double(), reference, rtol=tolerance, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_and_mul(dtype: torch.dtype) -> None:
+    gate_up = 3 * _random(16, 2 * 96, dtype=dtype)
+    gate, up = gate_up.chunk(2, -1)
+    reference = F.gelu(gate.double(), approximate="tanh") * up.double()
+    tolerance = 8 * torch.finfo(dtype).eps
+    for ours in (gelu_and_mul(gate_up), silu_and_mul_triton(gate_up, gelu=True)):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), reference, rtol=tolerance, atol=1e-6)
+    large = torch.tensor([[-1e30, -90.0, 0.0, 90.0, 1e30, 1.0, 1.0, 1.0, 1.0, 1.0]])
+    assert gelu_and_mul(large)[0, [0, 1, 2]].abs().max() == 0 and gelu_and_mul(large)[0, 3] == 90
+    assert gelu_and_mul(large).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_soft_cap(dtype: torch.dtype) -> None:
+    x = 40 * _random(5, 33, dtype=dtype)
+    x[0, :3] = torch.tensor([1e30, -1e30, 0.0])
+    expected = 30 * torch.tanh(x.double() / 30)
+    ours = soft_cap(x, 30.0)
+    assert ours is x and ours.dtype == dtype
+    torch.testing.assert_close(ours.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
 def test_silu_of_large_values_is_finite() -> None:
