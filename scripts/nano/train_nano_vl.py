@@ -22,7 +22,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from random import Random
@@ -61,8 +61,12 @@ WARMUP_STEPS = 200
 CHUNK = 250
 NOISE = 6.0
 """The standard deviation of the noise of training pictures, of 255."""
-LEARNT = 0.9
+LEARNT = 0.7
 """How many of the rows must be right before longer numbers come."""
+LONGEST_STAGE = 0.04
+"""The share of the time after which they come in any case."""
+FIRST_FRESH = 10**6
+"""The number of the first chunk that is drawn while a model is trained."""
 WEIGHTS = {0: 0.1, 1: 0.55, 2: 0.35}
 """How often a batch has rows with so many pictures."""
 
@@ -90,6 +94,44 @@ class Rows:
     def __len__(self) -> int:
         return len(self._ids)
 
+    def replace(self, parts: Sequence[Any], start: int) -> None:
+        """Put other rows in the place of those from `start` on, whatever levels they have."""
+        kept = [self._ids, self._positions, self._prompts, self._lens, *self._pixels]
+        for old, new in zip(kept, parts, strict=True):
+            count = min(len(new), len(old) - start)
+            old[start : start + count] = torch.from_numpy(new[:count]).to(old.device)
+        self.width = max(self.width, int(self._lens.max()))
+
+
+class FreshRows:
+    """Draws further rows in all processes while a model is trained, so that it sees each seldom."""
+
+    def __init__(self, seed: int) -> None:
+        self._pool = ProcessPoolExecutor(_processes())
+        self._seed, self._drawn = seed, 0
+        self._random = Random(f"fresh {seed}")
+        self._waiting: list[tuple[tuple[Size, ...], Future[Any]]] = []
+        # Processes are forked at once, before CUDA is in use.
+        list(self._pool.map(abs, range(_processes())))
+
+    def put(self, rows: dict[tuple[Size, ...], Rows]) -> None:
+        """Put what has been drawn in the place of other rows, and have more drawn."""
+        done = [each for each in self._waiting if each[1].done()]
+        self._waiting = [each for each in self._waiting if not each[1].done()]
+        for shape, future in done:
+            parts, _ = future.result()
+            rows[shape].replace(parts, self._random.randrange(max(1, len(rows[shape]) - CHUNK)))
+        weights = [_weight(shape) for shape in SHAPES]
+        while len(self._waiting) < 2 * _processes():
+            (shape,) = self._random.choices(SHAPES, weights)
+            self._drawn += 1
+            job = (shape, self._seed, FIRST_FRESH + self._drawn)
+            self._waiting.append((shape, self._pool.submit(_training_part, job)))
+
+    def close(self) -> None:
+        """Stop the processes."""
+        self._pool.shutdown(cancel_futures=True)
+
 
 def make_parts(problems: Sequence[PictureProblem]) -> tuple[list[Any], list[int]]:
     """Encode problems of one shape and draw their pictures; returns arrays and levels."""
@@ -109,8 +151,7 @@ def _training_part(job: tuple[tuple[Size, ...], int, int]) -> tuple[list[Any], l
 def training_parts(examples: int, seed: int) -> dict[tuple[Size, ...], tuple[Any, list[int]]]:
     """Draw the training problems on all cores: arrays and levels of each shape."""
     found = {}
-    workers = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(workers) as pool:
+    with ProcessPoolExecutor(_processes()) as pool:
         for shape in SHAPES:
             share = _weight(shape)
             jobs = [(shape, seed, chunk) for chunk in range(math.ceil(examples * share / CHUNK))]
@@ -118,6 +159,10 @@ def training_parts(examples: int, seed: int) -> dict[tuple[Size, ...], tuple[Any
             parts = [np.concatenate(each) for each in zip(*arrays, strict=True)]
             found[shape] = (parts, [*itertools.chain(*levels)])
     return found
+
+
+def _processes() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _weight(shape: tuple[Size, ...]) -> float:
@@ -175,6 +220,7 @@ class Run:
                 {name: weight.float() for name, weight in weights.items()}, strict=False
             )
         # Processes are forked before CUDA is in use.
+        self._fresh = FreshRows(args.seed)
         rows = training_parts(args.examples, args.seed)
         self._say(f"{sum(len(levels) for _, levels in rows.values())} problems are drawn")
         self._rows = {shape: Rows(*each, self._device) for shape, each in rows.items()}
@@ -186,6 +232,7 @@ class Run:
     def finish(self) -> None:
         """Train, measure the weights as the file holds them, and write the folder."""
         steps = self._fit()
+        self._fresh.close()
         for parameter in self.model.module.parameters():
             parameter.data = parameter.data.bfloat16().float()
         torch.set_float32_matmul_precision("highest")
@@ -196,8 +243,8 @@ class Run:
     def _fit(self) -> int:
         """Train until the minutes or the steps are over; the learning rate falls to zero by then.
 
-        Numbers are short at first. A digit is added when most rows are right, and in any case
-        before half of the time is over.
+        Numbers are short at first. A digit is added when most rows are right, and in any case after
+        a while. Then new rows take the place of old ones.
         """
         args, begin, last = self._args, self._seconds, self._seconds
         torch.set_float32_matmul_precision("high")
@@ -217,8 +264,10 @@ class Run:
             if step % 10 == 0:  # the device is asked seldom
                 losses = loss.item() if step == 10 else 0.95 * losses + 0.05 * loss.item()
                 right += 0.05 * (share.item() - right)
-                if level < MOST_DIGITS and (right > LEARNT or progress > 0.1 * level):
-                    level, right = level + 1, 0.5
+                if level == MOST_DIGITS:
+                    self._fresh.put(self._rows)
+                elif right > LEARNT or progress > LONGEST_STAGE * level:
+                    level, right = level + 1, 0.3
             spent = (self._seconds - begin) / (60 * args.minutes - begin)
             progress = max(step / args.steps, spent)
             if self._seconds - last > args.eval_seconds and progress < 1:
