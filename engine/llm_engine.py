@@ -122,7 +122,7 @@ class LLMEngine:
         limits_of_images = None
         if model.visual is not None:
             most = self.config.image_tokens
-            self.images = ImageStore(model.visual, most, model.device)
+            self.images = ImageStore(model.visual, most, model.device, model.parallel)
             limits_of_images = ImageLimits(model.visual.config.rules, most)
         self._requests = Requests(
             tokenizer,
@@ -257,7 +257,8 @@ class LLMEngine:
             self._compiling.add(seq)
         self._live[request_id] = seq
         if self._leader is not None:
-            self._leader.post(Add(request_id, prompt, params, answer, list(images)))
+            known = [image.without_pixels() for image in images]
+            self._leader.post(Add(request_id, prompt, params, answer, known))
 
     def abort(self, request_id: str) -> bool:
         """Drop a request. Returns False if there is no unfinished request with this id."""

@@ -152,7 +152,7 @@ class OpenEnoughShard(OpenShard):
         return [] if self._kept[row_index - self._first] else super().missing(row_index)
 
     def wanted(self, row_index: int, begun: Collection[int], rate: float | None) -> list[int]:
-        """As of `Enough.wanted`, where None is the row's own rate of valid samples so far."""
+        """What `Enough.wanted` gives; the rate None is the row's own of valid samples so far."""
         row = row_index - self._first
         if self._kept[row]:
             return []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from batchgen.config.dataset_config import dataset_name
-from batchgen.folder.job_summary import JobSummary
+from batchgen.folder.job_summary import JobSummary, until_line
 from batchgen.texts.text_table import Line, percent_range, score_lines
 from batchgen.util.duration import duration
 from batchgen.viewer.job_view import JobView
@@ -99,6 +100,14 @@ def _subsets(job: JobView) -> list[Subset]:
     return found
 
 
+def _sampling(sampling: Mapping[str, Any]) -> Iterator[str]:
+    until = sampling.get("until")
+    if until is not None:
+        yield f"until {until['valid']:,} of at most {until['most']:,} fulfil {until['where']}"
+    names = _SAMPLING if until is None else _SAMPLING[1:]
+    yield from (f"{name} {sampling[name]}" for name in names if name in sampling)
+
+
 def _facts(job: JobView, known: JobSummary) -> list[Line]:
     dataset, sampling, attempt = known.group("dataset"), known.group("sampling"), known.attempt
     facts = [
@@ -106,8 +115,10 @@ def _facts(job: JobView, known: JobSummary) -> list[Line]:
         ("model", str(known.group("model").get("path"))),
         ("data set", dataset_name(dataset)),
         ("strategy", known.strategy_path[-1]),
-        ("sampling", ", ".join(f"{k} {sampling[k]}" for k in _SAMPLING if k in sampling)),
+        ("sampling", ", ".join(_sampling(sampling))),
     ]
+    if known.totals.until:
+        facts.append(("until enough", until_line(known.totals)))
     if known.is_begun:
         read, written = known.totals.prompt_tokens, known.totals.generated_tokens
         facts.append(("tokens", f"{read:,} read, {written:,} written"))

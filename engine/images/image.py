@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,16 @@ class Image:
     def __post_init__(self) -> None:
         assert self.height > 0 and self.width > 0 and len(self.digest) == DIGEST_BYTES
 
+    def without_pixels(self) -> Image:
+        """Return the image as another process knows it, which gets the pixels otherwise."""
+        return replace(self, pixels=_elsewhere)
+
     def load(self) -> Pixels:
         """Return the pixels. Raises RequestError if they cannot be decoded."""
         pixels = self.pixels() if callable(self.pixels) else self.pixels
         assert pixels.shape == (self.height, self.width, 3) and pixels.dtype == np.uint8
         return pixels
+
+
+def _elsewhere() -> Pixels:
+    raise AssertionError("the pixels are in another process")

@@ -23,6 +23,7 @@ from batchgen.engine.layers.weight_slot import WeightSlot, named_parts, weight_s
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.models.quantise import quantise_layer
 from batchgen.engine.models.token_model import TokenModel
+from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import ALONE, Stream, TensorParallel, summed
 
 if TYPE_CHECKING:
@@ -133,13 +134,11 @@ class CausalLM(TokenModel):
     def _vision_tower(self) -> VisionTower:
         config = self.config.vision
         if config is None:
-            raise ValueError(f"{self.config.architecture} reads no images")
-        if self.parallel.size > 1:
-            raise ValueError(
-                f"tensor_parallel is {self.parallel.size}, and models that read images run on one "
-                "rank only: set tensor_parallel to 1"
-            )
-        return VisionTower(config, where=self.where)
+            lack = self.config.vision_lack
+            why = "" if lack is None else f": {lack}"
+            raise ValueError(f"{self.config.architecture} reads no images{why}")
+        # Every rank has the whole tower, and encodes some of the images.
+        return VisionTower(config, where=Placement(self.device, self.dtype))
 
     def _layer(self, index: int) -> DecoderLayer:
         layer = self.make_layer(index)

@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.base.step_timing import StepTimer
 from batchgen.engine.base.transfer import upload
 from batchgen.engine.caches.forward_context import ImageFeatures
-from batchgen.engine.images.image import Pixels
+from batchgen.engine.images.image import Image, Pixels
 from batchgen.engine.images.image_span import ImageSpan
 from batchgen.engine.layers.vision.vision_tower import VisionTower
+from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.engine.rows.scheduled_batch import PrefillBatch
 from batchgen.engine.rows.sequence import Sequence as Row
 
@@ -35,14 +37,22 @@ class ImageStore:
 
     An image is encoded as a whole between two steps, before the chunk of a row's prefill that has
     its first token, and dropped when every row that asked for it has read past it or has left. Rows
-    with the same image share it meanwhile.
+    with the same image share it meanwhile. Rank 0 decodes images and tells the others their pixels;
+    each rank has the whole tower and encodes some of a step's images.
 
     Args:
         most_tokens: how many tokens the images may have that are encoded in one step.
     """
 
-    def __init__(self, tower: VisionTower, most_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        tower: VisionTower,
+        most_tokens: int,
+        device: torch.device,
+        parallel: TensorParallel = ALONE,
+    ) -> None:
         self._tower, self._most, self._device = tower, most_tokens, device
+        self._parallel = parallel
         self._left = most_tokens
         self._entries: dict[bytes, _Entry] = {}
         self.num_images = self.num_tokens = 0  # encoded since the start
@@ -63,10 +73,26 @@ class ImageStore:
             if digest not in self._entries:
                 if span.num_tokens > self._left and not beyond:
                     return max(start, span.start)
-                self._entries[digest] = _Entry(span.num_tokens, span.image.load())
+                self._entries[digest] = _Entry(span.num_tokens, self._load(span.image))
                 self._left -= span.num_tokens
             self._entries[digest].readers.add(seq.request_id)
         return end
+
+    def _load(self, image: Image) -> Pixels:
+        """Return an image's pixels, which rank 0 decodes; or raise what it raises."""
+        found: Pixels | tuple[str, str] | None = None
+        if self._parallel.rank == 0:
+            try:
+                found = image.load()
+            except RequestError as error:
+                if self._parallel.size == 1:
+                    raise
+                found = error.type, str(error)
+        found = self._parallel.agree(found)
+        if isinstance(found, tuple):
+            raise RequestError(*found)
+        assert found is not None
+        return found
 
     def drop(self, seq: Row, num_read: int | None = None) -> None:
         """Let go of the images of a row that has read so many of its tokens; None: that leaves."""
@@ -109,9 +135,38 @@ class ImageStore:
         loaded = [entry.pixels for entry in group if entry.pixels is not None]
         with self._timer.step("images", len(group)):
             pixels = [upload(image, torch.uint8, self._device) for image in loaded]
-            features = self._tower(pixels).split([entry.num_tokens for entry in group], dim=1)
+            features = self._features(pixels, [entry.num_tokens for entry in group])
         for entry, own in zip(group, features, strict=True):
             entry.pixels, entry.features = None, own
+
+    def _features(self, pixels: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Tensor]:
+        """Compute the features of images with these numbers of tokens, [1 + K, count, hidden_size]
+        each. The rank with the fewest tokens so far takes the next image, and tells the others."""
+        if self._parallel.size == 1:
+            alone: tuple[Tensor, ...] = self._tower(pixels).split(list(counts), dim=1)
+            return alone
+        loads, places = [0] * self._parallel.size, []
+        for count in counts:
+            rank = loads.index(min(loads))
+            places.append((rank, loads[rank]))
+            loads[rank] += count
+        shape = self._tower.planes, self._tower.config.out_size
+        values = shape[0] * shape[1]
+        rows = torch.zeros((max(loads), values), dtype=self._tower.dtype, device=self._device)
+        own = [
+            image
+            for image, (rank, _) in zip(pixels, places, strict=True)
+            if rank == self._parallel.rank
+        ]
+        if own:
+            mine = self._tower(own).transpose(0, 1).flatten(1)
+            rows[: len(mine)] = mine
+        whole = self._parallel.gather(rows)  # [max(loads), ranks · values]
+        found = []
+        for count, (rank, start) in zip(counts, places, strict=True):
+            part = whole[start : start + count, rank * values : (rank + 1) * values]
+            found.append(part.unflatten(1, shape).transpose(0, 1))
+        return found
 
     def features(self, batch: PrefillBatch) -> ImageFeatures | None:
         """Return the image tokens among those that a prefill reads; None if there are none."""

@@ -4,6 +4,7 @@ undisturbed.
     python scripts/check/check_kills.py --work /tmp/check [--kills 60] [--workers 4]
         [--engine null] [--grade regex] [--launcher] [--store s3]
     python scripts/check/check_kills.py --work /tmp/check --pipeline [--kills 40] [--workers 2]
+        [--change judge.sampling.seed=1]
     python scripts/check/check_kills.py --work /tmp/check --only-grading integer
     python scripts/check/check_kills.py --work /tmp/check [--grow sampling.n=4] -- \\
         batchgen dataset=files dataset.path=rows.jsonl output.dir={out}
@@ -20,7 +21,9 @@ happened, or too late.
 
 The second form kills workers of a pipeline of three steps, which run in one engine and follow each
 other, and counts what was computed: a row that was finished twice must have been in flight at a
-kill, or have been begun by two workers at once.
+kill, or have been begun by two workers at once. With `--change` the pipeline is another one for a
+third of the time, in the same folder, so that its steps get new versions and come back to their old
+ones.
 
 The third form kills `batchgen grade` over a finished job, and grades it anew by other steps, which
 may change the grades alone. The fourth form kills any command; with `--grow` the job then grows,
@@ -39,6 +42,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import multiprocessing
@@ -467,12 +471,13 @@ def _launched(command: list[str], args: argparse.Namespace, rng: random.Random) 
 
 @dataclass(frozen=True)
 class PipelineJob:
-    """A pipeline of three steps with the small model, as one worker runs it. `log` is a file that
-    gets a line for every request that an engine has finished."""
+    """A pipeline of three steps with the small model, as one worker runs it, with further
+    arguments. `log` is a file that gets a line for every request that an engine has finished."""
 
     out: Path
     rows: Path
     log: Path
+    arguments: tuple[str, ...] = ()
 
     def values(self) -> dict[str, Any]:
         """What its file would hold."""
@@ -507,7 +512,8 @@ class PipelineJob:
             receive(port, request_id, output)
 
         with patch.object(EnginePort, "receive", received):
-            return run_pipeline(compose_pipeline(read_pipeline(self.values(), {}, []), TYPED))
+            given = read_pipeline(self.values(), {}, self.arguments)
+            return run_pipeline(compose_pipeline(given, TYPED))
 
 
 def check_pipeline(check: Check) -> None:
@@ -530,13 +536,24 @@ def check_pipeline(check: Check) -> None:
     warm_up()
     log = args.work / "log"
     seconds = check.undisturbed(Fork(whole.run, log), partial(safe, whole))
-    team = Peers(lambda: Fork(job.run, log), args.workers, rng)
+    changed = dataclasses.replace(job, log=args.work / "changed", arguments=tuple(args.change))
+    started = itertools.count()
+
+    def start() -> Fork:
+        # Workers of the second third of all run the changed pipeline, in the same folder.
+        third = 3 * next(started) // (args.kills + args.workers)
+        return Fork((changed if args.change and third == 1 else job).run, log)
+
+    team = Peers(start, args.workers, rng)
     check.disturb(team, seconds, partial(safe, job))
-    found = files(job)
-    assert found == files(whole), "the files differ"
+    expected = files(whole)
+    found = {name: of_step for name, of_step in files(job).items() if name in expected}
+    assert found == expected, "the files differ"
     assert len(found) == 3 and all(found.values())
     asked = [Counter(of.log.read_text().splitlines()) for of in (whole, job)]
-    assert asked[0].keys() == asked[1].keys() and set(asked[0].values()) == {1}
+    assert set(asked[0].values()) == {1} and asked[1].keys() <= asked[0].keys()
+    # Rows of a changed step may be there already as those of the other version.
+    assert args.change or asked[1].keys() == asked[0].keys()
     twice = asked[1].total() - len(asked[1])
     # A kill loses what its last step finished; at the end of a step workers begin rows of others.
     most = args.kills * _ENGINE_ROWS + (args.workers - 1) * len(found) * 2 * _ENGINE_ROWS
@@ -618,6 +635,10 @@ def main() -> None:
     parser.add_argument("--store", choices=["folder", "s3"], default="folder")
     parser.add_argument("--rate", type=float, default=0.02, help="share of requests that fail")
     parser.add_argument("--pipeline", action="store_true", help="kill workers of a pipeline")
+    parser.add_argument(
+        "--change", action="append", default=[], metavar="KEY=VALUE",
+        help="with --pipeline: workers in between run the pipeline with this argument",
+    )  # fmt: skip
     parser.add_argument("--only-grading", choices=["integer", "regex"], metavar="METHOD")
     parser.add_argument("--grow", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("command", nargs="*")

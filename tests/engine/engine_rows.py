@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.caches.model_caches import paged_token_bytes
+from batchgen.engine.images.image import Image
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
@@ -20,11 +21,13 @@ from batchgen.engine.scheduling.admission import LengthPredictor
 Request = tuple[list[int], SamplingParams]
 Scored = tuple[list[int], SamplingParams, list[int]]
 """A row with an answer, the last of the three, that is scored."""
+Pictured = tuple[list[int], SamplingParams, list[Image]]
+"""A row with images."""
 
 
 def run(
     engine: LLMEngine,
-    requests: Sequence[Request | Scored],
+    requests: Sequence[Request | Scored | Pictured],
     aborts: Mapping[int, Sequence[int]] | None = None,
 ) -> list[RequestOutput]:
     """All outputs in order, with the strategy's columns besides those that they ask for; rows that
@@ -32,10 +35,14 @@ def run(
     columns = tuple(column.name for column in engine.strategy.columns)
     for i, request in enumerate(requests):
         prompt, params = request[:2]
-        if len(request) == 3:
-            engine.add_request(str(i), prompt, params, request[2])
+        images = [x for x in request[2] if isinstance(x, Image)] if len(request) == 3 else []
+        answer = [x for x in request[2] if isinstance(x, int)] if len(request) == 3 else []
+        if answer:
+            engine.add_request(str(i), prompt, params, answer)
         else:
-            engine.add_request(str(i), prompt, replace(params, columns=(*params.columns, *columns)))
+            engine.add_request(
+                str(i), prompt, replace(params, columns=(*params.columns, *columns)), images=images
+            )
     outputs: dict[str, RequestOutput] = {}
     for step in itertools.count():
         if not engine.has_unfinished():

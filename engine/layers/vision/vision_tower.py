@@ -146,7 +146,7 @@ class VisionTower(nn.Module):
     def __init__(self, config: VisionConfig, *, where: Placement) -> None:
         super().__init__()
         self.config = config
-        self.device, self._dtype = where.device, where.dtype
+        self.device, self.dtype = where.device, where.dtype
         self.patch_embed = PatchEmbedding(
             config.patch_values, config.width, bias=True, quantisable=False, where=where
         )
@@ -169,7 +169,7 @@ class VisionTower(nn.Module):
         lengths = [len(position.taps) for position in positions]
         cut = (config.patch_size, config.merge_size, config.temporal_size)
         values = torch.cat([patches(image, self._values, *cut) for image in images])
-        x = self.patch_embed(values.to(self._dtype))
+        x = self.patch_embed(values.to(self.dtype))
         taps, weights, cos, sin = (self._uploaded(parts) for parts in zip(*positions, strict=True))
         x = x + self.pos_embed(taps, weights).to(x.dtype)
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -180,11 +180,14 @@ class VisionTower(nn.Module):
                 features.append(self.deepstack_merger_list[config.deepstack.index(index)](x))
         return torch.stack([self.merger(x), *features])
 
+    @property
+    def planes(self) -> int:
+        """1 + K, how many vectors each token has."""
+        return 1 + len(self.config.deepstack)
+
     def feature_bytes(self, num_tokens: int) -> int:
         """Return the bytes of the features of images with so many tokens."""
-        config = self.config
-        values = (1 + len(config.deepstack)) * config.out_size
-        return num_tokens * values * self._dtype.itemsize
+        return num_tokens * self.planes * self.config.out_size * self.dtype.itemsize
 
     def _positions(self, image: Tensor) -> PatchPositions:
         config = self.config

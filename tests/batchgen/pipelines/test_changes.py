@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from pipeline_job import EXTRACT, folders, run, shards, values, written
-from real_job import ROWS
+from real_job import ROWS, VOCAB, save_tokenizer
 
 from batchgen.sharing.shared_engine import EnginePort
 
@@ -166,3 +166,61 @@ def test_a_step_that_is_gone_and_comes_again_is_as_it_was(case: Case) -> None:
     assert case.run(fewer) == {} and "last" not in folders(case.folder / "out")
     assert case.run(case.given) == {}
     assert folders(case.folder / "out") == before
+
+
+def test_a_threshold_that_drops_more_computes_nothing(case: Case) -> None:
+    rows = [{"Filter": {"where": "reply|length > 0"}}, {"Dedupe": {"by": "reply", "near": 0.9}}]
+    given = case.changed("judge", rows=rows)
+    assert case.run(given) == {}
+    case.check(given)
+
+
+@pytest.mark.slow
+def test_another_model_computes_its_step_alone_and_what_its_answers_change(
+    case: Case, tiny_model: Callable[..., Path]
+) -> None:
+    other = tiny_model("qwen3", **VOCAB)
+    save_tokenizer(other)
+    before = folders(case.folder / "out")
+    given = case.changed("judge", **{"model.path": str(other)})
+    asked = case.run(given)
+    assert "draft" not in asked and asked["judge"] == 7 and "last" in asked
+    assert folders(case.folder / "out")["draft"] == before["draft"]
+    case.check(given)
+
+
+@pytest.mark.slow
+def test_errors_that_are_retried_are_computed_and_what_follows_from_them(case: Case) -> None:
+    """The cache is too small for the longest prompts first."""
+    given = case.changed(most_errors=1)
+    given["output"]["dir"] = str(case.folder / "errors")
+    given["steps"]["draft"]["engine"] = {**given["engine"], "kv_cache_gib": 5e-5}
+    case.run(given)
+    drafts = [row for rows in shards(case.folder / "errors")["draft"].values() for row in rows]
+    errors = [row["row_id"] for row in drafts if row["error"] is not None]
+    assert errors == ["r2", "r2", "r3", "r3"]
+    retried = copy.deepcopy(given)
+    retried["steps"]["draft"] |= {"engine": given["engine"], "output": {"retry_errors": True}}
+    assert case.run(retried) == {"draft": 4, "judge": 3, "last": 3}
+    assert shards(case.folder / "errors") == shards(case.folder / "out")
+
+
+@pytest.mark.slow
+def test_more_valid_samples_compute_what_is_missing(case: Case) -> None:
+    def until(valid: int) -> dict[str, Any]:
+        rule = {"where": "text|length > 2", "valid": valid, "most": 5}
+        given = case.changed("draft", **{"sampling.until": rule})
+        del given["steps"]["draft"]["sampling.n"]
+        given["output"]["dir"] = str(case.folder / "enough")
+        return given
+
+    case.run(until(1))
+    before = shards(case.folder / "enough")
+    number = sum(map(len, before["draft"].values()))
+    asked = case.run(until(2))
+    after = shards(case.folder / "enough")
+    more = sum(map(len, after["draft"].values())) - number
+    # Samples that ran beside the last one that counts are computed, and trimmed.
+    assert more <= asked["draft"] < number + more
+    judged = [sum(map(len, found["judge"].values())) for found in (before, after)]
+    assert asked["judge"] == judged[1] - judged[0]

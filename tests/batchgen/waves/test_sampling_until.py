@@ -21,12 +21,15 @@ from until_job import Rows, UntilJob, every_sample, expected, is_marked, rows_of
 
 from batchgen.config.job_config import SamplingConfig, UntilConfig
 from batchgen.engine.base.outputs import RequestError, RequestOutput
+from batchgen.folder.job_summary import JobSummary, status_line
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.jobs.job_end import JobResult
 from batchgen.jobs.job_parts import JobParts
 from batchgen.jobs.run_job import run_job
 from batchgen.report.write_report import report_html
 from batchgen.util.errors import ConfigError
+from batchgen.viewer import overview
+from batchgen.viewer.job_view import JobView
 
 
 def _metrics(job: UntilJob) -> dict[str, Any]:
@@ -126,6 +129,12 @@ def test_summary_report_and_scores(tmp_path: Path) -> None:
     # Scores are of the samples that every row has, whatever their marks.
     scored = [r for r in rows if r["sample_index"] < job.valid]
     assert metrics["score"]["samples"] == len(scored)
+    reader = JobFolderReader(Path(job.out))
+    assert f"{counts['enough']} of 40 rows have enough" in status_line(reader, "out")
+    about = overview._facts(JobView(reader, "out"), JobSummary.of(metrics, reader.config))
+    assert ("sampling", "until 2 of at most 6 fulfil mark == 1") in [
+        (name, text.partition(",")[0]) for name, text in about
+    ]
     page = report_html(JobFolderReader(Path(job.out)))
     assert "Samples until enough are valid" in page and "Exhausted, with their valid" in page
     exhausted = next(row for row in by_row.values() if row["outcome"] == "exhausted")

@@ -138,7 +138,7 @@ def test_bits_do_not_depend_on_the_schedule(way: str) -> None:
     ["qwen3_5", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if "moe" in kind)],
 )
 def test_bits_of_other_models(kind: str) -> None:
-    chunks = {} if kind == "qwen3_vl_moe" else {"max_batched_tokens": 64}
+    chunks: dict[str, Any] = {} if kind == "qwen3_vl_moe" else {"max_batched_tokens": 64}
     check(kind, run(engine_of(kind, block_size=4, **chunks), ROWS))
 
 
@@ -212,9 +212,9 @@ def test_constraints_and_scored_answers() -> None:
     assert all(output.constraint_satisfied for output in expected)
     drafts = ARSpecStrategy("ngram", adaptive=False, ngram_min=1)
     for strategy in (ARStrategy(), drafts):
-        for row, output in zip(expected, run(engine(strategy, way), rows), strict=True):
-            assert output.token_ids == row.token_ids
-            np.testing.assert_array_equal(output.columns["logprobs"], row.columns["logprobs"])
+        for ours, output in zip(run(engine(strategy, way), rows), expected, strict=True):
+            assert ours.token_ids == output.token_ids
+            np.testing.assert_array_equal(ours.columns["logprobs"], output.columns["logprobs"])
     scorer = engine(ARStrategy(), way)
     scored = SamplingParams(max_new_tokens=0, logprobs=True)
     for i, row in enumerate(rows):
@@ -223,9 +223,9 @@ def test_constraints_and_scored_answers() -> None:
     found: dict[str, RequestOutput] = {}
     while scorer.has_unfinished():
         found |= {output.request_id: output for output in scorer.step()}
-    for i, row in enumerate(expected):
+    for i, output in enumerate(expected):
         np.testing.assert_array_equal(
-            found[str(i)].columns["answer_logprobs"], row.columns["logprobs"]
+            found[str(i)].columns["answer_logprobs"], output.columns["logprobs"]
         )
 
 
@@ -279,10 +279,10 @@ _NEAR: list[Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = [
     lambda pixels: pixels ^ (np.arange(pixels.size).reshape(pixels.shape) == 5),
     lambda pixels: np.roll(pixels, 1, 1),
 ]
-"""The same image, its bytes in another size, one pixel of it changed, and all of them moved."""
+"""An image, its bytes in another size, one pixel of it changed, and all of them moved."""
 
 
-@settings(max_examples=max(2, settings.default.max_examples // 10))
+@settings(max_examples=max(2, settings().max_examples // 10))
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.sampled_from([(), (4,), (4, 4, 4, 4)]), st.booleans()),

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 from constrained_rows import END, make_tokenizer
-from engine_rows import Request, Scored, expect_short_rows, run
+from engine_rows import Pictured, Request, Scored, expect_short_rows, run
 
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.outputs import RequestOutput
@@ -36,7 +36,7 @@ class Case:
     """An engine and what it is asked for."""
 
     folder: Path
-    requests: Sequence[Request | Scored]
+    requests: Sequence[Request | Scored | Pictured]
     strategy: Strategy = field(default_factory=ARStrategy)
     config: Mapping[str, Any] = field(default_factory=dict)
     heads: tuple[str, ...] = ()
@@ -48,6 +48,7 @@ class Case:
     tolerance: float = 1e-5
     aborts: Mapping[int, Sequence[int]] | None = None
     load_format: LoadFormat = "auto"
+    vision: bool = False
     native_fp8: bool = False  # weights in FP8, which are rounded while they load if they are not
 
     @contextmanager
@@ -66,6 +67,7 @@ class Case:
                 heads=self.heads,
                 quantization="fp8" if self.native_fp8 else None,
                 native_fp8=self.native_fp8,
+                vision=self.vision,
                 **where,
             )
             yield LLMEngine(

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from constrained_rows import CONSTRAINTS, END, WIDTH
-from engine_rows import Request
+from engine_rows import Pictured, Request
 from qwen_mtp import TheirHead
 from ranked_engines import Case, run_divided
+from vision_models import picture, prompt, vision_folder
 
-from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.base.outputs import RequestError, RequestOutput
+from batchgen.engine.images.image import Image
 from batchgen.engine.models.sparse.moe_model import ROUTED_EXPERTS
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
@@ -50,6 +52,23 @@ def constrained(count: int) -> list[Request]:
         )
         made.append(([END, 5 + i, 90 + i], params))
     return made
+
+
+_CUT_IMAGES = {"max_batched_tokens": 9, "image_tokens": 21}
+
+
+def pictured() -> list[Pictured]:
+    """Rows with images, of which one cannot be decoded."""
+    small, tall = picture(1, 2, 3), picture(2, 5, 4)
+    bad = Image(_cut_off, tall.height, tall.width, bytes(32))
+    made: list[Pictured] = []
+    for i, images in enumerate(([small], [small, tall], [bad], [tall], [])):
+        made.append((prompt([7, 8], *images, [5, 6, i]), SamplingParams(**OPTIONS[0]), images))
+    return made
+
+
+def _cut_off() -> Any:
+    raise RequestError("image_unreadable", "the file is cut off")
 
 
 TIMED = frozenset({"step_map", "draft_accepted"})
@@ -112,6 +131,7 @@ def test_two_ranks_say_what_one_says(tiny_model: TinyModel) -> None:
             Case(tiny_model("qwen3", vocab_size=WIDTH), constrained(6), has_text=True),
             # The ranks share norms over all heads, and these norms stand behind a layer's parts.
             Case(tiny_model("olmo3"), rows(5)),
+            Case(vision_folder("qwen3_vl"), pictured(), config=_CUT_IMAGES, vision=True),
             Case(tiny_model("gemma3_text"), rows(5)),
         ],
         2,
@@ -143,6 +163,7 @@ def all_cases(tiny_model: TinyModel, heads: Path) -> list[Case]:
         Case(tiny_model("olmo3"), rows(6)),
         Case(tiny_model("smollm3"), rows(6)),
         Case(tiny_model("gemma3"), rows(6)),
+        Case(tiny_model("gemma4_text", num_global_key_value_heads=2), rows(6)),
         preempted(llama),
         Case(llama, spec, strategy=ARSpecStrategy("draft"), draft=llama, adaptive=True),
         Case(
