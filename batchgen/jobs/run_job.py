@@ -12,20 +12,17 @@ from batchgen.budget.spending import Spending
 from batchgen.compose.load_config import job_file_text
 from batchgen.config.job_config import JobConfig
 from batchgen.costs.cost_recorder import CostRecorder
-from batchgen.dataset.row_digest import rows_digest
 from batchgen.dataset.source import Following
-from batchgen.folder.changed_row import changed_row
 from batchgen.folder.dataset_card import unfinished_card
-from batchgen.folder.job_folder import JobFolder, finished_rows, refuse_shrinking
+from batchgen.folder.job_folder import JobFolder
 from batchgen.folder.job_metrics import Metrics
 from batchgen.forecast.forecast import Forecast
 from batchgen.grades.background_grading import grading_beside
 from batchgen.grades.early_grades import EarlyGrades
-from batchgen.jobs.checked_rows import CheckedRows, check_rows, job_manifest, most_rows
+from batchgen.jobs.checked_rows import CheckedRows, check_rows, job_manifest
 from batchgen.jobs.fail_fast import AllRowsFailed
 from batchgen.jobs.generation import Engine, Generation
 from batchgen.jobs.graded_job import scores_of
-from batchgen.jobs.image_files import content_of
 from batchgen.jobs.job_end import (
     JobResult,
     already_complete,
@@ -34,17 +31,15 @@ from batchgen.jobs.job_end import (
     new_tally,
 )
 from batchgen.jobs.job_parts import JobParts
+from batchgen.jobs.join_folder import open_job_folder, worker_in, writer_in
 from batchgen.jobs.progress import Progress, show_memory
 from batchgen.jobs.turns import Turns, alone, between
 from batchgen.leases.file_store import FolderGone
 from batchgen.leases.lease_files import GRADING
 from batchgen.report.write_report import REPORT
 from batchgen.reuse.row_reuse import row_reuse
-from batchgen.row_index.indexed_source import IndexedSource
 from batchgen.row_index.open_rows import data_of
 from batchgen.scoring.samples import Samples
-from batchgen.shards.checked_file import DamagedFile
-from batchgen.shards.output_schema import OutputSchema
 from batchgen.shards.output_writer import OutputWriter
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError, FolderLost, JobError
@@ -52,11 +47,7 @@ from batchgen.util.signals import JobStopped, StopSignals
 from batchgen.waves.sample_waves import EverySample, SampleWaves
 from batchgen.waves.valid_samples import Judge
 from batchgen.workers.shard_queue import ShardQueue
-from batchgen.workers.worker import How, Worker, others_run
-
-_OPENING_SECONDS, _INDEX_SECONDS = 60.0, 86400.0
-"""How long a worker waits, at least, for the one that opens the folder; the second one is for jobs
-whose steps choose among the rows, which are gone through then."""
+from batchgen.workers.worker import Worker
 
 
 def run_job(config: JobConfig, parts: JobParts) -> JobResult:
@@ -81,9 +72,9 @@ def job_turns(config: JobConfig, parts: JobParts, signals: StopSignals) -> Turns
     try:
         rows = check_rows(config, parts)
         with (
-            _folder(config, parts, rows.schema) as folder,
-            _worker(config, folder) as worker,
-            _writer(config, parts, folder, rows.schema, worker) as writer,
+            open_job_folder(config, parts, rows.schema) as folder,
+            worker_in(config, folder) as worker,
+            writer_in(config, parts, folder, rows.schema, worker) as writer,
         ):
             attempt = _Attempt(config, parts, rows, folder, worker, writer, signals)
             return (yield from attempt.turns())
@@ -318,99 +309,8 @@ class _Attempt:
         return JobResult(0, self._signals.received, message)
 
 
-def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFolder:
-    """The job's folder, locked, once it is sure that it is this job's, or can become it."""
-    storage, source = open_storage(config.output.dir, config.workers), parts.source
-    indexed = source if isinstance(source, IndexedSource) else None
-    data = data_of(source)
-    if isinstance(data, Following):
-        data.learn()
-    folder = JobFolder(
-        storage.path,
-        job_manifest(config, parts, schema),
-        lambda stop: rows_digest(content_of(source, parts.prompt), stop),
-        # Rows that steps have chosen cannot be told before the folder is open.
-        changed_row=_no_row if indexed else partial(changed_row, storage, source),
-        overwrite=config.output.overwrite,
-        wait=max(_INDEX_SECONDS if indexed else _OPENING_SECONDS, config.workers.stale_after),
-        exclusive=lambda path: not others_run(path, config.workers),
-        storage=storage,
-        follows=isinstance(data, Following),
-        lacks_rows=isinstance(data, Following) and data.num_rows is None,
-    )
-    try:
-        if indexed is not None:
-            finished = partial(finished_rows, storage)
-            indexed.open_index(storage, alone=folder.exclusive, finished=finished)
-        if folder.exclusive and (source.num_rows is not None or not isinstance(data, Following)):
-            refuse_shrinking(storage, most_rows(config, source.num_rows))
-    except BaseException:
-        folder.close()
-        raise
-    return folder
-
-
 def _nothing() -> None:
     """Nothing is looked at between turns."""
-
-
-def _no_row(first: int, last: int) -> None:
-    """A row that has changed is not named."""
-
-
-@contextmanager
-def _worker(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
-    """This process among the workers of the folder, which are told how it ends."""
-    joins, storage = not folder.exclusive, folder.storage
-    worker = Worker(folder.path, config.workers, folder.least_worker, storage, joins=joins)
-    how: How | None = "failed"
-    try:
-        folder.confirm()
-        yield worker
-        how = "complete"
-    except JobStopped:
-        how = "stopped"
-        raise
-    except FolderLost:
-        how = None
-        raise
-    except (JobError, OSError) as error:
-        # A disk that is full or away would end every worker, whatever the shard.
-        how = "failed" if isinstance(error, DamagedFile) else "stopped"
-        raise
-    finally:
-        worker.end(how)
-
-
-def _writer(
-    config: JobConfig, parts: JobParts, folder: JobFolder, schema: OutputSchema, worker: Worker
-) -> OutputWriter:
-    """The writer of this worker's rows, or FolderGone if the others have completed the job
-    meanwhile."""
-    source = parts.source
-    try:
-        return OutputWriter(
-            folder.data,
-            folder.journal,
-            schema,
-            config.output.rows_per_shard,
-            config.sampling.most_samples,
-            num_rows=source.num_rows,
-            retry_errors=config.output.retry_errors,
-            worker=worker.number,
-            older=None if folder.exclusive else worker.older(),
-            publish=worker.publish,
-            storage=folder.storage,
-        )
-    except FileNotFoundError as error:
-        if folder.exclusive:
-            raise
-        raise FolderGone(str(error.filename)) from None
-    except FolderGone:
-        # In a store, which has no folders that could be gone, this worker has left its heartbeat.
-        if completed_elsewhere(folder.storage, parts, rows=0) is not None:
-            folder.remove_journal()
-        raise
 
 
 def _refuse_quarantined(todo: ShardQueue, worker: Worker) -> None:
