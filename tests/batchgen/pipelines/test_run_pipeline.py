@@ -60,6 +60,7 @@ def test_a_step_is_found_by_its_name(
     assert "has no step jugde: choose among draft, judge, last" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_was_run_is_a_pipeline_file_that_runs_it_again(pipeline: str, tmp_path: Path) -> None:
     assert run(pipeline, "judge.sampling.seed=5") == 0
     before = folders(tmp_path / "out"), shards(tmp_path / "out")
@@ -69,6 +70,7 @@ def test_what_was_run_is_a_pipeline_file_that_runs_it_again(pipeline: str, tmp_p
     assert before[1] == shards(tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_a_killed_pipeline_goes_on(pipeline: str, tmp_path: Path) -> None:
     assert run(pipeline, f"output.dir={tmp_path}/undisturbed") == 0
     process = subprocess.Popen(
@@ -86,6 +88,7 @@ def test_a_killed_pipeline_goes_on(pipeline: str, tmp_path: Path) -> None:
     assert shards(tmp_path / "out") == shards(tmp_path / "undisturbed")
 
 
+@pytest.mark.slow
 def test_changed_rows_begin_a_new_version(
     pipeline: str, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
