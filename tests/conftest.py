@@ -28,6 +28,10 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
@@ -77,6 +81,7 @@ RunPaged = Callable[..., Tensor]
 MASK_ID = 127
 VARIANTS = (
     "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3", "gemma3_text", "gemma3",
+    "gemma4_text", "gemma4",
 )  # fmt: skip
 _SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -230,10 +235,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     the same weights as qwen3 and qwen3_moe, and MASK_ID as their mask), or a hybrid: `qwen3_next`,
     `qwen3_5` and `qwen3_5_moe` (with a vision tower), `qwen3_5_text` and `qwen3_5_moe_text`, or one
     with latent attention: `deepseek_v2`, `deepseek_v3` and `glm4_moe_lite`, or `glm4_moe`,
-    `minimax_m2`, `ministral3`, `mistral3` (with a vision tower), `olmo3`, `smollm3`, `gemma3_text`
-    or `gemma3` (with a vision tower). config overrides sizes. The projections of experts are saved
-    apart (`split_experts=False` leaves those of a layer in one tensor). `max_shard_size` saves it
-    in shards. The same arguments give the same folder, which tests must not change.
+    `minimax_m2`, `ministral3`, `mistral3` (with a vision tower), `olmo3`, `smollm3`, `gemma3_text`,
+    `gemma4_text`, `gemma3` or `gemma4` (with a vision tower). config overrides sizes. The
+    projections of experts are saved apart (`split_experts=False` leaves those of a layer in one
+    tensor). `max_shard_size` saves it in shards. The same arguments give the same folder, which
+    tests must not change.
     """
     made: dict[str, Path] = {}
 
@@ -278,7 +284,8 @@ def _random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         model = Qwen3ForCausalLM(Qwen3Config(**values))
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):  # ones and zeros would hide a weight that is not loaded
-            low = -0.5 if kind.startswith("gemma3") else 0.5  # they are the weights minus 1
+            # Gemma 3 has the weights minus 1, and Gemma 4 multiplies no score by less than 1.
+            low = {"gemma3": -0.5, "gemma4": 0.1}.get(kind[:6], 0.5)
             parameter.data.uniform_(low, low + 1)
         elif name.endswith("bias"):
             parameter.data.normal_(0, 0.3)
@@ -328,7 +335,7 @@ def _random_variant(kind: str, config: dict[str, Any]) -> PreTrainedModel:
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
         }
         return Olmo3ForCausalLM(Olmo3Config(**{"sliding_window": 24} | layers | values))
-    if kind.startswith("gemma3"):
+    if kind.startswith("gemma"):
         return _random_gemma(kind, values)
     if kind == "glm4_moe":
         return Glm4MoeForCausalLM(Glm4MoeConfig(**_MOE_V3 | values))
@@ -349,6 +356,8 @@ def _random_variant(kind: str, config: dict[str, Any]) -> PreTrainedModel:
 
 def _random_gemma(kind: str, values: dict[str, Any]) -> PreTrainedModel:
     layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    if kind.startswith("gemma4"):
+        return _random_gemma4(kind, values)
     windows: dict[str, Any] = {"sliding_window": 24, "layer_types": layers}
     text = windows | {"query_pre_attn_scalar": 20} | values
     if kind == "gemma3_text":
@@ -357,6 +366,21 @@ def _random_gemma(kind: str, values: dict[str, Any]) -> PreTrainedModel:
     return Gemma3ForConditionalGeneration(
         Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4)
     )
+
+
+def _random_gemma4(kind: str, values: dict[str, Any]) -> PreTrainedModel:
+    layers = ["sliding_attention", "sliding_attention", "full_attention"]
+    text: dict[str, Any] = {"sliding_window": 24, "layer_types": layers, "attention_k_eq_v": True}
+    text |= {"global_head_dim": 32, "num_global_key_value_heads": 1}
+    text |= {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 9.0}
+    text |= values | {"pad_token_id": 0}
+    if kind == "gemma4_text":
+        return Gemma4ForCausalLM(Gemma4TextConfig(**text))
+    tower = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+    }  # fmt: skip
+    return Gemma4ForConditionalGeneration(Gemma4Config(text_config=text, vision_config=tower))
 
 
 def _random_latent(kind: str, config: dict[str, Any]) -> PreTrainedModel:

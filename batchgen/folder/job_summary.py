@@ -89,10 +89,13 @@ class JobSummary:
         """What the jobs up to this one cost, for each row with an answer too; None if nothing was
         measured."""
         kept = self.totals.rows - self.totals.error_rows
+        return cost_line(self.costs, kept, self.price_per_hour) if self.costs else None
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """What an hour of its engine's devices costs; None if that is not known."""
         price = self.group("budget").get("price_per_hour")
-        if price is not None:
-            price *= self.group("engine").get("tensor_parallel", 1)
-        return cost_line(self.costs, kept, price) if self.costs else None
+        return None if price is None else price * self.group("engine").get("tensor_parallel", 1)
 
     def group(self, name: str) -> Mapping[str, Any]:
         """A group of the configuration."""

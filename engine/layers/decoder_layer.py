@@ -57,8 +57,9 @@ class DecoderLayer(nn.Module):
     """Mixer and feed-forward part, each of which is added to the residual stream.
 
     A norm stands before each part, after it, or at both places: `before` normalises what the mixer
-    and the feed-forward part read, and `after` what they yield. `mixer_name` is the mixer's name in
-    checkpoints.
+    and the feed-forward part read, and `after` what they yield. The stream behind the layer is
+    multiplied by `scalar` [1], which needs norms after the parts. `mixer_name` is the mixer's name
+    in checkpoints.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class DecoderLayer(nn.Module):
         *,
         before: tuple[RMSNorm, RMSNorm] | None,
         after: tuple[RMSNorm, RMSNorm] | None = None,
+        scalar: nn.Parameter | None = None,
         mixer_name: str = "self_attn",
     ) -> None:
         super().__init__()
@@ -78,6 +80,8 @@ class DecoderLayer(nn.Module):
         self.mlp_norm: RMSNorm | None = before and before[1]
         self.mixer_post_norm: RMSNorm | None = after and after[0]
         self.mlp_post_norm: RMSNorm | None = after and after[1]
+        assert scalar is None or after is not None
+        self.layer_scalar = scalar
 
     @property
     def cache_spec(self) -> CacheSpec | None:
@@ -107,7 +111,8 @@ class DecoderLayer(nn.Module):
         if (norm := self.mlp_post_norm) is None:
             return self.mlp(hidden, residual, ctx)
         yielded: Tensor = norm.of_stream(self.mlp(hidden, torch.zeros_like(residual), ctx))[0]
-        return residual + yielded
+        whole = residual + yielded
+        return whole if self.layer_scalar is None else whole.mul_(self.layer_scalar)
 
 
 def _normed(norm: RMSNorm | None, stream: Stream) -> tuple[Any, Tensor]:

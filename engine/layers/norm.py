@@ -29,8 +29,8 @@ class RMSNorm(nn.Module):
 
     With `zero_centred`, checkpoints hold the weight minus 1 and the product with it is in float32;
     the parameter is the weight itself in float32, because 1 + w would lose digits in a narrower
-    dtype. `order` gives, as indices among a checkpoint's values, the order in which the layer has
-    them.
+    dtype. With `in_float` the weight and the product with it are in float32, too. `order` gives, as
+    indices among a checkpoint's values, the order in which the layer has them.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class RMSNorm(nn.Module):
         *,
         where: Placement,
         zero_centred: bool = False,
+        in_float: bool = False,
         order: Tensor | None = None,
     ) -> None:
         super().__init__()
@@ -48,7 +49,9 @@ class RMSNorm(nn.Module):
         self._form: FP8Format | None = None
         self._keeps = False
         self.weight = empty_parameter(
-            size, device=where.device, dtype=torch.float32 if zero_centred else where.dtype
+            size,
+            device=where.device,
+            dtype=torch.float32 if zero_centred or in_float else where.dtype,
         )
 
     def forward(self, x: Tensor) -> Tensor | FP8Rows | BothRows:

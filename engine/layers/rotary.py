@@ -189,6 +189,19 @@ class QueryScale:
         return 1 + self.beta * torch.log(1 + steps)
 
 
+@dataclass(frozen=True, slots=True)
+class ProportionalRope(DefaultRope):
+    """Rotates the first pairs of a head of `head_dim` values only, by the angles that they have
+    where all are rotated (Gemma 4). Pairs are those of the whole head: i and i + head_dim/2."""
+
+    head_dim: int
+
+    def inv_freq(self, head_dim: int) -> Tensor:
+        """Return the angles per position of the first head_dim/2 pairs."""
+        exponents = torch.arange(0, head_dim, 2, device="cpu").float() / self.head_dim
+        return 1.0 / self.rope_theta**exponents
+
+
 class RotaryTable:
     """The cosines and sines of all positions below `num_positions`, which all layers share.
 

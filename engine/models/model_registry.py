@@ -22,6 +22,8 @@ MODELS: Mapping[str, ModelEntry] = {
     "DeepseekV3ForCausalLM": ModelEntry("batchgen.engine.models.mla.deepseek_v3"),
     "Gemma3ForCausalLM": ModelEntry("batchgen.engine.models.transformer.gemma3"),
     "Gemma3ForConditionalGeneration": ModelEntry("batchgen.engine.models.transformer.gemma3"),
+    "Gemma4ForCausalLM": ModelEntry("batchgen.engine.models.transformer.gemma4"),
+    "Gemma4ForConditionalGeneration": ModelEntry("batchgen.engine.models.transformer.gemma4"),
     "Glm4MoeForCausalLM": ModelEntry("batchgen.engine.models.sparse.glm4_moe"),
     "Glm4MoeLiteForCausalLM": ModelEntry("batchgen.engine.models.mla.glm4_moe_lite"),
     "LlamaForCausalLM": ModelEntry("batchgen.engine.models.transformer.llama", gguf="llama"),

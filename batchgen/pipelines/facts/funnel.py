@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from batchgen.costs.chain_costs import JobCost, cost_line
 from batchgen.folder.job_metrics import Totals
+from batchgen.folder.job_summary import JobSummary
 from batchgen.folder.open_folder import open_job
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.storage.manifest import ROWS
@@ -25,6 +27,8 @@ class StepCounts:
         state: as metrics.json says, or that it has not begun.
         left: what was read, and what each choice among it has left, in order.
         answers: how many are finished, with errors.
+        device_s: seconds that the step took of the device.
+        price_per_hour: what an hour of its devices costs, if that is known.
     """
 
     name: str
@@ -33,6 +37,8 @@ class StepCounts:
     left: Sequence[tuple[str, int]] = ()
     answers: int = 0
     errors: int = 0
+    device_s: float = 0.0
+    price_per_hour: float | None = None
 
     @property
     def is_begun(self) -> bool:
@@ -89,7 +95,19 @@ def funnel_table(steps: Sequence[StepCounts]) -> str:
         if step.dropped:
             why = ", ".join(f"{count:,} by {what}" for what, count in step.dropped)
             lines.append(f"{step.name}: dropped {why}")
+    if (cost := costs(steps)) is not None:
+        lines.append(f"device: {cost}")
     return "\n".join(lines)
+
+
+def costs(steps: Sequence[StepCounts]) -> str | None:
+    """What the steps took of the device, and all of them for each row that the last one has kept;
+    None if nothing was measured, or as long as none is kept."""
+    known = [JobCost(step.name, step.device_s, step.answers) for step in steps if step.device_s]
+    prices = {step.price_per_hour for step in steps if step.device_s}
+    # Steps whose hours cost differently have no price in common.
+    price = prices.pop() if len(prices) == 1 else None
+    return cost_line(known, steps[-1].kept, price) if known and steps[-1].kept else None
 
 
 def _counts(name: str, folder: str, at: str) -> StepCounts:
@@ -102,7 +120,10 @@ def _counts(name: str, folder: str, at: str) -> StepCounts:
         totals = Totals.of(metrics)
         state = str(metrics.get("status", _NOT_BEGUN))
         left = _left(reader, metrics)
-        return StepCounts(name, at, state, left, int(totals.rows), int(totals.error_rows))
+        rows, errors = int(totals.rows), int(totals.error_rows)
+        job = JobSummary.of(metrics, reader.config)
+        device_s = float(metrics.get("device_s", 0.0))
+        return StepCounts(name, at, state, left, rows, errors, device_s, job.price_per_hour)
     # What somebody else wrote can have any shape.
     except (JobError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return StepCounts(name, at, "damaged")

@@ -11,7 +11,7 @@ from typing import Any
 from batchgen.folder.job_summary import status_line
 from batchgen.folder.open_folder import open_job
 from batchgen.folder.worker_status import Status, read_status
-from batchgen.pipelines.facts.funnel import HEADER, StepCounts, funnel, funnel_table
+from batchgen.pipelines.facts.funnel import HEADER, StepCounts, costs, funnel, funnel_table
 from batchgen.pipelines.record.step_folders import find_record
 from batchgen.storage.manifest import write_atomic
 from batchgen.util.errors import ConfigError
@@ -82,7 +82,9 @@ def report_html(shown: str, steps: list[StepCounts], linked: list[str]) -> str:
         for what, count in step.dropped
     )
     left_out = f"<h2>What was left out</h2><ul>{dropped}</ul>" if dropped else ""
-    return _PAGE.format(title=title, head=head, rows=rows, left_out=left_out)
+    cost = costs(steps)
+    device = "" if cost is None else f"<p>Time of the device: {escape(cost)}.</p>"
+    return _PAGE.format(title=title, head=head, rows=rows, left_out=device + left_out)
 
 
 def _row(step: StepCounts, is_linked: bool) -> str:

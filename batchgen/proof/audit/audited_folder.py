@@ -15,7 +15,14 @@ from batchgen.config.job_config import JobConfig
 from batchgen.folder.open_folder import open_folder
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.proof.audit.audited_job import AuditedRow, audit_rows, open_parts, remarks
+from batchgen.proof.audit.audited_set import (
+    SetRow,
+    audit_set_rows,
+    chosen_rows_of_set,
+    job_of_set,
+)
 from batchgen.proof.audit.stored_rows import StoredRows
+from batchgen.publish.finished_rows import SET_FILE, FinishedRows, is_set, open_rows
 from batchgen.storage.manifest import Manifest
 from batchgen.trace.source_places import places_beside
 from batchgen.util.errors import ConfigError
@@ -35,7 +42,7 @@ class Audited:
 def audit_folder(
     given: str, rows: int, seed: int, overrides: Sequence[str] = (), trusted: Sequence[str] = ()
 ) -> Audited:
-    """Compute rows of a job's folder again, which `seed` draws.
+    """Compute rows of a job's folder, or of a set, again, which `seed` draws.
 
     Args:
         overrides: arguments `key=value` besides the folder's configuration.
@@ -45,6 +52,8 @@ def audit_folder(
         ConfigError: the folder does not hold enough, or model or data set are others.
         JobError: a file is damaged, or the rows cannot be computed.
     """
+    if is_set(given):
+        return _audit_set(open_rows(given), rows, seed, overrides, trusted)
     reader = open_folder(given, "audit")
     config = _with_jobs_beside(config_of(reader, given, overrides, trusted), reader.path)
     stored = StoredRows(reader)
@@ -54,6 +63,25 @@ def audit_folder(
     with closing(open_parts(config, manifest, given)) as parts:
         found = audit_rows(config, parts, tables, reader.storage)
     return Audited(found, stored.count, remarks(config, manifest))
+
+
+def _audit_set(
+    found: FinishedRows, rows: int, seed: int, overrides: Sequence[str], trusted: Sequence[str]
+) -> Audited:
+    """Compute rows of a set again, of each job those that were drawn."""
+    assert found.facts is not None
+    path, by_job = found.storage.path / SET_FILE, dict[str, list[SetRow]]()
+    for row in chosen_rows_of_set(found, rows, seed):
+        by_job.setdefault(row.job, []).append(row)
+    audited, said = list[AuditedRow](), list[str]()
+    for job, of_job in by_job.items():
+        values, manifest = job_of_set(found, job)
+        config = configured(values, {}, path, overrides, trusted)
+        config = _with_jobs_beside(config, found.storage.path)
+        text_as = str(found.facts["text_column"])
+        audited += audit_set_rows(config, manifest, of_job, found.given, text_as)
+        said += remarks(config, manifest)
+    return Audited(audited, found.total, list(dict.fromkeys(said)))
 
 
 def _with_jobs_beside(config: JobConfig, folder: Path) -> JobConfig:

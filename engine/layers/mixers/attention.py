@@ -25,6 +25,7 @@ from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.qkv import prepare_qkv
 from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.layers.activation import mul_sigmoid
+from batchgen.kernels.layers.rms_norm import rms_norm
 
 NormScope = Literal["head", "all heads"]
 """What a norm of queries, or of keys, is computed over: each head, or all heads of a token."""
@@ -41,7 +42,9 @@ class Attention(nn.Module):
 
     With `qk_norm`, queries and keys are normalised before rotation: each head for itself, or all
     heads of a token together. `query_scales` [P] float32 multiplies queries after rotation by a
-    factor of their position. Scores are multiplied by `scale`, by default 1/√head_dim.
+    factor of their position. Scores are multiplied by `scale`, by default 1/√head_dim. With
+    `value_norm`, the heads of values are normalised without a weight; with `keys_are_values`, they
+    are those of keys, as they are before the norm and the rotation of keys.
     """
 
     def __init__(
@@ -59,6 +62,9 @@ class Attention(nn.Module):
         rotary_dim: int | None = None,
         output_gate: bool = False,
         zero_centred: bool = False,
+        norms_in_float: bool = False,
+        value_norm: bool = False,
+        keys_are_values: bool = False,
         where: Placement,
     ) -> None:
         super().__init__()
@@ -78,12 +84,15 @@ class Attention(nn.Module):
             "k_proj": shape.num_kv_heads * head_dim,
             "v_proj": shape.num_kv_heads * head_dim,
         }
+        if keys_are_values:
+            assert value_norm, "without a norm values would be views of keys"
+            del parts["v_proj"]
         shards: dict[str, Shard] = {}
         if parallel.size > 1:
             rows = whole.num_kv_heads * head_dim
             own = Shard(0, rows, ((kv_heads[0] * head_dim, kv_heads[1] * head_dim),))
             queries = parts["q_proj"] * parallel.size
-            shards = {"q_proj": parallel.shard(0, queries), "k_proj": own, "v_proj": own}
+            shards = dict.fromkeys(parts, own) | {"q_proj": parallel.shard(0, queries)}
         arrange: dict[str, Callable[[Tensor], Tensor]] = {}
         if output_gate:
             arrange["q_proj"] = partial(_gate_first, heads=heads, order=order)
@@ -100,8 +109,12 @@ class Attention(nn.Module):
         self.q_norm: RMSNorm | AllHeadsNorm | None = None
         self.k_norm: RMSNorm | AllHeadsNorm | None = None
         self.norm_eps, self._query_scales = norm_eps, query_scales
+        self._value_weight: Tensor | None = None
+        if value_norm:
+            self._value_weight = torch.ones(head_dim, dtype=torch.float32, device=where.device)
         if qk_norm == "head":
             norm = partial(RMSNorm, head_dim, norm_eps, zero_centred=zero_centred, order=order)
+            norm = partial(norm, in_float=norms_in_float)
             self.q_norm, self.k_norm = norm(where=where), norm(where=where)
         elif qk_norm == "all heads":
             assert not zero_centred and not output_gate, "no model has both"
@@ -131,6 +144,8 @@ class Attention(nn.Module):
             q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
         elif isinstance(self.q_norm, AllHeadsNorm) and isinstance(self.k_norm, AllHeadsNorm):
             qkv = normed_together(qkv, self.q_norm, self.k_norm)
+        if self._value_weight is not None:
+            qkv = self._with_values(qkv, self._value_weight)
         q = prepare_qkv(
             qkv,
             q_weight,
@@ -155,6 +170,14 @@ class Attention(nn.Module):
         if self._gate_size:
             attended = mul_sigmoid(attended, gate)
         return self.o_proj.add_to(residual, attended)
+
+    def _with_values(self, qkv: Tensor, weight: Tensor) -> Tensor:
+        """Return queries, keys and normalised values, given queries, keys and perhaps values."""
+        size = self.shape.num_kv_heads * self.shape.head_dim
+        values = qkv[:, -size:].unflatten(1, (self.shape.num_kv_heads, -1))
+        normed = rms_norm(values, weight, self.norm_eps).flatten(1)
+        before = self.shape.num_heads * self.shape.head_dim + size
+        return torch.cat((qkv[:, :before], normed), dim=1)
 
 
 def _ordered(rows: Tensor, order: Tensor) -> Tensor:

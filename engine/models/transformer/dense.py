@@ -104,6 +104,8 @@ class DenseForCausalLM(CausalLM):
     """Where norms stand: before each part of a layer, after it, or both."""
     zero_centred: ClassVar[bool] = False
     """Whether checkpoints hold the weights of norms minus 1 (`RMSNorm`)."""
+    norms_in_float: ClassVar[bool] = False
+    """Whether norms multiply by their weights in float32 (`RMSNorm`)."""
     gguf_permutes_qk: ClassVar[bool] = False
     """Whether GGUF files of this model hold the rows of the query and key projections in the order
     of interleaved rotary embedding, in which the two values of a pair are neighbours."""
@@ -143,6 +145,7 @@ class DenseForCausalLM(CausalLM):
             query_scales=self._query_scales,
             scale=family.attention_scale,
             zero_centred=self.zero_centred,
+            norms_in_float=self.norms_in_float,
             **self.attention_options,
             where=self.where,
         )
@@ -160,7 +163,8 @@ class DenseForCausalLM(CausalLM):
     def make_norm(self) -> RMSNorm:
         """Make an RMSNorm over hidden states."""
         size, eps = self.config.hidden_size, self.family.rms_norm_eps
-        return RMSNorm(size, eps, zero_centred=self.zero_centred, where=self.where)
+        centred, in_float = self.zero_centred, self.norms_in_float
+        return RMSNorm(size, eps, zero_centred=centred, in_float=in_float, where=self.where)
 
     @cached_property
     def _query_scales(self) -> Tensor | None:
@@ -192,6 +196,7 @@ def dense_config(
     model: type[DenseForCausalLM],
     *,
     head_dim: int,
+    num_kv_heads: int | None = None,  # None takes it from the configuration
     qkv_bias: bool,
     output_bias: bool,
     mlp_bias: bool,
@@ -215,7 +220,7 @@ def dense_config(
     rope = rope or rope_from_parameters(hf.rope_parameters)
     family = DenseConfig(
         num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
+        num_kv_heads=hf.num_key_value_heads if num_kv_heads is None else num_kv_heads,
         head_dim=head_dim,
         intermediate_size=intermediate_size or hf.intermediate_size,
         rms_norm_eps=hf.rms_norm_eps,

@@ -43,7 +43,8 @@ class Gemma3ForCausalLM(DenseForCausalLM):
 
     @property
     def embedding_scale(self) -> float:
-        return self.config.hidden_size**0.5
+        scale: float = self.config.hidden_size**0.5
+        return scale
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:

@@ -128,7 +128,7 @@ def test_code_of_a_stranger_is_not_run(job: Path, capsys: pytest.CaptureFixture[
     assert "it would run with your rights: strategy._target_ os.system" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("way", ["stream", "steps", "reader"])
+@pytest.mark.parametrize("way", ["stream", "steps", pytest.param("reader", marks=pytest.mark.slow)])
 def test_rows_of_every_source(way: str, model: Path, rows: Path, tmp_path: Path) -> None:
     """Streams are read from their start; steps and chains find each row where it comes from."""
     first, out = tmp_path / "first", tmp_path / "out"
@@ -179,3 +179,24 @@ def test_a_tokenizer_is_part_of_the_model(
     save_tokenizer(copy, first="<pad>")
     assert audit(job, f"model.path={copy}") == 2
     assert "a different model, or its files have changed" in capsys.readouterr().err
+
+
+def test_a_set_is_audited_by_what_it_knows_of_its_jobs(
+    job: Path, model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    run(overrides(model, rows, other, "sampling.seed=9"))
+    chosen = ["select", str(job), str(other), "--where", "sample_index == 1"]
+    assert run_command([*chosen, "--out", str(tmp_path / "set")]) == 0
+    shutil.rmtree(job)
+    shutil.rmtree(other)
+    assert run_command(["audit", str(tmp_path / "set"), "--rows", "50"]) == 0
+    assert "22 of 22 rows equal to the bit" in capsys.readouterr().out
+
+    def change(found: list[dict[str, Any]]) -> None:
+        found[3]["response"] += "!"
+
+    rewrite(tmp_path / "set" / "data" / "part-00000.parquet", change)
+    assert run_command(["audit", str(tmp_path / "set"), "--rows", "50"]) == 1
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith("row job/r3#1: response is '") and line.endswith("!' there")

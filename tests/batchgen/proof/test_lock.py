@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from hypothesis import strategies as st
 from real_job import contents, overrides, run
 
 from batchgen.__main__ import run_command
+from batchgen.proof.folder_proof import folder_digests
 from batchgen.proof.lock_file import Lock
 from batchgen.proof.merkle import climbed, leaves, root, way_up
+from batchgen.proof.rebuilt import compared
 from batchgen.shards.checked_file import seal
 
 KEEP = ["post=[{_target_: batchgen.grading.extract.Extract, methods: [whole]},"
@@ -76,6 +79,7 @@ def test_a_chain_is_made_again_to_the_byte_in_another_folder(
     }
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_made_again_without_its_file(
     chain: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,23 +134,23 @@ def test_a_lock_is_small_and_the_same_each_time(chain: Path, tmp_path: Path) -> 
     assert run_command(["lock", str(chain / "judge"), "-o", str(tmp_path / "lock")]) == 2
 
 
-def test_other_rows_are_told_by_shard(
-    chain: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lock = yaml.safe_load((chain / "draft.lock").read_text())
-    proof = lock["proof"]["draft"]
-    proof["shard_roots"][1] = "0" * 64
-    (tmp_path / "a.lock").write_text(yaml.safe_dump(lock))
-    out = f"output.dir={tmp_path}/again"
-    assert run_command(["rebuild", str(tmp_path / "a.lock"), out, *places(chain, model)]) == 1
-    assert capsys.readouterr().out == "draft: different: 1 of 3 shards differ: 1\n"
-    del proof["shard_roots"], proof["files"]
-    (tmp_path / "b.lock").write_text(yaml.safe_dump(lock))
-    assert run_command(["rebuild", str(tmp_path / "b.lock"), out, *places(chain, model)]) == 0
-    proof["root"] = "0" * 64
-    (tmp_path / "c.lock").write_text(yaml.safe_dump(lock))
-    assert run_command(["rebuild", str(tmp_path / "c.lock"), out, *places(chain, model)]) == 1
-    assert "too many shards to say which" in capsys.readouterr().out
+def test_other_rows_are_told_by_shard(chain: Path) -> None:
+    proof = Lock.read(chain / "draft.lock").proof["draft"]
+    found = folder_digests(chain / "draft")
+
+    def difference(**changes: Any) -> str | None:
+        return compared("draft", replace(proof, **changes), found).difference
+
+    assert difference() is None
+    roots = [proof.shard_roots[0], "0" * 64, proof.shard_roots[2]]
+    assert difference(shard_roots=roots) == "1 of 3 shards differ: 1"
+    assert difference(shard_roots=(), files=()) is None
+    assert "too many shards to say which" in str(difference(shard_roots=(), files=(), root="0"))
+    assert "22 rows in 3 shards, and 23 rows" in str(difference(rows=23))
+    assert difference(grades="0") == "the rows are equal, and their grades differ"
+    assert difference(columns="0") == "it has other columns"
+    assert compared("draft", proof, found).same_bytes
+    assert not compared("draft", replace(proof, files=["0"] * 3), found).same_bytes
 
 
 @pytest.mark.parametrize(("step", "row_id"), [("draft", "r5"), ("judge", "r5#1")])

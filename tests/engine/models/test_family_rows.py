@@ -35,7 +35,7 @@ from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-DENSE = ("ministral3", "mistral3", "olmo3", "smollm3", "gemma3_text", "gemma3")
+DENSE = ("ministral3", "mistral3", "olmo3", "smollm3", "gemma3_text", "gemma3", "gemma4_text")
 KINDS = (*LATENT, "glm4_moe", "minimax_m2", *DENSE)
 
 

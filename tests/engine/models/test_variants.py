@@ -54,6 +54,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma as long as 4b": ("gemma3_text", {"rope_parameters": {
         "full_attention": DEFAULT | {"rope_type": "linear", "factor": 8.0},
         "sliding_attention": DEFAULT}}),
+    "gemma 4": ("gemma4_text", {}),
+    "gemma 4 with a tower": ("gemma4", {}),
+    "gemma 4 with values": ("gemma4_text", {"attention_k_eq_v": False}),
+    "gemma 4 turns whole heads": ("gemma4_text", {"rope_parameters": {
+        "full_attention": DEFAULT, "sliding_attention": DEFAULT}}),
     "smollm": ("smollm3", {}),
     "smollm biases": ("smollm3", {"attention_bias": True, "mlp_bias": True}),
     "smollm turns nowhere": ("smollm3", {"no_rope_layers": [0, 0, 0]}),
@@ -146,6 +151,9 @@ def test_a_router_in_float32_stays_so(tiny_model: TinyModel) -> None:
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
         ("gemma3_text", {"sliding_window": 0}, "sliding_window is 0"),
+        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block is True: a mixture"),
+        ("gemma4_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input is 8"),
+        ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1"),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers is \[1\]"),
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, r"no_rope_layers is \[1, 2, 0\]"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 3}, "sliding-window attention"),

@@ -163,6 +163,7 @@ def all_cases(tiny_model: TinyModel, heads: Path) -> list[Case]:
         Case(tiny_model("olmo3"), rows(6)),
         Case(tiny_model("smollm3"), rows(6)),
         Case(tiny_model("gemma3"), rows(6)),
+        Case(tiny_model("gemma4_text", num_global_key_value_heads=2), rows(6)),
         preempted(llama),
         Case(llama, spec, strategy=ARSpecStrategy("draft"), draft=llama, adaptive=True),
         Case(

@@ -24,12 +24,13 @@ says how many are equal, what differs first in each of the others, and how large
 that differ can be (at 95%). Exit code 0 only if all are equal.
 
 OUT is a job's folder, or a copy of it that somebody has published: config.yaml, manifest.json and
-data/ are needed. Model and data set must be there, and must be those of the manifest.
+data/ are needed. Of a set that `select` has written, the texts and what else it has of the rows are
+compared. Model and data set must be there, and must be those of the manifest.
 
   batchgen audit OUT
   batchgen audit OUT --rows 100 --seed 7 model.path=/models/m dataset.path=rows.jsonl
 
-The row is drawn by --seed, and by chance without it: who made the rows cannot know which ones.
+Rows are drawn by --seed, and by chance without it: who made them cannot know which ones.
 """
 
 
