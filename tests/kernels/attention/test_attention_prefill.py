@@ -207,7 +207,7 @@ def test_equals_float64(data: st.DataObject) -> None:
     ("head_dim", "dtype"),
     [
         pytest.param(head_dim, dtype, marks=[] if i % 2 == j else [pytest.mark.slow])
-        for i, head_dim in enumerate([16, 80, 96, 128, 256])
+        for i, head_dim in enumerate([16, 80, 96, 128, 256, 512])
         for j, dtype in enumerate([torch.float32, torch.bfloat16])
     ],
 )
