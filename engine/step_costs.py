@@ -17,10 +17,11 @@ Accounts = npt.NDArray[np.int64]
 
 
 class _Shares(NamedTuple):
-    """The rows of a step, by their accounts, and what each has of the step's tokens [R]."""
+    """The rows of a step, by their accounts, and what each has of the step's tokens [R]; None if
+    all have alike."""
 
     accounts: Accounts
-    tokens: Accounts
+    tokens: Accounts | None = None
 
 
 class StepCosts:
@@ -55,24 +56,27 @@ class StepCosts:
 
     def begin(self, batch: ScheduledBatch) -> None:
         """Note the rows of a step that is launched next."""
-        parts: list[_Shares] = []
-        if not isinstance(batch, DecodeBatch):
-            prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
-            accounts = np.array([self._account(seq) for seq in prefill.seqs], np.int64)
-            parts.append(_Shares(accounts, np.array(prefill.lengths, np.int64)))
-            batch = batch.decode if isinstance(batch, MixedBatch) else batch
         if isinstance(batch, DecodeBatch):
-            accounts = self._of_slot[batch.batch_slots]
-            parts.append(_Shares(accounts, np.full(len(accounts), batch.width)))
-        self._steps.append(_Shares(*map(np.concatenate, zip(*parts, strict=True))))
+            self._steps.append(_Shares(self._of_slot[batch.batch_slots]))
+            return
+        prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
+        accounts = np.array([self._account(seq) for seq in prefill.seqs], np.int64)
+        tokens = np.array(prefill.lengths, np.int64)
+        if isinstance(batch, MixedBatch):
+            decoding = self._of_slot[batch.decode.batch_slots]
+            accounts = np.append(accounts, decoding)
+            tokens = np.append(tokens, np.full(len(decoding), batch.decode.width))
+        self._steps.append(_Shares(accounts, tokens if tokens.any() else None))
 
     def share(self, leave: int) -> None:
         """Share the seconds of all steps but the newest `leave`."""
         while len(self._steps) > leave:
             accounts, tokens = self._steps.popleft()
-            if not (total := tokens.sum()):
-                tokens, total = np.ones_like(tokens), np.int64(len(tokens))
-            self._seconds[accounts] += self._timer.take().seconds * tokens / total
+            seconds = self._timer.take().seconds
+            if tokens is None:
+                self._seconds[accounts] += seconds / len(accounts)
+            else:
+                self._seconds[accounts] += seconds * tokens / tokens.sum()
             self._shared += 1
 
     def end(self, request_id: str) -> None:

@@ -11,6 +11,7 @@ from typing import Literal, get_args, get_origin
 from batchgen.cli.options import FLAGS
 from batchgen.cli.verb_table import VERBS
 from batchgen.config.config_keys import EXPERIMENT, GROUPS, all_keys, choices, declared_type
+from batchgen.pipelines.pipeline_file import PIPELINE
 from batchgen.util.errors import ConfigError
 
 _BASH = """\
@@ -49,7 +50,11 @@ def completion_script(shell: str) -> str:
 
 def _words() -> list[str]:
     words = [*VERBS, *(flag for flag, text in FLAGS.items() if text)]
-    words += [f"{group}={choice}" for group in (*GROUPS, EXPERIMENT) for choice in choices(group)]
+    words += [
+        f"{group}={choice}"
+        for group in (*GROUPS, EXPERIMENT, PIPELINE)
+        for choice in choices(group)
+    ]
     for key in all_keys():
         values = _values(key)
         words += [f"{key}={value}" for value in values] or [f"{key}="]

@@ -18,13 +18,16 @@ from batchgen.config.config_keys import (
     nearest,
     nearest_key,
 )
+from batchgen.pipelines.pipeline_file import PIPELINE
 from batchgen.util.errors import ConfigError
 
 _WIDTH = 100
+_GROUPS = (*GROUPS, EXPERIMENT, PIPELINE)
 _USAGE = """\
 batchgen runs a data set through a language model and writes every token to Parquet.
 
     batchgen [JOB.yaml] [GROUP=CHOICE …] [KEY=VALUE …] [OPTION …]
+    batchgen PIPELINE.yaml [KEY=VALUE …] [STEP.KEY=VALUE …] [OPTION …]
     batchgen VERB …
 
     batchgen model.path=Qwen/Qwen3-0.6B dataset.path=rows.jsonl 'prompt.user={{ question }}' \\
@@ -55,7 +58,7 @@ def _overview() -> str:
     parts = [_USAGE]
     rows = [(f"{name} {verb.arguments}", verb.help) for name, verb in VERBS.items()]
     parts.append(_table("Verbs (batchgen VERB --help)", rows))
-    rows = [(group, ", ".join(_default_first(group))) for group in (*GROUPS, EXPERIMENT)]
+    rows = [(group, ", ".join(_default_first(group))) for group in _GROUPS]
     title = "Groups and their choices, the default first (batchgen --help GROUP)"
     parts.append(_table(title, rows))
     rows = [(name, ", ".join(map(_class_name, steps))) for name, steps in STEPS.items()]
@@ -69,11 +72,11 @@ def _overview() -> str:
 
 def _about(word: str) -> str:
     group, equals, choice = word.partition("=")
-    if word in (*GROUPS, EXPERIMENT):
+    if word in _GROUPS:
         return _group_help(word)
     if word in STEPS:
         return steps_help(word)
-    if equals and group in (*GROUPS, EXPERIMENT):
+    if equals and group in _GROUPS:
         if choice not in choices(group):
             names = ", ".join(choices(group))
             raise ConfigError(f"{word}: {group} has no choice {choice}: choose among {names}")
@@ -102,7 +105,7 @@ def _choice_help(group: str, name: str, told: Sequence[Entry] = ()) -> str:
     default = default_choices().get(group) == name
     lines = [f"{group}={name}{' (the default)' if default else ''}"]
     lines += [f"    {line}" for line in choice.about]
-    if group == EXPERIMENT:
+    if group in (EXPERIMENT, PIPELINE):
         lines += [f"  {line}" for entry in choice.entries for line in entry.lines]
         return "\n".join(lines)
     for entry in choice.entries:

@@ -60,6 +60,8 @@ _NEWER = {
     "constraint": ("scores", "scores_end"),
 }
 """Keys that came later: without a value they are no part of a job's identity."""
+_READ_TABLES = ("Join", "Against")
+"""Steps of `rows` whose `path` says where a table lies."""
 _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
 
 
@@ -152,7 +154,9 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
     groups["strategy"] = {k: v for k, v in groups["strategy"].items() if k not in fingerprinted}
     for name, keys in _NOT_DECIDING.items():
         groups[name] = {key: value for key, value in groups[name].items() if key not in keys}
-    if not config.rows:
+    if config.rows:
+        groups["rows"] = [_without_place(step) for step in groups["rows"]]
+    else:
         del groups["rows"]
     if config.sampling.until is not None:  # how many samples there are can grow
         groups["sampling"]["until"] = {"where": config.sampling.until.where}
@@ -165,6 +169,16 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
     for name in ("post", "score", "budget", "progress", "workers", "launcher"):
         del groups[name]
     return groups
+
+
+def _without_place(step: dict[str, Any]) -> dict[str, Any]:
+    """A step of `rows` without the place of the table that it reads, whose content counts."""
+    return {
+        name: {key: value for key, value in options.items() if key != "path"}
+        if name in _READ_TABLES
+        else options
+        for name, options in step.items()
+    }
 
 
 def growing(config: JobConfig) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from batchgen.pipelines.record.pipeline_record import (
     StepVersions,
     folder_name,
 )
-from batchgen.pipelines.record.step_folders import read_record
+from batchgen.pipelines.record.step_folders import read_record, refuse_linked
 from batchgen.resolve.opened_job import answers_depend_on
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError
@@ -43,6 +43,8 @@ class OpenPipeline:
         self._prints = _prints(pipeline)
         self._storage = open_storage(pipeline.out, WorkersConfig())
         _refuse_foreign(self._storage.shown, self._names())
+        if self._storage.in_place and self._storage.path.is_dir():
+            refuse_linked(self._storage.path)
         self._before = read_record(self._storage) or PipelineRecord()
         self._newer: dict[tuple[str, str], int] = {}
         self.record = self._settled()

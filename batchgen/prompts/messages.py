@@ -52,7 +52,7 @@ def checked_messages(
         elif (kind := _other_part(content)) is not None:
             raise RequestError(
                 "bad_messages",
-                f"{where}: content has a part of type {kind}: this job reads text only",
+                f"{where}: content has a part of type {kind}, and only text is read here",
             )
         if not isinstance(role, str) or not isinstance(content, (str, list) if images else str):
             raise RequestError(

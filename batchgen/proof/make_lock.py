@@ -11,6 +11,7 @@ from typing import Any
 from batchgen.compose.compose_config import checked, compose_groups
 from batchgen.compose.load_config import resolved
 from batchgen.compose.trust import TYPED
+from batchgen.config.convert_value import build
 from batchgen.config.dataset_config import DatasetConfig
 from batchgen.folder.open_folder import open_folder, refuse_incomplete
 from batchgen.folder.read_job import JobFolderReader
@@ -97,7 +98,9 @@ def _read(reader: JobFolderReader, groups: Mapping[str, Any], given: str) -> lis
     dataset = groups.get("dataset") or {}
     if dataset.get("kind") != "job":
         return []
-    jobs = read_jobs(places_beside(DatasetConfig(**dataset).paths, reader.path), None)
+    jobs = read_jobs(
+        places_beside(build(DatasetConfig, dict(dataset), "dataset").paths, reader.path), None
+    )
     known = reader.manifest["fingerprints"]
     for job in jobs:
         key = f"{READ_JOB} {job.read.name}" if len(jobs) > 1 else READ_JOB

@@ -41,7 +41,8 @@ def step_fingerprints(configs: Sequence[StepConfig], steps: Sequence[Step]) -> d
                 given = step.fingerprints()
             except ConfigError as error:
                 raise ConfigError(f"rows[{number}] {type(step).__name__}: {error}") from None
-            found |= {f"rows[{number}] {name}": digest for name, digest in given.items()}
+            step_name = short.get(target, target)
+            found |= {f"rows[{number}] {step_name}.{name}": one for name, one in given.items()}
     return found
 
 

@@ -179,28 +179,18 @@ class OutputSchema:
             for name, type, meaning in _AFTER
             if prompt_token_ids or name != PROMPT_TOKEN_IDS
         ]
-        if reasoning:
-            after.insert(1, _field(*_REASONING))
-        if constrained:
-            after.append(_field(*_SATISFIED))
-        if answers:
-            after.append(_field(*_ANSWER))
-        if images:
-            after.append(_field(*_IMAGES))
+        thoughts = [_field(*_REASONING)] if reasoning else []
+        asked = ((_SATISFIED, constrained), (_ANSWER, answers), (_IMAGES, images))
+        more = [_field(*column) for column, wanted in asked if wanted]
         if parsed is not None:
-            after.append(_field(PARSED, parsed.type, parsed.meaning))
-        of_enough = [] if enough is None else [_field(*column) for column in ENOUGH_COLUMNS]
-        after += of_enough
+            more.append(_field(PARSED, parsed.type, parsed.meaning))
+        more += [] if enough is None else [_field(*column) for column in ENOUGH_COLUMNS]
         not_run = "; null if the row failed before its first"
-        after += [_field(count.name, pa.int32(), count.meaning + not_run) for count in counts]
-        after += [_column_field(column) for column in columns]
+        more += [_field(count.name, pa.int32(), count.meaning + not_run) for count in counts]
+        more += [_column_field(column) for column in columns]
         # Also columns that this job leaves out: a name shall mean the same in every output.
-        taken = {name for name, *_ in _BEFORE + _AFTER} | {c.name for c in counts}
-        taken |= {column.name for column in columns} | {SATISFIED, PARSED}
-        taken |= {ANSWER_TOKEN_IDS} if answers else set()
-        taken |= {REASONING} if reasoning else set()
-        taken |= {PROMPT_IMAGES} if images else set()
-        taken |= {column.name for column in of_enough}
+        taken = {name for name, *_ in _BEFORE + _AFTER} | {SATISFIED, PARSED}
+        taken |= {field.name for field in (*thoughts, *more)}
         taken.remove(TEXT)
         _check_clashes(passthrough.names, taken, text_column)
         # The metadata of the whole input schema is dropped: it describes the input's columns alone.
@@ -208,7 +198,8 @@ class OutputSchema:
         given = [f.with_metadata(meaning | _strings(f.metadata)) for f in passthrough]
         metadata = {b"batchgen.schema": SCHEMA_VERSION.encode()}
         metadata |= {} if enough is None else enough.metadata
-        schema = pa.schema(before + given + after, metadata=metadata)
+        after[1:1] = thoughts
+        schema = pa.schema(before + given + after + more, metadata=metadata)
         names = tuple(passthrough.names)
         names_of_counts = tuple(count.name for count in counts)
         return OutputSchema(

@@ -58,7 +58,7 @@ class Against(TableStep):
 
     def fingerprints(self) -> Mapping[str, str]:
         """The content of the other data set."""
-        return {self.path: self._table.fingerprint}
+        return {"path": self._table.fingerprint}
 
     def made(self, features: Features) -> Features:
         """No columns; refuses a column that the other data set does not have."""

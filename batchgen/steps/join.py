@@ -80,7 +80,7 @@ class Join(TableStep):
 
     def fingerprints(self) -> Mapping[str, str]:
         """The content of the other table."""
-        return {self.path: self._table.fingerprint}
+        return {"path": self._table.fingerprint}
 
     def made(self, features: Features) -> Features:
         """The columns of the other table; refuses keys of other types, which are never equal."""

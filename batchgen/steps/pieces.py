@@ -45,8 +45,8 @@ class _Pieces(TableStep):
 
     def fingerprints(self) -> Mapping[str, str]:
         """The content of the files with pieces."""
-        paths = [given for given in self.pieces.values() if isinstance(given, str)]
-        return {path: SideTable(path).fingerprint for path in paths}
+        files = {name: given for name, given in self.pieces.items() if isinstance(given, str)}
+        return {name: SideTable(path).fingerprint for name, path in files.items()}
 
     @cached_property
     def lists(self) -> Mapping[str, tuple[Sequence[Any], Any]]:

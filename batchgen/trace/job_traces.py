@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchgen.config.convert_value import build
 from batchgen.config.dataset_config import DatasetConfig
 from batchgen.folder.open_folder import open_job
 from batchgen.grades.folder_grades import GRADES
@@ -34,8 +35,10 @@ class JobTraces:
         """Raise ConfigError if the folder is not one of a job."""
         self.given = given
         self.reader = open_job(given)
-        self._config = self.reader.config
-        self._dataset: Mapping[str, Any] = self._config.get("dataset") or {}
+        dataset = self.reader.config.get("dataset")
+        if not isinstance(dataset, dict):
+            raise ConfigError(f"{given}/config.yaml does not say which data set the job has read")
+        self._dataset: Mapping[str, Any] = dataset
 
     def add(self, trace: Trace, row_id: str, sample: int | None = None) -> None:
         """Add the samples of a row, or one of them, and all that is before them; what has dropped
@@ -63,7 +66,9 @@ class JobTraces:
             index = self._data_index(int(row[KEYS[0]]))
             trace.found.append(TracedSource(*source_place(self._dataset, index)))
             return
-        source = row["source"]
+        source = row.get("source")
+        if not isinstance(source, dict) or not {"row_id", KEYS[1]} <= source.keys():
+            raise ConfigError(f"{self.given}: its rows do not say what they were made of")
         for job, row_id in self._upstream(str(source["row_id"])):
             JobTraces(job).add(trace, row_id, source["sample_index"])
             return
@@ -78,7 +83,7 @@ class JobTraces:
     def _upstream(self, row_id: str) -> Iterator[tuple[str, str]]:
         """The folders of the jobs that may have a row that is known here by this id, and its id
         there: of several jobs ids begin with the name of one."""
-        paths = DatasetConfig(**self._dataset).paths
+        paths = build(DatasetConfig, dict(self._dataset), "dataset").paths
         folders = jobs_at(paths, self.reader.path)
         for name, folder in folders.items():
             if len(folders) == 1:

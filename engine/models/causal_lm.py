@@ -134,7 +134,9 @@ class CausalLM(TokenModel):
     def _vision_tower(self) -> VisionTower:
         config = self.config.vision
         if config is None:
-            raise ValueError(f"{self.config.architecture} reads no images")
+            lack = self.config.vision_lack
+            why = "" if lack is None else f": {lack}"
+            raise ValueError(f"{self.config.architecture} reads no images{why}")
         # Every rank has the whole tower, and encodes some of the images.
         return VisionTower(config, where=Placement(self.device, self.dtype))
 

@@ -82,6 +82,8 @@ class ModelConfig:
     # the checkpoint says tied, but holds two weights that differ: both are used
     untied: bool = False
     vision: VisionConfig | None = None  # None: it reads no images
+    # Why the tower of a checkpoint that has one cannot be loaded, in words for the user.
+    vision_lack: str | None = None
 
     def __post_init__(self) -> None:
         check_positive(

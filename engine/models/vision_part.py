@@ -65,11 +65,22 @@ def text_part(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
 
 
 def with_tower(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
-    """Add the vision tower of Qwen3-VL's form to a decoder's configuration. A checkpoint whose
-    vocabulary lacks the image token has none that could be used. Raises ValueError if the engine
-    lacks something that the tower needs, which the message names."""
-    if hf.image_token_id >= config.vocab_size:
-        return config
+    """Add the vision tower of Qwen3-VL's form to a decoder's configuration, or what the engine
+    lacks for it, without which the decoder runs."""
+    try:
+        return replace(config, vision=_checked_tower(hf, config))
+    except ValueError as error:
+        return replace(config, vision_lack=str(error))
+
+
+def _checked_tower(hf: PretrainedConfig, config: ModelConfig) -> VisionConfig:
+    """Read the tower's configuration. Raises ValueError if it does not go with the decoder's."""
+    ids = (hf.image_token_id, hf.video_token_id, hf.vision_start_token_id, hf.vision_end_token_id)
+    if bad := [i for i in ids if type(i) is not int or not 0 <= i < config.vocab_size]:
+        raise ValueError(
+            f"the token id {bad[0]!r:.60} of images or videos is not in the vocabulary of "
+            f"{config.vocab_size}"
+        )
     vision = _vision_config(hf)
     if len(vision.deepstack) >= config.num_layers:
         raise ValueError(
@@ -81,7 +92,7 @@ def with_tower(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
             f"out_hidden_size of the vision tower is {vision.out_size}, and the decoder's "
             f"hidden_size {config.hidden_size}: they must be equal"
         )
-    return replace(config, vision=vision)
+    return vision
 
 
 def _vision_config(hf: PretrainedConfig) -> VisionConfig:

@@ -14,7 +14,7 @@ from real_job import VOCAB, save_tokenizer
 
 from batchgen.__main__ import run_command
 from batchgen.cli.options import parse_options
-from batchgen.cli.run_options import composed
+from batchgen.cli.run_options import composed, composed_pipeline
 from batchgen.cli.verb_table import VERBS
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +38,11 @@ FILES = {
     "person.json": '{"type": "object"}',
     "questions.json": '{"type": "object"}',
 }
+
+
+FILES["pipeline.yaml"] = re.findall(
+    r"```yaml\n(.*?)```", (ROOT / "docs/guides/pipelines.md").read_text(encoding="utf-8"), re.S
+)[0]
 
 
 OTHER_MACHINES = (
@@ -77,7 +82,7 @@ def test_a_documented_command_is_understood(
     if arguments[0] in VERBS:
         return
     options = parse_options(arguments)
-    if "--multirun" not in options.flags:
+    if "--multirun" not in options.flags and composed_pipeline(options) is None:
         composed(options)
 
 

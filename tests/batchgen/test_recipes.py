@@ -15,6 +15,8 @@ from real_job import VOCAB, save_tokenizer
 from trl_rules import check_preference, is_conversational, type_of
 
 from batchgen.__main__ import run_command
+from batchgen.cli.options import parse_options
+from batchgen.cli.run_options import composed_pipeline
 from batchgen.cli.verb_table import VERBS
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "recipes.md"
@@ -56,18 +58,23 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_files(folder: Path) -> None:
+    """The files that the recipes read."""
+    ids = [{"id": f"d{i}"} for i in range(4)]
+    write(folder / "docs.jsonl", [i | {"text": t} for i, t in zip(ids, TEXTS, strict=True)])
+    write(folder / "table.jsonl", [i | {"text": t} for i, t in zip(ids, TEXTS, strict=True)])
+    write(folder / "prompts.jsonl", [i | {"prompt": t} for i, t in zip(ids, TEXTS, strict=True)])
+    write(folder / "problems.jsonl", [i | {"problem": "3+4?", "answer": "7"} for i in ids])
+    write(folder / "personas.jsonl", [{"persona": name} for name in ("Ada", "Ben")])
+    (folder / "questions.json").write_text(json.dumps(SCHEMA))
+
+
 @pytest.mark.parametrize("number", ["1", "2", "3", "4", "5"])
 def test_a_recipe_makes_its_data_set(
     number: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ids = [{"id": f"d{i}"} for i in range(4)]
-    write(tmp_path / "docs.jsonl", [i | {"text": t} for i, t in zip(ids, TEXTS, strict=True)])
-    write(tmp_path / "table.jsonl", [i | {"text": t} for i, t in zip(ids, TEXTS, strict=True)])
-    write(tmp_path / "prompts.jsonl", [i | {"prompt": t} for i, t in zip(ids, TEXTS, strict=True)])
-    write(tmp_path / "problems.jsonl", [i | {"problem": "3+4?", "answer": "7"} for i in ids])
-    write(tmp_path / "personas.jsonl", [{"persona": name} for name in ("Ada", "Ben")])
-    (tmp_path / "questions.json").write_text(json.dumps(SCHEMA))
+    write_files(tmp_path)
     for command in recipes()[number]:
         if command[0] not in VERBS:
             command = [re.sub(r"^model\.path=.*", f"model.path={model}", a) for a in command]
@@ -125,3 +132,46 @@ def check_table(folder: Path) -> None:
 CHECKS = {
     "1": check_questions, "2": check_pairs, "3": check_judged, "4": check_talks, "5": check_table,
 }  # fmt: skip
+
+
+FILES = sorted((Path(__file__).parents[2] / "examples" / "pipelines").glob("*.yaml"))
+
+
+def test_each_recipe_is_a_file_too() -> None:
+    page = PAGE.read_text()
+    assert len(FILES) == len(recipes()) == 5
+    assert all(f"`examples/pipelines/{path.name}`" in page for path in FILES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_pipeline_of_a_recipe_is_understood(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path)
+    pipeline = composed_pipeline(parse_options([str(path), "output.dir=out"]))
+    assert pipeline is not None and pipeline.exports
+    assert not list(tmp_path.glob("out"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_pipeline_of_a_recipe_runs(
+    path: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path)
+    arguments = [str(path), "output.dir=out", f"model.path={model}", "most_errors=1", *SMALL]
+    if path.stem == "best_of_n":  # a model that knows nothing guesses
+        arguments += ["constraint=choice", "constraint.choices=[7,8]"]
+    if path.stem == "two_writers":
+        arguments += [
+            "rated.sampling=sample",
+            "rated.sampling.temperature=8",
+            "rated.sampling.top_p=1",
+        ]
+        arguments += [f"second.model.path={model}"]
+    assert run_command(arguments) in (0, 3)
+    made = [one.name for one in (tmp_path / "out/export").iterdir()]
+    pipeline = composed_pipeline(parse_options([str(path), "output.dir=out"]))
+    assert pipeline is not None and {one.out for one in pipeline.exports} <= {*made}

@@ -137,12 +137,13 @@ def test_costs_add_up_however_rows_come_and_go(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_costs_of_an_engine_add_up_to_its_steps(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, overlap: bool
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, overlap: bool, device: str
 ) -> None:
     """With rows that are preempted, cut into chunks, found in the prefix cache and aborted."""
     expect_short_rows(monkeypatch)
-    model = load_model(tiny_model("llama"), device=torch.device("cpu"), dtype=torch.float32)
+    model = load_model(tiny_model("llama"), device=torch.device(device), dtype=torch.float32)
     gib = 44 * block_bytes(1, model) / 2**30
     config = replace(
         EngineConfig(max_num_seqs=64, max_batched_tokens=24, chunk_tokens=16, block_size=4),

@@ -46,7 +46,7 @@ _SIZES: dict[str, Any] = {
 _MOE: dict[str, Any] = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
+    "moe_intermediate_size": 48,
 }
 _HYBRID: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],

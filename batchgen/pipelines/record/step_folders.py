@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def step_folder(folder: str) -> str:
     one of the step that the last name is, in a pipeline's folder, and else the folder itself.
 
     Raises:
-        ConfigError: the pipeline has no such step, or its folder is a link.
+        ConfigError: the pipeline has no such step, or a link in its folder.
         JobError: pipeline.json is damaged.
     """
     above, slash, name = folder.rpartition("/")
@@ -36,18 +37,29 @@ def step_folder(folder: str) -> str:
         raise ConfigError(
             f"{folder}: the pipeline has no step {name}: choose among {', '.join(record.current)}"
         )
-    place = f"{above}{slash}{found}" if slash else found
-    if not is_url(place) and Path(place).is_symlink():
-        raise ConfigError(f"{place} is a link, and the folders of a pipeline's steps are not")
-    return place
+    return f"{above}{slash}{found}" if slash else found
 
 
 def find_record(out: str) -> PipelineRecord | None:
-    """What pipeline.json in a folder says, a path or a URL; None if it has none."""
-    if not is_url(out) and not (Path(out) / RECORD).is_file():
-        return None
+    """What pipeline.json in a folder says, a path or a URL; None if it has none. ConfigError if
+    something in the folder is a link."""
+    if not is_url(out):
+        if not (Path(out) / RECORD).is_file():
+            return None
+        refuse_linked(Path(out))
     with closing(open_storage(out, WorkersConfig())) as storage:
         return read_record(storage)
+
+
+def refuse_linked(out: Path) -> None:
+    """Refuse a pipeline's folder in which something is a link: a stranger who made it could lead
+    steps and exports to any folder of the user's."""
+    with os.scandir(out) as entries:
+        if linked := sorted(entry.name for entry in entries if entry.is_symlink()):
+            raise ConfigError(
+                f"{out / linked[0]} is a link, and what a pipeline has in its folder is not: put "
+                "what is there in its place (`cp -rL` copies a folder without its links)"
+            )
 
 
 def read_record(storage: Storage) -> PipelineRecord | None:

@@ -117,6 +117,21 @@ def test_conversations_with_parts(vl_model: Path, tmp_path: Path) -> None:
     assert max(f.stat().st_size for f in (tmp_path / "out" / "data").iterdir()) < 40_000
 
 
+def test_bodies_of_openai_and_conversations_that_begin_without_images(
+    vl_model: Path, tmp_path: Path
+) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": data_url(picture(64, 96))}}]
+    contents: list[Any] = ["Hi", [*parts, {"type": "text", "text": "What?"}]]
+    messages = [[{"role": "user", "content": content}] for content in contents]
+    for prompt, key in (("openai", "body"), ("messages", "messages")):
+        rows = [{key: {"messages": m} if key == "body" else m} for m in messages]
+        file = write_rows(tmp_path / f"{key}.jsonl", rows)
+        assert run(arguments(vl_model, file, tmp_path / key, f"prompt={prompt}")).exit_code == 0
+        found = rows_of(tmp_path / key)
+        assert [row["text"] for row in found] == ["[]", "[(96, 64, 3)]"]
+        assert "base64" not in json.dumps(found[1][key])
+
+
 def test_rows_do_not_depend_on_how_the_job_was_run(vl_model: Path, tmp_path: Path) -> None:
     """A real engine: one after the other, in a batch, and grown by a second run; two images of
     which one pixel differs, the same image twice, and rows without images are among the rows."""

@@ -121,6 +121,7 @@ def _work(fake: FakeJob, tokens: float) -> None:
     os._exit(run(fake, tokens=tokens).exit_code)
 
 
+@pytest.mark.slow
 def test_two_workers_share_one_budget(tmp_path: Path) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     job(whole, rows_per_shard=4).run()

@@ -71,7 +71,7 @@ def behind(name: str) -> set[str]:
     return set(NAMES[NAMES.index(name) + 1 :])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.sampled_from(NAMES), st.data())
 def test_a_change_moves_the_step_and_what_is_behind_it(name: str, data: st.DataObject) -> None:
     keys = data.draw(st.lists(st.sampled_from(DECIDING + FREE), min_size=1, unique=True))

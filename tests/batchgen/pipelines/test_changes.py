@@ -81,6 +81,7 @@ def test_nothing_changed_computes_nothing(case: Case) -> None:
     assert folders(case.folder / "out") == before
 
 
+@pytest.mark.slow
 def test_a_prompt_computes_its_step_and_what_its_answers_change(case: Case) -> None:
     given = case.changed("judge", **{"prompt.user": "{{ q }} {{ reply }}!"})
     before = folders(case.folder / "out")
@@ -106,6 +107,7 @@ def test_more_rows_are_added_in_every_step(case: Case) -> None:
     case.check(case.given)
 
 
+@pytest.mark.slow
 def test_a_limit_that_grows_adds_rows(case: Case) -> None:
     fewer = case.changed(dataset={**case.given["dataset"], "limit": 4})
     fewer["output"]["dir"] = str(case.folder / "grown")
@@ -124,6 +126,7 @@ def test_more_samples_compute_the_new_ones(case: Case) -> None:
     case.check(given)
 
 
+@pytest.mark.slow
 def test_other_grades_compute_no_draft(case: Case) -> None:
     given = case.changed("draft", post=[{**EXTRACT, "pattern": "([A-Z])"}])
     before = folders(case.folder / "out")
@@ -132,6 +135,7 @@ def test_other_grades_compute_no_draft(case: Case) -> None:
     case.check(given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [{"sampling.temperature": 0.3}, {"sampling.seed": 5}, {"sampling.top_k": 3}]
 )
@@ -142,6 +146,7 @@ def test_sampling_computes_the_step_and_all_behind_it(case: Case, change: dict[s
     case.check(given)
 
 
+@pytest.mark.slow
 def test_a_row_that_has_changed_is_computed_alone(case: Case) -> None:
     rows = case.folder / "rows.jsonl"
     rows.write_text(rows.read_text().replace("What is 2 + 2", "How much is 2 + 2"))
@@ -151,6 +156,7 @@ def test_a_row_that_has_changed_is_computed_alone(case: Case) -> None:
     case.check(case.given)
 
 
+@pytest.mark.slow
 def test_an_export_computes_nothing(case: Case) -> None:
     given = case.changed(export={"from": "judge", "to": "sft"})
     before = folders(case.folder / "out")
@@ -159,6 +165,7 @@ def test_an_export_computes_nothing(case: Case) -> None:
     assert (case.folder / "out/export/judge.sft.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_step_that_is_gone_and_comes_again_is_as_it_was(case: Case) -> None:
     fewer = case.changed(export=None)
     del fewer["steps"]["last"]

@@ -78,6 +78,7 @@ def test_what_is_needed_stays(
     assert (first["judge"] / "data").is_dir()
 
 
+@pytest.mark.slow
 def test_old_versions_in_a_bucket_are_deleted(
     model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -42,6 +42,7 @@ def test_steps_share_a_budget(
     assert shards(out) == shards(whole) and used(out, *every) == total
 
 
+@pytest.mark.slow
 def test_a_step_with_a_budget_of_its_own_counts_alone(
     model: Path, rows: Path, tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ def test_a_step_is_found_by_its_name(
     assert "has no step jugde: choose among draft, judge, last" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_was_run_is_a_pipeline_file_that_runs_it_again(pipeline: str, tmp_path: Path) -> None:
     assert run(pipeline, "judge.sampling.seed=5") == 0
     before = folders(tmp_path / "out"), shards(tmp_path / "out")
@@ -69,6 +70,7 @@ def test_what_was_run_is_a_pipeline_file_that_runs_it_again(pipeline: str, tmp_p
     assert before[1] == shards(tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_a_killed_pipeline_goes_on(pipeline: str, tmp_path: Path) -> None:
     assert run(pipeline, f"output.dir={tmp_path}/undisturbed") == 0
     process = subprocess.Popen(
@@ -86,6 +88,7 @@ def test_a_killed_pipeline_goes_on(pipeline: str, tmp_path: Path) -> None:
     assert shards(tmp_path / "out") == shards(tmp_path / "undisturbed")
 
 
+@pytest.mark.slow
 def test_changed_rows_begin_a_new_version(
     pipeline: str, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,3 +172,24 @@ def test_two_steps_of_one_pipeline_are_told_apart(model: Path, rows: Path, tmp_p
     assert both == ["a/r0#0", "a/r1#0"]
     texts = [[row["token_ids"] for part in found[name].values() for row in part] for name in "ab"]
     assert texts[0] != texts[1], "each step has random numbers of its own"
+
+
+def test_a_moved_pipeline_whose_step_joins_another_goes_on(
+    model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = values(model, rows, tmp_path / "out")
+    join = {"Join": {"from": "second", "on": "q", "columns": {"text": "opinion"}}}
+    given["steps"] = {
+        "draft": {},
+        "second": {"sampling.temperature": 0.5},
+        "last": {"from": "draft", "rows": [join], "prompt.user": "{{ opinion }}"},
+    }
+    path = written(tmp_path / "pipeline.yaml", given)
+    assert run(path) == 0
+    before = shards(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "moved")
+    capsys.readouterr()
+    assert run(path, f"output.dir={tmp_path}/moved") == 0
+    assert "new version" not in capsys.readouterr().err
+    assert shards(tmp_path / "moved") == before
+    assert len(list((tmp_path / "moved").glob("last.*"))) == 1

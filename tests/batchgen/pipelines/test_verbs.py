@@ -97,6 +97,23 @@ def test_a_strangers_names_are_escaped() -> None:
     assert "<b>" not in page and "<script>" not in page and "<i>" not in page
 
 
+def test_a_strangers_links_lead_nowhere(out: Path, tmp_path: Path, capsys: Said) -> None:
+    secret = folders(out)["draft"]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("pipeline.json", "pipeline.yaml"):
+        (copy / name).write_bytes((out / name).read_bytes())
+    (copy / secret.name).symlink_to(secret)
+    capsys.readouterr()
+    path = str(out.parent / "pipeline.yaml")
+    for arguments in (
+        ["status", str(copy)], ["show", f"{copy}/draft"], ["report", str(copy)],
+        [path, f"output.dir={copy}"],
+    ):  # fmt: skip
+        assert run_command(arguments) == 2
+        assert f"{copy / secret.name} is a link" in capsys.readouterr().err
+
+
 def test_view_lists_the_steps_first(out: Path) -> None:
     page = FolderSite(out, "out").respond("", {}).body.decode()
     steps, _, rest = page.partition("<h2>Folders</h2>")

@@ -204,3 +204,21 @@ def test_a_job_that_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[s
     job = finished_job(tmp_path / "job", [row(0)], metrics={"status": "stopped"})
     assert run_command(["trace", str(job), "id7"]) == 2
     assert "the job is stopped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("dataset", "says"),
+    [
+        (None, "does not say which data set"),
+        ("files", "does not say which data set"),
+        ({"kind": "job", "path": "x"}, "do not say what they were made of"),
+        ({"kind": "job", "path": {"a": 1}}, "dataset.path"),
+    ],
+)
+def test_a_strangers_configuration_ends_in_a_word(
+    dataset: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = finished_job(tmp_path / "job", [row(0)], config={"dataset": dataset})
+    unknown = "id7" if isinstance(dataset, dict) and dataset["path"] != "x" else "id0"
+    assert run_command(["trace", str(job), unknown]) == 2
+    assert says in capsys.readouterr().err

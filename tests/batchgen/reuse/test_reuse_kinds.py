@@ -28,6 +28,7 @@ KINDS = {
                "constraint.scores=true"],
     "thoughts": ["output.reasoning_end=' '", "output.text_column=answer"],
 }  # fmt: skip
+QUICK = ("plain", "choice")
 
 
 def changed(rows: Path) -> Path:
@@ -43,7 +44,10 @@ def data(out: Path) -> dict[str, str]:
     return {name: digest for name, digest in contents(out).items() if name.startswith("data/")}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [k if k in ("plain", "choice") else pytest.param(k, marks=pytest.mark.slow) for k in KINDS],
+)
 def test_copied_rows_are_equal_to_the_byte(
     kind: str, model: Path, rows: Path, tmp_path: Path
 ) -> None:
@@ -58,6 +62,7 @@ def test_copied_rows_are_equal_to_the_byte(
     assert figures["rows_copied"] == samples * (len(ROWS) - 2) == figures["rows"] - 3 * samples
 
 
+@pytest.mark.slow
 def test_samples_until_enough_are_valid_are_copied(model: Path, rows: Path, tmp_path: Path) -> None:
     """From a job that asked for fewer valid ones, in another folder: the new samples alone are
     computed."""

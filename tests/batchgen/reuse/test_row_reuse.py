@@ -18,6 +18,7 @@ from object_files import FaultyFiles, use
 from batchgen.dataset.source import Row
 from batchgen.jobs.job_end import JobResult
 from batchgen.jobs.run_job import run_job
+from batchgen.prompts.row_prompts import Prompt
 
 ROWS = 40
 
@@ -103,14 +104,14 @@ def test_a_changed_row_alone_is_computed(tmp_path: Path) -> None:
     config = replace(fake.config(), output=replace(fake.config().output, reuse=(str(old),)))
     parts = replace(fake.parts(), source=Others(ROWS + 4))  # type: ignore[arg-type]
 
-    class ByName:
+    class ByName(Prompt):
         def token_ids(self, row: Row) -> list[int]:
             number = int(row.id[2:])
             return [number, number + 1, 2]
 
-    run_job(config, replace(parts, prompt=ByName()))  # type: ignore[arg-type]
+    run_job(config, replace(parts, prompt=ByName()))
     wholly = replace(fake.config(), output=replace(fake.config().output, dir=str(tmp_path / "w")))
-    run_job(wholly, replace(parts, prompt=ByName()))  # type: ignore[arg-type]
+    run_job(wholly, replace(parts, prompt=ByName()))
     assert same_bytes(tmp_path / "w", new)
     # Nine rows were not there, and rows that had an error are computed.
     failed = sum(i % 13 == 0 or i % 17 == 0 for i in range(5, ROWS))

@@ -230,7 +230,7 @@ def test_answers_of_another_job_are_joined(job: SteppedJob, tmp_path: Path) -> N
     # Another generation of the drafts is another table, so the job is another one.
     again = replace(draft, steps=[{"Filter": {"where": "number < 4"}}], overwrite=True)
     assert again.run().exit_code == 0
-    with pytest.raises(ConfigError, match=r"fingerprint.rows\[0\] .*draft"):
+    with pytest.raises(ConfigError, match=r"fingerprint.rows\[0\] Join\.path"):
         replace(job, steps=[{"Join": join}]).run()
 
 

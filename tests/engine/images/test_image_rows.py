@@ -128,7 +128,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+WHOLE = pytest.param({}, marks=pytest.mark.slow)
+"""No options of the engine besides those of all tests."""
+SLOW_WAYS = ("without prefixes", "in chunks of 5", "beside decoding rows")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(w, marks=[pytest.mark.slow] * (w in SLOW_WAYS)) for w in WAYS]
+)
 def test_bits_do_not_depend_on_the_schedule(way: str) -> None:
     check("qwen3_vl", run(engine_of("qwen3_vl", **WAYS[way]), ROWS))
 
@@ -142,7 +149,7 @@ def test_bits_of_other_models(kind: str) -> None:
     check(kind, run(engine_of(kind, block_size=4, **chunks), ROWS))
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 def test_preempted_rows_encode_their_images_again(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +177,11 @@ def test_a_shared_prefix_is_looked_up_before_images_are_encoded() -> None:
     assert engine.stats.images == 3 and engine.stats.image_tokens == 6 + 20 + 7
 
 
-@pytest.mark.parametrize("way", [{}, {"max_batched_tokens": 5, "block_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [WHOLE, {"max_batched_tokens": 5, "block_size": 2}],
+    ids=str,
+)
 def test_drafts_of_ngrams(way: dict[str, Any]) -> None:
     strategy = ARSpecStrategy("ngram", adaptive=False, ngram_min=1, ngram_pool=True)
     check("qwen3_vl", run(engine_of("qwen3_vl", strategy, **way), ROWS))
@@ -187,7 +198,11 @@ def test_drafts_of_a_model_that_sees_only_tokens() -> None:
     assert sum(output.counts["num_accepted_tokens"] for output in found) > 0
 
 
-@pytest.mark.parametrize("way", [{}, {"max_batched_tokens": 64, "block_size": 4}], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [WHOLE, {"max_batched_tokens": 64, "block_size": 4}],
+    ids=str,
+)
 def test_drafts_of_a_head(way: dict[str, Any]) -> None:
     engine = engine_of("mtp", ARSpecStrategy("mtp", adaptive=False), **way)
     found = run(engine, ROWS)
@@ -250,7 +265,7 @@ def test_wrong_images_are_named() -> None:
     assert caught.value.type == "images_unsupported"
 
 
-@pytest.mark.parametrize("way", [{}, {"max_batched_tokens": 5}], ids=str)
+@pytest.mark.parametrize("way", [WHOLE, {"max_batched_tokens": 5}], ids=str)
 def test_an_image_that_cannot_be_decoded_ends_its_row(way: dict[str, Any]) -> None:
     def broken() -> Any:
         raise RequestError("image_unreadable", "the file is cut off")

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from vision_models import KINDS, RULES, SIDE, picture, prompt, their_inputs, theirs, vision_folder
+from safetensors.torch import load_file, save_file
+from vision_models import (
+    KINDS,
+    RULES,
+    SIDE,
+    picture,
+    prompt,
+    their_inputs,
+    their_logits,
+    theirs,
+    vision_folder,
+)
 
 from batchgen.engine.images.image_span import find_spans, rope_positions, rope_shift
 from batchgen.engine.layers.vision.vision_positions import normalised_values, patches
@@ -58,6 +75,59 @@ def test_positions_equal_transformers() -> None:
             np.testing.assert_array_equal(rope_positions(spans, start, end), whole[start:end])
     after = rope_positions(spans, len(ids), len(ids) + 2)
     np.testing.assert_array_equal(after[:, 0], np.arange(len(ids), len(ids) + 2) + int(delta))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe"])
+def test_without_the_tower_it_is_a_text_model(
+    kind: str, run_paged: Callable[..., torch.Tensor]
+) -> None:
+    model = load_model(vision_folder(kind), device=CPU)
+    assert model.skipped_parts == ("the vision tower",) and model.tower is None
+    assert not any("visual" in name for name, _ in model.named_parameters())
+    ids = [(7 * i * i + 3 * i) % 119 for i in range(40)]
+    logits = run_paged(model, ids, [16, 16, 8])
+    torch.testing.assert_close(logits, their_logits(kind, ids, []), atol=1e-4, rtol=1e-4)
+
+
+def test_experts_of_published_checkpoints_are_the_other_way_round(tmp_path: Path) -> None:
+    folder = copied(vision_folder("qwen3_vl_moe"), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if "mlp.experts." in name]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    ours = dict(load_model(folder, device=CPU).named_parameters())
+    for name, parameter in load_model(vision_folder("qwen3_vl_moe"), device=CPU).named_parameters():
+        assert torch.equal(parameter, ours[name]), name
+
+
+@pytest.mark.parametrize(
+    ("place", "key", "value", "message"),
+    [
+        ("", "image_token_id", 128, "id 128 of images or videos is not in the vocabulary of 128"),
+        ("vision_config", "out_hidden_size", 32, "tower is 32, and the decoder's hidden_size 64"),
+        ("vision_config", "hidden_act", "gelu", "has hidden_act 'gelu'"),
+        ("vision_config", "num_position_embeddings", 24, "is 24, and must be a square"),
+        ("vision_config", "deepstack_visual_indexes", [2, 9], "2, 9.*, and must be ascending"),
+        ("vision_config", "deepstack_visual_indexes", [0, 1, 2], "must have fewer than"),
+        ("text_config", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4}, "mrope"),
+    ],
+)
+def test_towers_that_cannot_be_loaded(
+    place: str, key: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    """The decoder runs without them."""
+    folder = copied(vision_folder("qwen3_vl"), tmp_path)
+    values = json.loads((folder / "config.json").read_text())
+    (values[place] if place else values)[key] = value
+    (folder / "config.json").write_text(json.dumps(values))
+    load_model(folder, device=CPU)
+    with pytest.raises(ValueError, match=f"reads no images: .*{message}"):
+        load_model(folder, device=CPU, vision=True)
+
+
+def copied(folder: Path, into: Path) -> Path:
+    shutil.copytree(folder, into / "model")
+    return into / "model"
 
 
 def test_prompts_that_do_not_fit_their_images() -> None:
