@@ -35,6 +35,8 @@ class EngineStats:
     preemptions: int = 0  # how often a row lost its cache entries to other rows
     images: int = 0  # the number of images that were encoded, again after a preemption
     image_tokens: int = 0  # the number of their tokens
+    # The seconds of the device for them, of the last few only once no request is left.
+    image_seconds: float = 0.0
     peak_kv_usage: float = 0.0  # the largest share of the blocks that rows owned, from 0 to 1
 
     def count_batch(self, batch: ScheduledBatch, scheduler: Scheduler) -> None:

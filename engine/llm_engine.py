@@ -401,7 +401,10 @@ class LLMEngine:
         stats.generated_tokens = self.scheduler.running.num_committed
         stats.counts = dict(self.scheduler.running.totals)
         if self.images is not None:
+            if len(self._finished) == len(self._live):  # so nothing is encoded any more
+                self.images.read_times()
             stats.images, stats.image_tokens = self.images.num_images, self.images.num_tokens
+            stats.image_seconds = self.images.seconds
         if self._finished:
             stats.strategy = dict(self.strategy.stats())
         outputs = [self._requests.output(seq) for seq in self._finished]

@@ -21,6 +21,9 @@ from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.engine.rows.scheduled_batch import PrefillBatch
 from batchgen.engine.rows.sequence import Sequence as Row
 
+_STEPS_BEHIND = 8
+"""After so many further steps with images the device has long passed a step, whose time is read."""
+
 
 @dataclass(slots=True, eq=False)
 class _Entry:
@@ -56,6 +59,7 @@ class ImageStore:
         self._left = most_tokens
         self._entries: dict[bytes, _Entry] = {}
         self.num_images = self.num_tokens = 0  # encoded since the start
+        self.seconds = 0.0  # of the device, for images whose times were read
         self._timer = StepTimer(device)
 
     def begin(self) -> None:
@@ -112,10 +116,10 @@ class ImageStore:
         later = (other for other in seq.spans if num_read is not None and other.end > num_read)
         return any(other.image.digest == span.image.digest for other in later)
 
-    @property
-    def seconds(self) -> float:
-        """The device's seconds for all images so far; it waits for those that are still encoded."""
-        return sum(step.seconds for step in self._timer.steps())
+    def read_times(self, but_last: int = 0) -> None:
+        """Add the times of steps to `seconds`, waiting for those that are still encoded."""
+        while len(self._timer) > but_last:
+            self.seconds += self._timer.take().seconds
 
     def encode(self) -> None:
         """Encode the images that the planned step needs."""
@@ -130,6 +134,7 @@ class ImageStore:
             self._encode(group)
         self.num_images += len(waiting)
         self.num_tokens += sum(entry.num_tokens for entry in waiting)
+        self.read_times(_STEPS_BEHIND)
 
     def _encode(self, group: Sequence[_Entry]) -> None:
         loaded = [entry.pixels for entry in group if entry.pixels is not None]

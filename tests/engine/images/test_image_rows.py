@@ -175,6 +175,7 @@ def test_a_shared_prefix_is_looked_up_before_images_are_encoded() -> None:
     half = Row(prompt([1, 2], SMALL, WIDE, [5, 6]), [SMALL, WIDE])
     run(engine, [half])
     assert engine.stats.images == 3 and engine.stats.image_tokens == 6 + 20 + 7
+    assert engine.stats.image_seconds > 0
 
 
 @pytest.mark.parametrize(
