@@ -151,6 +151,10 @@ class _Attempt:
             self._writer.finish(self._todo.num_rows)
             if isinstance(self._parts.source, Following):
                 folder.settle(job_manifest(config, self._parts, self._rows.schema))
+                # From now on this is a job over a complete one, to whoever opens it by its folder.
+                data = replace(config.dataset, follow=False)
+                text = job_file_text(replace(config, dataset=data))
+                folder.storage.write(folder.path / "config.yaml", text)
                 self._note_read()
             with folder.storage.local_copy(needed=bool(config.post) or config.output.report):
                 process = grading if early is None else early.process

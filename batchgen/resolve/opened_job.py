@@ -135,9 +135,8 @@ class OpenedJob:
         known = of_model.declared_columns(self.model.config)
         own = {column.name for column in self.context_columns}
         # Whether rows of the others have images is found when they are opened, which may be later.
-        alone = all(config.engine.tensor_parallel == 1 for config in others)
-        reads = self.model.config.vision is not None and alone
-        model = dataclasses.replace(self.model, with_vision=self.model.with_vision or reads)
+        reads = self.model.config.vision is not None
+        model = dataclasses.replace(self.model, with_vision=reads)
         columns = _named_columns(known, names | own)
         return dataclasses.replace(self, model=model, context_columns=columns)
 

@@ -151,13 +151,9 @@ def _plan_kernel(
     unit = units + place * UNIT_FIELDS
     mask = split < number
     tl.store(unit, row + tl.zeros_like(split), mask=mask)
-    start = split * length
+    begin = 0
     if WINDOW is not None:
         begin = tl.max(_begin(positions, own_row, num_rows, WIDTH, WINDOW), 0)
-        start += begin
-    tl.store(unit + 1, start, mask=mask)
-    stop = tl.minimum((split + 1) * length, context)
-    if WINDOW is not None:
-        stop += begin
-    tl.store(unit + 2, stop, mask=mask)
+    tl.store(unit + 1, split * length + begin, mask=mask)
+    tl.store(unit + 2, tl.minimum((split + 1) * length, context) + begin, mask=mask)
     tl.store(unit + 3, tl.where(number > 1, row * capacity + split, -1), mask=mask)

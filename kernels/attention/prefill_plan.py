@@ -52,8 +52,10 @@ def _config(head_dim: int, itemsize: int, group: int) -> PrefillConfig:
         config = PrefillConfig(32, 16, 8, 2)
     elif head_dim <= 128:
         config = PrefillConfig(64, 64, 4, 3)
-    else:
+    elif head_dim <= 256:
         config = PrefillConfig(128, 64, 8, 2)
+    else:  # larger tiles of such heads do not fit into shared memory
+        config = PrefillConfig(64, 32, 8, 2)
     return replace(config, block_m=max(config.block_m, triton.next_power_of_2(group)))
 
 

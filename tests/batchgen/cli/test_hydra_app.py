@@ -157,7 +157,7 @@ def test_workers_of_a_sweep_make_the_data_of_single_ones(
     workers = ["hydra/launcher=forking", "+worker=range(0,2)"]
     assert run_command([*seeds, *workers, "output.dir=many"]) == 3
     data = {
-        folder: {path.name: path.read_bytes() for path in (tmp_path / folder).rglob("*.parquet")}
+        folder: {path.name: path.read_bytes() for path in (tmp_path / folder / "data").iterdir()}
         for seed in range(3)
         for folder in (f"one/sampling.seed={seed}", f"many/sampling.seed={seed}")
     }

@@ -117,6 +117,7 @@ def test_a_limit_that_grows_adds_rows(case: Case) -> None:
     assert shards(case.folder / "grown") == shards(case.folder / "out")
 
 
+@pytest.mark.slow
 def test_more_samples_compute_the_new_ones(case: Case) -> None:
     given = case.changed("draft", **{"sampling.n": 3})
     before = folders(case.folder / "out")

@@ -14,6 +14,7 @@ from batchgen.pipelines.open_pipeline import OpenPipeline
 from batchgen.pipelines.step_groups import StepGroups
 from batchgen.resolve.opened_job import OpenedJob
 from batchgen.sharing.shared_engine import EnginePort, SharedEngine
+from batchgen.storage.manifest import ROWS, Manifest
 from batchgen.util.errors import ConfigError
 
 
@@ -90,6 +91,7 @@ def test_steps_with_one_model_share_an_engine_and_their_rows_are_those_of_steps_
     assert (tmp_path / "turn/pipeline.yaml").read_text().count("after: complete") == 2
 
 
+@pytest.mark.slow
 def test_other_models_and_engines_run_in_turn(
     model: Path, rows: Path, tmp_path: Path, asked: list[str]
 ) -> None:
@@ -125,13 +127,18 @@ def test_which_steps_follow_and_which_group_comes_next(
         assert groups.next(()) == mine and groups.next(("aside",)) == mine
         assert groups.next(("draft", "judge", "last", "both")) == others
         assert groups.next(("draft", "judge", "last", "both", "aside")) is None
-        folder = Path(opened.folder("draft"), "leases")
-    assert run(written(tmp_path / "pipeline.yaml", pipeline)) == 0
-    # A worker that comes takes the group of which others have begun less.
-    folder.mkdir()
-    next(Path(opened.folder("aside"), "data").iterdir()).unlink()
-    with OpenPipeline(composed(pipeline)) as opened:
-        assert StepGroups(opened).next(()) == others
+        # A worker that comes takes the group of which others have begun less.
+        manifest = Manifest.build({}, {}, growing={ROWS: 11}).text()
+        for name in opened.pipeline.steps:
+            folder = Path(opened.folder(name))
+            (folder / "data").mkdir(parents=True)
+            (folder / "leases").mkdir()
+            (folder / "manifest.json").write_text(manifest)
+            for shard in range(5):
+                (folder / f"data/part-{shard:05d}.parquet").touch()
+            if name != "aside":
+                (folder / "leases/00005.e001.json").touch()
+        assert groups.next(()) == others
 
 
 def test_only_complete_is_a_barrier(model: Path, rows: Path, tmp_path: Path) -> None:

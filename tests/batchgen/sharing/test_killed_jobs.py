@@ -57,7 +57,7 @@ def _run(folder: Path, rows: int, step_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "kills", "rows"), [(1, 6, 120), pytest.param(3, 25, 800, marks=pytest.mark.slow)]
+    ("workers", "kills", "rows"), [(1, 4, 80), pytest.param(3, 25, 800, marks=pytest.mark.slow)]
 )
 def test_killed_jobs_write_what_undisturbed_ones_write(
     tmp_path: Path, workers: int, kills: int, rows: int

@@ -119,6 +119,7 @@ def _compare(
     for manifest in manifests:
         del manifest["history"], manifest["growing"]["dataset.path"]
     assert manifests[0] == manifests[1]
+    assert "follow: false" in Path(job.out, "config.yaml").read_text()
     computed = log.read_text().splitlines()
     assert len(computed) == len(set(computed))  # a stop that is clean computes nothing twice
 
