@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from real_job import overrides, run, save_tokenizer
+from real_job import ROWS, overrides, run, save_tokenizer
 
 from batchgen.__main__ import run_command
 from batchgen.proof.audit.first_difference import first_difference
@@ -31,13 +31,21 @@ def rewrite(shard: Path, change: Callable[[list[dict[str, Any]]], None]) -> None
     seal(shard)
 
 
-@pytest.fixture
-def job(model: Path, rows: Path, tmp_path: Path) -> Path:
-    """A job with two samples of eleven rows, of which one shows its own number."""
-    out = tmp_path / "job"
+@pytest.fixture(scope="module")
+def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job with two samples of eleven rows, whose prompts show their numbers."""
+    top = tmp_path_factory.mktemp("audit")
+    (top / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     prompt = "prompt.user='{{ q }} {{ row_index }}'"
-    run(overrides(model, rows, out, prompt, "output.columns=[logprobs,prompt_token_ids]"))
-    return out
+    more = prompt, "output.columns=[logprobs,prompt_token_ids]"
+    run(overrides(model, top / "rows.jsonl", top / "job", *more))
+    return top / "job"
+
+
+@pytest.fixture
+def job(made: Path, tmp_path: Path) -> Path:
+    """A copy of that job, which a test may change."""
+    return Path(shutil.copytree(made, tmp_path / "job"))
 
 
 def audit(job: Path, *more: str) -> int:
@@ -109,9 +117,8 @@ def test_another_model_or_data_set_is_refused_by_name(
     assert "gone.jsonl" in capsys.readouterr().err
     lines = rows.read_text().splitlines()
     rows.write_text("\n".join([lines[0].replace(": ", ': "changed", "x": ', 1), *lines[1:]]))
-    assert audit(job) == 2
+    assert audit(job, f"dataset.path={rows}") == 2
     assert "made otherwise" in capsys.readouterr().err
-    rows.write_text("\n".join(lines) + "\n")
     assert audit(job, "sampling.seed=4") == 2
     assert "sampling.seed: 3 → 4" in capsys.readouterr().err
     (job / "config.yaml").unlink()
