@@ -176,7 +176,8 @@ def test_the_command_of_the_card_gives_the_same_shards(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     shards = [tmp_path / name / "data" / "part-00000.parquet" for name in ("out", "again")]
     assert shards[0].read_bytes() == shards[1].read_bytes()
-    mark = re.compile(r"batchgen \([0-9a-f]{16}\)")  # every card has its own
+    # Every card has a mark and times of its own.
+    mark = re.compile(r"batchgen \([0-9a-f]{16}\)|\n- Time of the device: .*")
     other = (tmp_path / "again" / "README.md").read_text().replace('"again', '"out')
     assert mark.sub("", other.replace("'again", "'out")) == mark.sub("", card)
 

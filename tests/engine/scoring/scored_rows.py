@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from engine_rows import Scored
-from transformers import AutoModelForCausalLM, Mistral3ForConditionalGeneration
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
@@ -50,8 +50,9 @@ class Reference:
     """A model of transformers, in float32."""
 
     def __init__(self, folder: Path) -> None:
-        has_tower = json.loads((folder / "config.json").read_text())["model_type"] == "mistral3"
-        kind = Mistral3ForConditionalGeneration if has_tower else AutoModelForCausalLM
+        model_type = json.loads((folder / "config.json").read_text())["model_type"]
+        has_tower = model_type in ("mistral3", "qwen3_vl", "qwen3_vl_moe")
+        kind = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
         self._model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
     def logprobs(self, prompt: list[int], answer: list[int]) -> npt.NDArray[np.float32]:

@@ -15,6 +15,7 @@ from constrained_rows import CONSTRAINTS
 from engine_rows import Request, Scored, run
 from ranked_engines import Case, run_divided
 from scored_rows import Reference, make_engine, scored
+from vision_models import vision_folder
 
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.models.model_registry import MODELS
@@ -30,6 +31,7 @@ FAMILIES = (
     "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3",
     "gemma3_text", "gemma3", "gemma4_text", "gemma4",
 )  # fmt: skip
+VISION = ("qwen3_vl", "qwen3_vl_moe")
 DIFFUSION = ("sdar", "sdar_moe")
 RECURRENT = ("qwen3_next", "qwen3_5")
 # With weights as large as the fixture's, rounding takes transformers itself 4e-5 away from what it
@@ -37,6 +39,10 @@ RECURRENT = ("qwen3_next", "qwen3_5")
 SMALL = {"initializer_range": 0.03}
 WIDE = SMALL | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 TOP = 7
+
+
+def folder_of(kind: str, tiny_model: TinyModel, **config: Any) -> Path:
+    return vision_folder(kind) if kind in VISION else tiny_model(kind, **config)
 
 
 def rows() -> list[Scored]:
@@ -67,15 +73,15 @@ def check(found: Sequence[RequestOutput], asked: Sequence[Scored], reference: Re
 
 def test_every_family_is_tried(tiny_model: TinyModel) -> None:
     tried = {
-        json.loads((tiny_model(kind) / "config.json").read_text())["architectures"][0]
-        for kind in (*FAMILIES, *DIFFUSION)
+        json.loads((folder_of(kind, tiny_model) / "config.json").read_text())["architectures"][0]
+        for kind in (*FAMILIES, *VISION, *DIFFUSION)
     }
     assert tried == set(MODELS)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [*FAMILIES, *VISION])
 def test_scores_equal_transformers(kind: str, tiny_model: TinyModel) -> None:
-    folder = tiny_model(kind, **(SMALL if kind.startswith(RECURRENT) else {}))
+    folder = folder_of(kind, tiny_model, **(SMALL if kind.startswith(RECURRENT) else {}))
     asked = rows()
     reference = Reference(folder)
     whole = make_engine(folder, prefix_caching=False)
@@ -104,7 +110,8 @@ def test_ranks_score_what_one_process_scores(tiny_model: TinyModel) -> None:
 @pytest.mark.slow
 def test_ranks_score_with_every_family(tiny_model: TinyModel) -> None:
     folders = [
-        tiny_model(kind, **(WIDE if kind.startswith(RECURRENT) else {})) for kind in FAMILIES
+        folder_of(kind, tiny_model, **(WIDE if kind.startswith(RECURRENT) else {}))
+        for kind in (*FAMILIES, *VISION)
     ]
     cases = [Case(folder, rows(), config={"block_size": 4}) for folder in folders]
     for folder, (found, _) in zip(folders, run_divided(cases, 2), strict=True):
