@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -17,6 +16,7 @@ from batchgen.config.job_config import JobConfig
 from batchgen.dataset.source import Source
 from batchgen.jobs.job_parts import JobParts
 from batchgen.proof.audit.audited_job import AuditedRow, open_parts
+from batchgen.proof.audit.drawn_places import drawn_places
 from batchgen.proof.audit.first_difference import first_difference
 from batchgen.proof.audit.rows_again import compute_again
 from batchgen.publish.finished_rows import FinishedRows
@@ -44,7 +44,7 @@ class SetRow(NamedTuple):
 
 def chosen_rows_of_set(rows: FinishedRows, count: int, seed: int) -> list[SetRow]:
     """Rows of a set, drawn at random without repetition."""
-    places = sorted(random.Random(seed).sample(range(rows.total), min(count, rows.total)))
+    places = drawn_places(rows.total, count, seed)
     found = []
     for number, shard in enumerate(rows.shards):
         stop = shard.first + shard.ends[-1]

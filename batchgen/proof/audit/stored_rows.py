@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.proof.audit.drawn_places import drawn_places
 from batchgen.shards.row_order import KEYS
 from batchgen.shards.shard_files import read_columns, shard_files
 from batchgen.util.errors import ConfigError
@@ -38,7 +38,7 @@ class StoredRows:
     def choose(self, rows: int, seed: int) -> list[int]:
         """The numbers of so many input rows, drawn at random without repetition, ascending; of all
         rows if there are no more."""
-        drawn = random.Random(seed).sample(range(self.count), min(rows, self.count))
+        drawn = drawn_places(self.count, rows, seed)
         return sorted(self._number(place) for place in drawn)
 
     def _number(self, place: int) -> int:

@@ -539,13 +539,6 @@ WRONG: list[tuple[str, Callable[[], object], dict[str, Any], str]] = [
         r"0\): choose another column, or null to number the rows",
     ),
     (
-        "images",
-        images,
-        {"path": "img.parquet"},
-        r"dataset.columns: column 'img' \(Image\) cannot be copied to the output: choose the "
-        r"columns to copy among q",
-    ),
-    (
         "the image",
         images,
         {"path": "img.parquet", "columns": ("img",)},

@@ -19,7 +19,7 @@ from batchgen.grading.step import PostStep
 from batchgen.prompts.row_templates import RowTemplate
 
 ROOT = Path(__file__).parents[3]
-NO_EXAMS = {"nano_hybrid", "nano_sdar", "synth"}
+NO_EXAMS = {"nano_hybrid", "nano_sdar", "nano_vl", "synth"}
 EXAMS = sorted({path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")} - NO_EXAMS)
 HUB = {
     "aime24": ("HuggingFaceH4/aime_2024", None, "train"),

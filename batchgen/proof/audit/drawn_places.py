@@ -1,0 +1,19 @@
+"""Places drawn at random."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+
+def drawn_places(total: int, count: int, seed: int) -> list[int]:
+    """So many of the numbers below `total`, drawn without repetition, ascending; all if there are
+    no more. They depend on the arguments alone."""
+    if count >= total:
+        return list(range(total))
+    found: set[int] = set()
+    number = 0
+    while len(found) < count:
+        digest = blake2b(f"{seed} {number}".encode(), digest_size=16).digest()
+        found.add(int.from_bytes(digest, "little") % total)
+        number += 1
+    return sorted(found)
