@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchgen.engine.models.model_config import ModelConfig, partial_rope
+from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.models.sparse.moe_model import moe_config
 from batchgen.engine.models.sparse.qwen3_moe import Qwen3MoeForCausalLM
-from batchgen.engine.models.transformer.dense import dense_config
+from batchgen.engine.models.transformer.qwen3_vl import decoder_config
 from batchgen.engine.models.vision_part import (
-    MROPE_KEYS,
     VISION_TOWER,
     governed_text,
     is_of_tower,
@@ -30,19 +29,8 @@ class Qwen3VLMoeForConditionalGeneration(Qwen3MoeForCausalLM):
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         text = governed_text(hf)
-        rope, rotary_dim = partial_rope(text.rope_parameters, text.head_dim, MROPE_KEYS)
-        bias: bool = text.attention_bias
-        dense = dense_config(
-            text,
-            cls,
-            head_dim=text.head_dim,
-            qkv_bias=bias,
-            output_bias=bias,
-            mlp_bias=False,
-            rope=rope,
-            rotary_dim=rotary_dim,
-        )
-        return with_tower(hf, text_part(hf, moe_config(_renormalised(text), dense)))
+        config = moe_config(_renormalised(text), decoder_config(text, cls))
+        return with_tower(hf, text_part(hf, config))
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
