@@ -1,10 +1,10 @@
-"""How a GPU keeps weights in MXFP4: in the order in which the registers of a matrix unit take them.
+"""How a GPU keeps weights in MXFP4: in the order in which a matrix unit's registers take them.
 
-A weight [N, K] is cut into panels of 64 columns, as `moe/tiled_layout.py` has them. A row of a panel
-is 8 words of 32 bits. Four lanes of a warp share a row in a matrix instruction of 16 columns: lane c
-holds the columns 2c, 2c + 1, 2c + 8 and 2c + 9 of each. So words 2c and 2c + 1 have what lane c
-needs of the two groups of 32 columns that have a scale each: a lane loads 8 bytes, and its values
-never move to another one.
+A weight [N, K] is cut into panels of 64 columns, as `moe/tiled_layout.py` has them. A row of a
+panel is 8 words of 32 bits. In a matrix instruction of 16 columns, four lanes of a warp share a
+row: lane c holds the columns 2c, 2c + 1, 2c + 8 and 2c + 9 of each. So words 2c and 2c + 1 have
+what lane c needs of the two groups of 32 columns that have a scale each: a lane loads 8 bytes, and
+its values never move to another one.
 
 In a word, the two halves of 16 bits have neighbouring columns, and each half a value of every step
 of 8 columns. Where its bits are is chosen for `unpack_triton.py`. A word of scales has those of 128

@@ -67,8 +67,8 @@ def _dequantised(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def _times_power(values: Tensor, exponents: Tensor) -> Tensor:
-    """Multiply float32 values [..., K] by 2**exponents [..., K/32] to groups [..., K/32, 32]; in two
-    steps, because not all these powers are numbers of float32."""
+    """Multiply float32 values [..., K] by 2**exponents [..., K/32], to groups [..., K/32, 32]: in
+    two steps, because not all these powers are numbers of float32."""
     groups = values.unflatten(-1, (-1, GROUP))
     first = exponents // 2
     for part in (first, exponents - first):

@@ -14,8 +14,8 @@ from batchgen.kernels.layers.shared_part import SharedPart
 from batchgen.kernels.moe.epilogues import ClampedGate, Epilogues
 from batchgen.kernels.moe.experts import grouped_mlp_reference
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
-from batchgen.kernels.moe.moe_tiles import Tiles, tiles_of_panels
 from batchgen.kernels.moe.moe_tiles import ProductTiles as PanelTiles
+from batchgen.kernels.moe.moe_tiles import Tiles, tiles_of_panels
 from batchgen.kernels.mxfp4.mxfp4_dequantise_triton import dequantise_panels
 from batchgen.kernels.mxfp4.mxfp4_experts import (
     keeps_mxfp4,
@@ -161,7 +161,9 @@ def test_a_call_without_tokens() -> None:
 
 def test_the_reference_is_that_of_dequantised_weights() -> None:
     case = Case.make(4, 2, 3, 64, 128)
-    weights = (dequantise_panels(panels).transpose(1, 2).flatten(2) for panels in (case.gate_up, case.down))
+    weights = (
+        dequantise_panels(panels).transpose(1, 2).flatten(2) for panels in (case.gate_up, case.down)
+    )
     x = case.x.bfloat16()
     expected = grouped_mlp_reference(x, *weights, case.ids, case.weights, case.epilogues)
     found = mxfp4_grouped_mlp_reference(
