@@ -145,8 +145,8 @@ def tower_flops(tower: VisionConfig, height: int, width: int) -> float:
     joined = tower.width * tower.merge_size**2
     merger = (joined**2 + joined * tower.out_size) / tower.merge_size**2
     block = 4 * tower.width**2 + 2 * tower.width * tower.mlp_size
-    weights = tower.patch_values * tower.width + tower.depth * block
-    weights += (1 + len(tower.deepstack)) * merger
+    embedding, mergers = tower.patch_values * tower.width, 1 + len(tower.deepstack)
+    weights = embedding + tower.depth * block + mergers * merger
     return 2 * weights * patches + 4 * tower.depth * tower.width * patches**2
 
 

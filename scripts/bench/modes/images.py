@@ -125,7 +125,8 @@ class PictureRows:
 
     def run(self, rows: Sequence[PictureRow]) -> PictureRun:
         """Run rows to their ends."""
-        engine, waiting, lens, loading = self._engine, iter(rows), [], []
+        engine, waiting = self._engine, iter(rows)
+        lens, loading = list[int](), list[float]()
         self._timer.reset()
         self._store.read_times()
         before, start = self._store.seconds, time.perf_counter()
