@@ -151,8 +151,9 @@ class Bench:
         start = time.perf_counter()
         self.engine.capture_graphs()
         most = max(WORKLOADS[name].num_requests for name in names)
-        rows = min(self.engine.config.max_num_seqs, most)
-        longest = max(WORKLOADS[name].input_lens[1] for name in names)
+        rows = min(self.engine.config.max_num_seqs, most, self._most_requests or most)
+        # Longer prompts launch the same kernels.
+        longest = min(2048, max(WORKLOADS[name].input_lens[1] for name in names))
         sizes = [*range(rows, 8, -4), *range(min(rows, 8), 0, -1)]
         draws = random.Random("warm-up")
         load = []
