@@ -56,6 +56,7 @@ BATCHGEN = {
     "pipelines/record": "in which folders the steps of a pipeline write",
     "shards": "rows in journals and Parquet files",
     "costs": "what rows and jobs took of the device",
+    "metrics": "metrics.json: what a job has counted, and what took its time",
     "grading/mathematics/reading": "mathematical answers become trees",
     "grading/mathematics": "whether two mathematical answers are the same",
     "grading": "the steps that extract and grade answers",

@@ -15,7 +15,6 @@ from batchgen.costs.cost_recorder import CostRecorder
 from batchgen.dataset.source import Following
 from batchgen.folder.dataset_card import unfinished_card
 from batchgen.folder.job_folder import JobFolder
-from batchgen.folder.job_metrics import Metrics
 from batchgen.forecast.forecast import Forecast
 from batchgen.grades.background_grading import grading_beside
 from batchgen.grades.early_grades import EarlyGrades
@@ -36,6 +35,7 @@ from batchgen.jobs.progress import Progress, show_memory
 from batchgen.jobs.turns import Turns, alone, between
 from batchgen.leases.file_store import FolderGone
 from batchgen.leases.lease_files import GRADING
+from batchgen.metrics.job_metrics import Metrics
 from batchgen.report.write_report import REPORT
 from batchgen.reuse.row_reuse import row_reuse
 from batchgen.row_index.open_rows import data_of

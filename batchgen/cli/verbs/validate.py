@@ -31,8 +31,8 @@ from batchgen.constraint.timed_checks import choices_of
 from batchgen.dataset.dataset_columns import column_path, feature_at, value_at
 from batchgen.dataset.stored_json import read_back, stored_feature
 from batchgen.engine.constraint.json_schema.json_text import parse_json
-from batchgen.folder.job_metrics import OUTCOMES, constraint_outcome
 from batchgen.leases.own_files import refuse_links
+from batchgen.metrics.tally import OUTCOMES, constraint_outcome
 from batchgen.pipelines.record.step_folders import step_folder
 from batchgen.shards.checked_file import CheckedFile
 from batchgen.shards.shard_files import shard_files

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.costs.chain_costs import JobCost, cost_line
-from batchgen.folder.job_metrics import Totals
 from batchgen.folder.job_summary import JobSummary
 from batchgen.folder.open_folder import open_job
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.metrics.tally import Totals
 from batchgen.storage.manifest import ROWS
 from batchgen.util.errors import ConfigError, JobError
 
