@@ -86,6 +86,7 @@ BATCHGEN = {
     "waves": "further samples of a row, until enough are valid",
     "budget": "what a job may use, and has used",
     "reuse": "rows that are copied from older jobs instead of being computed",
+    "generation": "rows through the engine, in turns with other jobs",
     "jobs": "a job from its first row to its last",
     "sharing": "several jobs in one engine",
     "launchers": "workers on this machine, on Ray, on Slurm",
