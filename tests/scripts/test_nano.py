@@ -159,7 +159,8 @@ def test_a_few_steps_write_a_folder_that_a_second_run_goes_on_with(
     monkeypatch.setattr(sys, "argv", f"t {name} --eval-set {tmp_path} --eval-count 3".split())
     train_nano.main()
     told = json.loads((tmp_path / "training.json").read_text())
-    assert told["steps"] == (1 if starts else 3) and told["arguments"]["lr"] == 0.01 and told["train_loss"] < 20
+    assert told["steps"] == (1 if starts else 3) and told["train_loss"] < 20
+    assert told["arguments"]["lr"] == 0.01
     assert all(0 < found["rows"] <= 3 for found in told["held_out"].values())
     assert {file.name for file in tmp_path.iterdir()} >= {
         "config.json", "model.safetensors", "tokenizer.json",
