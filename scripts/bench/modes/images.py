@@ -44,7 +44,7 @@ def photo(width: int, height: int, seed: int) -> bytes:
 
 
 def files(photos: Sequence[bytes], count: int) -> Iterator[bytes]:
-    """So many different files of these photos: nobody reads what stands behind the end of one."""
+    """Different files of these photos: nobody reads what stands behind the end of one."""
     for number in range(count):
         yield photos[number % len(photos)] + number.to_bytes(4, "big")
 
