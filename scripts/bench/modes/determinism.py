@@ -25,8 +25,9 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from measuring import DEVICE, commas
+from shapes import MODELS
 from torch import Tensor, nn
-from workloads import MODELS, dummy_model, model_config, prompt_vocab
+from workloads import dummy_model, model_config, prompt_vocab
 
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.outputs import RequestOutput
