@@ -14,6 +14,8 @@ from torch import Tensor
 
 GROUP = 32
 """Values of a row that share a scale."""
+VALUE_BYTES = (GROUP / 2 + 1) / GROUP
+"""Bytes of a value, with its share of the scale."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 """The values of the codes 0 to 15."""

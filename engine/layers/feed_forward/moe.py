@@ -133,6 +133,10 @@ class SparseMoE(nn.Module):
             return out
         return self._parallel.add_sum(residual, out, FEED_FORWARD_LANE)
 
+    def scratch_bytes(self, tokens: int) -> int:
+        """Return the bytes that this many tokens need at once besides activations."""
+        return self.experts.scratch_bytes(tokens * self.experts_per_token)
+
     def _begin(self, tokens: Tensor | BothRows) -> tuple[Tensor, Callable[[], SharedPart] | None]:
         """Compute the router's logits [T, E], and begin what the shared expert makes of the tokens.
 

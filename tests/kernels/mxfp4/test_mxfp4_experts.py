@@ -18,10 +18,10 @@ from batchgen.kernels.moe.moe_tiles import ProductTiles as PanelTiles
 from batchgen.kernels.moe.moe_tiles import Tiles, tiles_of_panels
 from batchgen.kernels.mxfp4.mxfp4_dequantise_triton import dequantise_panels
 from batchgen.kernels.mxfp4.mxfp4_experts import (
-    keeps_mxfp4,
     mxfp4_grouped_mlp,
     mxfp4_grouped_mlp_reference,
     mxfp4_grouped_parts,
+    takes_mxfp4,
 )
 from batchgen.kernels.mxfp4.mxfp4_experts_triton import mxfp4_grouped_mlp_triton
 from batchgen.kernels.mxfp4.mxfp4_layout import MXFP4Panels, empty_panels, pack_panels
@@ -181,12 +181,10 @@ def test_tiles_are_chosen_by_the_mean_number_of_slots() -> None:
     assert tiles_of_panels(MOST_SLOTS * 32 + 1, 32).down.persistent
 
 
-def test_weights_stay_in_mxfp4_on_gpus_in_bfloat16() -> None:
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert keeps_mxfp4(gpu, torch.bfloat16, 2880, 2880)
-    assert not keeps_mxfp4(gpu, torch.bfloat16, 2880, 96)
-    assert not keeps_mxfp4(gpu, torch.float32, 2880)
-    assert not keeps_mxfp4(cpu, torch.bfloat16, 2880)
+def test_kernels_take_bfloat16_and_whole_panels() -> None:
+    assert takes_mxfp4(torch.bfloat16, 2880, 2880)
+    assert not takes_mxfp4(torch.bfloat16, 2880, 96)
+    assert not takes_mxfp4(torch.float32, 2880)
 
 
 @pytest.mark.gpu
