@@ -174,7 +174,7 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor | FP8Weight]], pa
 def _check_dtype(path: Path, name: str, tensor: Tensor | FP8Weight, slot: WeightSlot) -> None:
     """Refuse a tensor of another type than the slot takes, unless it comes with scales."""
     if isinstance(tensor, Tensor) and tensor.dtype not in slot.dtypes:
-        if tensor.is_floating_point():
+        if torch.uint8 in slot.dtypes:
             raise ValueError(
                 f"{path}: tensor {name} is in {str(tensor.dtype).removeprefix('torch.')}, and "
                 "quantization_config says that it is in MXFP4: leave that out of config.json, or "

@@ -102,7 +102,7 @@ def quantise_weight(weight: Tensor) -> MXFP4Weight:
     scales = (exponents - 3 + _BIAS).clamp(0, _NAN_SCALE - 1)
     groups = _times_power(wide, _BIAS - scales)
     table = torch.tensor(_MAGNITUDES, device=weight.device)
-    bounds, size = (table[1:] + table[:-1]) / 2, groups.abs()
+    bounds, size = (table[1:] + table[:-1]) / 2, groups.abs().contiguous()
     # At a bound between two codes, one search yields the lower and one the upper.
     lower, upper = torch.searchsorted(bounds, size), torch.searchsorted(bounds, size, right=True)
     codes = torch.where(upper % 2 == 0, upper, lower) + 8 * groups.signbit()
