@@ -243,7 +243,8 @@ class Probe:
             pass
         self.engine = LLMEngine(model, None, (), strategy, config)
         assert self.engine.memory.num_blocks * _BLOCK <= tape.plane.shape[1]
-        self.blocks, self._free = self.engine._block_manager, self.engine._block_manager.free
+        self.blocks = self.engine.scheduler.block_manager
+        self._free = self.blocks.free
         self.blocks.free = self._keep  # type: ignore[assignment, method-assign]
         draws = random.Random("probe")
         self._prompt = [draws.randrange(self._vocab) for _ in range(_PROMPT)]
