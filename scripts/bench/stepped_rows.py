@@ -18,10 +18,10 @@ from batchgen.config.job_config import (
     JobConfig,
     ModelGroup,
     OutputConfig,
-    SamplingConfig,
     StrategyConfig,
 )
 from batchgen.config.prompt_config import TextPromptConfig
+from batchgen.config.sampling_config import SamplingConfig
 from batchgen.dataset.row_source import open_dataset
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.jobs.job_parts import JobParts

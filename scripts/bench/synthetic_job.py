@@ -17,11 +17,11 @@ from batchgen.config.job_config import (
     JobConfig,
     ModelGroup,
     OutputConfig,
-    SamplingConfig,
     StepConfig,
     StrategyConfig,
 )
 from batchgen.config.prompt_config import TextPromptConfig
+from batchgen.config.sampling_config import SamplingConfig
 from batchgen.dataset.row_source import open_dataset
 from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import OutputColumn, RequestOutput

@@ -22,9 +22,9 @@ from batchgen.config.job_config import (
     JobConfig,
     OutputConfig,
     ProgressConfig,
-    SamplingConfig,
     StrategyConfig,
 )
+from batchgen.config.sampling_config import SamplingConfig
 from batchgen.resolve.build_strategy import build_strategy
 from batchgen.util.errors import ConfigError
 
