@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 MASK_ID = 127
 VARIANTS = (
     "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3", "gemma3_text", "gemma3",
-    "gemma4_text", "gemma4",
+    "gemma4_text", "gemma4", "gpt_oss",
 )  # fmt: skip
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -135,11 +135,14 @@ def random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
             # Gemma 3 has the weights minus 1, and Gemma 4 multiplies no score by less than 1.
             low = {"gemma3": -0.5, "gemma4": 0.1}.get(kind[:6], 0.5)
             parameter.data.uniform_(low, low + 1)
-        elif name.endswith("bias"):
+        elif name.endswith("bias"):  # of experts, too
             parameter.data.normal_(0, 0.3)
         elif name.endswith("A_log"):  # how fast states fade, from slowly to at once
             parameter.data.uniform_(-2, 2)
-        elif name.endswith("mlp.gate.weight"):  # else a token's experts weigh nearly the same
+        elif name.endswith("sinks"):  # as large as the scores of tokens, and larger
+            parameter.data.normal_(1, 2)
+        elif name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+            # Else a token's experts weigh nearly the same.
             parameter.data.normal_(0, 0.5)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -181,6 +184,12 @@ def _random_variant(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32}
         rope = {"rope_parameters": _PART_ROPE}
         return _causal("MiniMaxM2", values | experts | rope | config)
+    if kind == "gpt_oss":
+        gated = {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 1.5}
+        yarn = {name: _YARN[name] for name in ("rope_type", "rope_theta", "factor", "beta_fast")}
+        yarn |= {"original_max_position_embeddings": 64, "beta_slow": 1.0, "truncate": False}
+        own = {"sliding_window": 24, "intermediate_size": 64, "rope_parameters": yarn}
+        return _causal("GptOss", values | gated | own | config)
     values = {"rope_parameters": _YARN, "attn_implementation": "eager"} | values
     if kind == "ministral3":
         return _causal("Ministral3", values)
