@@ -185,7 +185,7 @@ def floor_seconds(
     attention, within its window if a layer has one. A decode step takes the longer of reading all
     weights once (experts that its rows go to, routed uniformly) and multiplying by them, then reads
     the keys and values that every row sees, and reads and writes its states. Layers in FP8 have
-    half the bytes and twice the rate, experts in MXFP4 about a quarter of the bytes.
+    half the bytes and twice the rate; experts in MXFP4 have fewer bytes and the usual rate.
     """
     size, speed = (1, 2) if in_fp8 else (_BYTES_PER_VALUE, 1)
     expert_size = VALUE_BYTES if in_mxfp4 else size
