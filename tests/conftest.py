@@ -81,7 +81,7 @@ RunPaged = Callable[..., Tensor]
 MASK_ID = 127
 VARIANTS = (
     "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3", "gemma3_text", "gemma3",
-    "gemma4_text", "gemma4",
+    "gemma4_text", "gemma4_moe", "gemma4",
 )  # fmt: skip
 _SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -236,7 +236,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     `qwen3_5` and `qwen3_5_moe` (with a vision tower), `qwen3_5_text` and `qwen3_5_moe_text`, or one
     with latent attention: `deepseek_v2`, `deepseek_v3` and `glm4_moe_lite`, or `glm4_moe`,
     `minimax_m2`, `ministral3`, `mistral3` (with a vision tower), `olmo3`, `smollm3`, `gemma3_text`,
-    `gemma4_text`, `gemma3` or `gemma4` (with a vision tower). config overrides sizes. The
+    `gemma4_text`, `gemma4_moe`, `gemma3` or `gemma4` (with a vision tower). config overrides sizes. The
     projections of experts are saved apart (`split_experts=False` leaves those of a layer in one
     tensor). `max_shard_size` saves it in shards. The same arguments give the same folder, which
     tests must not change.
@@ -293,7 +293,13 @@ def _random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
             parameter.data.uniform_(-2, 2)
         elif name.endswith("mlp.gate.weight"):  # else a token's experts weigh nearly the same
             parameter.data.normal_(0, 0.5)
+        elif name.endswith(("norm_1.weight", "norm_2.weight", "scale")):
+            parameter.data.uniform_(0.5, 1.5)
+        elif name.endswith("router.proj.weight"):  # which reads values of 1/√hidden_size
+            parameter.data.normal_(0, 1.5)
     for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0, 0.2)
     return model
@@ -373,8 +379,11 @@ def _random_gemma4(kind: str, values: dict[str, Any]) -> PreTrainedModel:
     text: dict[str, Any] = {"sliding_window": 24, "layer_types": layers, "attention_k_eq_v": True}
     text |= {"global_head_dim": 32, "num_global_key_value_heads": 1}
     text |= {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 9.0}
-    text |= values | {"pad_token_id": 0}
-    if kind == "gemma4_text":
+    experts: dict[str, Any] = {
+        "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32,
+    }  # fmt: skip
+    text |= (experts if kind == "gemma4_moe" else {}) | values | {"pad_token_id": 0}
+    if kind != "gemma4":
         return Gemma4ForCausalLM(Gemma4TextConfig(**text))
     tower = {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,

@@ -58,8 +58,9 @@ class DecoderLayer(nn.Module):
 
     A norm stands before each part, after it, or at both places: `before` normalises what the mixer
     and the feed-forward part read, and `after` what they yield. The stream behind the layer is
-    multiplied by `scalar` [1], which needs norms after the parts. `mixer_name` is the mixer's name
-    in checkpoints.
+    multiplied by `scalar` [1], which needs norms after the parts. A feed-forward part without a
+    norm before it reads the stream as it is. `mixer_name` and `mlp_name` are the parts' names in
+    checkpoints.
     """
 
     def __init__(
@@ -67,13 +68,15 @@ class DecoderLayer(nn.Module):
         mixer: Mixer,
         mlp: FeedForward,
         *,
-        before: tuple[RMSNorm, RMSNorm] | None,
+        before: tuple[RMSNorm, RMSNorm | None] | None,
         after: tuple[RMSNorm, RMSNorm] | None = None,
         scalar: nn.Parameter | None = None,
         mixer_name: str = "self_attn",
+        mlp_name: str = "mlp",
     ) -> None:
         super().__init__()
-        self.checkpoint_names = {"mixer": mixer_name, **_norm_names(after is not None)}
+        parts = {"mixer": mixer_name, "mlp": mlp_name}
+        self.checkpoint_names = parts | _norm_names(after is not None)
         self.mixer = mixer
         self.mlp = mlp
         self.mixer_norm: RMSNorm | None = before and before[0]

@@ -1,15 +1,18 @@
-"""Gemma 4 (Google 2026), dense: layers without a window have larger heads, of which a part rotates,
-and values that are their keys."""
+"""Gemma 4 (Google 2026): layers without a window have larger heads, of which a part rotates, and
+values that are their keys; the models with experts have an MLP beside them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchgen.engine.caches.cache_specs import KVSpec
-from batchgen.engine.layers.decoder_layer import DecoderLayer, Mixer
+from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward, Mixer
+from batchgen.engine.layers.feed_forward.mlp import GatedMLP
+from batchgen.engine.layers.feed_forward.mlp_and_experts import MLPAndExperts
+from batchgen.engine.layers.feed_forward.scaled_router import ScaledRouter
 from batchgen.engine.layers.linear import empty_parameter
 from batchgen.engine.layers.mixers.attention import Attention
 from batchgen.engine.layers.rotary import DefaultRope, ProportionalRope, RotaryTable
@@ -19,23 +22,23 @@ from batchgen.engine.models.model_config import (
     rope_from_parameters,
     rotated_size,
 )
+from batchgen.engine.models.sparse.moe_model import MoEConfig, MoEForCausalLM, extended
 from batchgen.engine.models.transformer.dense import (
     FULL,
     WINDOW,
     DenseConfig,
-    DenseForCausalLM,
     dense_config,
     layer_windows,
 )
 from batchgen.engine.models.transformer.gemma3 import check_gemma
 from batchgen.engine.models.vision_part import piece_beside_tower, text_config, text_part
+from batchgen.engine.parallel.tensor_parallel import EXPERTS_LANE
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _OTHER = re.compile(r"(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\.")
 _UNSUPPORTED: Mapping[str, str] = {
-    "enable_moe_block": "a mixture of experts beside the MLP",
     "hidden_size_per_layer_input": "embeddings of tokens for each layer",
     "num_kv_shared_layers": "layers that share keys and values",
 }
@@ -43,8 +46,8 @@ _UNSUPPORTED: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gemma4Config(DenseConfig):
-    """What differs in the layers without a window."""
+class Gemma4Config(MoEConfig):
+    """What differs in the layers without a window. Either all layers have experts or none."""
 
     full_head_dim: int
     full_kv_heads: int
@@ -57,7 +60,7 @@ class Gemma4Config(DenseConfig):
         return KVSpec(self.num_heads, self.full_kv_heads, self.full_head_dim)
 
 
-class Gemma4ForCausalLM(DenseForCausalLM):
+class Gemma4ForCausalLM(MoEForCausalLM):
     """Gemma 4: as Gemma 3 with norms of values and without a scale of scores, and each layer
     multiplies the stream by a number."""
 
@@ -78,14 +81,29 @@ class Gemma4ForCausalLM(DenseForCausalLM):
         return scale
 
     def make_layer(self, index: int) -> DecoderLayer:
-        """Make a layer of attention and an MLP, with a norm before and after each."""
-        norms = [self.make_norm() for _ in range(4)]
+        """Make a layer with norms before and after its parts; an MLP beside experts has its own."""
+        sparse = index in self.family.moe_layers
         return DecoderLayer(
             self.make_attention(index),
             self.make_mlp(index),
-            before=(norms[0], norms[1]),
-            after=(norms[2], norms[3]),
+            before=(self.make_norm(), None if sparse else self.make_norm()),
+            after=(self.make_norm(), self.make_norm()),
             scalar=empty_parameter(1, device=self.device, dtype=self.dtype),
+            mlp_name="" if sparse else "mlp",
+        )
+
+    def make_mlp(self, index: int) -> FeedForward:
+        """Make the feed-forward part of a layer: an MLP, and experts beside it if it has some."""
+        family, hidden, where = self.family, self.config.hidden_size, self.where
+        mlp = GatedMLP(hidden, family.intermediate_size, bias=False, gate=family.gate, where=where)
+        if index not in family.moe_layers:
+            return mlp
+        gate = ScaledRouter(hidden, family.num_experts, family.rms_norm_eps, where=where)
+        return MLPAndExperts(
+            mlp,
+            self.make_experts(index, gate=gate, lane=EXPERTS_LANE),
+            before=(self.make_norm(), self.make_norm()),
+            after=(self.make_norm(), self.make_norm()),
         )
 
     def make_attention(self, index: int) -> Mixer:
@@ -145,15 +163,15 @@ class Gemma4ForCausalLM(DenseForCausalLM):
             gate="gelu",
             logit_cap=hf.final_logit_softcapping,
         )
-        dense = config.family_as(DenseConfig)
-        family = Gemma4Config(
-            **{field.name: getattr(dense, field.name) for field in fields(dense)},
+        return extended(
+            config,
+            Gemma4Config,
             full_head_dim=head_dim,
             full_kv_heads=kv_heads,
             full_rotary_dim=rotated,
             keys_are_values=bool(hf.attention_k_eq_v),
+            **_experts(hf),
         )
-        return replace(config, family=family)
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
@@ -184,6 +202,17 @@ def _check(hf: PretrainedConfig) -> None:
             raise ValueError(f"{key} is {values[key]!r:.60}: {meaning} are not supported")
 
 
+def _experts(hf: PretrainedConfig) -> dict[str, Any]:
+    """Return what `MoEConfig` says of experts, which stand in all layers or in none."""
+    layers, sizes = (), (0, 0, 0)
+    if hf.enable_moe_block:
+        layers = tuple(range(hf.num_hidden_layers))
+        sizes = (hf.num_experts, hf.top_k_experts, hf.moe_intermediate_size)
+        check_positive(num_experts=sizes[0], top_k_experts=sizes[1], moe_intermediate_size=sizes[2])
+    names = ("num_experts", "experts_per_token", "expert_size")
+    return {"moe_layers": layers, "renormalise": True} | dict(zip(names, sizes, strict=True))
+
+
 def _shapes(hf: PretrainedConfig) -> dict[str, tuple[int, int]]:
     """Return for each kind of layers the values of a head and the number of key heads.
 
@@ -191,10 +220,13 @@ def _shapes(hf: PretrainedConfig) -> dict[str, tuple[int, int]]:
     """
     values = hf.to_dict()
     common = {key: values[key] for key in ("head_dim", "num_key_value_heads")}
-    others: Mapping[str, Mapping[str, Any]] = values.get("per_layer_config") or {}
+    # transformers writes layers as "05" where there are more than ten.
+    others: Mapping[int, Mapping[str, Any]] = {
+        int(index): own for index, own in (values.get("per_layer_config") or {}).items()
+    }
     found: dict[str, tuple[int, int]] = {}
     for index, kind in enumerate(hf.layer_types):
-        own = others.get(str(index), {})
+        own = others.get(index, {})
         shape = tuple({**common, **own}.values())
         if len(shape) != 2 or found.setdefault(kind, shape) != shape:
             raise ValueError(
