@@ -81,7 +81,7 @@ RunPaged = Callable[..., Tensor]
 MASK_ID = 127
 VARIANTS = (
     "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3", "gemma3_text", "gemma3",
-    "gemma4_text", "gemma4_moe", "gemma4",
+    "gemma4_text", "gemma4_moe", "gemma4_e2b", "gemma4",
 )  # fmt: skip
 _SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -236,10 +236,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     `qwen3_5` and `qwen3_5_moe` (with a vision tower), `qwen3_5_text` and `qwen3_5_moe_text`, or one
     with latent attention: `deepseek_v2`, `deepseek_v3` and `glm4_moe_lite`, or `glm4_moe`,
     `minimax_m2`, `ministral3`, `mistral3` (with a vision tower), `olmo3`, `smollm3`, `gemma3_text`,
-    `gemma4_text`, `gemma4_moe`, `gemma3` or `gemma4` (with a vision tower). config overrides sizes. The
-    projections of experts are saved apart (`split_experts=False` leaves those of a layer in one
-    tensor). `max_shard_size` saves it in shards. The same arguments give the same folder, which
-    tests must not change.
+    `gemma4_text`, `gemma4_moe`, `gemma4_e2b`, `gemma3` or `gemma4` (with a vision tower). config
+    overrides sizes. The projections of experts are saved apart (`split_experts=False` leaves those
+    of a layer in one tensor). `max_shard_size` saves it in shards. The same arguments give the same
+    folder, which tests must not change.
     """
     made: dict[str, Path] = {}
 
@@ -382,7 +382,13 @@ def _random_gemma4(kind: str, values: dict[str, Any]) -> PreTrainedModel:
     experts: dict[str, Any] = {
         "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32,
     }  # fmt: skip
-    text |= (experts if kind == "gemma4_moe" else {}) | values | {"pad_token_id": 0}
+    small: dict[str, Any] = {
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": values["vocab_size"],
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": False,
+        "layer_types": layers[1:] * 2,
+    }  # fmt: skip
+    text |= {"gemma4_moe": experts, "gemma4_e2b": small}.get(kind, {}) | values
+    text |= {"pad_token_id": 0, "num_hidden_layers": len(text["layer_types"])}
     if kind != "gemma4":
         return Gemma4ForCausalLM(Gemma4TextConfig(**text))
     tower = {

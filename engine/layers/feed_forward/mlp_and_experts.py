@@ -46,7 +46,5 @@ class MLPAndExperts(nn.Module):
         dense = self.mlp(self.mlp_norm(stream), torch.zeros_like(stream), ctx)
         # Its sum over ranks is read before the one of the experts begins.
         residual += self.mlp_post_norm.of_stream(dense)[0]
-        routed = self.moe(
-            self.moe_norm(stream), torch.zeros_like(stream), ctx, router_input=stream
-        )
+        routed = self.moe(self.moe_norm(stream), torch.zeros_like(stream), ctx, router_input=stream)
         return residual.add_(self.moe_post_norm.of_stream(routed)[0])

@@ -1,36 +1,25 @@
 """Gemma 4 (Google 2026): layers without a window have larger heads, of which a part rotates, and
-values that are their keys; the models with experts have an MLP beside them."""
+values that are their keys. The model with experts has an MLP beside them; in the smallest ones the
+last layers read what others have cached, and all layers read vectors of the tokens."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from batchgen.engine.caches.cache_specs import KVSpec
 from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward, Mixer
 from batchgen.engine.layers.feed_forward.mlp import GatedMLP
 from batchgen.engine.layers.feed_forward.mlp_and_experts import MLPAndExperts
 from batchgen.engine.layers.feed_forward.scaled_router import ScaledRouter
+from batchgen.engine.layers.layer_inputs import LayerInput, LayerInputs
 from batchgen.engine.layers.linear import empty_parameter
 from batchgen.engine.layers.mixers.attention import Attention
-from batchgen.engine.layers.rotary import DefaultRope, ProportionalRope, RotaryTable
-from batchgen.engine.models.model_config import (
-    ModelConfig,
-    check_positive,
-    rope_from_parameters,
-    rotated_size,
-)
-from batchgen.engine.models.sparse.moe_model import MoEConfig, MoEForCausalLM, extended
-from batchgen.engine.models.transformer.dense import (
-    FULL,
-    WINDOW,
-    DenseConfig,
-    dense_config,
-    layer_windows,
-)
-from batchgen.engine.models.transformer.gemma3 import check_gemma
+from batchgen.engine.layers.norm import RMSNorm
+from batchgen.engine.layers.rotary import RotaryTable
+from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.sparse.gemma4_config import Gemma4Config, gemma4_config
+from batchgen.engine.models.sparse.moe_model import MoEForCausalLM
 from batchgen.engine.models.vision_part import piece_beside_tower, text_config, text_part
 from batchgen.engine.parallel.tensor_parallel import EXPERTS_LANE
 
@@ -38,26 +27,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _OTHER = re.compile(r"(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\.")
-_UNSUPPORTED: Mapping[str, str] = {
-    "hidden_size_per_layer_input": "embeddings of tokens for each layer",
-    "num_kv_shared_layers": "layers that share keys and values",
-}
-"""Keys that must be false, 0 or null, and what they stand for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gemma4Config(MoEConfig):
-    """What differs in the layers without a window. Either all layers have experts or none."""
-
-    full_head_dim: int
-    full_kv_heads: int
-    full_rotary_dim: int  # rotated values of a head, in pairs of the whole head
-    keys_are_values: bool  # values are made of what `k_proj` yields
-
-    def attention_of(self, layer: int) -> KVSpec:
-        if self.layer_windows and self.layer_windows[layer] is not None:
-            return DenseConfig.attention_of(self, layer)
-        return KVSpec(self.num_heads, self.full_kv_heads, self.full_head_dim)
+_KEYS_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.(k|v)_(proj|norm)\.")
 
 
 class Gemma4ForCausalLM(MoEForCausalLM):
@@ -89,13 +59,16 @@ class Gemma4ForCausalLM(MoEForCausalLM):
             before=(self.make_norm(), None if sparse else self.make_norm()),
             after=(self.make_norm(), self.make_norm()),
             scalar=empty_parameter(1, device=self.device, dtype=self.dtype),
+            own_input=self._layer_input(index),
             mlp_name="" if sparse else "mlp",
         )
 
     def make_mlp(self, index: int) -> FeedForward:
         """Make the feed-forward part of a layer: an MLP, and experts beside it if it has some."""
         family, hidden, where = self.family, self.config.hidden_size, self.where
-        mlp = GatedMLP(hidden, family.intermediate_size, bias=False, gate=family.gate, where=where)
+        is_wide = family.wide_mlps and family.kv_layers[index] != index
+        width = family.intermediate_size * (2 if is_wide else 1)
+        mlp = GatedMLP(hidden, width, bias=False, gate=family.gate, where=where)
         if index not in family.moe_layers:
             return mlp
         gate = ScaledRouter(hidden, family.num_experts, family.rms_norm_eps, where=where)
@@ -107,10 +80,10 @@ class Gemma4ForCausalLM(MoEForCausalLM):
         )
 
     def make_attention(self, index: int) -> Mixer:
-        """Make the attention of a layer, which finds its cache under this index."""
+        """Make the attention of a layer, which may read what an earlier one has cached."""
         family, shape = self.family, self.family.attention_of(index)
         return Attention(
-            index,
+            family.kv_layers[index],
             self.config.hidden_size,
             shape,
             qkv_bias=family.qkv_bias,
@@ -121,8 +94,24 @@ class Gemma4ForCausalLM(MoEForCausalLM):
             norms_in_float=True,
             value_norm=True,
             keys_are_values=family.keys_are_values and shape.window is None,
+            reads_only=family.kv_layers[index] != index,
             where=self.where,
         )
+
+    def make_layer_inputs(self) -> LayerInputs | None:
+        """Make what all layers read besides the stream, if they do."""
+        config, size = self.config, self.family.input_size
+        if not size:
+            return None
+        norm = RMSNorm(size, self.family.rms_norm_eps, in_float=True, where=self.where)
+        sizes = config.vocab_size, config.hidden_size, config.num_layers, size
+        return LayerInputs(*sizes, norm, where=self.where)
+
+    def _layer_input(self, index: int) -> LayerInput | None:
+        hidden, size = self.config.hidden_size, self.family.input_size
+        if not size:
+            return None
+        return LayerInput(index, hidden, size, self.make_norm(), where=self.where)
 
     def make_rotaries(self) -> Sequence[RotaryTable]:
         """Make a table for layers with a window and one for the others."""
@@ -138,40 +127,24 @@ class Gemma4ForCausalLM(MoEForCausalLM):
         }
         return [tables[found] for found in wanted]
 
+    @property
+    def parameters_per_token(self) -> int:
+        inputs = self.model.layer_inputs
+        table = 0 if inputs is None else inputs.table.weight.numel()
+        return super().parameters_per_token - table
+
+    def is_derived(self, name: str) -> bool:
+        return super().is_derived(name) or self._is_unused(name)
+
+    def _is_unused(self, name: str) -> bool:
+        """Whether a tensor makes keys or values in a layer that reads those of another one."""
+        found, family = _KEYS_VALUES.match(name), self.family
+        layer = int(found[1]) if found is not None else -1
+        return 0 <= layer < len(family.kv_layers) and family.kv_layers[layer] != layer
+
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        _check(hf)
-        windows = layer_windows(hf) or (None,) * hf.num_hidden_layers
-        shapes = _shapes(hf)
-        own_head_dim, own_kv_heads = shapes.get(WINDOW) or shapes[FULL]
-        head_dim, kv_heads = shapes.get(FULL) or shapes[WINDOW]
-        rotated, full_rope = _full_rope(_parameters(hf, FULL), head_dim)
-        own_rope = rope_from_parameters(_parameters(hf, WINDOW))
-        bias: bool = hf.attention_bias
-        config = dense_config(
-            hf,
-            cls,
-            head_dim=own_head_dim,
-            num_kv_heads=own_kv_heads,
-            qkv_bias=bias,
-            output_bias=bias,
-            mlp_bias=False,
-            rope=full_rope,
-            layer_ropes=[full_rope if window is None else own_rope for window in windows],
-            layer_windows=windows,
-            attention_scale=1.0,
-            gate="gelu",
-            logit_cap=hf.final_logit_softcapping,
-        )
-        return extended(
-            config,
-            Gemma4Config,
-            full_head_dim=head_dim,
-            full_kv_heads=kv_heads,
-            full_rotary_dim=rotated,
-            keys_are_values=bool(hf.attention_k_eq_v),
-            **_experts(hf),
-        )
+        return gemma4_config(hf, cls)
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
@@ -191,75 +164,3 @@ class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
 
     def skipped_part(self, name: str) -> str | None:
         return "the towers for images and sound" if _OTHER.match(name) else None
-
-
-def _check(hf: PretrainedConfig) -> None:
-    """Raise ValueError, which names the key, for what the engine lacks."""
-    check_gemma(hf)
-    values = hf.to_dict()
-    for key, meaning in _UNSUPPORTED.items():
-        if values.get(key):
-            raise ValueError(f"{key} is {values[key]!r:.60}: {meaning} are not supported")
-
-
-def _experts(hf: PretrainedConfig) -> dict[str, Any]:
-    """Return what `MoEConfig` says of experts, which stand in all layers or in none."""
-    layers, sizes = (), (0, 0, 0)
-    if hf.enable_moe_block:
-        layers = tuple(range(hf.num_hidden_layers))
-        sizes = (hf.num_experts, hf.top_k_experts, hf.moe_intermediate_size)
-        check_positive(num_experts=sizes[0], top_k_experts=sizes[1], moe_intermediate_size=sizes[2])
-    names = ("num_experts", "experts_per_token", "expert_size")
-    return {"moe_layers": layers, "renormalise": True} | dict(zip(names, sizes, strict=True))
-
-
-def _shapes(hf: PretrainedConfig) -> dict[str, tuple[int, int]]:
-    """Return for each kind of layers the values of a head and the number of key heads.
-
-    Raises ValueError if layers of one kind differ, or layers differ in anything else.
-    """
-    values = hf.to_dict()
-    common = {key: values[key] for key in ("head_dim", "num_key_value_heads")}
-    # transformers writes layers as "05" where there are more than ten.
-    others: Mapping[int, Mapping[str, Any]] = {
-        int(index): own for index, own in (values.get("per_layer_config") or {}).items()
-    }
-    found: dict[str, tuple[int, int]] = {}
-    for index, kind in enumerate(hf.layer_types):
-        own = others.get(index, {})
-        shape = tuple({**common, **own}.values())
-        if len(shape) != 2 or found.setdefault(kind, shape) != shape:
-            raise ValueError(
-                "per_layer_config: layers may differ in head_dim and num_key_value_heads only, and "
-                "must be alike if they are of one kind"
-            )
-    for kind, (head_dim, kv_heads) in found.items():
-        check_positive(head_dim=head_dim, num_key_value_heads=kv_heads)
-        if hf.num_attention_heads % kv_heads or head_dim % 2:
-            raise ValueError(
-                f"{hf.num_attention_heads} query heads and {kv_heads} key heads of {head_dim} "
-                f"values do not go together in layers of {kind}"
-            )
-    return found
-
-
-def _parameters(hf: PretrainedConfig, kind: str) -> dict[str, Any]:
-    """Return the rotary parameters of layers of this kind."""
-    found = (hf.rope_parameters or {}).get(kind)
-    if not isinstance(found, dict):
-        raise ValueError(f"rope_parameters has {found!r:.60} for {kind}, and must describe a rope")
-    return found
-
-
-def _full_rope(parameters: dict[str, Any], head_dim: int) -> tuple[int, DefaultRope]:
-    """Return how many of a head's values rotate in layers without a window, and their rope."""
-    values = dict(parameters)
-    if values.get("rope_type") != "proportional":
-        return head_dim, rope_from_parameters(values)
-    rotated = rotated_size(values, head_dim) // 2 * 2
-    check_positive(rotated_values=rotated)
-    values.pop("rope_type")
-    theta = values.pop("rope_theta", None)
-    if left := {key: value for key, value in values.items() if value is not None}:
-        raise ValueError(f"rope type 'proportional': {', '.join(sorted(left))} is not supported")
-    return rotated, ProportionalRope(rope_theta=theta, head_dim=head_dim)

@@ -35,7 +35,8 @@ from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-DENSE = ("ministral3", "mistral3", "olmo3", "smollm3", "gemma3_text", "gemma3", "gemma4_text")
+GEMMA = ("gemma3_text", "gemma3", "gemma4_text", "gemma4_e2b")
+DENSE = ("ministral3", "mistral3", "olmo3", "smollm3", *GEMMA)
 KINDS = (*LATENT, "glm4_moe", "minimax_m2", "gemma4_moe", *DENSE)
 
 

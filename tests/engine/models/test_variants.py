@@ -66,6 +66,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 4 with values": ("gemma4_text", {"attention_k_eq_v": False}),
     "gemma 4 with experts": ("gemma4_moe", {}),
     "gemma 4 with experts and a tower": ("gemma4", EXPERTS | {"top_k_experts": 1}),
+    "gemma 4 e2b": ("gemma4_e2b", {}),
+    "gemma 4 e4b": ("gemma4_e2b", {"use_double_wide_mlp": False}),
     "gemma 4 turns whole heads": ("gemma4_text", {"rope_parameters": {
         "full_attention": DEFAULT, "sliding_attention": DEFAULT}}),
     "smollm": ("smollm3", {}),
@@ -94,7 +96,17 @@ def test_logits_equal_transformers(
 
 
 @pytest.mark.parametrize(
-    "kind", ["glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3", "gemma3", "gemma4_moe"]
+    "kind",
+    [
+        "glm4_moe",
+        "minimax_m2",
+        "mistral3",
+        "olmo3",
+        "smollm3",
+        "gemma3",
+        "gemma4_moe",
+        "gemma4_e2b",
+    ],
 )
 def test_dummy_weights(kind: str, tiny_model: TinyModel, run_paged: Callable[..., Tensor]) -> None:
     model = load_model(tiny_model(kind), device=CPU, load_format="dummy")
@@ -196,7 +208,8 @@ def test_the_published_configurations_of_gemma(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "part"), [("gemma3", "the vision tower"), ("gemma4", "the towers for images and sound")]
+    ("kind", "part"),
+    [("gemma3", "the vision tower"), ("gemma4", "the towers for images and sound")],
 )
 def test_the_towers_of_gemma_are_left_out(kind: str, part: str, tiny_model: TinyModel) -> None:
     assert load_model(tiny_model(kind), device=CPU).skipped_parts == (part,)
@@ -237,8 +250,8 @@ def test_a_router_in_float32_stays_so(tiny_model: TinyModel) -> None:
         ("gemma4_text", {"enable_moe_block": True}, "num_experts is None"),
         ("gemma4_moe", {"top_k_experts": 9}, "num_experts_per_tok 9 is more than num_experts 8"),
         ("gemma4_moe", {"top_k_experts": None}, "top_k_experts is None"),
-        ("gemma4_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input is 8"),
-        ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1"),
+        ("gemma4_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2 of 3 layers"),
+        ("gemma4_e2b", {"vocab_size_per_layer_input": 8}, "vocab_size_per_layer_input is 8"),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers is \[1\]"),
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, r"no_rope_layers is \[1, 2, 0\]"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 3}, "sliding-window attention"),

@@ -35,15 +35,19 @@ def _logits(tokens: int, experts: int, dtype: torch.dtype, *, gap: int = 0) -> t
     scaled=st.booleans(),
 )
 def test_routes_equal_the_reference(
-    tokens: int, experts: int, most: int, dtype: torch.dtype, gap: int, renormalise: bool, scaled: bool
+    tokens: int,
+    experts: int,
+    most: int,
+    dtype: torch.dtype,
+    gap: int,
+    renormalise: bool,
+    scaled: bool,
 ) -> None:
     logits, k = _logits(tokens, experts, dtype, gap=gap), min(most, experts)
     own = torch.arange(1.0, experts + 1) if scaled else None
     there = None if own is None else own.to(DEVICE)
     ids, weights = route_triton(logits, k, renormalise=renormalise, scales=there)
-    expected_ids, expected = route_reference(
-        logits.cpu(), k, renormalise=renormalise, scales=own
-    )
+    expected_ids, expected = route_reference(logits.cpu(), k, renormalise=renormalise, scales=own)
     assert ids.dtype == torch.int32 and weights.dtype == torch.float32
     assert torch.equal(ids.cpu(), expected_ids)
     torch.testing.assert_close(weights.cpu(), expected, rtol=2e-6, atol=1e-12)
