@@ -51,7 +51,8 @@ class LayerInputs(nn.Module):
         """Compute the inputs [T, layers, size] of ids [T] with embeddings [T, hidden_size]."""
         projected = self.projection(embedded).mul_(self._factor).unflatten(1, self._sizes)
         of_ids = self.table(input_ids).unflatten(1, self._sizes)
-        return (self.norm(projected) + of_ids).mul_(2**-0.5)
+        inputs: Tensor = self.norm(projected) + of_ids
+        return inputs.mul_(2**-0.5)
 
 
 class LayerInput(nn.Module):

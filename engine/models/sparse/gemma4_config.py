@@ -121,7 +121,8 @@ def _input_size(hf: PretrainedConfig) -> int:
 
 def _experts(hf: PretrainedConfig) -> dict[str, Any]:
     """Return what `MoEConfig` says of experts, which stand in all layers or in none."""
-    layers, sizes = (), (0, 0, 0)
+    layers: tuple[int, ...] = ()
+    sizes = (0, 0, 0)
     if hf.enable_moe_block:
         layers = tuple(range(hf.num_hidden_layers))
         sizes = (hf.num_experts, hf.top_k_experts, hf.moe_intermediate_size)

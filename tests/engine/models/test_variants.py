@@ -18,7 +18,7 @@ from batchgen.engine.layers.feed_forward.moe import SparseMoE
 from batchgen.engine.layers.rotary import LinearRope
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.sparse.gemma4 import Gemma4Config
+from batchgen.engine.models.sparse.gemma4_config import Gemma4Config
 from batchgen.engine.models.sparse.moe_model import MoEConfig
 from batchgen.engine.models.transformer.dense import DenseConfig
 
