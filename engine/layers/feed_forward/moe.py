@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.base.side_stream import beside
 from batchgen.engine.caches.forward_context import ForwardContext
+from batchgen.engine.layers.feed_forward.expert_slots import PLAIN_EXPERTS, ExpertForm
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.feed_forward.mlp import GatedMLP
 from batchgen.engine.layers.feed_forward.scaled_router import ScaledRouter
@@ -77,6 +78,7 @@ class SparseMoE(nn.Module):
         shared_size: int | None,
         router: Router = SOFTMAX_ROUTER,
         gate: ScaledRouter | None = None,
+        experts: ExpertForm = PLAIN_EXPERTS,
         column: tuple[OutputColumn, int],
         lane: int = FEED_FORWARD_LANE,
         where: Placement,
@@ -99,7 +101,9 @@ class SparseMoE(nn.Module):
         self.correction: ScoreCorrection | None = None
         if router.corrected:
             self.correction = ScoreCorrection(num_experts, device=where.device)
-        self.experts = Experts(num_experts, hidden_size, intermediate_size, where=where)
+        self.experts = Experts(
+            num_experts, hidden_size, intermediate_size, variant=experts, where=where
+        )
         self.shared_expert: GatedMLP | None = None
         self.shared_expert_gate: Linear | None = None
         if shared_size is not None:

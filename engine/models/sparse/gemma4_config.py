@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchgen.engine.caches.cache_specs import KVSpec
+from batchgen.engine.layers.feed_forward.expert_slots import ExpertForm
 from batchgen.engine.layers.rotary import DefaultRope, ProportionalRope
 from batchgen.engine.models.model_config import (
     ModelConfig,
@@ -128,7 +129,8 @@ def _experts(hf: PretrainedConfig) -> dict[str, Any]:
         sizes = (hf.num_experts, hf.top_k_experts, hf.moe_intermediate_size)
         check_positive(num_experts=sizes[0], top_k_experts=sizes[1], moe_intermediate_size=sizes[2])
     names = ("num_experts", "experts_per_token", "expert_size")
-    return {"moe_layers": layers, "renormalise": True} | dict(zip(names, sizes, strict=True))
+    found = {"moe_layers": layers, "renormalise": True, "experts": ExpertForm(function="gelu")}
+    return found | dict(zip(names, sizes, strict=True))
 
 
 def _shapes(hf: PretrainedConfig) -> dict[str, tuple[int, int]]:
