@@ -10,12 +10,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from modes.images import files, photo
 from PIL import Image as Pillow
 from stepped_rows import anonymous_mib
 from synthetic_job import InstantEngine
@@ -68,28 +69,16 @@ class DecodingEngine(InstantEngine):
         return [replace(output, columns={}) for output in done]
 
 
-def photo(width: int, height: int, seed: int) -> bytes:
-    """A JPEG file with smooth colours and some noise, about as large as a photo's."""
-    draw = np.random.default_rng(seed)
-    small = draw.integers(0, 256, (height // 40 + 2, width // 40 + 2, 3), np.uint8)
-    image = Pillow.fromarray(small).resize((width, height), Pillow.Resampling.BICUBIC)
-    values = np.asarray(image, np.int16) + draw.integers(-12, 13, (height, width, 3))
-    file = io.BytesIO()
-    Pillow.fromarray(values.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=85)
-    return file.getvalue()
-
-
 def image_job(
     folder: Path, rows: int, size: tuple[int, int], engine: DecodingEngine
 ) -> tuple[JobConfig, JobParts]:
     """A job over `rows` pictures of `size` (width, height), no two of which are equal."""
     photos = [photo(*size, seed) for seed in range(20)]
+    every = files(photos, rows)
     schema = pa.schema([("question", pa.string()), ("image", pa.binary())])
     with pq.ParquetWriter(folder / "rows.parquet", schema) as writer:
         for start in range(0, rows, _GROUP):
-            numbers = range(start, min(start + _GROUP, rows))
-            # What stands behind the end of a JPEG file is not read, and makes another file of it.
-            data = [photos[n % len(photos)] + n.to_bytes(4, "big") for n in numbers]
+            data = list(islice(every, min(_GROUP, rows - start)))
             table = {"question": ["What is this?"] * len(data), "image": data}
             writer.write_table(pa.table(table, schema))
     model = folder / "model"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,10 +139,8 @@ def _shapes(hf: PretrainedConfig) -> dict[str, tuple[int, int]]:
     """
     values = hf.to_dict()
     common = {key: values[key] for key in ("head_dim", "num_key_value_heads")}
-    # transformers writes layers as "05" where there are more than ten.
-    others: Mapping[int, Mapping[str, Any]] = {
-        int(index): own for index, own in (values.get("per_layer_config") or {}).items()
-    }
+    # transformers fills the numbers of layers up with zeros.
+    others = {int(key): own for key, own in (values.get("per_layer_config") or {}).items()}
     found: dict[str, tuple[int, int]] = {}
     for index, kind in enumerate(hf.layer_types):
         own = others.get(index, {})
