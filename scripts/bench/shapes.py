@@ -218,6 +218,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 1024,
         "layer_types": _windows(60),
     },
+    "gemma4-26b-a4b": _GEMMA4
+    | _sizes(2816, 2112, 30, 16, 8)
+    | {
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 2,
+        "sliding_window": 1024,
+        "layer_types": _windows(30),
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+    },
     "tiny": _TINY,
     "tiny-vl": _with_tower(
         _TINY,

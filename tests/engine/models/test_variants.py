@@ -217,6 +217,23 @@ def test_the_towers_of_gemma_are_left_out(kind: str, part: str, tiny_model: Tiny
         load_model(tiny_model(kind), device=CPU, vision=True)
 
 
+def test_experts_with_gelu_are_not_in_fp8(tiny_model: TinyModel) -> None:
+    with pytest.raises(ValueError, match=r"experts with biases or a gate other than SiLU's"):
+        load_model(tiny_model("gemma4_moe"), device=CPU, quantization="fp8")
+
+
+def test_a_small_gemma_4_counts_what_a_token_goes_through(tiny_model: TinyModel) -> None:
+    """Tensors of keys and values that published checkpoints have for nothing are passed over."""
+    folder = tiny_model("gemma4_e2b")
+    model = load_model(folder, device=CPU)
+    assert model.num_parameters - model.parameters_per_token == 128 * 4 * 8
+    assert [spec is None for spec in model.cache_specs] == [False, False, True, True]
+    at = "model.layers.{}.self_attn.{}.weight"
+    assert model.is_derived(at.format(2, "k_proj")) and model.is_derived(at.format(3, "v_norm"))
+    assert not model.is_derived(at.format(1, "k_proj"))
+    assert not model.is_derived(at.format(2, "q_proj"))
+
+
 def test_a_router_in_float32_stays_so(tiny_model: TinyModel) -> None:
     model = load_model(tiny_model("minimax_m2"), device=CPU, dtype=torch.bfloat16)
     layers = [module for module in model.modules() if isinstance(module, SparseMoE)]

@@ -152,7 +152,7 @@ def test_a_narrower_cache(norm: bool) -> None:
 @pytest.mark.parametrize("run", [prepare_qkv_triton, prepare_qkv_reference])
 @pytest.mark.parametrize("norm", [False, True])
 def test_queries_alone(run: Callable[..., Tensor], norm: bool) -> None:
-    """Of layers that read the keys and values of another one."""
+    """Layers that read the keys and values of another one have no others."""
     case = make_case(5, 4, 2, 32, torch.float32, norm=norm)
     alone = case._replace(qkv=case.qkv[:, : 4 * 32], num_kv_heads=0)
     q = run(*alone)
