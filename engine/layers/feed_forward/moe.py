@@ -33,6 +33,7 @@ class Router:
     """What differs between the routers of models, besides their sizes."""
 
     form: RouterForm = SOFTMAX
+    biased: bool = False  # logits have a bias
     corrected: bool = False  # checkpoints hold a `ScoreCorrection`
     float32: bool = False  # logits are computed in float32, whatever the model's dtype is
     wide: bool = False  # with `float32`: checkpoints hold its weight in float32
@@ -78,7 +79,7 @@ class SparseMoE(nn.Module):
         shared_size: int | None,
         router: Router = SOFTMAX_ROUTER,
         gate: ScaledRouter | None = None,
-        experts: ExpertForm = PLAIN_EXPERTS,
+        variant: ExpertForm = PLAIN_EXPERTS,
         column: tuple[OutputColumn, int],
         lane: int = FEED_FORWARD_LANE,
         where: Placement,
@@ -94,15 +95,18 @@ class SparseMoE(nn.Module):
             self.gate = gate
             self.checkpoint_names["gate"] = "router"
         elif router.float32:
+            assert not router.biased
             own = replace(where, dtype=torch.float32) if router.wide else where
             self.gate = Float32Linear(hidden_size, num_experts, where=own)
         else:
-            self.gate = Linear(hidden_size, num_experts, bias=False, quantisable=False, where=where)
+            self.gate = Linear(
+                hidden_size, num_experts, bias=router.biased, quantisable=False, where=where
+            )
         self.correction: ScoreCorrection | None = None
         if router.corrected:
             self.correction = ScoreCorrection(num_experts, device=where.device)
         self.experts = Experts(
-            num_experts, hidden_size, intermediate_size, variant=experts, where=where
+            num_experts, hidden_size, intermediate_size, variant=variant, where=where
         )
         self.shared_expert: GatedMLP | None = None
         self.shared_expert_gate: Linear | None = None

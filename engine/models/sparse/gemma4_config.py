@@ -128,7 +128,7 @@ def _experts(hf: PretrainedConfig) -> dict[str, Any]:
         sizes = (hf.num_experts, hf.top_k_experts, hf.moe_intermediate_size)
         check_positive(num_experts=sizes[0], top_k_experts=sizes[1], moe_intermediate_size=sizes[2])
     names = ("num_experts", "experts_per_token", "expert_size")
-    found = {"moe_layers": layers, "renormalise": True, "experts": ExpertForm(function="gelu")}
+    found = {"moe_layers": layers, "renormalise": True, "variant": ExpertForm(function="gelu")}
     return found | dict(zip(names, sizes, strict=True))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -47,7 +48,10 @@ PANELS = [
 FLOAT32 = [ROWS[0], Tiles(32, *(p._replace(swap=True, halve=True) for p in ROWS[0][1:]))]
 
 
-_FUNCTIONS = {"silu": F.silu, "gelu": functools.partial(F.gelu, approximate="tanh")}
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": functools.partial(F.gelu, approximate="tanh"),
+}
 
 
 @dataclass
