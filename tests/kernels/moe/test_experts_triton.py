@@ -213,7 +213,7 @@ def test_all_tokens_to_one_expert_fill_several_tiles(tiles: Tiles) -> None:
 
 @pytest.mark.parametrize(
     ("tiles", "gate"),
-    zip([*ROWS, *PANELS, *FLOAT32], itertools.cycle(["clamped", "gelu"]), strict=False),
+    [*zip([*ROWS, *PANELS, *FLOAT32], itertools.cycle(["clamped", "gelu"]), strict=False)],
 )
 def test_biases_and_another_gate(tiles: Tiles, gate: str) -> None:
     """In columns and rows that tiles do not fill; the CPU's product and the reference agree."""
