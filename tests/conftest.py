@@ -36,6 +36,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -81,7 +83,7 @@ RunPaged = Callable[..., Tensor]
 MASK_ID = 127
 VARIANTS = (
     "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3", "gemma3_text", "gemma3",
-    "gemma4_text", "gemma4",
+    "gemma4_text", "gemma4", "gpt_oss",
 )  # fmt: skip
 _SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -236,10 +238,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     `qwen3_5` and `qwen3_5_moe` (with a vision tower), `qwen3_5_text` and `qwen3_5_moe_text`, or one
     with latent attention: `deepseek_v2`, `deepseek_v3` and `glm4_moe_lite`, or `glm4_moe`,
     `minimax_m2`, `ministral3`, `mistral3` (with a vision tower), `olmo3`, `smollm3`, `gemma3_text`,
-    `gemma4_text`, `gemma3` or `gemma4` (with a vision tower). config overrides sizes. The
-    projections of experts are saved apart (`split_experts=False` leaves those of a layer in one
-    tensor). `max_shard_size` saves it in shards. The same arguments give the same folder, which
-    tests must not change.
+    `gemma4_text`, `gemma3` or `gemma4` (with a vision tower), or `gpt_oss`. config
+    overrides sizes. The projections of experts are saved apart (`split_experts=False` leaves those
+    of a layer in one tensor, as gpt-oss's always are). `max_shard_size` saves it in shards. The
+    same arguments give the same folder, which tests must not change.
     """
     made: dict[str, Path] = {}
 
@@ -287,11 +289,14 @@ def _random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
             # Gemma 3 has the weights minus 1, and Gemma 4 multiplies no score by less than 1.
             low = {"gemma3": -0.5, "gemma4": 0.1}.get(kind[:6], 0.5)
             parameter.data.uniform_(low, low + 1)
-        elif name.endswith("bias"):
+        elif name.endswith("bias"):  # of experts, too
             parameter.data.normal_(0, 0.3)
         elif name.endswith("A_log"):  # how fast states fade, from slowly to at once
             parameter.data.uniform_(-2, 2)
-        elif name.endswith("mlp.gate.weight"):  # else a token's experts weigh nearly the same
+        elif name.endswith("sinks"):  # as large as the scores of tokens, and larger
+            parameter.data.normal_(1, 2)
+        elif name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+            # Else a token's experts weigh nearly the same.
             parameter.data.normal_(0, 0.5)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -343,6 +348,16 @@ def _random_variant(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32}
         rope = {"rope_parameters": _PART_ROPE}
         return MiniMaxM2ForCausalLM(MiniMaxM2Config(**values | experts | rope | config))
+    if kind == "gpt_oss":
+        gated = {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 1.5}
+        yarn = {name: _YARN[name] for name in ("rope_type", "rope_theta", "factor", "beta_fast")}
+        yarn |= {"original_max_position_embeddings": 64, "beta_slow": 1.0, "truncate": False}
+        own: dict[str, Any] = {
+            "sliding_window": 24,
+            "intermediate_size": 64,
+            "rope_parameters": yarn,
+        }
+        return GptOssForCausalLM(GptOssConfig(**values | gated | own | config))
     values = {"rope_parameters": _YARN, "attn_implementation": "eager"} | values
     if kind == "ministral3":
         return Ministral3ForCausalLM(Ministral3Config(**values))

@@ -85,8 +85,10 @@ def window_blocks(
     length = min(max(math.isqrt(shortest * longest), needs.window), longest)
     of_row = -(-length // config.block_size) * block_bytes + needs.row_blocks * needs.block_bytes
     number = min(needs.most_blocks, room * needs.row_blocks // of_row)
-    # The others have at least the blocks of one row.
+    # The others have at least the blocks of one row, or half of the room if none may be that long.
     others = (held + 1) * block_bytes
+    if not config.is_len_asked_for and config.row_tokens is None:
+        others = min(others, room // 2)
     number = max(least, min(number, (room - others) // needs.block_bytes))
     most_others = (config.max_num_seqs * config.row_blocks + 1) * block_bytes
     unused = room - number * needs.block_bytes - most_others

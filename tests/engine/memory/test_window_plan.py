@@ -102,6 +102,14 @@ def test_memory_is_divided_by_the_rows_that_are_likely(
     assert divide_memory(uses, asked, room).kv_tokens >= 131072
 
 
+def test_a_long_row_that_nobody_asked_for_leaves_half_of_the_room_to_windows() -> None:
+    room = Room(10 * GIB)
+    asked = divide_memory([use_of(GEMMA4_31B)], settings_of(120_000), room)
+    assert asked.kv_tokens >= 120_000 and asked.fitting_rows(1000) <= 1
+    plan = divide_memory([use_of(GEMMA4_31B)], settings_of(262_144, asked=False), room)
+    assert plan.fitting_rows(1000) >= 6 and plan.kv_tokens > 60_000
+
+
 def test_large_windows_share_the_memory_with_the_other_layers() -> None:
     plan = divide_memory([use_of(GEMMA4_31B)], settings_of(131072), Room(60 * GIB))
     assert plan.window_rows == plan.fitting_rows(1024) and 30 <= plan.window_rows <= 60
