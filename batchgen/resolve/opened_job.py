@@ -9,10 +9,8 @@ from math import lcm
 from typing import TYPE_CHECKING
 
 from batchgen.compose.load_config import identity
-from batchgen.config.job_config import (
-    JobConfig,
-    copies_warning,
-)
+from batchgen.config.job_config import JobConfig
+from batchgen.config.sampling_config import copies_warning
 from batchgen.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.outputs import OutputColumn
