@@ -31,11 +31,7 @@ from batchgen.kernels.layers.shared_part import SharedPart, add_up
 from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_parts
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
-from batchgen.kernels.moe.tiled_layout import (
-    keeps_panels,
-    matrix_sizes,
-    panels_shape,
-)
+from batchgen.kernels.moe.tiled_layout import keeps_panels, matrix_sizes, panels_shape
 from batchgen.kernels.mxfp4.mxfp4_experts import (
     mxfp4_grouped_mlp,
     mxfp4_grouped_parts,
@@ -116,8 +112,8 @@ class Experts(nn.Module):
             return
         if self.variant != PLAIN_EXPERTS:
             raise ValueError(
-                f"{path} has experts with biases or a clamped gate, which products in FP8 do not "
-                "have: load the model without quantisation to FP8"
+                f"{path} has experts with biases or a gate other than SiLU's, which products in "
+                "FP8 do not have: load the model without quantisation to FP8"
             )
         if some := [name for name in form.excluded if f".{name}.".find(f".{path}.") >= 0]:
             raise ValueError(
@@ -145,7 +141,9 @@ class Experts(nn.Module):
         """What this rank's experts compute behind their products."""
         if self.variant == PLAIN_EXPERTS:
             return PLAIN
-        return Epilogues(self.gate_up_bias, self.down_bias, self.variant.clamped)
+        return Epilogues(
+            self.gate_up_bias, self.down_bias, self.variant.clamped, self.variant.function
+        )
 
     def forward(
         self,
@@ -175,7 +173,7 @@ class Experts(nn.Module):
         if self._packed is None:
             products = self.gate_up_proj, self.down_proj
             return grouped_mlp(x, *products, ids, weights, residual, epilogues=own, **options)
-        out = grouped_mlp_cpu(x, *self._packed, ids, weights, self.variant.clamped)
+        out = grouped_mlp_cpu(x, *self._packed, ids, weights, *own[2:])
         return add_up(out, residual, shared)
 
     def add_to(

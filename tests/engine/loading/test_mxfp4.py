@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
 
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
 from batchgen.engine.layers.mxfp4_format import MXFP4Format, weight_format
+from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import chosen_form, load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.kernels.mxfp4.mxfp4_layout import MXFP4Panels, unpack_panels
 from batchgen.kernels.mxfp4.mxfp4_weight import VALUE_BYTES, quantise_weight
+from batchgen.strategies.ar.strategy import ARStrategy
 
 TinyModel = Callable[..., Path]
 RunPaged = Callable[..., Tensor]
@@ -102,6 +108,20 @@ def log_probabilities(model: CausalLM, run_paged: RunPaged) -> Tensor:
     return run_paged(model, IDS, [len(IDS)]).log_softmax(-1)
 
 
+def generate(model: CausalLM, prompts: Sequence[Sequence[int]], **options: Any) -> list[float]:
+    """Generate greedy answers, and return the log-probability of the first token of each."""
+    settings = EngineConfig(max_model_len=64, kv_cache_gib=0.001, **options)
+    engine = LLMEngine(model, None, (), ARStrategy(), settings)
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True, logprobs=True)
+        engine.add_request(str(i), list(prompt), params)
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert all(np.isfinite(output.columns["logprobs"]).all() for output in outputs.values())
+    return [float(outputs[str(i)].columns["logprobs"][0]) for i in range(len(prompts))]
+
+
 @pytest.fixture(scope="module")
 def checkpoints(
     tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory
@@ -171,6 +191,20 @@ def test_weights_stay_in_mxfp4_where_kernels_are(
         assert torch.equal(unpack_panels(panels).dequantise(torch.bfloat16), other.gate_up_proj)
     found, expected = (log_probabilities(model, run_paged) for model in (held, plain))
     torch.testing.assert_close(found, expected, atol=0.1, rtol=0.02)
+
+
+@pytest.mark.gpu
+def test_an_engine_on_a_gpu_computes_from_mxfp4_with_and_without_graphs(
+    checkpoints: tuple[Path, Path],
+) -> None:
+    gpu, prompts = torch.device("cuda"), [IDS[i : i + 3 + 5 * i] for i in range(5)]
+    expected = generate(load_model(checkpoints[1], device=CPU), prompts)
+    for graph in (False, True):
+        model = load_model(checkpoints[0], device=gpu, dtype=torch.bfloat16)
+        assert all(part.computes_in_mxfp4 for part in _experts(model))
+        # The first token follows from the prompt alone, and its probability from bfloat16.
+        for found, exact in zip(generate(model, prompts, cuda_graph=graph), expected, strict=True):
+            assert found == pytest.approx(exact, abs=0.3)
 
 
 @pytest.mark.parametrize("native", [False, True])

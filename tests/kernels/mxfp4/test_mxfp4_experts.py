@@ -89,17 +89,19 @@ class Case:
         )  # fmt: skip
 
     def reference(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        wide, narrow, clamped = self.epilogues
+        wide, narrow, *gate = self.epilogues
         biases = (None if bias is None else bias.to(dtype) for bias in (wide, narrow))
         return mxfp4_grouped_mlp_reference(
             self.x.to(dtype), self.gate_up, self.down, self.ids, self.weights,
-            Epilogues(*biases, clamped),
+            Epilogues(*biases, *gate),
         )  # fmt: skip
 
 
 def panels_of(weight: Tensor) -> MXFP4Panels:
     panels = empty_panels(*weight.shape, device=weight.device)
-    pack_panels(quantise_weight(weight), panels)
+    for place, expert in enumerate(weight.split(1)):  # all at once need much memory
+        own = slice(place, place + 1)
+        pack_panels(quantise_weight(expert), MXFP4Panels(panels.words[own], panels.scales[own]))
     return panels
 
 
