@@ -19,7 +19,7 @@ from batchgen.folder.job_metrics import Metrics
 from batchgen.forecast.forecast import Forecast
 from batchgen.grades.background_grading import grading_beside
 from batchgen.grades.early_grades import EarlyGrades
-from batchgen.jobs.checked_rows import CheckedRows, check_rows, job_manifest
+from batchgen.jobs.checked_rows import CheckedRows, check_rows, dated, job_manifest
 from batchgen.jobs.fail_fast import AllRowsFailed
 from batchgen.jobs.generation import Engine, Generation
 from batchgen.jobs.graded_job import scores_of
@@ -69,6 +69,7 @@ def run_job(config: JobConfig, parts: JobParts) -> JobResult:
 def job_turns(config: JobConfig, parts: JobParts, signals: StopSignals) -> Turns[JobResult]:
     """The turns of `run_job`, in which `signals` say when to stop. All that can be refused without
     the weights is refused in the first turn."""
+    config = dated(config, parts)
     try:
         rows = check_rows(config, parts)
         with (

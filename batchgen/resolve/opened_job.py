@@ -7,17 +7,15 @@ import inspect
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from math import lcm
 from typing import TYPE_CHECKING
-
-from transformers import PreTrainedTokenizerBase
 
 from batchgen.compose.experiments import choices_with
 from batchgen.compose.load_config import identity
 from batchgen.config.constraint_config import NoConstraintConfig
 from batchgen.config.job_config import (
     COMMON_COLUMNS,
-    PARSED,
     JobConfig,
     StrategyConfig,
     copies_warning,
@@ -32,7 +30,6 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.models.sparse.moe_model import ROUTED_EXPERTS
 from batchgen.engine.requests import check_params
-from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.prefill_policy import check_chunk_sizes
 from batchgen.engine.strategy import Strategy
@@ -43,8 +40,10 @@ from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.prompts.answer_text import Answer, build_answer
 from batchgen.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
+from batchgen.resolve.job_answers import answers_of, check_parsed, day_of
 from batchgen.resolve.job_images import image_columns, row_images
 from batchgen.resolve.model_fingerprints import model_fingerprints
+from batchgen.texts.tokens.channels import HarmonyChannels
 from batchgen.texts.tokens.reasoning import ReasoningMarkers
 from batchgen.util.errors import ConfigError
 
@@ -76,7 +75,7 @@ class OpenedJob:
         dtype: that of weights and activations.
         max_model_len: how many tokens prompt and answer may have together.
         step_fingerprints: versions of the steps of `rows`, and digests of what they read.
-        reasoning: tells thoughts from answers; None if the job does not ask for that.
+        reasoning: tells answers from what the model says besides; None if the text is all of it.
         images: makes the images of rows; None if these have none.
     """
 
@@ -90,7 +89,7 @@ class OpenedJob:
     dtype: torch.dtype
     max_model_len: int
     step_fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    reasoning: ReasoningMarkers | None = None
+    reasoning: ReasoningMarkers | HarmonyChannels | None = None
     answer: Answer | None = None
     images: RowImages | None = None
 
@@ -177,7 +176,8 @@ def open_job(
         check_params(strictest, strategy, vocab_size, model.tokenizer, context_columns)
         if config.scores_choices:
             strategy.check(SamplingParams(max_new_tokens=0))
-    _check_parsed(config, model.tokenizer)
+    check_parsed(config, model.tokenizer)
+    reasoning = answers_of(config, model)
     columns = image_columns(config, model)
     # Last of what can be refused: it takes seconds to load datasets.
     source, of_steps = _open_rows(config, model, post, promised, wait, columns)
@@ -198,6 +198,7 @@ def open_job(
         columns=source.features,
         room=max(1, max_model_len - config.sampling.max_new_tokens),
         images=images,
+        day=partial(day_of, config),
     )
     if prompt.is_constant:
         if (first := next(source.rows(), None)) is not None:  # none of a job that has just begun
@@ -218,7 +219,7 @@ def open_job(
         dtype,
         max_model_len,
         of_steps,
-        _reasoning(config, model),
+        reasoning,
         answer,
         images,
     )
@@ -333,31 +334,6 @@ def _compiler(
         if constraint is not None:
             compiler.compile(constraint)
     return compiler
-
-
-def _reasoning(config: JobConfig, model: OpenedModel) -> ReasoningMarkers | None:
-    """What tells thoughts from answers; None if the job does not ask for that."""
-    start, end = config.output.reasoning_start, config.output.reasoning_end
-    if end is None:
-        return None
-    size = model.config.vocab_size
-    return ReasoningMarkers(model.tokenizer, size, model.eos_token_ids, start=start, end=end)
-
-
-def _check_parsed(config: JobConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Check that `parsed` can find `start_after`, which texts do not show if it has special
-    tokens."""
-    if PARSED not in config.output.columns or isinstance(config.constraint, NoConstraintConfig):
-        return
-    marker = config.constraint.start_after
-    if marker is None or tokenizer is None or config.output.reasoning_end is not None:
-        return
-    if marker not in decode(tokenizer, list(tokenizer.encode(marker, add_special_tokens=False))):
-        raise ConfigError(
-            f"output.columns: {PARSED} needs to find constraint.start_after in the text, and "
-            f"{marker!r} has a special token of the model, which texts do not show: leave the "
-            "column out, or choose a marker of ordinary text"
-        )
 
 
 def _check_columns(
