@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from batchgen.config.workers_config import BudgetConfig
-from batchgen.folder.job_metrics import SAVE_SECONDS, Metrics
+from batchgen.metrics.job_metrics import SAVE_SECONDS, Metrics
 from batchgen.storage.job_storage import Storage
 from batchgen.util.duration import duration
 

@@ -26,6 +26,7 @@ from batchgen.compose.overrides import names_worker
 from batchgen.config.config_keys import choice_values, choices
 from batchgen.config.job_config import JobConfig
 from batchgen.storage.open_storage import job_metrics
+from batchgen.texts.text_table import columns
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
 
@@ -211,14 +212,7 @@ def table(jobs: Sequence[SweepJob]) -> str:
     """What became of each job, for people."""
     header = ("job", "exit", "rows", "errors", "tokens/s", "folder")
     rows = [header, *((job.name, *_facts(job)) for job in jobs)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = [
-        f"{row[0]:<{widths[0]}}  "
-        + "  ".join(f"{row[i]:>{widths[i]}}" for i in range(1, 5))
-        + f"  {row[5]}"
-        for row in rows
-    ]
-    return "\n".join(["", *lines])
+    return "\n".join(["", *columns(rows)])
 
 
 def _facts(job: SweepJob) -> tuple[str, ...]:

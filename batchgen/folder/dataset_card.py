@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from batchgen.config.dataset_config import dataset_name
 from batchgen.folder.how_to_read import CARD_HEADER, GRADE_KEYS, how_to_read, rows_with_grades
-from batchgen.folder.job_metrics import OUTCOMES, Totals
 from batchgen.folder.job_summary import JobSummary
+from batchgen.metrics.tally import OUTCOMES, Totals
 
 _MOST_SHOWN = 500
 _IN_TABLE = (b"meaning", b"scope", b"dtype", b"shape")

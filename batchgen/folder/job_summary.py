@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.costs.chain_costs import JobCost, all_steps, cost_line
 from batchgen.folder.how_to_read import how_to_read
-from batchgen.folder.job_metrics import Totals
+from batchgen.metrics.tally import Totals
 from batchgen.shards.enough import OUTCOMES
 from batchgen.texts.text_table import Line, counted, score_lines, table
 from batchgen.util.duration import duration

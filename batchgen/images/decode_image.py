@@ -6,6 +6,7 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
@@ -39,6 +40,11 @@ def pillow_version() -> str:
             "images are read with Pillow, which is not installed: pip install 'batchgen[images]'"
         ) from None
     return PIL.__version__
+
+
+def has_pillow() -> bool:
+    """Whether Pillow is installed."""
+    return find_spec("PIL") is not None
 
 
 def image_size(data: bytes | BinaryIO) -> tuple[int, int]:

@@ -118,6 +118,11 @@ def image_sizes(folder: Path, side: int, max_pixels: int | None) -> ImageSizes:
     return ImageSizes(side, min(least, own), own, most)
 
 
+def has_processor(folder: Path) -> bool:
+    """Whether a model's folder describes the model's processor."""
+    return any((folder / name).is_file() for name in _FILES)
+
+
 def _processor(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The file that describes the model's processor, and what it says of images."""
     for name in _FILES:

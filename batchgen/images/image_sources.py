@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import base64
 import binascii
+import io
 import os
 import re
 import stat
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from batchgen.engine.base.outputs import RequestError
 
+if TYPE_CHECKING:
+    from PIL import Image as Pillow
+
 MOST_BYTES = 256 << 20
 """The most bytes of a file; a larger one is an error of its row."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
+_NOT_IN_PNG = ("CMYK", "YCbCr", "LAB", "HSV", "RGBa", "La", "RGBX", "PA")
 _DATA = re.compile(r"data:([\w/+.-]*)(?:;[\w=-]+)*;base64,", re.IGNORECASE)
 
 
@@ -35,8 +41,8 @@ class ImageSource:
 def sources_of(value: Any) -> list[ImageSource]:
     """The images that a value names: null is none, and a list holds several.
 
-    A value is bytes, a text, or a mapping with `bytes` and `path` as datasets has it. A text is a
-    data: URL, a file: URL or a path.
+    A value is bytes, a text, an image of Pillow, or a mapping with `bytes` and `path` as datasets
+    has it. A text is a data: URL, a file: URL or a path.
 
     Raises:
         RequestError: bad_image, or image_url for an address on the network.
@@ -47,8 +53,8 @@ def sources_of(value: Any) -> list[ImageSource]:
         return [source for item in value for source in sources_of(item)]
     if isinstance(value, bytes | bytearray | memoryview):
         return [ImageSource(bytes(value), None)]
-    if isinstance(value, str):
-        return [_of_text(value)]
+    if isinstance(value, str | os.PathLike):
+        return [_of_text(str(value))]
     if isinstance(value, Mapping) and {"bytes", "path"} & set(value):
         data, path = value.get("bytes"), value.get("path")
         if isinstance(data, bytes):
@@ -57,10 +63,25 @@ def sources_of(value: Any) -> list[ImageSource]:
             return [_of_text(path)]
         if data is None and path is None:
             return []
+    pillow = sys.modules.get("PIL.Image")
+    if pillow is not None and isinstance(value, pillow.Image):
+        return [ImageSource(_png(value), None)]
     raise RequestError(
         "bad_image",
         f"an image is bytes, a path, a data: URL or {{bytes, path}}, got {_kind(value)}",
     )
+
+
+def _png(image: Pillow.Image) -> bytes:
+    """The pixels of an image of Pillow as a file that loses none of them."""
+    file = io.BytesIO()
+    try:
+        (image.convert("RGB") if image.mode in _NOT_IN_PNG else image).save(
+            file, "PNG", compress_level=1
+        )
+    except (OSError, ValueError) as error:
+        raise RequestError("bad_image", f"the image cannot be read: {error}"[:300]) from None
+    return file.getvalue()
 
 
 def _of_text(text: str) -> ImageSource:
@@ -88,9 +109,13 @@ def _of_text(text: str) -> ImageSource:
 
 @dataclass(frozen=True, slots=True)
 class ImageFolder:
-    """The one folder below which rows may name files; None allows no files."""
+    """The one folder below which rows may name files; None allows no files.
+
+    With `anywhere` names may lead out of it: they are those of a program, not of a data set.
+    """
 
     root: Path | None
+    anywhere: bool = False
 
     def find(self, name: str) -> Path:
         """The file that a row names, with all links followed.
@@ -108,7 +133,7 @@ class ImageFolder:
         root = os.path.realpath(self.root)
         try:
             real = os.path.realpath(os.path.join(root, name))
-            inside = os.path.commonpath([root, real]) == root
+            inside = self.anywhere or os.path.commonpath([root, real]) == root
             status = os.stat(real) if inside else None
         except (OSError, ValueError):
             raise RequestError(

@@ -21,6 +21,8 @@ from batchgen.images.image_sources import ImageFolder, ImageSource
 from batchgen.images.thumbnails import Thumbnails
 
 FILE_DIGEST_BYTES = 16
+MOST_IMAGES = 32
+"""The most images of a row where nothing else is said."""
 _DATA_URL = re.compile(r"(data:image\\?/[\w.+-]{1,40});base64,([\w+/\\-]*={0,2})", re.ASCII)
 """A data: URL; JSON may write a slash with a backslash."""
 
@@ -66,7 +68,7 @@ class RowImages:
         folder: ImageFolder,
         sizes: ImageSizes,
         image_token_id: int,
-        most: int,
+        most: int = MOST_IMAGES,
     ) -> None:
         self._folder, self._sizes, self._most = folder, sizes, most
         self.thumbnails = Thumbnails()

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.config.job_config import JobConfig
 from batchgen.folder.dataset_card import grades_section, with_grades
+from batchgen.generation.turns import Turns
 from batchgen.grades.background_grading import GradingProcess
 from batchgen.grades.changed_marks import ChangedMarks
 from batchgen.grades.folder_grades import JobGrades
-from batchgen.jobs.turns import Turns
 from batchgen.shards.checked_file import read_schema
 from batchgen.shards.shard_files import shard_files
 from batchgen.storage.manifest import write_atomic

@@ -10,13 +10,14 @@ from batchgen.config.job_config import JobConfig
 from batchgen.costs.chain_costs import all_steps
 from batchgen.folder.dataset_card import dataset_card
 from batchgen.folder.job_folder import JobFolder
-from batchgen.folder.job_metrics import Metrics, Tally, Totals
 from batchgen.folder.job_summary import JobSummary, end_table
 from batchgen.folder.row_funnel import IndexFacts
+from batchgen.generation.turns import Turns
 from batchgen.jobs.graded_job import graded_card, save_scores, scores_of
 from batchgen.jobs.job_parts import JobParts
-from batchgen.jobs.turns import Turns
 from batchgen.leases.own_files import ROW_INDEX
+from batchgen.metrics.job_metrics import Metrics
+from batchgen.metrics.tally import Tally, Totals
 from batchgen.report.write_report import REPORT, is_up_to_date, try_report
 from batchgen.scoring.samples import Samples
 from batchgen.shards.output_schema import CHANNEL, OutputSchema

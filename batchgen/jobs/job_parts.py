@@ -13,8 +13,8 @@ from batchgen.engine.requests import output_columns
 from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
+from batchgen.generation.choice_scores import choice_ids
 from batchgen.images.row_images import RowImages
-from batchgen.jobs.choice_scores import choice_ids
 from batchgen.prompts.row_prompts import Prompt
 from batchgen.resolve.opened_job import OpenedJob, open_job
 from batchgen.shards.output_schema import SplitOutput
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from batchgen.budget.spending import Attempts
     from batchgen.dataset.source import Row, Source
     from batchgen.forecast.forecast import Forecast
-    from batchgen.jobs.generation import Engine
+    from batchgen.generation.generation import Engine
 
 
 from collections.abc import Callable, Mapping, Sequence

@@ -21,7 +21,7 @@ from batchgen.pipelines.record.pipeline_record import (
     folder_name,
 )
 from batchgen.pipelines.record.step_folders import read_record, refuse_linked
-from batchgen.resolve.opened_job import answers_depend_on
+from batchgen.resolve.job_model import answers_depend_on
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError
 

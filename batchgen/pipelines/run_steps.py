@@ -12,10 +12,10 @@ from functools import partial
 from batchgen.config.workers_config import WorkersConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.folder.job_folder import DifferentJob
+from batchgen.generation.turns import Turns, between
 from batchgen.jobs.checked_rows import job_manifest, output_schema
 from batchgen.jobs.job_end import JobResult
 from batchgen.jobs.job_parts import parts_of
-from batchgen.jobs.turns import Turns, between
 from batchgen.pipelines.bad_steps import ErrorWatch
 from batchgen.pipelines.open_pipeline import OpenPipeline
 from batchgen.pipelines.step_groups import StepGroups

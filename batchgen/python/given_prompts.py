@@ -6,10 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from batchgen.config.prompt_config import ChatPromptConfig
 from batchgen.engine.base.outputs import RequestError
+from batchgen.images.decode_image import has_pillow
+from batchgen.images.image_sizes import has_processor, image_sizes
+from batchgen.images.image_sources import ImageFolder, sources_of
+from batchgen.images.row_images import RowImage, RowImages
 from batchgen.prompts.chat_prompt import ChatPrompt
 from batchgen.util.errors import ConfigError
 
@@ -17,37 +22,47 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from batchgen.dataset.source import Row
+    from batchgen.model.open_model import OpenedModel
 
 Conversation = Sequence[Mapping[str, Any]]
 """Messages {"role": …, "content": …}; the model answers the last one."""
 Prompt = str | Sequence[int] | Conversation | Mapping[str, Any]
-"""A prompt is a text, a list of token ids, or a conversation. A text or ids may also stand in a
-mapping, as vLLM has them: {"prompt": text} or {"prompt_token_ids": ids}."""
+"""A prompt is a text, a list of token ids, or a conversation, whose messages may have images among
+their parts. A text or ids may also stand in a mapping, as vLLM has them: {"prompt": text} or
+{"prompt_token_ids": ids}, with {"multi_modal_data": {"image": image or images}} beside it."""
+AskedPrompt = tuple[list[int], Sequence[RowImage]]
+"""The token ids of a prompt, and its images."""
 
 _KINDS = "a text, a list of token ids or a list of messages {role, content}"
 _WRAPPED = ("prompt", "prompt_token_ids")
+_BESIDE = "multi_modal_data"
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
     """One prompt of a call. `value` is the text, the ids as a list of int, or the list of messages;
-    for kind `none` it is a sentence that says what a prompt is."""
+    for kind `none` it is a sentence that says what a prompt is. `images` are those beside a text or
+    ids, which have the model's image token for each."""
 
     given: Any
     kind: Literal["text", "ids", "messages", "none"]
     value: Any
+    images: Any = None
 
     @classmethod
     def of(cls, given: Any) -> ReadPrompt:
         """Find out what a user gave as one prompt."""
-        bare = given
-        if isinstance(given, Mapping) and len(given) == 1 and _is_wrapped(given):
-            (bare,) = given.values()
+        bare, images = given, None
+        if isinstance(given, Mapping) and _is_wrapped(given):
+            beside = given.get(_BESIDE) or {}
+            texts = [given[name] for name in _WRAPPED if name in given]
+            if len(texts) + (_BESIDE in given) == len(given) and set(beside) <= {"image"}:
+                bare, images = texts[0], beside.get("image")
         if isinstance(bare, str):
-            return cls(given, "text", bare)
+            return cls(given, "text", bare, images)
         items = _items(bare)
         if items is not None and all(map(is_token_id, items)):
-            return cls(given, "ids", [int(item) for item in items])
+            return cls(given, "ids", [int(item) for item in items], images)
         if items is not None and any(isinstance(item, Mapping) for item in items):
             return cls(given, "messages", items)
         return cls(given, "none", f"a prompt must be {_KINDS}, got {given!r:.100}")
@@ -75,12 +90,26 @@ def read_prompts(prompts: Any) -> tuple[list[ReadPrompt], bool]:
     return [ReadPrompt.of(item) for item in items], False
 
 
+def images_of(model: OpenedModel, max_pixels: int | None) -> RowImages | None:
+    """What makes the images of prompts for a model; None if it reads none, or Pillow or the
+    description of its processor is missing. Raises ValueError for a wrong `max_pixels`."""
+    vision = model.config.vision
+    if vision is None or not (has_pillow() and has_processor(model.path)):
+        return None
+    sizes = image_sizes(model.path, vision.rules.pixels_per_token, max_pixels)
+    return RowImages(ImageFolder(Path(), anywhere=True), sizes, vision.rules.image_token_id)
+
+
 @dataclass(frozen=True)
 class PromptIds:
-    """Makes token ids of prompts; `template_kwargs` are options of the chat template."""
+    """Makes token ids of prompts, and what the engine needs of their images.
+
+    `template_kwargs` are options of the chat template; without `images` prompts may have none.
+    """
 
     tokenizer: PreTrainedTokenizerBase | None
     template_kwargs: Mapping[str, Any]
+    images: RowImages | None = None
 
     def check(self, prompts: Iterable[ReadPrompt]) -> None:
         """Check that the model can take prompts of these kinds, or raise ValueError: texts and
@@ -92,22 +121,28 @@ class PromptIds:
         if "messages" in kinds:
             _ = self._chat
 
-    def of(self, prompt: ReadPrompt) -> list[int]:
-        """The token ids of one checked prompt, or RequestError if its messages do not suit the
-        chat template."""
+    def of(self, prompt: ReadPrompt) -> AskedPrompt:
+        """The token ids and images of one checked prompt, or RequestError if its messages do not
+        suit the chat template or an image cannot be used."""
         if prompt.kind == "none":
             raise RequestError("bad_prompt", prompt.value)
-        if prompt.kind == "ids":
-            return cast("list[int]", prompt.value)
         if prompt.kind == "messages":
             try:
-                return self._chat.token_ids(cast("Row", _Row({_COLUMN: prompt.value})))
+                return self._chat.asked(cast("Row", _Row({_COLUMN: prompt.value})))
             except RequestError as error:  # here are no columns to speak of
                 message = str(error).removeprefix(f"column {_COLUMN!r}, ")
                 raise RequestError(error.type, message) from None
-        assert self.tokenizer is not None
-        # Without `verbose=False` it warns of long texts, which the engine refuses itself.
-        return list(self.tokenizer.encode(prompt.value, verbose=False))
+        ids = prompt.value
+        if prompt.kind == "text":
+            assert self.tokenizer is not None
+            # Without `verbose=False` it warns of long texts, which the engine refuses itself.
+            ids = list(self.tokenizer.encode(prompt.value, verbose=False))
+        if not (sources := sources_of(prompt.images)):
+            return ids, ()
+        if self.images is None:
+            raise RequestError("bad_images", NO_IMAGES)
+        found = self.images.load(sources)
+        return self.images.expanded(ids, [image.tokens for image in found]), found
 
     @cached_property
     def _chat(self) -> ChatPrompt:
@@ -121,12 +156,16 @@ class PromptIds:
             config = ChatPromptConfig(
                 messages_column=_COLUMN, template_kwargs=dict(self.template_kwargs)
             )
-            return ChatPrompt(config, self.tokenizer, {_COLUMN: _COLUMN})
+            return ChatPrompt(config, self.tokenizer, {_COLUMN: _COLUMN}, images=self.images)
         except ConfigError as error:
             raise ValueError(str(error).removeprefix("prompt.")) from None
 
 
 _COLUMN = "messages"
+NO_IMAGES = (
+    "the prompt has images, and this LLM reads none: it needs a model that does, such as Qwen3-VL, "
+    "images=True, and Pillow (pip install 'batchgen[images]')"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, Self, Unpack, overload
 
 import torch
@@ -24,7 +25,15 @@ from batchgen.engine.strategy import Strategy
 from batchgen.model.engine_recipe import EngineRecipe
 from batchgen.model.open_model import DeviceName, DtypeName, open_model
 from batchgen.model.other_models import open_others
-from batchgen.python.given_prompts import Conversation, Prompt, PromptIds, ReadPrompt, read_prompts
+from batchgen.python.given_prompts import (
+    AskedPrompt,
+    Conversation,
+    Prompt,
+    PromptIds,
+    ReadPrompt,
+    images_of,
+    read_prompts,
+)
 from batchgen.python.llm_arguments import Arguments, Params, arguments_of, dtype_name, engine_config
 from batchgen.python.output import Output
 from batchgen.python.params import SamplingOptions, SamplingParams
@@ -56,6 +65,9 @@ class LLM:
         config: batch and memory sizes; None means the defaults.
         context_columns: the names of columns of context scope that requests may ask for
             (`SamplingParams(columns=…)`); each takes room in the paged cache.
+        images: whether a model that reads images is loaded with its vision tower.
+        max_pixels: the most pixels of an image, to which larger ones are scaled down; None allows
+            what makes 1,280 tokens, or less where the model says so.
         **engine: single keys of `EngineConfig`, such as `max_model_len`, `max_num_seqs` and
             `gpu_memory_utilization`; they go before those of `config`. Names that vLLM has for
             them are taken, too, and its other names are refused with a word on what to do.
@@ -80,6 +92,8 @@ class LLM:
         strategy: Strategy | None = None,
         config: EngineConfig | None = None,
         context_columns: Sequence[str] = (),
+        images: bool = True,
+        max_pixels: int | None = None,
         **engine: Any,
     ) -> None:
         config = engine_config(config, engine)
@@ -87,6 +101,8 @@ class LLM:
         if quantization not in (None, "fp8"):
             raise ValueError(f"quantization must be 'fp8' or None, got {quantization!r}")
         opened = open_model(model, revision, load_format, quantization)
+        self._images = images_of(opened, max_pixels) if images else None
+        opened = replace(opened, with_vision=self._images is not None)
         strategy = ARStrategy() if strategy is None else copy.deepcopy(strategy)
         longest = config.model_len(opened.config.max_position_embeddings)
         max_model_len = strategy.model_len(longest, opened.config)
@@ -265,7 +281,9 @@ class LLM:
         """
         call = arguments_of("LLM.stream", {"params": params, "n": n}, others)
         read, _ = read_prompts(prompts)
-        return self._stream(read, call.params_of(len(read)), PromptIds(self.tokenizer, {}))
+        return self._stream(
+            read, call.params_of(len(read)), PromptIds(self.tokenizer, {}, self._images)
+        )
 
     @overload
     def score(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
@@ -331,7 +349,7 @@ class LLM:
         asked, given = read_prompts(prompts), read_answers(answers)
         pairs = pairs_of(asked, given)
         self.engine  # noqa: B018  (raises an error if it was closed)
-        ids = PromptIds(self.tokenizer, template_kwargs or {})
+        ids = PromptIds(self.tokenizer, template_kwargs or {}, self._images)
         ids.check(asked[0])
         shown = sys.stderr.isatty() if progress is None else progress
         scores = scores_of(self._streams, ids, pairs, params.request, shown)
@@ -341,6 +359,8 @@ class LLM:
         """Give the device's memory back. The LLM cannot be used after that."""
         usable = self._streams.closed or self.engine.is_usable
         self._streams.close()
+        if self._images is not None:
+            self._images.close()
         if usable:
             release_cached_memory(self._device)
 
@@ -368,7 +388,7 @@ class LLM:
         tokens = self.engine.generated_tokens
         started = time.monotonic()
         shown = sys.stderr.isatty() if call.progress is None else call.progress
-        ids = PromptIds(self.tokenizer, call.template_kwargs or {})
+        ids = PromptIds(self.tokenizer, call.template_kwargs or {}, self._images)
         total = sum(own.n for own in params)
         with tqdm(total=total, unit="output", disable=not shown, dynamic_ncols=True) as bar:
             for output in self._stream(read, params, ids):
@@ -395,7 +415,7 @@ class LLM:
         requests = []
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             try:
-                found: list[int] | RequestError = ids.of(prompt)
+                found: AskedPrompt | RequestError = ids.of(prompt)
             except RequestError as error:
                 found = error
             for sample in range(own.n):

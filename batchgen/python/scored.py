@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.python.given_prompts import PromptIds, ReadPrompt, is_token_id
+from batchgen.python.given_prompts import AskedPrompt, PromptIds, ReadPrompt, is_token_id
 from batchgen.python.streams import Request, Streams
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def scores_of(
     progress: bool,
 ) -> list[Score]:
     """Score the answers, and return their scores in order."""
-    known: dict[int, list[int] | RequestError] = {}
+    known: dict[int, AskedPrompt | RequestError] = {}
     requests = []
     for index, (prompt, answer) in enumerate(pairs):
         if id(prompt) not in known:
@@ -147,7 +147,7 @@ def scores_of(
     return [scores[index] for index in range(len(pairs))]
 
 
-def _ids(ids: PromptIds, prompt: ReadPrompt) -> list[int] | RequestError:
+def _ids(ids: PromptIds, prompt: ReadPrompt) -> AskedPrompt | RequestError:
     try:
         return ids.of(prompt)
     except RequestError as error:

@@ -11,16 +11,17 @@ from threading import RLock
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.python.given_prompts import AskedPrompt
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sample of one prompt, or one answer that is scored: the prompt's token ids, or why it has
-    none, and how it is sampled."""
+    """One sample of one prompt, or one answer that is scored: the prompt's token ids with its
+    images, or why it has none, and how it is sampled."""
 
     prompt_index: int
     sample_index: int
-    prompt: list[int] | RequestError
+    prompt: AskedPrompt | RequestError
     params: SamplingParams
     answer: list[int] | None = None
 
@@ -92,10 +93,12 @@ class Streams:
         try:
             if isinstance(request.prompt, RequestError):
                 raise request.prompt
-            self.engine.add_request(request_id, request.prompt, request.params, request.answer)
+            ids, images = request.prompt
+            pictures = [each.image for each in images]
+            self.engine.add_request(request_id, ids, request.params, request.answer, pictures)
         except RequestError as error:
             del self._waiting[request_id]
-            ids = [] if isinstance(request.prompt, RequestError) else request.prompt
+            ids = [] if isinstance(request.prompt, RequestError) else request.prompt[0]
             mine.append((request, RequestOutput(request_id, ids, [], "", "error", error=error)))
 
     def _step(self) -> None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.config.job_config import CutTexts
-from batchgen.folder.job_metrics import constraint_outcome
+from batchgen.metrics.tally import constraint_outcome
 from batchgen.report import pass_rates
 from batchgen.report.report_rows import MANY, JobData, Keys
 from batchgen.rows.grade_columns import ANSWER, GRADE_ERROR, MARK

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchgen.folder.job_metrics import OUTCOMES
 from batchgen.folder.job_summary import JobSummary
+from batchgen.metrics.tally import OUTCOMES
 from batchgen.report.charts import Chart, bars, experts, histogram, numbers, timeline_charts
 from batchgen.report.eval_charts import Estimate, intervals, question_dots, score_by_length
 from batchgen.report.pass_rates import HEADER

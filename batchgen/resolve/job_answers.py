@@ -5,13 +5,10 @@ from __future__ import annotations
 import sys
 from contextlib import closing
 
-from transformers import PreTrainedTokenizerBase
-
 from batchgen.config.constraint_config import NoConstraintConfig
-from batchgen.config.job_config import PARSED, JobConfig
+from batchgen.config.job_config import JobConfig
 from batchgen.config.prompt_config import TextPromptConfig, answer_key
 from batchgen.engine.constraint.harmony import HarmonyTokens
-from batchgen.engine.rows.stopping import decode
 from batchgen.folder.job_folder import written_manifest
 from batchgen.model.open_model import OpenedModel
 from batchgen.prompts.chat_templates import today
@@ -65,22 +62,6 @@ def _check_constraint(config: JobConfig) -> None:
         raise ConfigError(
             "constraint.scores says how likely choices are right behind the prompt, and this model "
             "begins each answer with a channel (Harmony): leave it out"
-        )
-
-
-def check_parsed(config: JobConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Check that `parsed` can find `start_after`, which texts do not show if it has special
-    tokens."""
-    if PARSED not in config.output.columns or isinstance(config.constraint, NoConstraintConfig):
-        return
-    marker = config.constraint.start_after
-    if marker is None or tokenizer is None or config.output.reasoning_end is not None:
-        return
-    if marker not in decode(tokenizer, list(tokenizer.encode(marker, add_special_tokens=False))):
-        raise ConfigError(
-            f"output.columns: {PARSED} needs to find constraint.start_after in the text, and "
-            f"{marker!r} has a special token of the model, which texts do not show: leave the "
-            "column out, or choose a marker of ordinary text"
         )
 
 

@@ -14,7 +14,7 @@ from batchgen.config.prompt_config import ChatPromptConfig, OpenAIPromptConfig
 from batchgen.dataset.dataset_columns import feature_at, named_path, value_at
 from batchgen.images.image_sizes import image_sizes
 from batchgen.images.image_sources import ImageFolder
-from batchgen.images.row_images import RowImages
+from batchgen.images.row_images import MOST_IMAGES, RowImages
 from batchgen.model.open_model import OpenedModel
 from batchgen.prompts.image_places import USUAL_COLUMNS
 from batchgen.util.errors import ConfigError
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 _PEEKED = 100
 """Rows that are looked at, to find out whether conversations have images."""
-MOST_IMAGES = 32
-"""The most images of a row where `prompt.max_images` says nothing."""
 
 
 def image_columns(config: JobConfig, model: OpenedModel) -> Collection[str]:

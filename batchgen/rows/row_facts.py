@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.folder.job_metrics import constraint_outcome
 from batchgen.images.image_column import PROMPT_IMAGES
+from batchgen.metrics.tally import constraint_outcome
 from batchgen.prompts.used_columns import used_columns
 from batchgen.texts.row_json import row_reader
 from batchgen.texts.safe_text import Span

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 from markupsafe import Markup
 
-from batchgen.folder.job_metrics import OUTCOMES
+from batchgen.metrics.tally import OUTCOMES
 from batchgen.rows.prompt_text import Part, PromptText
 from batchgen.rows.row_facts import RowColumns, RowFacts
 from batchgen.rows.row_pictures import ShownImage, shown_images

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job_config import ScoreConfig
-from batchgen.folder.timeline import metrics_text
+from batchgen.metrics.timeline import metrics_text
 from batchgen.scoring.marks import Marks
 from batchgen.scoring.samples import Samples, graded_rows
 from batchgen.scoring.scores import score

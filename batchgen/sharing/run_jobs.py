@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from batchgen.config.job_config import JobConfig
+from batchgen.generation.turns import Turns
 from batchgen.jobs.job_end import JobResult
 from batchgen.jobs.job_parts import JobParts
 from batchgen.jobs.run_job import job_turns
-from batchgen.jobs.turns import Turns
 from batchgen.sharing.shared_engine import DivisibleEngine, SharedEngine
 from batchgen.util.signals import JobStopped, StopSignals
 

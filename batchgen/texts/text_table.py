@@ -1,4 +1,4 @@
-"""Scores as lines for people, and the pieces that such lines share."""
+"""Tables and scores as lines for people, and the pieces that such lines share."""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ def table(lines: Sequence[Line]) -> str:
     """The lines with their values in one column."""
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def columns(rows: Sequence[Sequence[str]], *, numbers: bool = True) -> list[str]:
+    """A line for each row of texts, in columns: the first and the last to the left, and so those
+    between them, unless they are `numbers`."""
+    *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    side = ">" if numbers else "<"
+    lines = []
+    for first, *between, last in rows:
+        cells = [f"{text:{side}{w}}" for text, w in zip(between, widths[1:], strict=True)]
+        lines.append("  ".join([f"{first:<{widths[0]}}", *cells, last]).rstrip())
+    return lines
 
 
 def counted(number: int, noun: str) -> str:

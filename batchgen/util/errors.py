@@ -1,5 +1,8 @@
 """Errors whose messages are for the user of a job, who sees them without a traceback."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ConfigError(ValueError):
     """A mistake in a job's configuration or in what it names, such as its data set.
@@ -17,3 +20,14 @@ class JobError(Exception):
 
 class FolderLost(JobError):
     """The output folder of a running job was deleted or replaced: no row is known to be safe."""
+
+
+@contextmanager
+def mistakes_in(group: str) -> Iterator[None]:
+    """Turn a ValueError of the lower layers into a ConfigError that names the group it is about."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{group}: {error}") from error

@@ -10,6 +10,8 @@ from batchgen.engine.base.engine_config import ResolvedConfig
 from batchgen.engine.caches.model_caches import window_token_bytes
 from batchgen.engine.memory.model_use import ModelUse
 
+_LIKELY_WINDOWS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class WindowNeeds:
@@ -52,8 +54,9 @@ def window_blocks(
 
     Nobody knows how long rows will get. If memory is short, the two kinds of blocks get the shares
     that rows need whose length is the geometric mean of the window and the longest row. So neither
-    short nor long rows leave much of one kind unused. What the other layers cannot use goes to the
-    layers with a window, too.
+    short nor long rows leave much of one kind unused. If the user gave no length, rows of more than
+    16 windows do not count, since few rows are as long as a model allows. What the other layers
+    cannot use goes to the layers with a window, too.
 
     Args:
         block_bytes: the bytes of a block of all other layers; 0 if there are none.
@@ -70,11 +73,16 @@ def window_blocks(
         )
     if not block_bytes:
         return min(needs.most_blocks, room // needs.block_bytes)
-    length = min(math.isqrt(needs.window * config.max_model_len), config.max_model_len)
+    longest = config.max_model_len
+    if not config.is_len_asked_for:
+        longest = min(longest, _LIKELY_WINDOWS * needs.window)
+    length = min(math.isqrt(needs.window * longest), longest)
     of_row = -(-length // config.block_size) * block_bytes + needs.row_blocks * needs.block_bytes
     number = min(needs.most_blocks, room * needs.row_blocks // of_row)
-    # The others have at least the blocks of one row.
+    # The others have at least the blocks of one row, or half of the room.
     others = (config.row_blocks + 1) * block_bytes
+    if not config.is_len_asked_for:
+        others = min(others, room // 2)
     number = max(least, min(number, (room - others) // needs.block_bytes))
     most_others = (config.max_num_seqs * config.row_blocks + 1) * block_bytes
     unused = room - number * needs.block_bytes - most_others

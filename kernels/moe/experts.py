@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from batchgen.kernels.layers.activation import silu_and_mul_reference
 from batchgen.kernels.layers.shared_part import SharedPart, add_up
+from batchgen.kernels.moe.epilogues import PLAIN, Epilogues, gated
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, grouped_parts_triton
 
@@ -21,10 +21,12 @@ def grouped_mlp(
     weights: Tensor,  # [T, k] float32
     residual: Tensor | None = None,  # [T, H], dtype of x
     *,
+    epilogues: Epilogues = PLAIN,
     shared: Callable[[], SharedPart] | None = None,
     num_routed: int | None = None,  # None means E
 ) -> Tensor:
-    """Compute y_t = Σ_j w_tj · down_e · (silu(gate_e · x_t) · (up_e · x_t)) with e = ids[t, j].
+    """Compute y_t = Σ_j w_tj · down_e · (silu(gate_e · x_t) · (up_e · x_t)) with e = ids[t, j], or
+    with biases and another gate as `epilogues` say.
 
     The float32 sum over j has an order that depends on the token alone: the columns of `ids` on a
     GPU, where a call gives the same bits every time, and the experts' order on a CPU. If
@@ -38,32 +40,59 @@ def grouped_mlp(
     """
     if x.is_cuda:
         return grouped_mlp_triton(
-            x, gate_up, down, ids, weights, residual, shared=shared, num_routed=num_routed
+            x,
+            gate_up,
+            down,
+            ids,
+            weights,
+            residual,
+            epilogues=epilogues,
+            shared=shared,
+            num_routed=num_routed,
         )
-    products = ExpertProducts(gate_up.unbind()), ExpertProducts(down.unbind())
-    return add_up(grouped_mlp_cpu(x, *products, ids, weights), residual, shared)
+    products = (
+        ExpertProducts(gate_up.unbind(), bias=epilogues.gate_up_bias),
+        ExpertProducts(down.unbind(), bias=epilogues.down_bias),
+    )
+    out = grouped_mlp_cpu(x, *products, ids, weights, epilogues.clamped)
+    return add_up(out, residual, shared)
 
 
 def grouped_parts(
-    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    epilogues: Epilogues = PLAIN,
 ) -> Tensor | None:
     """Compute what `grouped_mlp` adds up: [k, T, H], dtype of x, the last axis contiguous; None
     where parts are not computed, which is on a CPU and without tokens."""
     if not x.is_cuda or not len(x):
         return None
-    parts = grouped_parts_triton(x, gate_up, down, ids, weights)
+    parts = grouped_parts_triton(x, gate_up, down, ids, weights, epilogues=epilogues)
     return parts.view(*weights.shape, -1).transpose(0, 1)
 
 
 def grouped_mlp_reference(
-    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    epilogues: Epilogues = PLAIN,
 ) -> Tensor:
     """`grouped_mlp` in PyTorch, as plainly as it can be written."""
     of_slots = x.new_zeros((*ids.shape, x.shape[1]))
     for expert in ids[ids < len(gate_up)].unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        inner = silu_and_mul_reference(x[token] @ gate_up[expert].t())
-        of_slots[token, slot] = inner @ down[expert].t()
+        wide = x[token] @ gate_up[expert].t()
+        if epilogues.gate_up_bias is not None:
+            wide += epilogues.gate_up_bias[expert]
+        narrow = gated(wide, epilogues.clamped) @ down[expert].t()
+        if epilogues.down_bias is not None:
+            narrow += epilogues.down_bias[expert]
+        of_slots[token, slot] = narrow
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for values, weight in zip(of_slots.unbind(1), weights.unbind(1), strict=True):
         out += values.float() * weight.unsqueeze(1)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from batchgen.kernels.layers.activation import silu_and_mul_reference
 from batchgen.kernels.layers.linear import MOST_ROWS, linear
+from batchgen.kernels.moe.epilogues import ClampedGate, gated
 
 _GROUP_ROWS = 256
 """Rows of several experts that are gathered, activated and put back together. With few rows each,
@@ -22,14 +22,21 @@ class ExpertProducts(NamedTuple):
     weights: Sequence[Tensor]  # E of [N, K], plain or from `pack_weight`
     most_rows: int | None = MOST_ROWS
     pad_few: bool = True
+    bias: Tensor | None = None  # [E, N]
 
     def __call__(self, x: Tensor, expert: int) -> Tensor:
         """Compute the product [R, N] of rows [R, K] with the weight of one expert."""
-        return linear(x, self.weights[expert], None, self.most_rows, pad_few=self.pad_few)
+        out = linear(x, self.weights[expert], None, self.most_rows, pad_few=self.pad_few)
+        return out if self.bias is None else out.add_(self.bias[expert])
 
 
 def grouped_mlp_cpu(
-    x: Tensor, gate_up: ExpertProducts, down: ExpertProducts, ids: Tensor, weights: Tensor
+    x: Tensor,
+    gate_up: ExpertProducts,
+    down: ExpertProducts,
+    ids: Tensor,
+    weights: Tensor,
+    clamped: ClampedGate | None = None,
 ) -> Tensor:
     """Compute `grouped_mlp` with each expert's weights as `linear` takes them.
 
@@ -48,7 +55,7 @@ def grouped_mlp_cpu(
         first += len(pairs)
         tokens = pairs // ids.shape[1]
         rows = x.index_select(0, tokens)
-        inner = silu_and_mul_reference(_by_expert(rows, gate_up, group, lengths))
+        inner = gated(_by_expert(rows, gate_up, group, lengths), clamped)
         found = _by_expert(inner, down, group, lengths)
         # One row after another is added: a token's parts in the order of their experts.
         total.index_add_(0, tokens, found * weight_of_pair.index_select(0, pairs))

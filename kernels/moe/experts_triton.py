@@ -14,6 +14,7 @@ from torch import Tensor
 
 from batchgen.kernels.layers.partial_sums_triton import sum_parts
 from batchgen.kernels.layers.shared_part import SharedPart
+from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
 from batchgen.kernels.moe.moe_align_triton import moe_align
 from batchgen.kernels.moe.moe_tiles import Tiles, choose_tiles
@@ -31,6 +32,7 @@ def grouped_mlp_triton(
     weights: Tensor,
     residual: Tensor | None = None,
     *,
+    epilogues: Epilogues = PLAIN,
     shared: Callable[[], SharedPart] | None = None,
     num_routed: int | None = None,
     tiles: Tiles | None = None,
@@ -43,7 +45,14 @@ def grouped_mlp_triton(
     out = new_or_residual(x, residual)
     if len(x):
         parts = grouped_parts_triton(
-            x, gate_up, down, ids, weights, num_routed=num_routed, tiles=tiles
+            x,
+            gate_up,
+            down,
+            ids,
+            weights,
+            epilogues=epilogues,
+            num_routed=num_routed,
+            tiles=tiles,
         )
         experts = len(gate_up)
         here = (ids, experts) if (num_routed or experts) > experts else None
@@ -58,6 +67,7 @@ def grouped_parts_triton(
     ids: Tensor,
     weights: Tensor,
     *,
+    epilogues: Epilogues = PLAIN,
     num_routed: int | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
@@ -74,9 +84,9 @@ def grouped_parts_triton(
     tiles = tiles or choose_tiles(ids.numel() * experts // num_routed, gate_up)
     alignment = moe_align(ids, experts, tiles.block_m, some_elsewhere=num_routed > experts)
     activated = torch.empty((tokens * k, inner), dtype=x.dtype, device=x.device)
-    gate_up_product(x, gate_up, alignment, tiles.gate_up, k, activated)
+    gate_up_product(x, gate_up, alignment, tiles.gate_up, k, activated, epilogues)
     parts = torch.empty((tokens * k, hidden), dtype=x.dtype, device=x.device)
-    down_product(activated, down, weights, alignment, tiles.down, parts)
+    down_product(activated, down, weights, alignment, tiles.down, parts, epilogues.down_bias)
     return parts
 
 

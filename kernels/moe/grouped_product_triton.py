@@ -17,10 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
 from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment
 from batchgen.kernels.moe.moe_tiles import ProductTiles
 from batchgen.kernels.moe.persistent_triton import persistent_down_product
-from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
+from batchgen.kernels.moe.slot_tile_triton import (
+    gated_product,
+    store_slots,
+    tile_of_program,
+    with_bias,
+)
 from batchgen.kernels.moe.tiled_layout import PANEL, are_panels
 from batchgen.kernels.moe.tiled_layout_triton import load_weights, weights_operand
 
@@ -28,18 +34,23 @@ _PANEL = tl.constexpr(PANEL)
 
 
 def gate_up_product(
-    x: Tensor, weight: Tensor, alignment: Alignment, tiles: ProductTiles, k: int, out: Tensor
+    x: Tensor,  # [T, H]
+    weight: Tensor,  # [E, 2·I, H] or its panels: the I rows of gate, then the rows of up
+    alignment: Alignment,
+    tiles: ProductTiles,
+    k: int,
+    out: Tensor,  # [T·k, I]
+    epilogues: Epilogues = PLAIN,
 ) -> None:
-    """Compute silu(gate·x) · (up·x) of every slot in float32, into out [T·k, I] in the order of
-    places.
-
-    x is [T, H], the weight [E, 2·I, H] or its panels: the I rows of gate, then the rows of up.
-    """
+    """Compute silu(gate·x) · (up·x) of every slot in float32, or what `epilogues` say, into `out`
+    in the order of places."""
     inner, hidden = out.shape[1], x.shape[1]
+    limit, slope = epilogues.clamped or (None, None)
     grid = (alignment.most_tiles * triton.cdiv(inner, tiles.block_n),)
     _gate_up[grid](
-        x, weights_operand(weight, tiles.block_n), out, *alignment[:-1],
-        x.stride(0), k, inner, hidden, **_options(alignment, tiles, weight, hidden),
+        x, weights_operand(weight, tiles.block_n), epilogues.gate_up_bias, out, *alignment[:-1],
+        x.stride(0), k, inner, hidden, LIMIT=limit, SLOPE=slope,
+        **_options(alignment, tiles, weight, hidden),
     )  # fmt: skip
 
 
@@ -50,15 +61,17 @@ def down_product(
     alignment: Alignment,
     tiles: ProductTiles,
     out: Tensor,  # [N, H], contiguous
+    bias: Tensor | None = None,  # [E, H], contiguous
 ) -> None:
-    """Compute slot weight · (down·x) of every slot in float32, into `out` in the order of slots."""
+    """Compute slot weight · (down·x + bias) of every slot in float32, into `out` in the order of
+    slots."""
     if tiles.persistent:
-        persistent_down_product(x, weight, slot_weights, alignment, tiles, out)
+        persistent_down_product(x, weight, slot_weights, alignment, tiles, out, bias)
         return
     hidden, inner = out.shape[1], x.shape[1]
     grid = (alignment.most_tiles * triton.cdiv(hidden, tiles.block_n),)
     _down[grid](
-        x, weights_operand(weight, tiles.block_n), slot_weights, out, *alignment[:-1],
+        x, weights_operand(weight, tiles.block_n), bias, slot_weights, out, *alignment[:-1],
         hidden, inner, **_options(alignment, tiles, weight, inner),
     )  # fmt: skip
 
@@ -134,10 +147,11 @@ def _add_products(acc, values, weights, SWAP: tl.constexpr, INTERPRETED: tl.cons
 
 @triton.jit(do_not_specialize=["slots_per_token"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _gate_up(
-    x_ptr, weight, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr,
+    x_ptr, weight, bias_ptr, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr,
     num_tiles_ptr, x_stride, slots_per_token, inner, hidden,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    SWAP: tl.constexpr, PANELS: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
+    LIMIT: tl.constexpr, SLOPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, PANELS: tl.constexpr,
+    HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(inner, BLOCK_N)
     is_past, expert, first, end = tile_of_program(
@@ -148,24 +162,25 @@ def _gate_up(
     first_column = tl.program_id(0) % columns * BLOCK_N
     if HALVE and end - first <= BLOCK_M // 2:
         _gate_up_tile(
-            x_ptr, weight, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
-            slots_per_token, inner, hidden, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN_K, SWAP, PANELS,
-            INTERPRETED,
+            x_ptr, weight, bias_ptr, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
+            slots_per_token, inner, hidden, LIMIT, SLOPE, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN_K,
+            SWAP, PANELS, INTERPRETED,
         )  # fmt: skip
     else:
         _gate_up_tile(
-            x_ptr, weight, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
-            slots_per_token, inner, hidden, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP, PANELS,
-            INTERPRETED,
+            x_ptr, weight, bias_ptr, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
+            slots_per_token, inner, hidden, LIMIT, SLOPE, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP,
+            PANELS, INTERPRETED,
         )  # fmt: skip
 
 
 @triton.jit
 def _gate_up_tile(
-    x_ptr, weight, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
+    x_ptr, weight, bias_ptr, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
     slots_per_token, inner, hidden,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
+    LIMIT: tl.constexpr, SLOPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, PANELS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     place = first + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
@@ -191,7 +206,9 @@ def _gate_up_tile(
         )
         up = _add_products(up, x, weights, SWAP, INTERPRETED)
 
-    result = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
+    gate = with_bias(gate, bias_ptr, expert, 2 * inner, row, SWAP)
+    up = with_bias(up, bias_ptr, expert, 2 * inner, inner + row, SWAP)
+    result = gated_product(gate, up, LIMIT, SLOPE).to(out_ptr.dtype.element_ty)
     if SWAP:
         result = tl.trans(result)
     target = out_ptr + place.to(tl.int64)[:, None] * inner + column[None, :]
@@ -200,8 +217,8 @@ def _gate_up_tile(
 
 @triton.jit(do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _down(
-    x_ptr, weight, slot_weights_ptr, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr,
-    tile_ends_ptr, num_tiles_ptr, hidden, inner,
+    x_ptr, weight, bias_ptr, slot_weights_ptr, out_ptr, slots_ptr, tile_experts_ptr,
+    tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, hidden, inner,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     SWAP: tl.constexpr, PANELS: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -214,20 +231,22 @@ def _down(
     first_column = tl.program_id(0) % columns * BLOCK_N
     if HALVE and end - first <= BLOCK_M // 2:
         _down_tile(
-            x_ptr, weight, slot_weights_ptr, out_ptr, slots_ptr, expert, first, end, first_column,
-            hidden, inner, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN_K, SWAP, PANELS, INTERPRETED,
+            x_ptr, weight, bias_ptr, slot_weights_ptr, out_ptr, slots_ptr, expert, first, end,
+            first_column, hidden, inner, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN_K, SWAP, PANELS,
+            INTERPRETED,
         )  # fmt: skip
     else:
         _down_tile(
-            x_ptr, weight, slot_weights_ptr, out_ptr, slots_ptr, expert, first, end, first_column,
-            hidden, inner, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP, PANELS, INTERPRETED,
+            x_ptr, weight, bias_ptr, slot_weights_ptr, out_ptr, slots_ptr, expert, first, end,
+            first_column, hidden, inner, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP, PANELS,
+            INTERPRETED,
         )  # fmt: skip
 
 
 @triton.jit
 def _down_tile(
-    x_ptr, weight, slot_weights_ptr, out_ptr, slots_ptr, expert, first, end, first_column,
-    hidden, inner,
+    x_ptr, weight, bias_ptr, slot_weights_ptr, out_ptr, slots_ptr, expert, first, end,
+    first_column, hidden, inner,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -248,4 +267,5 @@ def _down_tile(
         )
         acc = _add_products(acc, x, weights, SWAP, INTERPRETED)
 
+    acc = with_bias(acc, bias_ptr, expert, hidden, row, SWAP)
     store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, place, end, column, hidden, SWAP)

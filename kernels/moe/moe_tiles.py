@@ -72,7 +72,12 @@ def choose_tiles(num_slots: int, gate_up: Tensor) -> Tiles:
     """
     if gate_up.dtype == torch.float32:
         return FLOAT32
-    tiles = next(tiles for most, tiles in TABLE if num_slots <= most * len(gate_up))
+    tiles = tiles_of_panels(num_slots, len(gate_up))
     if are_panels(gate_up):
         return tiles
     return tiles._replace(down=tiles.down._replace(persistent=False))
+
+
+def tiles_of_panels(num_slots: int, num_experts: int) -> Tiles:
+    """Look up how to cut the products of this many slots with weights of 16 bits in panels."""
+    return next(tiles for most, tiles in TABLE if num_slots <= most * num_experts)

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from batchgen.kernels.device import device_programs
 from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment
 from batchgen.kernels.moe.moe_tiles import ProductTiles
-from batchgen.kernels.moe.slot_tile_triton import store_slots
+from batchgen.kernels.moe.slot_tile_triton import store_slots, with_bias
 from batchgen.kernels.moe.tiled_layout import PANEL, are_panels
 from batchgen.kernels.moe.tiled_layout_triton import load_panel, weights_operand
 
@@ -30,6 +30,7 @@ def persistent_down_product(
     alignment: Alignment,
     tiles: ProductTiles,
     out: Tensor,
+    bias: Tensor | None = None,
 ) -> None:
     """`grouped_product_triton.down_product` of weights in panels."""
     assert are_panels(weight) and tiles.block_k == PANEL
@@ -38,7 +39,7 @@ def persistent_down_product(
     _down_tiles[(programs,)](
         TensorDescriptor.from_tensor(x, [alignment.block_m, PANEL]),
         weights_operand(weight, tiles.block_n),
-        slot_weights, out, *alignment[:-1], hidden, inner,
+        bias, slot_weights, out, *alignment[:-1], hidden, inner,
         BLOCK_M=alignment.block_m, BLOCK_N=tiles.block_n, BLOCK_K=PANEL,
         INTERPRETED=not x.is_cuda, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
@@ -46,7 +47,7 @@ def persistent_down_product(
 
 @triton.jit(do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _down_tiles(
-    x, weight, slot_weights_ptr, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr,
+    x, weight, bias_ptr, slot_weights_ptr, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr,
     tile_ends_ptr, num_tiles_ptr, hidden, inner,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -69,4 +70,5 @@ def _down_tiles(
             acc = tl.dot(values, tl.trans(weights), acc, input_precision="ieee")
         place = first + tl.arange(0, BLOCK_M)
         column = first_column + tl.arange(0, BLOCK_N)
+        acc = with_bias(acc, bias_ptr, expert, hidden, column % hidden, False)
         store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, place, end, column, hidden, False)

@@ -1,4 +1,5 @@
-"""How programs of the grouped products begin and end: a tile of the alignment, rows of slots."""
+"""How programs of the grouped products begin and end: a tile of the alignment, biases and the gate,
+rows of slots."""
 
 from __future__ import annotations
 
@@ -18,6 +19,29 @@ def tile_of_program(
     first = tl.load(tile_firsts_ptr + tile)
     end = tl.load(tile_ends_ptr + tile)
     return tile >= num_tiles, expert, first, end
+
+
+@triton.jit
+def with_bias(acc, bias_ptr, expert, stride, row, SWAP: tl.constexpr):
+    """Return acc [places, columns], or its transpose if SWAP, plus what the expert adds to each
+    column: the values at `row` of the biases [experts, stride], if there are any."""
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * stride + row).to(tl.float32)
+        acc += tl.expand_dims(bias, 1 if SWAP else 0)
+    return acc
+
+
+@triton.jit
+def gated_product(gate, up, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
+    """Return silu(gate) · up, or what `ClampedGate` says if there is a limit."""
+    if LIMIT is None:
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        result = (up + 1.0) * (gate / (1.0 + tl.exp(gate * -SLOPE)))
+    return result
 
 
 @triton.jit

@@ -11,11 +11,13 @@ from measuring import Rates
 from workloads import BenchRequest
 
 from batchgen.engine.layers.mixers.mla import LatentShape
+from batchgen.engine.layers.vision.vision_config import VisionConfig
 from batchgen.engine.models.hybrids.hybrid import HybridConfig
 from batchgen.engine.models.mla.mla_model import LatentConfig
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.models.sparse.moe_model import MoEConfig
 from batchgen.engine.models.transformer.dense import DenseConfig
+from batchgen.engine.models.transformer.gemma4 import Gemma4Config
 
 _BYTES_PER_VALUE = 2
 """Bytes of a weight, a key or a value in bfloat16."""
@@ -57,23 +59,38 @@ class Mixers(NamedTuple):
     """What the attention and the recurrences of all layers cost together."""
 
     params: int
-    attention_flops: int  # of a pair of a token and one that it sees
-    kv_bytes: int  # of a token
+    attention_flops: int  # of a pair of a token and one that it sees, in layers without a window
+    kv_bytes: int  # of a token, in layers without a window
     state_bytes: int = 0  # of a row
     state_flops: int = 0  # of a token: two for each value of a state in each of three products
+    window: int = 0  # the tokens that layers with a window see
+    window_flops: int = 0  # of a pair of tokens in these layers
+    window_bytes: int = 0  # of a token in these layers
+
+    def prefill_flops(self, length: int) -> float:
+        """Operations of causal attention over a prompt."""
+        before = max(length - self.window, 0)  # tokens that the last one's window has passed
+        return (
+            self.attention_flops * length**2 / 2
+            + self.window_flops * (length**2 - before**2) / 2
+            + self.state_flops * length
+        )
+
+    def read_bytes(self, contexts: Sequence[int]) -> int:
+        """Bytes of keys and values that rows with so many tokens read in a step."""
+        seen = sum(min(length, self.window) for length in contexts)
+        return self.kv_bytes * sum(contexts) + self.window_bytes * seen
 
 
 def mixers(config: ModelConfig) -> Mixers:
     family, size = config.family_as(DenseConfig), config.hidden_size
     if isinstance(family, LatentConfig):
         return _latent_mixers(config, family.latent)
+    if not isinstance(family, HybridConfig):
+        return _attention_mixers(config, family)
     heads = 2 * (family.num_heads + family.num_kv_heads)
     flops = 4 * family.num_heads * family.head_dim
     kv_bytes = family.attention.token_bytes(torch.bfloat16)
-    if not isinstance(family, HybridConfig):
-        layers = config.num_layers
-        params = layers * size * family.head_dim * heads
-        return Mixers(params, layers * flops, layers * kv_bytes)
     attention = len(family.attention_layers)
     delta, shape = config.num_layers - attention, family.delta
     heads += family.num_heads * family.output_gate
@@ -88,6 +105,27 @@ def mixers(config: ModelConfig) -> Mixers:
     )
 
 
+def _attention_mixers(config: ModelConfig, family: DenseConfig) -> Mixers:
+    """Count layers of attention, which may differ in their heads and windows."""
+    found = Mixers(0, 0, 0, window=max(filter(None, family.layer_windows), default=0))
+    for layer in range(config.num_layers):
+        spec = family.attention_of(layer)
+        one_product = isinstance(family, Gemma4Config) and family.keys_are_values
+        of_keys = 1 if one_product and spec.window is None else 2
+        heads = 2 * spec.num_heads + of_keys * spec.num_kv_heads
+        found = found._replace(params=found.params + config.hidden_size * spec.head_dim * heads)
+        flops, kv_bytes = 4 * spec.num_heads * spec.head_dim, spec.token_bytes(torch.bfloat16)
+        if spec.window is None:
+            found = found._replace(
+                attention_flops=found.attention_flops + flops, kv_bytes=found.kv_bytes + kv_bytes
+            )
+        else:
+            found = found._replace(
+                window_flops=found.window_flops + flops, window_bytes=found.window_bytes + kv_bytes
+            )
+    return found
+
+
 def _latent_mixers(config: ModelConfig, shape: LatentShape) -> Mixers:
     """Count latent attention, its operations in the expanded form, which has fewer."""
     size, layers, heads = config.hidden_size, config.num_layers, shape.num_heads
@@ -98,6 +136,18 @@ def _latent_mixers(config: ModelConfig, shape: LatentShape) -> Mixers:
     params += shape.latent_size * heads * (shape.key_size + shape.value_size)
     flops = 2 * heads * (shape.query_size + shape.value_size)
     return Mixers(layers * params, layers * flops, layers * shape.spec.token_bytes(torch.bfloat16))
+
+
+def tower_flops(tower: VisionConfig, height: int, width: int) -> float:
+    """Count the operations of an image of this size in pixels: two per weight and patch, and each
+    patch's attention over all patches."""
+    patches = height * width // tower.patch_size**2
+    joined = tower.width * tower.merge_size**2
+    merger = (joined**2 + joined * tower.out_size) / tower.merge_size**2
+    block = 4 * tower.width**2 + 2 * tower.width * tower.mlp_size
+    embedding, mergers = tower.patch_values * tower.width, 1 + len(tower.deepstack)
+    weights = embedding + tower.depth * block + mergers * merger
+    return 2 * weights * patches + 4 * tower.depth * tower.width * patches**2
 
 
 def layer_params(config: ModelConfig) -> int:
@@ -125,20 +175,19 @@ def floor_seconds(
 ) -> Floor:
     """Compute the physical floor of a workload's time on one GPU, with all requests in flight.
 
-    Prefill takes the time of its operations: two per weight and token, causal attention and
-    recurrences. A decode step takes the longer of reading all weights once (experts that its rows
-    go to, routed uniformly) and multiplying by them, then reads every row's keys and values, and
-    reads and writes its states. Layers in FP8 have half the bytes and twice the rate.
+    Prefill takes the time of its operations: two per weight and token, recurrences, and causal
+    attention, within its window if a layer has one. A decode step takes the longer of reading all
+    weights once (experts that its rows go to, routed uniformly) and multiplying by them, then reads
+    the keys and values that every row sees, and reads and writes its states. Layers in FP8 have
+    half the bytes and twice the rate.
     """
     size, speed = (1, 2) if in_fp8 else (_BYTES_PER_VALUE, 1)
     body, experts = layer_params(config), expert_weights(config)
     head = config.hidden_size * config.vocab_size
     of_token = body + experts.of_token
     mixing = mixers(config)
-    of_prompt_token = 2 * of_token / speed + mixing.state_flops
     prefill = sum(
-        of_prompt_token * len(r.prompt) + mixing.attention_flops * len(r.prompt) ** 2 / 2
-        for r in load
+        2 * of_token / speed * len(r.prompt) + mixing.prefill_flops(len(r.prompt)) for r in load
     )
     decode = 0.0
     # The first token comes from prefill.
@@ -147,6 +196,6 @@ def floor_seconds(
         read = (body + experts.read(len(contexts))) * size + head * _BYTES_PER_VALUE
         products = 2 * (of_token / speed + head) * len(contexts)
         decode += max(read / rates.bandwidth, products / rates.flops)
-        decode += mixing.kv_bytes * sum(contexts) / rates.bandwidth
+        decode += mixing.read_bytes(contexts) / rates.bandwidth
         decode += 2 * mixing.state_bytes * len(contexts) / rates.bandwidth
     return Floor(prefill / rates.flops, decode)

@@ -8,26 +8,21 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from modes.images import files, photo
 from PIL import Image as Pillow
-from stepped_rows import anonymous_mib
-from synthetic_job import InstantEngine
+from synthetic_job import InstantEngine, instant_job, must_be_flat
 
 import batchgen
-from batchgen.compose.compose_config import compose
-from batchgen.config.job_config import JobConfig
-from batchgen.engine.base.outputs import RequestOutput
-from batchgen.engine.images.image import Image
 from batchgen.images.decode_image import decode_image, image_size
 from batchgen.images.image_sizes import image_sizes
-from batchgen.jobs.job_parts import JobParts, job_parts
 from batchgen.jobs.run_job import run_job
 
 MODEL = Path(batchgen.__file__).parent / "data" / "nano_vl"
@@ -35,61 +30,14 @@ _GROUP = 100
 """Rows of the data set that are written at once."""
 
 
-class DecodingEngine(InstantEngine):
-    """Finishes the oldest requests in every step, once it has the pixels of their images.
-
-    `peaks` holds (finished rows, MiB without mapped files), about every 100 rows.
-    """
-
-    def __init__(self, per_step: int) -> None:
-        super().__init__(per_step)
-        self.peaks: list[tuple[int, float]] = []
-        self._images: dict[str, Sequence[Image]] = {}
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: object,
-        answer_token_ids: list[int] | None = None,
-        images: Sequence[Image] = (),
-    ) -> None:
-        super().add_request(request_id, prompt_token_ids, params)
-        self._images[request_id] = images
-
-    def step(self) -> list[RequestOutput]:
-        before = self.stats.finished
-        done = super().step()
-        for output in done:
-            for image in self._images.pop(output.request_id):
-                image.load()
-        if self.stats.finished // 100 != before // 100:
-            self.peaks.append((self.stats.finished, anonymous_mib()))
-        return [replace(output, columns={}) for output in done]
-
-
-def photo(width: int, height: int, seed: int) -> bytes:
-    """A JPEG file with smooth colours and some noise, about as large as a photo's."""
-    draw = np.random.default_rng(seed)
-    small = draw.integers(0, 256, (height // 40 + 2, width // 40 + 2, 3), np.uint8)
-    image = Pillow.fromarray(small).resize((width, height), Pillow.Resampling.BICUBIC)
-    values = np.asarray(image, np.int16) + draw.integers(-12, 13, (height, width, 3))
-    file = io.BytesIO()
-    Pillow.fromarray(values.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=85)
-    return file.getvalue()
-
-
-def image_job(
-    folder: Path, rows: int, size: tuple[int, int], engine: DecodingEngine
-) -> tuple[JobConfig, JobParts]:
-    """A job over `rows` pictures of `size` (width, height), no two of which are equal."""
-    photos = [photo(*size, seed) for seed in range(20)]
+def write_rows(folder: Path, rows: int, size: tuple[int, int]) -> dict[str, str]:
+    """Write `rows` pictures of `size` (width, height), no two of which are equal, and a folder of a
+    model that lets them have as many tokens as large ones do; returns the keys of their job."""
+    every = files([photo(*size, seed) for seed in range(20)], rows)
     schema = pa.schema([("question", pa.string()), ("image", pa.binary())])
     with pq.ParquetWriter(folder / "rows.parquet", schema) as writer:
         for start in range(0, rows, _GROUP):
-            numbers = range(start, min(start + _GROUP, rows))
-            # What stands behind the end of a JPEG file is not read, and makes another file of it.
-            data = [photos[n % len(photos)] + n.to_bytes(4, "big") for n in numbers]
+            data = list(islice(every, min(_GROUP, rows - start)))
             table = {"question": ["What is this?"] * len(data), "image": data}
             writer.write_table(pa.table(table, schema))
     model = folder / "model"
@@ -97,14 +45,7 @@ def image_job(
     says = json.loads((model / "preprocessor_config.json").read_text())
     says["size"] = {"shortest_edge": 65536, "longest_edge": 16777216}
     (model / "preprocessor_config.json").write_text(json.dumps(says))
-    given = [
-        "model=hf", f"model.path={model}", "dataset=files", f"dataset.path={folder}/rows.parquet",
-        "prompt=chat", "sampling=greedy", "sampling.max_new_tokens=100", "engine.device=cpu",
-        "engine.max_model_len=null", "prompt.max_pixels=262144", "output.columns=[]",
-        "output.report=false", f"output.dir={folder}/out",
-    ]  # fmt: skip
-    config = compose({}, given)
-    return config, replace(job_parts(config), build_engine=lambda: engine)
+    return {"model": str(model), "path": str(folder / "rows.parquet")}
 
 
 def seconds_each(size: tuple[int, int], count: int) -> dict[str, float]:
@@ -138,12 +79,6 @@ def _time(work: Any, photos: Sequence[bytes]) -> float:
     return (time.process_time() - began) / len(photos)
 
 
-def growth(peaks: Sequence[tuple[int, float]], rows: int) -> Iterator[float]:
-    """The most MiB in the first fifth of the rows, and in all."""
-    yield max(mib for done, mib in peaks if done <= rows / 5)
-    yield max(mib for _, mib in peaks)
-
-
 def add_image_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--width", type=int, default=640)
@@ -162,20 +97,23 @@ def run_images(options: argparse.Namespace) -> list[Any]:
     each = seconds_each((1920, 1080), options.speed_count)
     print("1080p: {ours:.4f} s of one core; transformers' processor: {theirs:.4f} s".format(**each))
     with tempfile.TemporaryDirectory(prefix="bench_job_layer") as temporary:
-        engine = DecodingEngine(16)
-        size = (options.width, options.height)
-        config, parts = image_job(Path(temporary), options.rows, size, engine)
+        engine, folder = InstantEngine(16, every=100), Path(temporary)
+        at = write_rows(folder, options.rows, (options.width, options.height))
+        values = {
+            "model": {"choice": "hf", "path": at["model"]},
+            "dataset": {"choice": "files", "path": at["path"]},
+            "prompt": {"choice": "chat", "max_pixels": 262144},
+        }
+        config, parts = instant_job(folder, engine, values)
         clock, cpu = time.perf_counter(), time.process_time()
         result = run_job(config, parts)
         clock, cpu = time.perf_counter() - clock, time.process_time() - cpu
         assert result.exit_code == 0, result.message
-    early, peak = growth(engine.peaks, options.rows)
     print(
-        f"{options.rows} pictures of {options.width}×{options.height}: {clock:.0f} s, {cpu:.0f} s"
+        f"{options.rows} pictures of {options.width}×{options.height}: {clock:.0f} s, {cpu:.0f} s "
+        f"of processors, {options.rows / cpu:.0f} pictures for a second of a core"
     )
-    print(f"of processors, {options.rows / cpu:.0f} pictures for a second of a core")
-    print(f"memory: {early:.0f} MiB in the first fifth, {peak:.0f} MiB in all")
-    if peak > 1.1 * early:
-        raise SystemExit("memory is not flat: more than 10% above that of the first fifth")
+    early, peak = engine.check_memory(options.rows, 5)
+    must_be_flat(early, peak)
     found = {"rows": options.rows, "seconds": clock, "cpu_seconds": cpu, "mib": [early, peak]}
     return [found | {f"{name}_1080p_s": value for name, value in each.items()}]

@@ -106,6 +106,14 @@ def resident_mib(pid: int | str = "self") -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+def anonymous_mib() -> float:
+    """Return the MiB of memory that this process holds, without the pages of mapped files, which
+    the system takes back when it needs them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kib,) = (line.split()[1] for line in lines if line.startswith("RssAnon:"))
+    return int(kib) / 1024
+
+
 def synchronize() -> None:
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()

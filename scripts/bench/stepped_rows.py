@@ -1,35 +1,30 @@
-"""A job over many rows of 1 kB of which steps leave some, for bench_job_layer.py."""
+"""Times the steps of `rows` over rows of 1 kB, and a job of what they leave."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from synthetic_job import PROMPT, TOKENS, InstantEngine, ReadyPrompt
+from measuring import anonymous_mib
+from synthetic_job import InstantEngine, instant_job
 
-from batchgen.compose.load_config import identity, step_configs
-from batchgen.config.dataset_config import DatasetConfig
-from batchgen.config.job_config import (
-    EngineGroup,
-    JobConfig,
-    ModelGroup,
-    OutputConfig,
-    SamplingConfig,
-    StrategyConfig,
-)
-from batchgen.config.prompt_config import TextPromptConfig
-from batchgen.dataset.row_source import open_dataset
-from batchgen.engine.base.outputs import RequestOutput
-from batchgen.jobs.job_parts import JobParts
+from batchgen.jobs.run_job import run_job
 from batchgen.row_index.chain import ChainPass
-from batchgen.row_index.open_rows import behind_steps
+from batchgen.row_index.indexed_source import IndexedSource
 
 _WORDS = 150
 _VOCABULARY = 20_000
+DEDUPING: list[dict[str, Any]] = [
+    {"Dedupe": {"by": "document"}},
+    {"Dedupe": {"by": "document", "near": 0.8}},
+]
 
 
 class StepClock:
@@ -56,25 +51,6 @@ class StepClock:
         self._running.close()
 
 
-class WatchedEngine(InstantEngine):
-    """One that also notes the memory without the pages of mapped files, which the system takes back
-    when it needs them: those of the data set are such."""
-
-    peak = 0.0
-
-    def step(self) -> list[RequestOutput]:
-        if not self.stats.finished % 1024:
-            self.peak = max(self.peak, anonymous_mib())
-        return super().step()
-
-
-def anonymous_mib() -> float:
-    """The MiB of memory that this process holds, without the pages of files."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (kib,) = (line.split()[1] for line in lines if line.startswith("RssAnon:"))
-    return int(kib) / 1024
-
-
 def time_steps(running: ChainPass) -> list[StepClock]:
     """Put a clock around each step."""
     clocks = [StepClock(step) for step in running._passes]
@@ -82,11 +58,9 @@ def time_steps(running: ChainPass) -> list[StepClock]:
     return clocks
 
 
-def stepped_job(
-    folder: Path, rows: int, engine: InstantEngine, *, dedupe: bool
-) -> tuple[JobConfig, JobParts]:
-    """The job, whose rows and output are in the folder."""
-    path = folder / "rows.jsonl"
+def write_rows(path: Path, rows: int) -> None:
+    """Write rows with a number and a document of 1 kB; a tenth are copies of others, and a tenth
+    nearly so."""
     draw = random.Random(0)
     vocabulary = [
         f"{draw.randrange(10**5, 10**6)}"[: draw.randrange(3, 7)] for _ in range(_VOCABULARY)
@@ -104,35 +78,74 @@ def stepped_job(
                 texts.append(words)
             text = " ".join(words)
             file.write(json.dumps({"number": number, "document": f"{text:1000}"[:1000]}) + "\n")
-    deduping: list[dict[str, Any]] = [
-        {"Dedupe": {"by": "document"}},
-        {"Dedupe": {"by": "document", "near": 0.8}},
-    ]
-    steps = [
-        {"Filter": {"where": "number % 10 != 3 and document|length > 100"}},
-        *(deduping if dedupe else ()),
-        {"Keep": {"share": 0.9}},
-    ]
-    config = JobConfig(
-        model=ModelGroup(path="none"),
-        dataset=DatasetConfig(kind="files", path=str(path), id_column="number"),
-        rows=step_configs(steps, "rows"),
-        prompt=TextPromptConfig(text="{{ document }}"),
-        sampling=SamplingConfig(max_new_tokens=len(TOKENS)),
-        strategy=StrategyConfig(target="none.Strategy"),
-        engine=EngineGroup(),
-        output=OutputConfig(dir=str(folder / "out"), report=False),
-    )
-    source, found = behind_steps(
-        open_dataset(config.dataset), config.rows, identity(config)["dataset"], None
-    )
-    parts = JobParts(
-        source=source,
-        prompt=ReadyPrompt(),
-        bos_id=None,
-        max_model_len=len(PROMPT) + len(TOKENS),
-        columns=(),
-        fingerprints=dict(found),
-        build_engine=lambda: engine,
-    )
-    return config, parts
+
+
+def add_steps_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--without-dedupe", action="store_true", help="leave out both kinds of it")
+
+
+def run_steps(options: argparse.Namespace) -> list[Any]:
+    """Time the steps of `rows` over rows of 1 kB, and a job of what they leave.
+
+    A tenth of the rows fails the filter, a tenth are copies of others and a tenth nearly so. Times
+    are of the processor, which neighbours disturb less: of each step for one of its rows, of the
+    pass with reading and the index for a row of the data set, and of the job, whose engine costs
+    nothing. Memory is without the pages of mapped files.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench_job_layer") as temporary:
+        path = Path(temporary, "rows.jsonl")
+        write_rows(path, options.rows)
+        engine = InstantEngine(32)
+        values = {
+            "dataset": {"choice": "files", "path": str(path), "id_column": "number"},
+            "prompt": {"choice": "text", "text": "{{ document }}"},
+            "rows": [
+                {"Filter": {"where": "number % 10 != 3 and document|length > 100"}},
+                *([] if options.without_dedupe else DEDUPING),
+                {"Keep": {"share": 0.9}},
+            ],
+        }
+        config, parts = instant_job(Path(temporary), engine, values)
+        source = parts.source
+        assert isinstance(source, IndexedSource)
+        clocks, took, facts = list[StepClock](), list[float](), None
+        start, open_index = source.chain.start, source.open_index
+
+        def timed_start(tokenizer: Any = None) -> Any:
+            running = start(tokenizer)
+            clocks.extend(time_steps(running))
+            return running
+
+        def timed_open(*given: Any, **more: Any) -> None:
+            nonlocal facts
+            began = time.process_time()
+            open_index(*given, **more)
+            took.extend([time.process_time() - began, anonymous_mib()])
+            facts = source.facts
+
+        before, began = anonymous_mib(), time.process_time()
+        with (
+            patch.object(source.chain, "start", timed_start),
+            patch.object(source, "open_index", timed_open),
+        ):
+            result = run_job(config, parts)
+        seconds = time.process_time() - began - took[0]
+        assert result.exit_code == 0 and facts is not None, result.message
+        found = {"rows": options.rows, "pass_us": took[0] / options.rows * 1e6}
+        found |= {
+            "before_mib": before,
+            "pass_mib": took[1],
+            "peak_mib": max(mib for _, mib in engine.memory_used),
+        }
+        found["job_us"] = seconds / facts.rows * 1e6
+        print(facts.funnel)
+        for clock, step in zip(clocks, facts.steps, strict=True):
+            found[step.name] = clock.seconds / step.rows_in * 1e6
+            held = "" if clock.held is None else f", {clock.held() / step.rows_out:.0f} bytes a row"
+            print(f"{step.name}: {found[step.name]:.1f} us a row{held}")
+        print("pass: {pass_us:.0f} us a row of the data set; job: {job_us:.0f} us".format(**found))
+        print(
+            "MiB: {before_mib:.0f}, {pass_mib:.0f} behind the pass, {peak_mib:.0f}".format(**found)
+        )
+    return [found]

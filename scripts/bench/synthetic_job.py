@@ -1,34 +1,23 @@
-"""Jobs without a model: an engine that costs nothing, and its rows."""
+"""Jobs with an engine that computes nothing."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from measuring import resident_mib
+from measuring import anonymous_mib
 
-from batchgen.config.dataset_config import DatasetConfig
-from batchgen.config.job_config import (
-    EngineGroup,
-    JobConfig,
-    ModelGroup,
-    OutputConfig,
-    SamplingConfig,
-    StepConfig,
-    StrategyConfig,
-)
-from batchgen.config.prompt_config import TextPromptConfig
-from batchgen.dataset.row_source import open_dataset
+from batchgen.compose.compose_config import compose
+from batchgen.config.job_config import JobConfig, StepConfig
 from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import OutputColumn, RequestOutput
 from batchgen.engine.images.image import Image
 from batchgen.engine.memory.memory_plan import MemoryPlan
-from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.jobs.job_parts import JobParts
+from batchgen.jobs.job_parts import JobParts, job_parts
 from batchgen.prompts.row_prompts import Prompt
 
 LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
@@ -54,20 +43,22 @@ class Stats:
 
 
 class InstantEngine:
-    """An engine that finishes the `per_step` oldest requests in every step, with ready-made output.
+    """An engine that finishes the `per_step` oldest requests in every step, with ready-made output,
+    once it has the pixels of their images.
 
-    `resident` holds (finished rows, resident MiB), about every 1000 rows.
+    `memory_used` holds (finished rows, MiB without mapped files), about every `every` rows.
     """
 
-    def __init__(self, per_step: int) -> None:
+    def __init__(self, per_step: int, every: int = 1000) -> None:
         self.stats = Stats()
         self.memory = MemoryPlan(0, 0, 0, num_blocks=0, kv_tokens=0, total=None)
         self.batch_dependence: str | None = None
         self.max_num_seqs = 256
         self.generated_tokens = 0
-        self.resident: list[tuple[int, float]] = []
-        self._per_step = per_step
-        self._waiting: list[str] = []
+        self.columns: dict[str, npt.NDArray[Any]] = {}
+        self.memory_used: list[tuple[int, float]] = []
+        self._per_step, self._every = per_step, every
+        self._waiting: list[tuple[str, Sequence[Image]]] = []
 
     def add_request(
         self,
@@ -77,8 +68,7 @@ class InstantEngine:
         answer_token_ids: list[int] | None = None,
         images: Sequence[Image] = (),
     ) -> None:
-        assert isinstance(params, SamplingParams)
-        self._waiting.append(request_id)
+        self._waiting.append((request_id, images))
 
     @property
     def num_running(self) -> int:
@@ -100,15 +90,30 @@ class InstantEngine:
     def step(self) -> list[RequestOutput]:
         done = self._waiting[: self._per_step]
         del self._waiting[: self._per_step]
+        for image in (image for _, images in done for image in images):
+            image.load()
         before = self.stats.finished
         self.stats.finished += len(done)
         self.generated_tokens += len(done) * len(TOKENS)
-        if self.stats.finished // 1000 != before // 1000:
-            self.resident.append((self.stats.finished, resident_mib()))
+        if self.stats.finished // self._every != before // self._every:
+            self.memory_used.append((self.stats.finished, anonymous_mib()))
         return [
-            RequestOutput(request_id, PROMPT, TOKENS, TEXT, "stop", stop="</s>", columns=_VALUES)
-            for request_id in done
+            RequestOutput(name, PROMPT, TOKENS, TEXT, "stop", stop="</s>", columns=self.columns)
+            for name, _ in done
         ]
+
+    def check_memory(self, rows: int, part: int) -> tuple[float, float]:
+        """Print and return the most MiB in the first `part`th of the rows, and in all."""
+        early = max(mib for done, mib in self.memory_used if done <= rows / part)
+        peak = max(mib for _, mib in self.memory_used)
+        print(f"memory: {early:.0f} MiB in the first {part}th of the rows, {peak:.0f} MiB in all")
+        return early, peak
+
+
+def must_be_flat(early: float, peak: float) -> None:
+    """Exit with 1 if memory has grown by more than 10%."""
+    if peak > 1.1 * early:
+        raise SystemExit("memory is not flat: more than 10% above that of the first rows")
 
 
 class ReadyPrompt(Prompt):
@@ -118,38 +123,20 @@ class ReadyPrompt(Prompt):
         return PROMPT
 
 
-def null_job(
-    folder: Path,
-    rows: int,
-    engine: InstantEngine,
-    post: tuple[StepConfig, ...] = (),
-    *,
-    report: bool = False,
+def instant_job(
+    folder: Path, engine: InstantEngine, values: Mapping[str, Any]
 ) -> tuple[JobConfig, JobParts]:
-    """A job whose rows and output are in the folder, for `run_job`."""
-    path = folder / "rows.jsonl"
-    with path.open("w") as file:
-        for i in range(rows):
-            row = {"question": f"What is {i} plus {i}? " * 4, "answer": str(2 * i)}
-            file.write(json.dumps(row) + "\n")
-    out = OutputConfig(dir=str(folder / "out"), columns=("logprobs",), report=report)
-    config = JobConfig(
-        model=ModelGroup(path="none"),
-        dataset=DatasetConfig(kind="files", path=str(path), streaming=True),
-        prompt=TextPromptConfig(text="{{ question }}"),
-        sampling=SamplingConfig(max_new_tokens=len(TOKENS)),
-        strategy=StrategyConfig(target="none.Strategy"),
-        engine=EngineGroup(),
-        output=out,
-        post=post,
-    )
-    parts = JobParts(
-        source=open_dataset(config.dataset),
-        prompt=ReadyPrompt(),
-        bos_id=None,
-        max_model_len=4096,
-        columns=(LOGPROBS,),
-        fingerprints={},
-        build_engine=lambda: engine,
-    )
-    return config, parts
+    """The job that `values` make of a shipped model, for `run_job`, with this engine and the output
+    in the folder. Prompts are ready-made if rows have no images."""
+    common = {
+        "model": "nano_hybrid",
+        "sampling": {"choice": "greedy", "max_new_tokens": len(TOKENS)},
+        "output.dir": str(folder / "out"),
+        "engine": {"device": "cpu", "max_model_len": None},
+        "output.columns": [],
+        "output.report": False,
+    }
+    config = compose({**common, **values})
+    parts = replace(job_parts(config), build_engine=lambda: engine, strategy=None)
+    engine.columns = {name: _VALUES[name] for name in config.output.columns}
+    return config, parts if parts.images else replace(parts, prompt=ReadyPrompt())

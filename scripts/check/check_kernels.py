@@ -44,7 +44,8 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
-from workloads import MODELS, bare_model, model_config
+from shapes import MODELS
+from workloads import bare_model, model_config
 
 from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.engine_models import planned_uses

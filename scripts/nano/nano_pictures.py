@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from nano_problems import Split, is_held_out, sum_steps
@@ -26,8 +26,9 @@ PAIRS: tuple[tuple[Size, Size], ...] = (
     ((32, 64), (32, 64)), ((32, 96), (32, 96)), ((64, 96), (64, 96)), ((32, 64), (64, 96)),
     ((64, 96), (32, 64)), ((64, 128), (32, 96)),
 )  # fmt: skip
-SHAPES: tuple[tuple[Size, ...], ...] = ((), *((size,) for size in SINGLES), *PAIRS)
+Shape = tuple[Size, ...]
 """The sizes of the pictures of one problem; problems of one shape are computed together."""
+SHAPES: tuple[Shape, ...] = ((), *((size,) for size in SINGLES), *PAIRS)
 COLOURS = {
     "black": (20, 20, 20),
     "red": (205, 30, 30),
@@ -74,11 +75,15 @@ class PictureProblem:
     level: int
 
     @property
+    def shape(self) -> Shape:
+        return tuple(picture.size for picture in self.pictures)
+
+    @property
     def question(self) -> str:
         return self.text.replace(_HERE, "").strip()
 
 
-def picture_problems(split: Split, shape: tuple[Size, ...], seed: str) -> Iterator[PictureProblem]:
+def picture_problems(split: Split, shape: Shape, seed: str) -> Iterator[PictureProblem]:
     """Yield problems of a shape without end, the same ones for the same arguments.
 
     Held-out ones have their pictures before the text.
@@ -88,11 +93,7 @@ def picture_problems(split: Split, shape: tuple[Size, ...], seed: str) -> Iterat
     while True:
         problem = makers[len(shape)](random, split, shape)
         if split == "held_out":
-            marks = _HERE * len(shape)
-            text = f"{marks}{problem.question}"
-            problem = PictureProblem(
-                problem.kind, problem.pictures, text, problem.answer, problem.final, problem.level
-            )
+            problem = replace(problem, text=_HERE * len(shape) + problem.question)
         yield problem
 
 
@@ -151,7 +152,7 @@ def _largest_font(digits: int, size: Size) -> int:
     return int(min(0.95 * size[0], size[1] / (0.62 * digits), 56))
 
 
-def _about_one(random: Random, split: Split, shape: tuple[Size, ...]) -> PictureProblem:
+def _about_one(random: Random, split: Split, shape: Shape) -> PictureProblem:
     (size,) = shape
     picture = _picture(random, split, size, MOST_DIGITS)
     level = len(picture.digits)
@@ -163,7 +164,7 @@ def _about_one(random: Random, split: Split, shape: tuple[Size, ...]) -> Picture
     return _problem(random, "colour", (picture,), question, "", picture.colours[place], level)
 
 
-def _about_two(random: Random, split: Split, shape: tuple[Size, ...]) -> PictureProblem:
+def _about_two(random: Random, split: Split, shape: Shape) -> PictureProblem:
     first, second = (_picture(random, split, size, 3) for size in shape)
     a, b = int(first.digits), int(second.digits)
     level = max(len(first.digits), len(second.digits))
@@ -176,7 +177,7 @@ def _about_two(random: Random, split: Split, shape: tuple[Size, ...]) -> Picture
     return _problem(random, "sum", (first, second), question, working, str(a + b), level)
 
 
-def _sum_of_text(random: Random, split: Split, shape: tuple[Size, ...]) -> PictureProblem:
+def _sum_of_text(random: Random, split: Split, shape: Shape) -> PictureProblem:
     a, b = (_number(random, split, random.randint(1, 3)) for _ in range(2))
     question = random.choice(("What is {}+{}?", "Calculate {}+{}.")).format(a, b)
     working = f"{a}+{b}: {', '.join(sum_steps(int(a), int(b)))}. "

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from nano_pictures import PictureProblem, Size
+from nano_learning import (
+    HEAD_DIM,
+    IM_END_ID,
+    PAD_ID,
+    VOCAB_SIZE,
+    Batch,
+    answer_targets,
+    draw_weights,
+    mean_loss,
+)
 from nano_tokenizer import byte_tokenizer
 from torch import Tensor, nn
 from transformers import (
@@ -25,11 +31,12 @@ SPECIALS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
     "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
-PAD_ID, IM_START_ID, IM_END_ID, VISION_START_ID, VISION_END_ID, IMAGE_ID, VIDEO_ID = range(256, 263)
-VOCAB_SIZE = 264
+VISION_START_ID, VISION_END_ID, IMAGE_ID, VIDEO_ID = range(259, 263)
 PATCH, MERGE = 16, 2
 FACTOR = PATCH * MERGE
 """Pixels of a token's side."""
+NOISE = 6.0
+"""The standard deviation of the noise of training pictures, of 255."""
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}"
@@ -71,7 +78,7 @@ def model_config(args: Namespace) -> dict[str, Any]:
         "bos_token_id": PAD_ID,
         "dtype": "bfloat16",
         "eos_token_id": IM_END_ID,
-        "head_dim": 64,
+        "head_dim": HEAD_DIM,
         "hidden_act": "silu",
         "hidden_size": args.hidden_size,
         "initializer_range": 0.02,
@@ -123,70 +130,32 @@ def model_config(args: Namespace) -> dict[str, Any]:
     }
 
 
-class PictureBatch(NamedTuple):
-    """B rows of N tokens with P pictures each; picture p has one size in all rows.
-
-    Attributes:
-        ids: [B, N] int64, a prompt, its answer with an <|im_end|>, and padding of <|im_end|>.
-        positions: [3, B, N] int64, the rotary positions of the tokens.
-        prompt_lens: [B] int64.
-        lens: [B] int64, tokens of each prompt and answer.
-        pixels: for each picture [B, height, width, 3] uint8.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    prompt_lens: Tensor
-    lens: Tensor
-    pixels: tuple[Tensor, ...]
-
-
-Encoded = tuple[list[int], npt.NDArray[np.int16], int]
-"""A row's tokens, their positions [3, N], and the length of its prompt."""
-
-
-def encode(problem: PictureProblem) -> Encoded:
-    """Encode a problem with its answer, as the chat template writes the prompt."""
-    ids, columns, position = [IM_START_ID, *b"user\n"], [], 0
-    sizes = iter(picture.size for picture in problem.pictures)
-    spans: list[tuple[int, Size]] = []
-    for index, text in enumerate(problem.text.split("\0")):
-        if index:
-            size = next(sizes)
-            tokens = (size[0] // FACTOR) * (size[1] // FACTOR)
-            ids.append(VISION_START_ID)
-            spans.append((len(ids), size))
-            ids += [*[IMAGE_ID] * tokens, VISION_END_ID]
-        ids += text.encode()
-    ids += [IM_END_ID, *b"\n", IM_START_ID, *b"assistant\n"]
-    prompt = len(ids)
-    ids += [*problem.answer.encode(), IM_END_ID]
-    done = 0
-    for start, (height, width) in [*spans, (len(ids), (0, 0))]:
-        columns.append(np.arange(start - done) + [[position]] * 3)
-        position += start - done
-        rows, cells = height // FACTOR, width // FACTOR
-        row, cell = np.divmod(np.arange(rows * cells), max(cells, 1))
-        columns.append(np.stack([np.zeros_like(row), row, cell]) + position)
-        position += max(rows, cells)
-        done = start + rows * cells
-    return ids, np.concatenate(columns, axis=1).astype(np.int16), prompt
-
-
 class PictureModel:
     """The model in training: pictures of one size go through the tower together."""
 
     def __init__(self, args: Namespace) -> None:
         self.config = model_config(args)
+        self.files = {"preprocessor_config": PROCESSOR}
+        self.facts: dict[str, Any] = {}
+        self.right = torch.zeros(())
+        """The share of right rows of the last batch that was learnt from."""
         AttentionInterface.register("by_picture", _attention_by_picture)
         config = Qwen3VLConfig(**self.config | {"dtype": "float32"})
         config._attn_implementation = "sdpa"
         self.module: Any = Qwen3VLForConditionalGeneration(config).float()
         self.module.model.visual.config._attn_implementation = "by_picture"
         self.module.train()
-        draw_weights(self.module, args.layers, args.depth, args.seed)
+        depth = {True: args.depth, False: args.layers}
+        draw_weights(self.module, args.seed, lambda name: depth["visual" in name], _std)
 
-    def logits(self, batch: PictureBatch) -> Tensor:
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Compute nats per token of the answers; pictures get noise."""
+        pixels = tuple(_noised(each, generator) for each in batch.pixels)
+        logits = self.logits(batch._replace(pixels=pixels))
+        self.right = right_rows(logits.detach(), batch).float().mean()
+        return mean_loss(logits, answer_targets(batch))
+
+    def logits(self, batch: Batch) -> Tensor:
         """Compute logits [B, N, vocabulary]."""
         model = self.module.model
         embedded = model.language_model.embed_tokens(batch.ids)
@@ -282,38 +251,21 @@ def _attention_by_picture(
     return out.transpose(1, 2).flatten(0, 1)[None], None
 
 
-def draw_weights(model: nn.Module, layers: int, depth: int, seed: int) -> None:
-    """Draw all matrices with a variance of one over their inputs; those that write to a residual
-    stream begin smaller in a deeper model."""
-    generator = torch.Generator().manual_seed(seed)
-    last = ("o_proj.weight", "down_proj.weight", "attn.proj.weight", "mlp.linear_fc2.weight")
-    for name, parameter in model.named_parameters():
-        if name.endswith("embed_tokens.weight"):
-            nn.init.normal_(parameter, std=0.06, generator=generator)
-        elif name.endswith("pos_embed.weight"):
-            nn.init.normal_(parameter, std=0.2, generator=generator)
-        elif parameter.dim() > 1:
-            std = parameter[0].numel() ** -0.5
-            if name.endswith(last):
-                std /= math.sqrt(2 * (depth if "visual" in name else layers))
-            nn.init.normal_(parameter, std=std, generator=generator)
-        elif name.endswith("bias"):
-            nn.init.zeros_(parameter)
+def _noised(pixels: Tensor, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(pixels.shape, device=pixels.device, generator=generator)
+    return (pixels + NOISE * noise).round().clamp(0, 255).to(torch.uint8)
 
 
-def answer_targets(batch: PictureBatch) -> Tensor:
-    """Return the token that follows each position, [B, N]; -100 where none of an answer does."""
-    index = torch.arange(batch.ids.shape[1] - 1, device=batch.ids.device)
-    counts = (index >= batch.prompt_lens[:, None] - 1) & (index < batch.lens[:, None] - 1)
-    return F.pad(batch.ids[:, 1:].masked_fill(~counts, -100), (0, 1), value=-100)
+def _std(name: str, weight: Tensor) -> float:
+    """Rows of the tables begin small, products with a variance of one over their inputs."""
+    tables = {"embed_tokens": 0.06, "pos_embed": 0.2}
+    return tables.get(name.split(".")[-2], weight[0].numel() ** -0.5)
 
 
-def stack(rows: Sequence[Encoded], length: int) -> tuple[npt.NDArray[np.int16], ...]:
-    """Pad rows to a length: ids [B, N], positions [B, 3, N], prompt_lens [B] and lens [B]."""
-    ids = np.full((len(rows), length), IM_END_ID, np.int16)
-    positions = np.zeros((len(rows), 3, length), np.int16)
-    for row, (tokens, places, _) in enumerate(rows):
-        ids[row, : len(tokens)] = tokens
-        positions[row, :, : len(tokens)] = places
-    prompts = np.array([prompt for _, _, prompt in rows], np.int16)
-    return ids, positions, prompts, np.array([len(tokens) for tokens, _, _ in rows], np.int16)
+def right_rows(logits: Tensor, batch: Batch) -> Tensor:
+    """Tell for each row whether every token of its answer is the likeliest one, [B] bool.
+
+    That is the case exactly if greedy decoding gives the answer.
+    """
+    targets = answer_targets(batch)
+    return ((logits[:, :-1].argmax(-1) == targets) | (targets == -100)).all(1)

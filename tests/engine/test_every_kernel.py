@@ -128,9 +128,9 @@ RUNS = (
     (HYBRID, torch.float32),
 )
 ELSEWHERE = (
-    "fp8.", "parallel.", "moe.persistent_triton.", "moe.moe_align_triton.", "sampling.token_mask.",
-    "linear_attention.delta_replay.", "layers.cache_plane.", "attention.kv_gather.",
-    "moe.experts_triton._sum_slots",
+    "fp8.", "mxfp4.", "parallel.", "moe.persistent_triton.", "moe.moe_align_triton.",
+    "sampling.token_mask.", "linear_attention.delta_replay.", "layers.cache_plane.",
+    "attention.kv_gather.", "moe.experts_triton._sum_slots",
 )  # fmt: skip
 """How the names of kernels begin that these runs do not need; tests/kernels runs them."""
 

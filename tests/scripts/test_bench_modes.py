@@ -24,6 +24,10 @@ ENGINE: dict[str, list[str]] = {
         *("--model", "tiny-moe", "--rows", "2", "--prompt", "8", "--answer", "9"),
         *("--top", "0,4", "--runs", "1"),
     ],
+    "images": [
+        *("--model", "tiny-vl", "--rows", "5", "--width", "30", "--height", "20", "--text", "3"),
+        *("--output-len", "3", "--max-num-seqs", "2", *SMALL),
+    ],
     "dllm": [
         *("--model", "tiny-sdar", "--lengths", "4", "--batches", "2", "--context", "16"),
         *("--steps", "4", "--ar-steps", "1"),

@@ -9,10 +9,12 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+import nano_reading
+import nano_sums
 import pytest
 import torch
 import train_nano
-from nano_models import IM_END_ID, LEARNERS, Batch, Hybrid, add_noise, draft_mask, training_mask
+from nano_learning import IM_END_ID, Batch
 from nano_problems import (
     FORMS,
     KINDS,
@@ -22,9 +24,9 @@ from nano_problems import (
     problems,
     row_json,
 )
+from nano_sums import encode
+from nano_text import Hybrid, add_noise, draft_mask, training_mask
 from nano_tokenizer import build_tokenizer
-from safetensors.torch import load_file
-from train_nano import encode
 
 import batchgen
 
@@ -53,7 +55,7 @@ def test_problems_are_right_and_held_out_ones_are_not_in_training() -> None:
     assert final_number('{"answer": true}', "json") is None
 
 
-@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.parametrize("name", nano_sums.RECIPES)
 def test_what_is_shipped_is_what_the_tool_makes(name: str) -> None:
     """Its problems and files, and weights that are near the bottom of what the tool makes small."""
     folder, rows = DATA / name, held_out_set(500, 0)
@@ -62,21 +64,20 @@ def test_what_is_shipped_is_what_the_tool_makes(name: str) -> None:
     assert json.loads((folder / "answer_schema.json").read_text()) == SCHEMA
     assert sum(file.stat().st_size for file in folder.iterdir()) < 12e6
     told = json.loads((folder / "training.json").read_text())
-    learner = LEARNERS[name](Namespace(**{"block_size": 4, **told["arguments"], "compile": False}))
-    assert learner.config == json.loads((folder / "config.json").read_text())
-    weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    learner.model.load_state_dict({name: weight.float() for name, weight in weights.items()})
-    batch = encode(rows[:3], "plain", build_tokenizer())
+    settings = train_nano.find_recipe(name).settings
+    arguments = {**settings, **told["arguments"], "compile": False, "eval_count": 3}
+    run = train_nano.Run(Namespace(**arguments, model=name, start=folder))
+    assert run.learner.config == json.loads((folder / "config.json").read_text())
+    batch = encode(rows[:3], "plain", CPU)
     with torch.inference_mode():
-        loss = float(learner.loss(batch, torch.Generator().manual_seed(0)))
+        loss = float(run.learner.loss(batch, torch.Generator().manual_seed(0)))
     assert loss < 2 * told["train_loss"]
 
 
 def test_prompts_are_what_the_chat_template_gives() -> None:
     tokenizer = build_tokenizer()
     (problem,) = held_out_set(1, 0)
-    batch = encode([problem], "json", tokenizer)
+    batch = encode([problem], "json", CPU)
     chat = [{"role": "user", "content": problem.request("json")}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     prompt, row = int(batch.prompt_lens[0]), batch.ids[0].tolist()
@@ -128,7 +129,7 @@ def test_later_drafts_do_not_see_what_they_predict() -> None:
     changed = ids.clone()
     changed[0, 15] = 99
     with torch.inference_mode():
-        hidden = [learner.model.model(x).last_hidden_state for x in (ids, changed)]
+        hidden = [learner.module.model(x).last_hidden_state for x in (ids, changed)]
         one, other = map(list, map(learner.passes, hidden, (ids, changed)))
     for first, second in zip(one, other, strict=True):
         same = ((first - second).abs().amax(-1)[0] < 1e-5).tolist()
@@ -136,24 +137,33 @@ def test_later_drafts_do_not_see_what_they_predict() -> None:
         assert all(same[:14]) and not any(same[14:18])
 
 
-@pytest.mark.parametrize("name", LEARNERS)
-def test_a_few_steps_write_a_folder_that_the_engine_reads(
+@pytest.mark.parametrize("name", train_nano.MODELS)
+def test_a_few_steps_write_a_folder_that_a_second_run_goes_on_with(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    layers = 1 if name == "nano_sdar" else 4
+    monkeypatch.setattr(nano_sums, "MOST_TOKENS", 8)
+    monkeypatch.setattr(nano_reading, "CHUNK", 2)
+    sizes = {"nano_sdar": "--layers 1", "nano_hybrid": "--layers 4 --no-compile"}
     line = (
-        f"train_nano.py {name} --out {tmp_path} --steps 3 --batch-size 8 --examples 64 --lr 0.01 "
-        f"--eval-count 3 --quick-count 2 --eval-every 3 --hidden-size 64 --layers {layers}"
+        f"train_nano.py {name} --out {tmp_path} --steps 3 --batch-size 4 --examples 28 --lr 0.01 "
+        "--eval-count 3 --quick-count 2 --eval-every 2 --hidden-size 64 "
+        + sizes.get(name, "--layers 2 --width 32 --depth 2")
     )
-    monkeypatch.setattr(sys, "argv", line.split())
-    monkeypatch.setattr(train_nano, "MOST_TOKENS", 8)
+    starts = [] if name == "nano_hybrid" else [f" --start {tmp_path} --steps 1"]
+    for more in ("", *starts):
+        monkeypatch.setattr(sys, "argv", (line + more).split())
+        train_nano.main()
+        said = capsys.readouterr().out
+        assert "step 2  loss" in said or more
+        assert f"wrote {tmp_path}: " in said
+    monkeypatch.setattr(sys, "argv", f"t {name} --eval-set {tmp_path} --eval-count 3".split())
     train_nano.main()
-    said = capsys.readouterr().out
-    assert "step 3  loss" in said and "wrote" in said
     told = json.loads((tmp_path / "training.json").read_text())
-    assert told["steps"] == 3 and told["arguments"]["lr"] == 0.01
-    assert told["train_loss"] < 12
-    for form in FORMS:
-        assert told["held_out"][form]["rows"] == 3
-        assert told["held_out"][form]["loss"] > 1
-    assert len((tmp_path / "eval.jsonl").read_text().splitlines()) == 3
+    assert told["steps"] == (1 if starts else 3) and told["train_loss"] < 20
+    assert told["arguments"]["lr"] == 0.01
+    assert all(0 < found["rows"] <= 3 for found in told["held_out"].values())
+    assert {file.name for file in tmp_path.iterdir()} >= {
+        "config.json", "model.safetensors", "tokenizer.json",
+        *(["preprocessor_config.json", "eval.parquet"] if name == "nano_vl" else
+          ["answer_schema.json", "eval.jsonl"]),
+    }  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ import numpy.typing as npt
 import pyarrow.parquet as pq
 import pytest
 import torch
-import train_nano_vl
 from nano_pictures import COLOURS, SHAPES, draw, held_out_problems, picture_problems
-from nano_vl import IMAGE_ID, PROCESSOR, PictureModel, build_tokenizer, encode
+from nano_reading import Rows, encode, make_arrays
+from nano_vl import IMAGE_ID, PROCESSOR, PictureModel, build_tokenizer
 
 import batchgen
 
@@ -50,8 +49,8 @@ def test_a_batch_is_computed_as_transformers_computes_it(monkeypatch: pytest.Mon
     learner.module.eval()
     problems = picture_problems("train", ((32, 64), (64, 96)), "1")
     rows = [*itertools.islice(problems, 3)]
-    arrays, levels = train_nano_vl.make_parts(rows)
-    batch = train_nano_vl.Rows(arrays, [1] * len(levels), torch.device("cpu"))[torch.arange(3)]
+    levels, *arrays = make_arrays(rows)
+    batch = Rows([0 * levels, *arrays], torch.device("cpu"))[torch.arange(3)]
     with torch.inference_mode():
         logits = learner.logits(batch)
         for index, problem in enumerate(rows):
@@ -94,25 +93,6 @@ def _patches(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
     )
     patches: torch.Tensor = processor(images=[pixels], return_tensors="pt")["pixel_values"]
     return patches
-
-
-def test_a_few_steps_write_a_folder_that_a_second_run_goes_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = (
-        f"train_nano_vl.py --out {tmp_path} --steps 2 --batch-size 4 --examples 28 --hidden-size 64"
-        " --layers 2 --width 32 --depth 2 --eval-count 6"
-    )
-    monkeypatch.setattr(train_nano_vl, "CHUNK", 2)
-    for more in ("", f" --start {tmp_path}"):
-        monkeypatch.setattr(sys, "argv", (line + more).split())
-        train_nano_vl.main()
-        assert f"wrote {tmp_path}: all 0.000" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", f"t --eval-set {tmp_path} --eval-count 6".split())
-    train_nano_vl.main()
-    assert {file.name for file in tmp_path.iterdir()} >= {
-        "config.json", "eval.parquet", "model.safetensors", "preprocessor_config.json",
-    }  # fmt: skip
 
 
 def test_what_is_shipped_is_what_the_tool_makes() -> None:

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from floors import expert_weights, floor_seconds, layer_params, mixers
+from floors import expert_weights, floor_seconds, layer_params, mixers, tower_flops
 from measuring import H100, Rates
+from shapes import MODELS
 from workloads import (
-    MODELS,
     PROMPT_VOCAB,
     WORKLOADS,
     BenchRequest,
@@ -26,6 +26,7 @@ from batchgen.engine.models.transformer.dense import DenseConfig
         ("mixed1k", 1024, 563_810, 573_249, 122784, (765, 847)),
         ("decode", 512, 49_848, 524_288, 147350, (1024, 1024)),
         ("prefill", 512, 792_444, 8_192, 84455, (16, 16)),
+        ("long", 64, 389_559, 16_384, 49119, (256, 256)),
         ("smoke", 16, 604, 560, 78126, (38, 46)),
     ],
 )
@@ -109,21 +110,16 @@ def test_the_floor_of_one_request_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_each_model_is_one_that_the_engine_reads(tmp_path: Path, model: str) -> None:
     config = load_config(write_config(model, tmp_path / "new"))
-    diffusion, hybrid = "sdar" in model, "hybrid" in model
-    latent = "deepseek" in model or "latent" in model
-    experts = hybrid or latent or "a3b" in model or "moe" in model
-    plain = "Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"
-    plain = "Qwen3NextForCausalLM" if hybrid else plain
-    plain = "DeepseekV2ForCausalLM" if latent else plain
-    assert config.architecture == ("SDARForCausalLM" if diffusion else plain)
+    assert [config.architecture] == MODELS[model]["architectures"]
+    experts = any(part in model for part in ("a3b", "moe", "hybrid", "deepseek", "latent"))
     assert (expert_weights(config).layers > 0) == experts
-    assert bool(config.family_as(DenseConfig).qk_norm) != latent
-    assert (config.diffusion is not None) == diffusion
-    theta = 1e4 if latent else 1e7 if model == "hybrid-35b-a3b" else 1e6
-    assert config.family_as(DenseConfig).rope.rope_theta == theta
+    assert (config.diffusion is not None) == ("sdar" in model)
+    assert (config.vision is not None) == ("vl" in model)
+    windows = any(config.family_as(DenseConfig).layer_windows)
+    assert windows == ("gemma" in model and "full" not in model)
     longest = max(w.input_lens[1] + w.output_lens[1] for w in WORKLOADS.values())
-    assert longest <= config.max_position_embeddings
-    assert latent or "tiny" in model or config.vocab_size >= PROMPT_VOCAB
+    assert longest <= config.max_position_embeddings or "tiny" in model
+    assert "deepseek" in model or "tiny" in model or config.vocab_size >= PROMPT_VOCAB
 
 
 def test_prompts_leave_out_the_ids_at_the_end_of_a_vocabulary() -> None:
@@ -164,6 +160,42 @@ def test_the_floor_of_recurrences_by_hand(tmp_path: Path) -> None:
     slow_math = floor_seconds(config, load, Rates(1e30, 1.0))
     of_token = 2 * (layer_params(config) + expert_weights(config).of_token) + 3 * 2 * state
     assert slow_math.prefill == pytest.approx(10 * of_token + 4 * 4 * 16 * 10 * 10 / 2)
+
+
+def test_the_floor_of_windows_by_hand(tmp_path: Path) -> None:
+    config = load_config(write_config("tiny-gemma3", tmp_path))
+    # A layer of six has no window, the others see 24 tokens.
+    assert layer_params(config) == 6 * (64 * 192 + 3 * 64 * 128)
+    mixing = mixers(config)
+    assert (mixing.kv_bytes, mixing.window_bytes, mixing.window) == (128, 5 * 128, 24)
+    assert mixing.read_bytes([10, 100]) == 128 * 110 + 5 * 128 * (10 + 24)
+    pair = 4 * 4 * 16
+    assert mixing.prefill_flops(20) == 6 * pair * 20 * 20 / 2
+    # The corner that the window has passed is left out.
+    assert mixing.prefill_flops(100) == pair * 5000 + 5 * pair * (100 * 100 - 76 * 76) / 2
+    load = [BenchRequest([1] * 100, 2)]
+    slow_memory = floor_seconds(config, load, Rates(1.0, 1e30))
+    weights = layer_params(config) + 64 * 512
+    assert slow_memory.decode == pytest.approx(2 * weights + mixing.read_bytes([101]))
+
+
+def test_heads_and_values_of_gemma4_differ_between_layers(tmp_path: Path) -> None:
+    config = load_config(write_config("tiny-gemma4", tmp_path))
+    # The layer without a window has heads of 32, one of keys, which are its values, too.
+    assert mixers(config).params == 5 * 64 * 192 + 64 * 32 * (2 * 4 + 1)
+    assert mixers(config).kv_bytes == 2 * 32 * 2
+    config = load_config(write_config("gemma4-31b", tmp_path / "large"))
+    whole = layer_params(config) + config.hidden_size * config.vocab_size
+    assert whole == pytest.approx(30.7e9, rel=0.01)
+
+
+def test_the_operations_of_a_tower_by_hand(tmp_path: Path) -> None:
+    vision = load_config(write_config("tiny-vl", tmp_path)).vision
+    assert vision is not None
+    # 4 · 6 patches of 96 values, 3 blocks, and two mergers of 4 patches each.
+    block, merger = 4 * 32 * 32 + 2 * 32 * 48, 128 * 128 + 128 * 64
+    products = 24 * (96 * 32 + 3 * block) + 6 * 2 * merger
+    assert tower_flops(vision, 16, 24) == 2 * products + 3 * 4 * 32 * 24 * 24
 
 
 def test_the_floor_of_latent_attention_by_hand(tmp_path: Path) -> None:

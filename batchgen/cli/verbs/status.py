@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.cli.verb_table import Parser
 from batchgen.folder.worker_status import Status, WorkerState, read_status
+from batchgen.texts.text_table import columns
 from batchgen.util.duration import duration
 from batchgen.util.paths import user_folder
 
@@ -77,12 +78,7 @@ def lines(status: Status, num_shards: int | None) -> list[str]:
     if not status.workers:
         return []
     header = ("worker", "name", "state", "shards", "rows", "tokens/s", "heard of", "where")
-    rows = [header, *map(_facts, status.workers)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    found = [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    found = columns([header, *map(_facts, status.workers)], numbers=False)
     of = "" if num_shards is None else f" of {num_shards:,} in all"
     found.append(f"shards: {status.begun:,} begun, {status.done:,} done by these workers{of}")
     for shard, ended in status.quarantined.items():

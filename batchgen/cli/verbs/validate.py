@@ -8,7 +8,6 @@ nothing could be checked, and 0 otherwise. Rows whose text was cut are counted a
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,20 +30,14 @@ from batchgen.constraint.timed_checks import choices_of
 from batchgen.dataset.dataset_columns import column_path, feature_at, value_at
 from batchgen.dataset.stored_json import read_back, stored_feature
 from batchgen.engine.constraint.json_schema.json_text import parse_json
-from batchgen.folder.job_metrics import OUTCOMES, constraint_outcome
-from batchgen.leases.own_files import refuse_links
-from batchgen.pipelines.record.step_folders import step_folder
-from batchgen.shards.checked_file import CheckedFile
-from batchgen.shards.shard_files import shard_files
-from batchgen.storage.manifest import Manifest
+from batchgen.folder.open_folder import open_folder, refuse_incomplete
+from batchgen.folder.read_job import JobFolderReader
+from batchgen.metrics.tally import OUTCOMES, constraint_outcome
 from batchgen.texts.terminal import guard_terminal
 from batchgen.util.errors import ConfigError, JobError
-from batchgen.util.paths import folder_here, short_user_path
 
 SHOWN = 5
 """How many problems of each kind the report names."""
-_BATCH = 1024
-"""How many rows are read from a shard at once."""
 _COLUMNS = ("row_id", "sample_index", "finish_reason", "constraint_satisfied")
 _MEANINGS = {
     "valid": "satisfied, and checked",
@@ -100,13 +93,12 @@ def validate(folder: str | Path) -> Report:
             constraints of their own and the folder does not hold these.
         JobError: a shard is damaged.
     """
-    given = short_user_path(folder_here(str(folder), "batchgen validate"), "OUT")
-    path = Path(step_folder(str(given)))
-    config, output = _config(path)
+    reader = open_folder(str(folder), "validate")
+    config, output = _config(reader)
     text, column = output["text_column"], constraint_column(config)
     behind = output.get("reasoning_end") is not None
     checks, report = _Checks(config, column, behind), Report(CHECKED_BY[config.kind])
-    for row in _rows(path, text, column):
+    for row in _rows(reader, text, column):
         outcome, reason = _outcome(row, row[text], checks)
         report.add(outcome, f"row {row['row_id']}, sample {row['sample_index']}", reason)
     return report
@@ -185,26 +177,22 @@ def _outcome(row: Mapping[str, Any], text: str, checks: _Checks) -> tuple[str, s
     return ("valid", None) if reason is None else ("invalid", reason)
 
 
-def _config(path: Path) -> tuple[AnyConstraintConfig, dict[str, Any]]:
-    """The job's constraint, and its group `output`.
+def _config(reader: JobFolderReader) -> tuple[AnyConstraintConfig, dict[str, Any]]:
+    """The constraint of a complete job, and its group `output`.
 
     They are read from the manifest, because people may edit config.yaml.
     """
-    if not (path / "manifest.json").is_file():
-        raise ConfigError(f"{path} is not the output of a job (no manifest.json): give output.dir")
-    refuse_links(path)
-    identity = Manifest.read(path / "manifest.json").identity
+    shown = reader.storage.shown
+    identity = reader.manifest["identity"]
     config = constraint_config(identity.get("constraint", {"kind": "none"}))
     if isinstance(config, NoConstraintConfig):
         rows = "" if "column" not in identity.get("sampling", {}) else " for all rows"
-        raise ConfigError(f"the job in {path} has no constraint{rows}: there is nothing to check")
-    metrics = path / "metrics.json"
-    if not metrics.is_file() or json.loads(metrics.read_text("utf-8"))["status"] != "complete":
-        raise ConfigError(f"the job in {path} is not complete: run its command again first")
+        raise ConfigError(f"the job in {shown} has no constraint{rows}: there is nothing to check")
+    refuse_incomplete(reader, shown)
     return config, identity["output"]
 
 
-def _rows(path: Path, text: str, column: str | None) -> Iterator[dict[str, Any]]:
+def _rows(reader: JobFolderReader, text: str, column: str | None) -> Iterator[dict[str, Any]]:
     """The rows of all shards, with the columns that the check needs.
 
     Under `column` a row has a pair: what the column holds, and what the library datasets says that
@@ -213,24 +201,21 @@ def _rows(path: Path, text: str, column: str | None) -> Iterator[dict[str, Any]]
     Args:
         text: the name of the column of generated text.
     """
-    for shard in shard_files(path / "data").values():
-        with CheckedFile(shard) as file:
-            fields = file.schema if column is not None else ()
-            features = {field.name: stored_feature(field) for field in fields}
-            place = None if column is None else column_path(column, features)
-            if column is not None and place is None:
-                raise ConfigError(
-                    f"the rows' constraints stand in the dataset column {column!r}, which the "
-                    f"job did not copy to {path}: list it in dataset.columns and run the job "
-                    "again"
-                )
-            names = [*_COLUMNS, text, *([] if place is None else [place[0]])]
-            for batch in file.batches(_BATCH, names):
-                for row in batch.to_pylist():
-                    if column is not None and place is not None:
-                        row[place[0]] = read_back(row[place[0]], features[place[0]])
-                        row[column] = (value_at(row, place), feature_at(features, place))
-                    yield row
+    features: dict[str, Any] = {}
+    place: tuple[str, ...] | None = None
+    if column is not None:
+        features = {field.name: stored_feature(field) for field in reader.schema or ()}
+        if (place := column_path(column, features)) is None:
+            raise ConfigError(
+                f"the rows' constraints stand in the dataset column {column!r}, which the job did "
+                f"not copy to {reader.storage.shown}: list it in dataset.columns and run the job "
+                "again"
+            )
+    for row in reader.rows([*_COLUMNS, text, *([] if place is None else [place[0]])]):
+        if column is not None and place is not None:
+            row[place[0]] = read_back(row[place[0]], features[place[0]])
+            row[column] = (value_at(row, place), feature_at(features, place))
+        yield row
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.costs.chain_costs import JobCost, cost_line
-from batchgen.folder.job_metrics import Totals
 from batchgen.folder.job_summary import JobSummary
 from batchgen.folder.open_folder import open_job
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.metrics.tally import Totals
 from batchgen.storage.manifest import ROWS
+from batchgen.texts.text_table import columns
 from batchgen.util.errors import ConfigError, JobError
 
 HEADER = ("step", "read", "dropped", "rows", "answers", "errors", "kept", "state")
@@ -84,13 +85,7 @@ def funnel(out: str, folders: Mapping[str, str]) -> list[StepCounts]:
 
 def funnel_table(steps: Sequence[StepCounts]) -> str:
     """The counts as lines for people."""
-    rows = [HEADER, *(step.cells() for step in steps)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [text.rjust(width) for text, width in zip(row[1:-1], widths[1:-1], strict=True)]
-        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    lines = columns([HEADER, *(step.cells() for step in steps)])
     for step in steps:
         if step.dropped:
             why = ", ".join(f"{count:,} by {what}" for what, count in step.dropped)

@@ -1,8 +1,8 @@
-"""Audits folders: those of jobs, and sets of their rows."""
+"""Audits folders: those of jobs and of pipelines, and sets of their rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,8 @@ from batchgen.compose.trust import Trust
 from batchgen.config.job_config import JobConfig
 from batchgen.folder.open_folder import open_folder
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.pipelines.record.pipeline_record import PipelineRecord
+from batchgen.pipelines.record.step_folders import find_record, is_pipeline
 from batchgen.proof.audit.audited_job import AuditedRow, audit_rows, open_parts, remarks
 from batchgen.proof.audit.audited_set import (
     SetRow,
@@ -23,11 +25,14 @@ from batchgen.proof.audit.audited_set import (
 )
 from batchgen.proof.audit.stored_rows import StoredRows
 from batchgen.publish.finished_rows import SET_FILE, FinishedRows, is_set, open_rows
+from batchgen.shards.shard_files import shard_files
 from batchgen.storage.manifest import Manifest
 from batchgen.trace.source_places import places_beside
 from batchgen.util.errors import ConfigError
+from batchgen.util.paths import folder_here, user_path
 
 CONFIG = "config.yaml"
+_VERB = "batchgen audit"
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,46 @@ class Audited:
     rows: Sequence[AuditedRow]
     total: int
     remarks: Sequence[str]
+
+
+def audit_steps(
+    given: str, rows: int, seed: int, overrides: Sequence[str], trusted: Sequence[str]
+) -> Iterator[tuple[str | None, Audited]]:
+    """Audit a folder, or one after the other the steps of a pipeline that have shards.
+
+    Yields the name of each step, and what `audit_folder` finds there; None is the name of a job or
+    a set. Each step has its share of `rows`, and at least one. The arguments are those of
+    `audit_folder`; among the overrides of a pipeline STEP.KEY=VALUE is for one step.
+    """
+    if is_set(given) or not is_pipeline(out := str(user_path(folder_here(given, _VERB), "OUT"))):
+        yield None, audit_folder(given, rows, seed, overrides, trusted)
+        return
+    record = find_record(out)
+    assert record is not None
+    begun = [name for name, folder in record.current.items() if _has_shards(Path(out, folder))]
+    if not begun:
+        raise ConfigError(f"{given}: no step of the pipeline has shards yet")
+    for place, name in enumerate(begun):
+        share = max(1, rows // len(begun) + (place < rows % len(begun)))
+        own = list(_of_step(overrides, name, record))
+        yield name, audit_folder(f"{out}/{record.current[name]}", share, seed, own, trusted)
+
+
+def _has_shards(folder: Path) -> bool:
+    return (folder / "data").is_dir() and bool(shard_files(folder / "data"))
+
+
+def _of_step(overrides: Sequence[str], name: str, record: PipelineRecord) -> Iterator[str]:
+    """The arguments that are meant for a step; which data those with parents read is known."""
+    step = record.steps[name]
+    assert step.current is not None
+    parents = step.versions[step.current].parents
+    for argument in overrides:
+        first, _, rest = argument.partition(".")
+        if first == name:
+            yield rest
+        elif first not in record.steps and not (parents and first == "dataset"):
+            yield argument
 
 
 def audit_folder(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from torch import Tensor, nn
 
+from batchgen.engine.layers.feed_forward.expert_slots import (
+    PLAIN_EXPERTS,
+    ExpertForm,
+    Projections,
+    expert_slots,
+)
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import CPUProducts, empty_fp8, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
@@ -18,25 +24,24 @@ from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
 from batchgen.kernels.fp8.quantise import BothRows
 from batchgen.kernels.layers.linear import pack_weight
 from batchgen.kernels.layers.shared_part import SharedPart, add_up
+from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_parts
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
 from batchgen.kernels.moe.tiled_layout import (
-    are_panels,
     keeps_panels,
     matrix_sizes,
     panels_shape,
-    rows_of_panels,
 )
 
 
 class Experts(nn.Module):
-    """E gated MLPs without biases, whose weights stand in one tensor for each kind of projection.
+    """E gated MLPs, whose weights stand in one tensor for each kind of projection.
 
     A checkpoint may hold each projection of each expert in a tensor of its own
     (`experts.3.gate_proj.weight`), or all experts in one (`experts.gate_up_proj` [E, 2·I, H] and
     `experts.down_proj` [E, H, I], with or without `.weight`; Qwen3-VL's have the last two axes the
-    other way round). Weights are in panels where `keeps_panels` says so. Each rank of tensor
-    parallelism has consecutive whole experts.
+    other way round, and `variant.interleaved` says so of gpt-oss's). Weights are in panels where
+    `keeps_panels` says so. Each rank of tensor parallelism has consecutive whole experts.
     """
 
     gate_up_proj: Tensor
@@ -48,9 +53,11 @@ class Experts(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
+        variant: ExpertForm = PLAIN_EXPERTS,
         where: Placement,
     ) -> None:
         super().__init__()
+        self.variant = variant
         self._hidden, self._inner, parallel = hidden_size, intermediate_size, where.parallel
         self._num_experts, self._parallel = num_experts, parallel
         own = parallel.share("num_experts", num_experts)
@@ -62,6 +69,12 @@ class Experts(nn.Module):
         )
         self.gate_up_proj = empty_parameter(*wide, device=where.device, dtype=where.dtype)
         self.down_proj = empty_parameter(*narrow, device=where.device, dtype=where.dtype)
+        self.gate_up_bias: nn.Parameter | None = None
+        self.down_bias: nn.Parameter | None = None
+        if variant.biased:
+            make = partial(empty_parameter, device=where.device, dtype=where.dtype)
+            self.gate_up_bias = make(own, 2 * intermediate_size)
+            self.down_bias = make(own, hidden_size)
         self.gate_up_scales: nn.Parameter | None = None
         self.down_scales: nn.Parameter | None = None
         self.form: FP8Format | None = None
@@ -72,10 +85,15 @@ class Experts(nn.Module):
 
         If I is a multiple of 128, 128 rows share a scale; else each row of gate and up has its own.
         `path` is this module's name in checkpoints. Raises ValueError if only some experts are
-        excluded.
+        excluded, and for experts whose products have other epilogues.
         """
         if form.excludes(path):
             return
+        if self.variant != PLAIN_EXPERTS:
+            raise ValueError(
+                f"{path} has experts with biases or a clamped gate, which products in FP8 do not "
+                "have: load the model without quantisation to FP8"
+            )
         if some := [name for name in form.excluded if f".{name}.".find(f".{path}.") >= 0]:
             raise ValueError(
                 f"modules_to_not_convert excludes {some[0]} and not {path}, whose experts are "
@@ -91,6 +109,13 @@ class Experts(nn.Module):
     def computes_in_fp8(self) -> bool:
         """Whether tokens may come as `BothRows`."""
         return self.gate_up_scales is not None
+
+    @property
+    def epilogues(self) -> Epilogues:
+        """What this rank's experts compute behind their products."""
+        if self.variant == PLAIN_EXPERTS:
+            return PLAIN
+        return Epilogues(self.gate_up_bias, self.down_bias, self.variant.clamped)
 
     def forward(
         self,
@@ -123,9 +148,19 @@ class Experts(nn.Module):
             )
         assert isinstance(x, Tensor)
         if self._packed is None:
-            products = self.gate_up_proj, self.down_proj
-            return grouped_mlp(x, *products, ids, weights, residual, shared=shared, num_routed=of)
-        return add_up(grouped_mlp_cpu(x, *self._packed, ids, weights), residual, shared)
+            return grouped_mlp(
+                x,
+                self.gate_up_proj,
+                self.down_proj,
+                ids,
+                weights,
+                residual,
+                epilogues=self.epilogues,
+                shared=shared,
+                num_routed=of,
+            )
+        out = grouped_mlp_cpu(x, *self._packed, ids, weights, self.variant.clamped)
+        return add_up(out, residual, shared)
 
     def add_to(
         self,
@@ -150,7 +185,8 @@ class Experts(nn.Module):
         assert isinstance(x, Tensor)
         if self._packed is not None:
             return None
-        return grouped_parts(x, self.gate_up_proj, self.down_proj, ids, weights)
+        products = self.gate_up_proj, self.down_proj
+        return grouped_parts(x, *products, ids, weights, self.epilogues)
 
     def _in_fp8(self) -> tuple[FP8Weight, FP8Weight, bool] | None:
         """Return the weights of both products and `powers_of_two`; None if they are not in FP8."""
@@ -169,47 +205,21 @@ class Experts(nn.Module):
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield a slot for each projection of each expert, and one for each kind of all experts."""
         shard = self._parallel.shard(0, self._num_experts) if self._parallel.size > 1 else None
-        both, hidden, inner = ("gate_proj", "up_proj"), self._hidden, self._inner
-        for whole, parameter, all_scales, parts, columns in (
-            ("gate_up_proj", self.gate_up_proj, self.gate_up_scales, both, hidden),
-            ("down_proj", self.down_proj, self.down_scales, ("down_proj",), inner),
+        wide, narrow = (self.gate_up_scales, self.gate_up_bias), (self.down_scales, self.down_bias)
+        both, single = ("gate_proj", "up_proj"), ("down_proj",)
+        for kind in (
+            Projections("gate_up_proj", both, self.gate_up_proj, self._hidden, *wide),
+            Projections("down_proj", single, self.down_proj, self._inner, *narrow),
         ):
-            in_panels = are_panels(parameter)
-            weights = rows_of_panels(parameter) if in_panels else parameter
-            pieces: list[str] = []
-            for expert in range(self._num_experts):
-                place = expert - self._first
-                elsewhere = not 0 <= place < len(parameter)
-                weight = parameter.new_empty(0) if elsewhere else weights[place]
-                slices: Sequence[Tensor] = [weight] * len(parts)
-                scales: Sequence[Tensor | None] = [None] * len(parts)
-                if not elsewhere:
-                    slices = weight.chunk(len(parts))
-                    if all_scales is not None:
-                        scales = all_scales[place].chunk(len(parts))
-                for part, values, its_scales in zip(parts, slices, scales, strict=True):
-                    name = f"{path}.{expert}.{part}.weight"
-                    pieces.append(name)
-                    yield WeightSlot(
-                        values,
-                        (name,),
-                        (name,),
-                        form=self.form,
-                        scales=its_scales,
-                        elsewhere=elsewhere,
-                        in_panels=in_panels,
-                    )
-            for source in (f"{path}.{whole}", f"{path}.{whole}.weight"):
-                yield WeightSlot(
-                    weights,
-                    tuple(pieces),
-                    (source,),
-                    None if all_scales is not None else partial(_upright, columns=columns),
-                    form=self.form,
-                    scales=all_scales,
-                    shard=shard,
-                    in_panels=in_panels,
-                )
+            yield from expert_slots(
+                path,
+                kind,
+                self.variant,
+                self.form,
+                of=self._num_experts,
+                first=self._first,
+                shard=shard,
+            )
 
     def pack(self, products: CPUProducts) -> None:
         """Convert the loaded weights to the layout for this CPU; they cannot be loaded again then.
@@ -221,17 +231,10 @@ class Experts(nn.Module):
         if self.gate_up_proj.device.type != "cpu":
             return
         self._packed = (
-            packed_products(self.gate_up_proj, products),
-            packed_products(self.down_proj, products),
+            packed_products(self.gate_up_proj, products, self.gate_up_bias),
+            packed_products(self.down_proj, products, self.down_bias),
         )
         del self.gate_up_proj, self.down_proj
-
-
-def _upright(tensors: Mapping[str, Tensor], columns: int) -> Tensor:
-    """Return the only tensor [E, N, columns], whose last axes may be the other way round."""
-    (weights,) = tensors.values()
-    turned = weights.shape[-2] == columns != weights.shape[-1]
-    return weights.transpose(-1, -2) if turned else weights
 
 
 def _empty_fp8(weights: Tensor, scale_rows: int) -> tuple[nn.Parameter, nn.Parameter]:
@@ -243,8 +246,10 @@ def _empty_fp8(weights: Tensor, scale_rows: int) -> tuple[nn.Parameter, nn.Param
     return values, scales
 
 
-def packed_products(weights: Tensor, products: CPUProducts) -> ExpertProducts:
+def packed_products(
+    weights: Tensor, products: CPUProducts, bias: Tensor | None = None
+) -> ExpertProducts:
     """Lay out the weights [E, N, K] of all experts, or heads, as it was chosen for one of them."""
     product = products.choose(weights[0], None)
     laid_out = [pack_weight(weight) if product.packed else weight for weight in weights]
-    return ExpertProducts(laid_out, product.most_rows, not products.takes_few(weights[0]))
+    return ExpertProducts(laid_out, product.most_rows, not products.takes_few(weights[0]), bias)

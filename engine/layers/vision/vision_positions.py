@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+_SIZES = 16
+"""How many sizes of images have their positions kept: a job's are often alike, and those of a
+thousand tokens take a megabyte and some milliseconds."""
 
 
 class PatchPositions(NamedTuple):
@@ -13,10 +18,10 @@ class PatchPositions(NamedTuple):
 
     taps: Tensor  # [N, 4] int64, the learned positions around each patch
     weights: Tensor  # [N, 4] float32, their shares by bilinear interpolation
-    cos: Tensor  # [N, D/2] float32, of the angles of a head's D/2 pairs
-    sin: Tensor  # [N, D/2] float32
+    cos_sin: Tensor  # [N, D] float32, of the angles of a head's D/2 pairs, as for `apply_rotary`
 
 
+@lru_cache(_SIZES)
 def patch_positions(
     rows: int, columns: int, merge: int, *, side: int, head_dim: int, theta: float
 ) -> PatchPositions:
@@ -33,7 +38,7 @@ def patch_positions(
     exponents = torch.arange(0, head_dim // 2, 2, device="cpu").float() / (head_dim // 2)
     frequencies = 1.0 / theta**exponents
     angles = torch.cat((row[:, None] * frequencies, column[:, None] * frequencies), dim=1)
-    return PatchPositions(taps, weights, angles.cos(), angles.sin())
+    return PatchPositions(taps, weights, torch.cat((angles.cos(), angles.sin()), dim=1))
 
 
 def _grid(rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:

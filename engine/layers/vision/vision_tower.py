@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,9 @@ from batchgen.engine.layers.vision.vision_positions import (
 )
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
-from batchgen.kernels.attention.full_attention import full_attention
+from batchgen.kernels.attention.full_attention import Segments, full_attention
+from batchgen.kernels.attention.kv_cache import KVCache
+from batchgen.kernels.attention.qkv import prepare_qkv
 
 _EPS = 1e-6
 
@@ -57,6 +61,14 @@ class PatchEmbedding(Linear):
         yield WeightSlot.plain(f"{path}.proj.bias", self.bias)
 
 
+class PatchPlaces(NamedTuple):
+    """What attention is told of the N patches of all images."""
+
+    images: Segments
+    cos_sin: Tensor  # [N, D] float32, as `PatchPositions` has it
+    slots: Tensor  # [N] int64, their numbers
+
+
 class VisionAttention(nn.Module):
     """Multi-head attention of all patches of an image over each other, with rotary positions."""
 
@@ -67,19 +79,15 @@ class VisionAttention(nn.Module):
         self.proj = make(config.width, config.width)
         self._heads = config.num_heads
 
-    def forward(self, x: Tensor, lengths: Sequence[int], cos: Tensor, sin: Tensor) -> Tensor:
-        """Compute [N, width] from patches [N, width] of images with these numbers of patches."""
-        q, k, v = self.qkv(x).unflatten(1, (3, self._heads, -1)).unbind(1)
-        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        scale = float(q.shape[-1] ** -0.5)
-        attended: Tensor = self.proj(full_attention(q, k, v, lengths, scale).flatten(1))
+    def forward(self, x: Tensor, places: PatchPlaces) -> Tensor:
+        """Compute [N, width] from the patches [N, width] of all images."""
+        qkv, heads = self.qkv(x), self._heads
+        # A paged cache of one block, for this forward alone: one launch rotates and writes.
+        cache = KVCache(*qkv.new_empty((2, heads, 1, len(x), qkv.shape[1] // (3 * heads))))
+        q = prepare_qkv(qkv, None, None, _EPS, places.cos_sin, cache, places.slots, heads, heads)
+        k, v = (part.squeeze(1).transpose(0, 1) for part in cache)
+        attended: Tensor = self.proj(full_attention(q, k, v, places.images).flatten(1))
         return attended
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs of heads [N, heads, D] by angles whose cosines and sines are [N, 1, D/2]."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
 class VisionMLP(nn.Module):
@@ -106,8 +114,8 @@ class VisionBlock(nn.Module):
         self.attn = VisionAttention(config, where=where)
         self.mlp = VisionMLP(config, where=where)
 
-    def forward(self, x: Tensor, lengths: Sequence[int], cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x), lengths, cos, sin)
+    def forward(self, x: Tensor, places: PatchPlaces) -> Tensor:
+        x = x + self.attn(self.norm1(x), places)
         result: Tensor = x + self.mlp(self.norm2(x))
         return result
 
@@ -166,16 +174,18 @@ class VisionTower(nn.Module):
         """
         config = self.config
         positions = [self._positions(image) for image in images]
-        lengths = [len(position.taps) for position in positions]
         cut = (config.patch_size, config.merge_size, config.temporal_size)
         values = torch.cat([patches(image, self._values, *cut) for image in images])
         x = self.patch_embed(values.to(self.dtype))
-        taps, weights, cos, sin = (self._uploaded(parts) for parts in zip(*positions, strict=True))
+        taps, weights, cos_sin = (self._uploaded(parts) for parts in zip(*positions, strict=True))
         x = x + self.pos_embed(taps, weights).to(x.dtype)
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        lengths = [len(position.taps) for position in positions]
+        starts = upload([0, *accumulate(lengths)], torch.int32, self.device)
+        slots = torch.arange(len(x), device=self.device)
+        places = PatchPlaces(Segments(tuple(lengths), starts), cos_sin, slots)
         features = []
         for index, block in enumerate(self.blocks):
-            x = block(x, lengths, cos, sin)
+            x = block(x, places)
             if index in config.deepstack:
                 features.append(self.deepstack_merger_list[config.deepstack.index(index)](x))
         return torch.stack([self.merger(x), *features])

@@ -191,10 +191,11 @@ def _shapes(hf: PretrainedConfig) -> dict[str, tuple[int, int]]:
     """
     values = hf.to_dict()
     common = {key: values[key] for key in ("head_dim", "num_key_value_heads")}
-    others: Mapping[str, Mapping[str, Any]] = values.get("per_layer_config") or {}
+    # transformers fills the numbers of layers up with zeros.
+    others = {int(key): own for key, own in (values.get("per_layer_config") or {}).items()}
     found: dict[str, tuple[int, int]] = {}
     for index, kind in enumerate(hf.layer_types):
-        own = others.get(str(index), {})
+        own = others.get(index, {})
         shape = tuple({**common, **own}.values())
         if len(shape) != 2 or found.setdefault(kind, shape) != shape:
             raise ValueError(

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from measuring import DEVICE, commas, event_times
-from workloads import MODELS, dummy_model
+from shapes import MODELS
+from workloads import dummy_model
 
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.step_timing import StepTimer

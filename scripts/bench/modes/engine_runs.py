@@ -71,7 +71,8 @@ class Run:
 class Bench:
     """A model of random weights and its engine, with a timer of its steps.
 
-    Every request asks for `columns`, and at most `most_requests` of a workload run.
+    Every request asks for `columns`, and at most `most_requests` of a workload run. With `vision`
+    the model reads images.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Bench:
         columns: tuple[str, ...] = (),
         quantization: Quantization | None = None,
         most_requests: int | None = None,
+        vision: bool = False,
     ) -> None:
         self._columns, self._most_requests, self._runs = columns, most_requests, 0
         start = time.perf_counter()
@@ -92,12 +94,14 @@ class Bench:
         own = [name for name in columns if name in declared]
 
         def plan() -> tuple[list[ModelUse], ResolvedConfig]:
-            bare = bare_model(self.model_config, DEVICE, quantization=quantization)
+            bare = bare_model(self.model_config, DEVICE, quantization=quantization, vision=vision)
             uses, resolved = planned_uses(bare, {}, strategy, config, own)
             return list(uses.values()), resolved
 
         with compiling_kernels(DEVICE, plan):
-            self.weights = weights = dummy_model(model, DEVICE, quantization=quantization)
+            self.weights = weights = dummy_model(
+                model, DEVICE, quantization=quantization, vision=vision
+            )
         set_routing(weights, routing)
         synchronize()
         self.load_seconds = time.perf_counter() - start
@@ -147,8 +151,9 @@ class Bench:
         start = time.perf_counter()
         self.engine.capture_graphs()
         most = max(WORKLOADS[name].num_requests for name in names)
-        rows = min(self.engine.config.max_num_seqs, most)
-        longest = max(WORKLOADS[name].input_lens[1] for name in names)
+        rows = min(self.engine.config.max_num_seqs, most, self._most_requests or most)
+        # Longer prompts launch the same kernels.
+        longest = min(2048, max(WORKLOADS[name].input_lens[1] for name in names))
         sizes = [*range(rows, 8, -4), *range(min(rows, 8), 0, -1)]
         draws = random.Random("warm-up")
         load = []

@@ -10,7 +10,8 @@ from typing import Any
 from measuring import commas, synchronize
 from modes.engine_runs import Bench
 from modes.routing import ROUTINGS
-from workloads import MODELS, prompt_vocab
+from shapes import MODELS
+from workloads import prompt_vocab
 
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.sampling.sampling_params import SamplingParams

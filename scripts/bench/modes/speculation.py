@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args
 import torch
 from measuring import DEVICE, commas
 from modes.routing import ROUTINGS, run_rows, set_routing
+from shapes import MODELS
 from torch import Tensor
-from workloads import MODELS, dummy_model
+from workloads import dummy_model
 
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.outputs import StepOutput

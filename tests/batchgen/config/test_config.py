@@ -25,7 +25,7 @@ from batchgen.config.job_config import (
     SamplingConfig,
     StrategyConfig,
 )
-from batchgen.resolve.opened_job import build_strategy
+from batchgen.resolve.build_strategy import build_strategy
 from batchgen.util.errors import ConfigError
 
 CONF = Path(batchgen.conf.__file__).parent

@@ -114,7 +114,7 @@ def _work(fake: FakeJob, tokens: float) -> None:
     import os
 
     from batchgen.budget import spending
-    from batchgen.folder import job_metrics
+    from batchgen.metrics import job_metrics
 
     job_metrics.SAVE_SECONDS = 0.05
     spending.SAVE_SECONDS = 0.05  # type: ignore[attr-defined]

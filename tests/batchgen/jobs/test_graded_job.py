@@ -20,13 +20,13 @@ from forked import fork_server
 
 from batchgen.cli.verb_table import run_verb
 from batchgen.config.job_config import ScoreConfig, StepConfig
+from batchgen.generation.turns import alone
 from batchgen.grades.background_grading import GradingProcess, grading_beside
 from batchgen.grades.changed_marks import ChangedMarks
 from batchgen.grades.folder_grades import JobGrades
 from batchgen.grading.extract import Extract
 from batchgen.grading.grade import Grade
 from batchgen.jobs.run_job import run_job
-from batchgen.jobs.turns import alone
 from batchgen.scoring.samples import Samples
 from batchgen.util.errors import ConfigError
 

@@ -195,7 +195,7 @@ def test_metrics_count_while_the_job_runs_and_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is what a kill leaves: it is written every SAVE_SECONDS, here with every step."""
-    monkeypatch.setattr("batchgen.folder.job_metrics.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("batchgen.metrics.job_metrics.SAVE_SECONDS", 0.0)
     seen: list[dict[str, Any]] = []
 
     class Watched(FakeEngine):

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import yaml
 from pipeline_job import folders, run, values, written
 
 from batchgen.__main__ import run_command
 from batchgen.pipelines.facts.funnel import StepCounts
 from batchgen.pipelines.facts.told_pipeline import report_html
+from batchgen.shards.checked_file import seal
 from batchgen.viewer.folder_site import FolderSite
 
 Said = pytest.CaptureFixture[str]
@@ -62,6 +67,37 @@ def test_every_verb_of_jobs_takes_a_step(out: Path, tmp_path: Path, capsys: Said
     assert run_command(["validate", judge]) == 2  # it has no constraint
     assert "has no constraint" in capsys.readouterr().err
     assert run_command(["grade", f"{out}/draft"]) == 0
+
+
+def test_audit_computes_rows_of_every_step_again(out: Path, capsys: Said) -> None:
+    model = yaml.safe_load((out.parent / "pipeline.yaml").read_text())["model.path"]
+    rows = f"dataset.path={out.parent}/rows.jsonl"  # of the first step; the others read each other
+    assert run_command(["audit", str(out), "--rows", "7", "--seed", "4", rows]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" rows")[0] for line in lines] == [
+        "draft: 3 of 3", "judge: 2 of 2", "last: 2 of 2"
+    ]  # fmt: skip
+    assert all("equal to the bit" in line for line in lines)
+    gone = f"judge.model.path={model}/gone"
+    assert run_command(["audit", str(out), "--rows", "1", gone]) == 2
+    assert "model" in capsys.readouterr().err
+
+
+def test_audit_names_the_step_whose_rows_differ(out: Path, tmp_path: Path, capsys: Said) -> None:
+    copy = Path(shutil.copytree(out, tmp_path / "copy"))
+    shard = folders(copy)["last"] / "data/part-00000.parquet"
+    table = pq.read_table(shard)
+    changed = [{**row, "text": row["text"] + "!"} for row in table.to_pylist()]
+    pq.write_table(pa.Table.from_pylist(changed, schema=table.schema), shard)
+    seal(shard)
+    assert run_command(["audit", str(copy), "--rows", "99", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    differ = {name: len(step["different"]) for name, step in found.items()}
+    assert differ == {"draft": 0, "judge": 0, "last": 4}
+    for folder in folders(copy).values():
+        shutil.rmtree(folder)
+    assert run_command(["audit", str(copy)]) == 2
+    assert "no step of the pipeline has shards yet" in capsys.readouterr().err
 
 
 def test_plan_and_dry_run_go_as_far_as_rows_are_known(

@@ -94,7 +94,7 @@ def test_conversations_are_written_with_the_chat_template(llm: LLM) -> None:
         (3.5, "bad_prompt", "got 3.5"),
         ([5, "a"], "bad_prompt", "got [5, 'a']"),
         (b"ab", "bad_prompt", "got b'ab'"),
-        ({"prompt": "ab", "multi_modal_data": {}}, "bad_prompt", "multi_modal_data"),
+        ({"prompt": "ab", "multi_modal_data": {"audio": 1}}, "bad_prompt", "multi_modal_data"),
         ([{"role": "user"}], "bad_messages", "role and content must be strings"),
         ([{"role": "user", "content": "x"}, "y"], "bad_messages", "message 1"),
     ],

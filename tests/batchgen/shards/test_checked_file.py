@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from output_rows import PER_SHARD, ROWS, all_rows, open_writer
 from written_job import write_job
 
-from batchgen.cli.verbs import compare, grade, report, score, show, validate
+from batchgen.cli.verbs import compare, grade, report, score, show
 from batchgen.cli.verbs.follow import NewRows
 from batchgen.cli.verbs.publishing import export
 from batchgen.folder.read_job import JobFolderReader
@@ -223,7 +223,7 @@ def test_grades_whose_footer_has_rotted_are_named(
     assert f"the grades {path} are damaged (its footer" in capsys.readouterr().err
 
 
-def test_the_viewer_follow_and_validate_refuse_them_too(tmp_path: Path) -> None:
+def test_the_viewer_and_follow_refuse_them_too(tmp_path: Path) -> None:
     job = tmp_path / "job"
     write_job(job, 20, 2, rows_per_shard=20)
     new = NewRows(job)
@@ -235,8 +235,6 @@ def test_the_viewer_follow_and_validate_refuse_them_too(tmp_path: Path) -> None:
         JobRows(reader).samples(3, ["finish_reason"])
     with pytest.raises(DamagedFile):
         [*new.look()]
-    with pytest.raises(DamagedFile):
-        [*validate._rows(job, "text", None)]
 
 
 def test_a_shard_that_lost_a_bit_is_computed_again_after_it_was_deleted(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ import pytest
 from object_files import FaultyFiles, store_in
 
 from batchgen.config.workers_config import WorkersConfig
-from batchgen.folder.job_metrics import Metrics, Tally
 from batchgen.leases.file_store import FolderGone
 from batchgen.leases.fsync import fsync_path
 from batchgen.leases.lease_files import LEASES, SESSION, WORKERS
 from batchgen.leases.store_operations import Create
+from batchgen.metrics.job_metrics import Metrics
+from batchgen.metrics.tally import Tally
 from batchgen.storage.job_storage import FolderStorage, Storage
 from batchgen.storage.object_storage import ObjectStorage
 from batchgen.util.temporary import delete_temporaries

@@ -15,11 +15,11 @@ from shared_jobs import SharedJob, in_threads
 import batchgen.jobs.job_end
 import batchgen.jobs.run_job
 from batchgen.folder.job_folder import JobFolder
-from batchgen.folder.job_metrics import Metrics, Status
 from batchgen.jobs.graded_job import scores_of
 from batchgen.jobs.job_end import JobResult
 from batchgen.leases.folder_lock import FolderLock
 from batchgen.leases.heartbeat import Heartbeat
+from batchgen.metrics.job_metrics import Metrics, Status
 from batchgen.storage.job_storage import FolderStorage
 from batchgen.util.errors import JobError
 from batchgen.workers.worker import Worker

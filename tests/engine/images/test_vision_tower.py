@@ -60,6 +60,21 @@ def test_features_equal_transformers(kind: str) -> None:
     assert torch.equal(model.visual([pixels(2), pixels(0)]), torch.cat([alone[2], alone[0]], 1))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+@torch.inference_mode()
+def test_features_on_a_gpu(kind: str, dtype: torch.dtype, most: float) -> None:
+    gpu = torch.device("cuda")
+    model = load_model(vision_folder(kind), device=gpu, dtype=dtype, vision=True)
+    reference = load_model(vision_folder(kind), device=CPU, vision=True)
+    reference.pack()
+    assert model.visual is not None and reference.visual is not None
+    expected = reference.visual([pixels(i) for i in range(3)])
+    found = model.visual([pixels(i).to(gpu) for i in range(3)]).cpu().float()
+    assert (found - expected).norm() < most * expected.norm()
+
+
 def test_positions_equal_transformers() -> None:
     ids = prompt([1, 2], IMAGES[0], [7, 8, 9], IMAGES[1], IMAGES[2], [10])
     inputs = their_inputs(ids, IMAGES)

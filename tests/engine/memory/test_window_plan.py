@@ -72,6 +72,26 @@ def test_small_windows_leave_nearly_all_memory_to_the_other_layers() -> None:
     assert "cache of windows" in str(plan)
 
 
+def test_rows_of_a_length_that_nobody_asked_for_are_taken_to_be_shorter() -> None:
+    room = Room(60 * GIB)
+    asked = divide_memory([use_of(GEMMA3_27B)], settings_of(131072), room)
+    plan = divide_memory([use_of(GEMMA3_27B)], settings_of(131072, asked=False), room)
+    assert plan.fitting_rows(800) > 1.5 * asked.fitting_rows(800)
+    assert plan.kv_tokens > 131072  # still one row of that length
+    short = settings_of(2048, asked=False)
+    assert divide_memory([use_of(GEMMA3_27B)], short, room) == divide_memory(
+        [use_of(GEMMA3_27B)], settings_of(2048), room
+    )
+
+
+def test_a_long_row_that_nobody_asked_for_leaves_half_of_the_room_to_windows() -> None:
+    room = Room(10 * GIB)
+    asked = divide_memory([use_of(GEMMA4_31B)], settings_of(120_000), room)
+    assert asked.kv_tokens >= 120_000 and asked.fitting_rows(1000) <= 1
+    plan = divide_memory([use_of(GEMMA4_31B)], settings_of(262_144, asked=False), room)
+    assert plan.fitting_rows(1000) >= 6 and plan.kv_tokens > 60_000
+
+
 def test_large_windows_share_the_memory_with_the_other_layers() -> None:
     plan = divide_memory([use_of(GEMMA4_31B)], settings_of(131072), Room(60 * GIB))
     assert plan.window_rows == plan.fitting_rows(1024) and 30 <= plan.window_rows <= 60

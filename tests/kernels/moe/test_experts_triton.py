@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from batchgen.kernels.layers.shared_part import SharedPart
 from batchgen.kernels.moe import moe_align_triton as alignment_triton
+from batchgen.kernels.moe.epilogues import PLAIN, ClampedGate, Epilogues
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_mlp_reference, grouped_parts
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, moe_combine
 from batchgen.kernels.moe.moe_tiles import ProductTiles, Tiles
@@ -55,6 +56,7 @@ class Case:
     down: Tensor
     ids: Tensor
     weights: Tensor
+    epilogues: Epilogues = PLAIN
 
     @classmethod
     def make(
@@ -83,10 +85,19 @@ class Case:
             torch.rand((tokens, k), generator=generator, device=DEVICE),
         )
 
-    def run(self, tiles: Tiles | None, residual: Tensor | None = None) -> Tensor:
-        return grouped_mlp_triton(
-            self.x, self.gate_up, self.down, self.ids, self.weights, residual, tiles=tiles
+    def with_epilogues(self) -> Case:
+        """The case with biases and a gate that cuts off many values."""
+        experts, hidden, inner = matrix_sizes(self.down)
+        generator = torch.Generator(DEVICE).manual_seed(experts)
+        wide, narrow = (
+            torch.randn((experts, size), generator=generator, device=DEVICE).to(self.x.dtype)
+            for size in (2 * inner, hidden)
         )
+        return replace(self, epilogues=Epilogues(wide, narrow, ClampedGate(0.75, 1.702)))
+
+    def run(self, tiles: Tiles | None, residual: Tensor | None = None) -> Tensor:
+        arguments = self.x, self.gate_up, self.down, self.ids, self.weights, residual
+        return grouped_mlp_triton(*arguments, epilogues=self.epilogues, tiles=tiles)
 
     def reference(self) -> tuple[Tensor, Tensor]:
         """The results [T, H] in float64, and for each token the sum of its slots' norms [T]."""
@@ -95,8 +106,17 @@ class Case:
             chosen = self.ids == expert
             x = self.x[chosen.nonzero()[:, 0]].double()
             gate_up, down = _matrix(self.gate_up, expert), _matrix(self.down, expert)
-            gate, up = (x @ gate_up.double().T).chunk(2, -1)
-            parts[chosen] = (F.silu(gate) * up) @ down.double().T
+            wide_bias, bias, clamped = self.epilogues
+            wide = x @ gate_up.double().T + (0 if wide_bias is None else wide_bias[expert].double())
+            gate, up = wide.chunk(2, -1)
+            if clamped is not None:
+                up = up.clamp(-clamped.limit, clamped.limit) + 1
+                gate = gate.clamp(max=clamped.limit)
+                inner = up * gate * torch.sigmoid(gate * clamped.slope)
+            else:
+                inner = F.silu(gate) * up
+            found = inner @ down.double().T
+            parts[chosen] = found if bias is None else found + bias[expert].double()
         parts *= self.weights.double().unsqueeze(-1)
         return parts.sum(1), parts.norm(dim=-1).sum(1)
 
@@ -184,6 +204,20 @@ def test_all_tokens_to_one_expert_fill_several_tiles(tiles: Tiles) -> None:
     _assert_near(case.run(tiles), case)
 
 
+@pytest.mark.parametrize("tiles", [*ROWS, *PANELS, *FLOAT32])
+def test_biases_and_another_gate(tiles: Tiles) -> None:
+    """In columns and rows that tiles do not fill; the CPU's product and the reference agree."""
+    in_panels, dtype = tiles in PANELS, torch.float32 if tiles in FLOAT32 else torch.bfloat16
+    sizes = (192, 64) if in_panels else (72, 40)
+    case = Case.make(tiles.block_m + 3, 2, 3, *sizes, dtype, in_panels=in_panels)
+    case = case.with_epilogues()
+    _assert_near(case.run(tiles), case)
+    if not in_panels:
+        arguments = case.x, case.gate_up, case.down, case.ids, case.weights
+        _assert_near(grouped_mlp(*arguments, epilogues=case.epilogues), case)
+        _assert_near(grouped_mlp_reference(*arguments, case.epilogues), case)
+
+
 @pytest.mark.parametrize("sizes", [(33, 20), (20, 33)])
 def test_sizes_that_no_vector_divides(sizes: tuple[int, int]) -> None:
     case = Case.make(5, 2, 3, *sizes, torch.bfloat16)
@@ -191,9 +225,11 @@ def test_sizes_that_no_vector_divides(sizes: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("tiles", ROWS + PANELS)
-def test_nan_stays_in_its_token(tiles: Tiles) -> None:
+@pytest.mark.parametrize("plain", [True, False])
+def test_nan_stays_in_its_token(tiles: Tiles, plain: bool) -> None:
     # Tokens of one expert share tiles, in which 7 of them leave rows that are not computed for any.
     case = Case.make(7, 2, 2, 64, 64, torch.bfloat16, used=2, in_panels=tiles in PANELS)
+    case = case if plain else case.with_epilogues()
     clean = case.run(tiles)
     case.x[2, 5] = NAN
     case.x[3, 0] = float("inf")

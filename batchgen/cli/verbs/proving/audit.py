@@ -15,6 +15,7 @@ from batchgen.cli.verb_table import Parser
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
+    from batchgen.proof.audit.audited_folder import Audited
     from batchgen.proof.audit.audited_job import AuditedRow
 
 _ABOUT = """\
@@ -25,7 +26,8 @@ that differ can be (at 95%). Exit code 0 only if all are equal.
 
 OUT is a job's folder, or a copy of it that somebody has published: config.yaml, manifest.json and
 data/ are needed. Of a set that `select` has written, the texts and what else it has of the rows are
-compared. Model and data set must be there, and must be those of the manifest.
+compared. Model and data set must be there, and must be those of the manifest. Of a pipeline's
+folder each step is audited, with its share of --rows; STEP.KEY=VALUE is for one step.
 
   batchgen audit OUT
   batchgen audit OUT --rows 100 --seed 7 model.path=/models/m dataset.path=rows.jsonl
@@ -37,26 +39,32 @@ Rows are drawn by --seed, and by chance without it: who made them cannot know wh
 @verb
 def main(arguments: Sequence[str]) -> int:
     given = _given(arguments)
-    from batchgen.proof.audit.audited_folder import audit_folder
+    from batchgen.proof.audit.audited_folder import audit_steps
 
     seed = secrets.randbelow(2**31) if given.seed is None else given.seed
-    found = audit_folder(given.out, given.rows, seed, given.override, given.trust)
-    equal = sum(row.difference is None for row in found.rows)
+    values, remarks, all_equal = dict[str | None, dict[str, Any]](), set[str](), True
+    for step, found in audit_steps(given.out, given.rows, seed, given.override, given.trust):
+        different = [row for row in found.rows if row.difference is not None]
+        all_equal = all_equal and not different
+        if given.json:
+            values[step] = _values(found, different, seed)
+            continue
+        of = "" if step is None else f"{step}: "
+        for row in different:
+            print(f"{of}row {row.row_id}: {row.difference}")
+        for remark in found.remarks:
+            if remark not in remarks:
+                print(f"batchgen: {remark}", file=sys.stderr)
+            remarks.add(remark)
+        print(of + _verdict(found, len(different), seed))
     if given.json:
-        print(json.dumps(_values(found.rows, equal, seed, found.remarks), ensure_ascii=False))
-        return int(equal < len(found.rows))
-    for row in found.rows:
-        if row.difference is not None:
-            print(f"row {row.row_id}: {row.difference}")
-    for remark in found.remarks:
-        print(f"batchgen: {remark}", file=sys.stderr)
-    print(_verdict(equal, found.rows, found.total, seed))
-    return int(equal < len(found.rows))
+        print(json.dumps(values.get(None, values), ensure_ascii=False))
+    return int(not all_equal)
 
 
 def _given(arguments: Sequence[str]) -> Namespace:
     parser = Parser("audit", _ABOUT)
-    parser.add_argument("out", metavar="OUT", help="the job's output.dir, or a copy of it")
+    parser.add_argument("out", metavar="OUT", help="the output.dir of a job or of a pipeline")
     parser.add_argument(
         "override", metavar="KEY=VALUE", nargs="*",
         help="where model and data are, and how the engine runs; what decides rows must stay",
@@ -74,30 +82,30 @@ def _given(arguments: Sequence[str]) -> Namespace:
     return given
 
 
-def _values(
-    rows: Sequence[AuditedRow], equal: int, seed: int, remarks: Sequence[str]
-) -> dict[str, Any]:
+def _values(found: Audited, different: Sequence[AuditedRow], seed: int) -> dict[str, Any]:
     from batchgen.proof.audit.share_bound import most_different
 
+    rows, others = len(found.rows), len(different)
     return {
-        "rows": len(rows),
-        "equal": equal,
-        "at_most_different": most_different(len(rows) - equal, len(rows)),
+        "rows": rows,
+        "equal": rows - others,
+        "at_most_different": most_different(others, rows),
         "seed": seed,
-        "different": [asdict(row) for row in rows if row.difference is not None],
-        "remarks": list(remarks),
+        "different": [asdict(row) for row in different],
+        "remarks": list(found.remarks),
     }
 
 
-def _verdict(equal: int, rows: Sequence[AuditedRow], total: int, seed: int) -> str:
+def _verdict(found: Audited, different: int, seed: int) -> str:
     """How many rows are equal, and what that says of all of them."""
     from batchgen.proof.audit.share_bound import most_different
 
-    count = len(rows)
-    samples = sum(row.samples for row in rows)
+    count = len(found.rows)
+    samples = sum(row.samples for row in found.rows)
     of = f" ({samples:,} samples)" if samples > count else ""
-    head = f"{equal:,} of {count:,} rows{of} equal to the bit, of {total:,}, seed {seed}"
-    if count == total:
+    equal = count - different
+    head = f"{equal:,} of {count:,} rows{of} equal to the bit, of {found.total:,}, seed {seed}"
+    if count == found.total:
         return f"{head}: these are all rows"
-    bound = most_different(count - equal, count)
+    bound = most_different(different, count)
     return f"{head}: at 95% fewer than {100 * bound:.3g}% of all rows differ"

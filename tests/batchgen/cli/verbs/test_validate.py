@@ -265,7 +265,7 @@ def test_what_is_no_finished_job_with_constraints(
 
     assert (
         refused(tmp_path)
-        == f"{tmp_path} is not the output of a job (no manifest.json): give output.dir"
+        == f"{tmp_path} is not the output of a job (has no manifest.json): give a job's output.dir"
     )
     FakeJob(str(tmp_path / "free"), rows=2).run()
     assert (
@@ -281,15 +281,12 @@ def test_what_is_no_finished_job_with_constraints(
     stopped = job(tmp_path / "half", {"kind": "json"}, ANSWERS, rows=50, fail_at_step=3)
     with pytest.raises(RuntimeError):
         stopped.run()
-    assert (
-        refused(tmp_path / "half")
-        == f"the job in {tmp_path}/half is not complete: run its command again first"
-    )
+    assert refused(tmp_path / "half").startswith("the job is not complete")
     (tmp_path / "half/metrics.json").unlink()
     assert "is not complete" in refused(tmp_path / "half")
     capsys.readouterr()
     assert main([str(tmp_path / "half")]) == 2
-    assert capsys.readouterr().err.startswith("batchgen: the job in ")
+    assert capsys.readouterr().err.startswith("batchgen: the job is not complete ")
 
 
 def test_a_damaged_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ from batchgen.engine.models.model_config import Diffusion
 from batchgen.engine.models.sparse.moe_model import MoEConfig
 from batchgen.engine.parallel.tensor_parallel import PendingParts
 from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.kernels.moe.epilogues import Epilogues
 from batchgen.kernels.moe.experts_triton import grouped_parts_triton
 from batchgen.strategies.ar.strategy import ARStrategy
 
@@ -274,8 +275,10 @@ def test_the_next_norm_adds_the_results_of_experts(
     expected = run_paged(model, IDS[:70], [64, 1, 5])
     held: list[weakref.ref[Tensor]] = []
 
-    def parts(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        found = grouped_parts_triton(x, gate_up, down, ids, weights)
+    def parts(
+        x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, epilogues: Epilogues
+    ) -> Tensor:
+        found = grouped_parts_triton(x, gate_up, down, ids, weights, epilogues=epilogues)
         found = found.view(*weights.shape, -1).transpose(0, 1)
         held.append(weakref.ref(found))
         return found
@@ -303,7 +306,7 @@ def test_what_a_shared_expert_adds_is_asked_for_before_the_stream_goes_on(
     events: list[str] = []
     moe.shared_expert.down_proj.register_forward_hook(lambda *_: events.append("shared"))
 
-    def parts(x: Tensor, *_: Tensor) -> Tensor:
+    def parts(x: Tensor, *_: object) -> Tensor:
         events.append("experts")
         return torch.zeros((2, *x.shape))
 

@@ -1,14 +1,24 @@
-"""The two nano models: transformers' modules, what they learn by, and how the engine runs them."""
+"""nano_sdar and nano_hybrid: transformers' modules, and what they learn by."""
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from nano_learning import (
+    HEAD_DIM,
+    IM_END_ID,
+    PAD_ID,
+    VOCAB_SIZE,
+    Batch,
+    answer_targets,
+    draw_weights,
+    mean_loss,
+)
+from nano_problems import SCHEMA
 from torch import Tensor, nn
 from transformers import (
     DynamicCache,
@@ -23,18 +33,13 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeTopKRouter,
 )
 
-from batchgen.engine.strategy import Strategy
-from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
-from batchgen.strategies.dllm.strategy import DLLMStrategy
+from batchgen import ARSpecStrategy, DLLMStrategy
 
 SEQUENCE_LENGTH = 192
 """Tokens of a sequence: room for the longest problem and its answer, in either form."""
-PAD_ID, IM_START_ID, IM_END_ID, MASK_ID = range(256, 260)
-VOCAB_SIZE = 264
-"""Rows of the embedding: 260 tokens, and 4 unused ones to a multiple of 8, for tensor cores."""
-HEAD_DIM = 64
+MASK_ID = 259
 THRESHOLD = 0.9
-"""The confidence above which nano_sdar unmasks a token when it is measured."""
+"""The confidence above which nano_sdar unmasks a token when it is graded."""
 DRAFTS, DRAFT_WEIGHT = 3, 0.3
 """How many tokens the MTP head learns to draft, and the weight of the loss of each."""
 BALANCE_WEIGHT = 0.01
@@ -57,61 +62,19 @@ _SHARED: dict[str, Any] = {
 }
 
 
-class Batch(NamedTuple):
-    """Sequences of a prompt, its answer, the <|im_end|> that ends it, and padding of <|im_end|>.
-
-    Attributes:
-        ids: [B, N] int64, token ids.
-        prompt_lens: [B] int64, tokens of each prompt.
-        lens: [B] int64, tokens of each prompt and answer, with the answer's first <|im_end|>.
-    """
-
-    ids: Tensor
-    prompt_lens: Tensor
-    lens: Tensor
+# --- nano_sdar ------------------------------------------------------------------------------------
 
 
-class Learner(Protocol):
-    """A model with what it learns by and how it answers."""
+class TextLearner(Protocol):
+    """A learner whose answers the engine gives."""
 
-    config: dict[str, Any]
     facts: dict[str, Any]
-    model: Any
-
-    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Compute what training makes small; what is random comes from `generator`."""
-        ...
+    module: Any
+    strategy: Any
 
     def held_out_loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Compute nats per token of the answers."""
         ...
-
-    def strategy(self) -> Strategy:
-        """Make what the engine answers with."""
-        ...
-
-
-def draw_weights(model: nn.Module, layers: int, seed: int) -> None:
-    """Draw all matrices. As in GPT-2, those that write to the residual stream begin smaller in a
-    deeper model, so that the stream keeps its size."""
-    generator = torch.Generator().manual_seed(seed)
-    last = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
-    for name, parameter in model.named_parameters():
-        if name.endswith("conv1d.weight"):  # as PyTorch's own convolutions begin
-            bound = parameter.shape[-1] ** -0.5
-            nn.init.uniform_(parameter, -bound, bound, generator=generator)
-        elif parameter.dim() > 1:
-            scale = 0.02 / math.sqrt(2 * layers) if name.endswith(last) else 0.02
-            nn.init.normal_(parameter, std=scale, generator=generator)
-        elif name.endswith("dt_bias"):
-            # Heads begin with decays from 1/1000 to 1/5 per token, so that some remember long.
-            rate = torch.logspace(-3, math.log10(0.2), len(parameter))
-            parameter.data.copy_(rate.expm1().log())
-        elif name.endswith("A_log"):
-            nn.init.zeros_(parameter)
-
-
-# --- nano_sdar ------------------------------------------------------------------------------------
 
 
 class SDAR:
@@ -123,7 +86,9 @@ class SDAR:
         size, heads = args.hidden_size, args.hidden_size // HEAD_DIM
         if size % HEAD_DIM or SEQUENCE_LENGTH % args.block_size:
             raise ValueError("--hidden-size is a multiple of 64, --block-size a divisor of 192")
-        self.facts: dict[str, Any] = {"threshold": THRESHOLD}
+        self.files = {"answer_schema": SCHEMA}
+        self.facts = {"threshold": THRESHOLD}
+        self.strategy = DLLMStrategy(confidence_threshold=THRESHOLD)
         self.block_size = args.block_size
         self.config = _SHARED | {
             "architectures": ["SDARForCausalLM"],
@@ -141,11 +106,8 @@ class SDAR:
             "use_sliding_window": False,
         }
         kept = {k: v for k, v in self.config.items() if k not in ("architectures", "model_type")}
-        self.model: Any = Qwen3ForCausalLM(Qwen3Config(**kept | {"dtype": "float32"}))
-        draw_weights(self.model, args.layers, args.seed)
-
-    def strategy(self) -> Strategy:
-        return DLLMStrategy(confidence_threshold=THRESHOLD)
+        self.module: Any = Qwen3ForCausalLM(Qwen3Config(**kept | {"dtype": "float32"}))
+        draw_weights(self.module, args.seed, lambda name: args.layers)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Estimate the bound on the negative log-likelihood, in nats per token of the answers.
@@ -155,7 +117,7 @@ class SDAR:
         """
         noised, weight = add_noise(batch, self.block_size, generator)
         length, device = batch.ids.shape[1], batch.ids.device
-        out = self.model(
+        out = self.module(
             torch.cat([noised, batch.ids], dim=1),
             position_ids=torch.arange(length, device=device).repeat(2)[None],
             attention_mask=training_mask(length, self.block_size, device)[None, None],
@@ -232,7 +194,9 @@ class Hybrid:
     def __init__(self, args: Namespace) -> None:
         if args.layers < FULL_EVERY:
             raise ValueError(f"--layers is at least {FULL_EVERY}, so that one has full attention")
-        self.facts: dict[str, Any] = {"drafts": DRAFTS}
+        self.files = {"answer_schema": SCHEMA}
+        self.facts = {"drafts": DRAFTS}
+        self.strategy = ARSpecStrategy(proposer="mtp", num_spec_tokens=DRAFTS, adaptive=False)
         types = ["linear_attention"] * (FULL_EVERY - 1) + ["full_attention"]
         self.config = _SHARED | {
             "architectures": ["Qwen3_5MoeForCausalLM"],
@@ -266,28 +230,28 @@ class Hybrid:
         }
         config = Qwen3_5MoeTextConfig(**self.config | {"dtype": "float32", "use_cache": False})
         config._attn_implementation = "sdpa"
-        self.model: Any = Qwen3_5MoeForCausalLM(config)
-        self.model.mtp = MTP(config)
-        draw_weights(self.model, args.layers, args.seed)
+        self.module: Any = Qwen3_5MoeForCausalLM(config)
+        self.module.mtp = MTP(config)
+        draw_weights(self.module, args.seed, lambda name: args.layers)
         self._routed: list[tuple[Tensor, Tensor]] = []
-        for module in self.model.modules():
+        for module in self.module.modules():
             if isinstance(module, Qwen3_5MoeTopKRouter):
                 module.register_forward_hook(self._note_routes)
         if args.compile:
-            for layer in [*self.model.model.layers, *self.model.mtp.layers]:
+            for layer in [*self.module.model.layers, *self.module.mtp.layers]:
                 layer.compile(dynamic=False)
 
     def _note_routes(self, module: nn.Module, given: Any, out: tuple[Tensor, ...]) -> None:
         self._routed.append((out[0].float().softmax(-1), out[2]))
 
-    def strategy(self) -> Strategy:
-        return ARSpecStrategy(proposer="mtp", num_spec_tokens=DRAFTS, adaptive=False)
-
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         self._routed.clear()
         hidden, answer = self._answer(batch)
         drafts = torch.stack([
-            _mean_loss(self.model.lm_head(drafted), batch, 2, batch.prompt_lens + index + 1)
+            mean_loss(
+                self.module.lm_head(drafted),
+                answer_targets(batch, 2, batch.prompt_lens + index + 1),
+            )
             for index, drafted in enumerate(self.passes(hidden, batch.ids))
         ])  # fmt: skip
         real = (torch.arange(SEQUENCE_LENGTH, device=hidden.device) < batch.lens[:, None]).float()
@@ -300,15 +264,15 @@ class Hybrid:
 
     def _answer(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The hidden states, and the loss of predicting the answers; prompts are given."""
-        hidden = self.model.model(batch.ids, use_cache=False).last_hidden_state
-        return hidden, _mean_loss(self.model.lm_head(hidden), batch, 1, batch.prompt_lens)
+        hidden = self.module.model(batch.ids, use_cache=False).last_hidden_state
+        return hidden, mean_loss(self.module.lm_head(hidden), answer_targets(batch))
 
     def passes(self, hidden: Tensor, ids: Tensor) -> Iterator[Tensor]:
         """Yield the head's hidden states [B, T, hidden_size] in pass after pass.
 
         When it decodes, the first token of the answer is the model's, and drafts follow it.
         """
-        head, base, length = self.model.mtp, self.model.model, ids.shape[1]
+        head, base, length = self.module.mtp, self.module.model, ids.shape[1]
         embedded = head.pre_fc_norm_embedding(
             base.embed_tokens(F.pad(ids[:, 1:], (0, 1), value=IM_END_ID))
         )
@@ -339,21 +303,3 @@ def balance(probabilities: Tensor, chosen: Tensor, real: Tensor) -> Tensor:
     used = F.one_hot(chosen, experts).sum(1) * real[:, None] / top_k
     chance = (probabilities * real[:, None]).sum(0)
     return (used.sum(0) * chance).sum() * experts / real.sum() ** 2
-
-
-def _mean_loss(logits: Tensor, batch: Batch, ahead: int, first: Tensor) -> Tensor:
-    """Compute the mean cross-entropy of the tokens from position `first` [B] to the row's end.
-
-    The logits [B, T, vocabulary] at a position predict the token that is `ahead` behind it.
-    """
-    length = batch.ids.shape[1]
-    positions = torch.arange(ahead, length, device=batch.ids.device)
-    counts = (positions >= first[:, None]) & (positions < batch.lens[:, None])
-    targets = batch.ids[:, ahead:].masked_fill(~counts, -100)
-    total = F.cross_entropy(
-        logits[:, : length - ahead].float().flatten(0, 1), targets.flatten(), reduction="sum"
-    )
-    return total / counts.sum()
-
-
-LEARNERS: dict[str, Callable[[Namespace], Learner]] = {"nano_sdar": SDAR, "nano_hybrid": Hybrid}

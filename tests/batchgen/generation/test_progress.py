@@ -11,8 +11,8 @@ from fake_job import FakeJob
 
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.forecast.forecast import Forecast, Range
-from batchgen.jobs import progress as module
-from batchgen.jobs.progress import Progress, _Speed
+from batchgen.generation import progress as module
+from batchgen.generation.progress import Progress, _Speed
 from batchgen.shards.output_schema import FinishedRow
 from batchgen.util.duration import duration
 
@@ -61,7 +61,7 @@ def test_a_line_has_rows_speed_running_errors_and_the_time_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("batchgen.jobs.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("batchgen.generation.progress.time.monotonic", lambda: now)
     stream = io.StringIO()
     with Progress(1200, 200, stream=stream) as progress:
         now += 29
@@ -124,7 +124,7 @@ def test_a_bar_without_a_total_counts() -> None:
 
 def test_every_few_seconds_one_finished_answer_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("batchgen.jobs.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("batchgen.generation.progress.time.monotonic", lambda: now)
     stream = io.StringIO()
     decoded: list[list[int]] = []
 
@@ -194,7 +194,7 @@ def expected(first: float = 40.0) -> Forecast:
 
 def test_until_the_first_row_ends_there_is_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("batchgen.jobs.progress.time.monotonic", lambda: clock[-1])
+    monkeypatch.setattr("batchgen.generation.progress.time.monotonic", lambda: clock[-1])
     stream, none = io.StringIO(), np.zeros(0, np.int64)
     with Progress(10, 3, stream=stream, expected=expected()) as progress:
         for passed in (10.0, 41.0, 200.0, 595.0):

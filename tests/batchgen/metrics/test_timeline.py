@@ -3,7 +3,7 @@
 import json
 from itertools import pairwise
 
-from batchgen.folder.timeline import MOST_POINTS, Timeline, metrics_text
+from batchgen.metrics.timeline import MOST_POINTS, Timeline, metrics_text
 
 
 def run(timeline: Timeline, seconds: float, step: float = 0.1) -> int:

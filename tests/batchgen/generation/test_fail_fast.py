@@ -13,7 +13,7 @@ from output_rows import finished_row
 from batchgen.cli.job_outcome import report
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.folder.read_job import JobFolderReader
-from batchgen.jobs.fail_fast import FIRST_ROWS, AllRowsFailed, FailFast
+from batchgen.generation.fail_fast import FIRST_ROWS, AllRowsFailed, FailFast
 from batchgen.jobs.job_end import JobResult
 from batchgen.jobs.run_job import run_job
 from batchgen.prompts.row_prompts import Prompt

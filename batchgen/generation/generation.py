@@ -16,13 +16,13 @@ from batchgen.dataset.seed_stream import stream_of
 from batchgen.dataset.source import Row, Source
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.folder.job_metrics import Metrics
+from batchgen.generation.choice_scores import ChoiceScorer, TakesRequests
+from batchgen.generation.fail_fast import FailFast
+from batchgen.generation.progress import Progress
+from batchgen.generation.turns import Turns
 from batchgen.images.image_column import PROMPT_IMAGES
 from batchgen.images.row_images import RowImage, without_pixels
-from batchgen.jobs.choice_scores import ChoiceScorer, TakesRequests
-from batchgen.jobs.fail_fast import FailFast
-from batchgen.jobs.progress import Progress
-from batchgen.jobs.turns import Turns
+from batchgen.metrics.job_metrics import Metrics
 from batchgen.prompts.row_request import RowRequest
 from batchgen.reuse.row_reuse import RowReuse
 from batchgen.shards.output_schema import FinishedRow, SplitOutput

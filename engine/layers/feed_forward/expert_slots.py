@@ -1,0 +1,122 @@
+"""How checkpoints hold the experts of a mixture, and which slots their tensors fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from batchgen.engine.base.shard import Shard
+from batchgen.engine.layers.fp8_format import FP8Format
+from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.kernels.moe.epilogues import ClampedGate
+from batchgen.kernels.moe.tiled_layout import are_panels, rows_of_panels
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertForm:
+    """What differs between the experts of models, besides their sizes."""
+
+    biased: bool = False  # checkpoints hold `gate_up_proj_bias` [E, 2·I], `down_proj_bias` [E, H]
+    clamped: ClampedGate | None = None  # None: SwiGLU
+    # Where checkpoints hold all experts in one tensor, rows of gate and of up take turns, and the
+    # last two axes are the other way round: [E, H, 2·I] and [E, I, H].
+    interleaved: bool = False
+
+
+PLAIN_EXPERTS = ExpertForm()
+
+
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """One kind of projection of all experts on this rank."""
+
+    name: str  # in checkpoints that hold all experts in one tensor
+    parts: tuple[str, ...]  # the projections of an expert whose rows stand one after another
+    weight: Tensor  # [E, N, K], or panels
+    columns: int  # K
+    scales: Tensor | None  # of weights in FP8
+    bias: Tensor | None  # [E, N]
+
+
+def expert_slots(
+    path: str,
+    projections: Projections,
+    variant: ExpertForm,
+    form: FP8Format | None,
+    *,
+    of: int,  # experts on all ranks
+    first: int,  # the first one on this rank
+    shard: Shard | None,  # this rank's experts; None: all
+) -> Iterator[WeightSlot]:
+    """Yield a slot for each projection of each expert, and one for all of them together."""
+    parameter, parts, all_scales = projections.weight, projections.parts, projections.scales
+    in_panels = are_panels(parameter)
+    weights = rows_of_panels(parameter) if in_panels else parameter
+    pieces: list[str] = []
+    for expert in range(of):
+        place = expert - first
+        elsewhere = not 0 <= place < len(parameter)
+        weight = parameter.new_empty(0) if elsewhere else weights[place]
+        slices: Sequence[Tensor] = [weight] * len(parts)
+        scales: Sequence[Tensor | None] = [None] * len(parts)
+        if not elsewhere:
+            slices = weight.chunk(len(parts))
+            if all_scales is not None:
+                scales = all_scales[place].chunk(len(parts))
+        for part, values, its_scales in zip(parts, slices, scales, strict=True):
+            name = f"{path}.{expert}.{part}.weight"
+            pieces.append(name)
+            yield WeightSlot(
+                values,
+                (name,),
+                (name,),
+                form=form,
+                scales=its_scales,
+                elsewhere=elsewhere,
+                in_panels=in_panels,
+            )
+    whole = f"{path}.{projections.name}"
+    combine: Callable[[Mapping[str, Tensor]], Tensor] | None = None
+    if variant.interleaved:
+        combine = partial(_turned, parts=len(parts))
+    elif all_scales is None:
+        combine = partial(_upright, columns=projections.columns)
+    for source in (whole, f"{whole}.weight"):
+        yield WeightSlot(
+            weights,
+            tuple(pieces),
+            (source,),
+            combine,
+            form=form,
+            scales=all_scales,
+            shard=shard,
+            in_panels=in_panels,
+        )
+    if projections.bias is not None:
+        name = f"{whole}_bias"
+        ordered = partial(_in_parts, parts=len(parts)) if variant.interleaved else None
+        yield WeightSlot(projections.bias, (name,), (name,), ordered, shard=shard)
+
+
+def _upright(tensors: Mapping[str, Tensor], columns: int) -> Tensor:
+    """Return the only tensor [E, N, columns], whose last axes may be the other way round."""
+    (weights,) = tensors.values()
+    turned = weights.shape[-2] == columns != weights.shape[-1]
+    return weights.transpose(-1, -2) if turned else weights
+
+
+def _turned(tensors: Mapping[str, Tensor], parts: int) -> Tensor:
+    """Return the only tensor [E, K, N], in whose rows N parts take turns, as [E, N, K] in which
+    they stand one after another. No shape could tell: gpt-oss's H and I are equal."""
+    (weights,) = tensors.values()
+    return _in_parts({"": weights.transpose(-1, -2)}, parts)
+
+
+def _in_parts(tensors: Mapping[str, Tensor], parts: int) -> Tensor:
+    """Return the only tensor [E, N, …], in which parts take turns, with one after another."""
+    (values,) = tensors.values()
+    split: Tensor = values.unflatten(1, (-1, parts))
+    return split.transpose(1, 2).flatten(1, 2) if parts > 1 else values

@@ -1,0 +1,42 @@
+"""What follows the two products of experts: biases, and the gate between them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.layers.activation import silu_and_mul_reference
+
+
+class ClampedGate(NamedTuple):
+    """The gate of gpt-oss's experts in the place of SwiGLU: (up + 1) · gate · sigmoid(slope · gate)
+    with gate ≤ limit and -limit ≤ up ≤ limit."""
+
+    limit: float
+    slope: float
+
+
+class Epilogues(NamedTuple):
+    """What experts compute behind their products. By default they have no biases, and SwiGLU."""
+
+    gate_up_bias: Tensor | None = None  # [E, 2·I], contiguous
+    down_bias: Tensor | None = None  # [E, H], contiguous; added before the token's weight
+    clamped: ClampedGate | None = None  # None: silu(gate) · up
+
+
+PLAIN = Epilogues()
+
+
+def gated(gate_up: Tensor, clamped: ClampedGate | None) -> Tensor:
+    """Compute the gate [R, I] between the products in PyTorch, of the I columns of gate and then of
+    up; a clamped one is rounded once."""
+    if clamped is None:
+        return silu_and_mul_reference(gate_up)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate = gate.clamp(max=clamped.limit)
+    up = up.clamp(-clamped.limit, clamped.limit)
+    # As with silu, torch.sigmoid may use two ways to compute exp.
+    glu = gate / torch.exp(gate * -clamped.slope).add_(1)
+    return ((up + 1) * glu).to(gate_up.dtype)

@@ -1,0 +1,107 @@
+"""Weights in MXFP4 (OCP Microscaling Formats 1.0, 2023): values of 4 bits with shared exponents.
+
+A value is e2m1: a sign, 2 bits of exponent, 1 of mantissa; ±0, 0.5, 1, 1.5, 2, 3, 4 or 6. Each 32
+neighbours of a row share a scale, 2**(s - 127) with a byte s (e8m0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+"""Values of a row that share a scale."""
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
+"""The values of the codes 0 to 15."""
+_BIAS = 127
+_NAN_SCALE = 255
+_PIECE = 2**24
+"""Values that are dequantised at once, which bounds what is needed besides the result."""
+
+
+class MXFP4Weight(NamedTuple):
+    """A weight [..., N, K] in MXFP4, as checkpoints have it; K is a multiple of 32."""
+
+    values: Tensor  # [..., N, K/2] uint8: two codes each, the one of the lower column in bits 0-3
+    scales: Tensor  # [..., N, K/32] uint8
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape [..., N, K] of the weight."""
+        *left, half = self.values.shape
+        return torch.Size((*left, 2 * half))
+
+    def dequantise(self, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
+        """Compute the weight [..., N, K] in this dtype, or into `out`, which may be strided and on
+        another device.
+
+        All values are exact in float32 and bfloat16, but those beyond their range become ±inf,
+        which needs a scale of 253 or 254. The scale 255 is NaN, whatever the code. float16 rounds
+        what is subnormal there, and has ±inf above 65504.
+        """
+        if out is None:
+            out = torch.empty(self.shape, dtype=dtype, device=self.values.device)
+        for target, values, scales in _pieces(out, self.values, self.scales):
+            target.copy_(_dequantised(values, scales))
+        return out
+
+
+def _pieces(out: Tensor, values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Cut along the leading axes until a piece has few values."""
+    if out.ndim > 2 and out.numel() > _PIECE:
+        for parts in zip(out, values, scales, strict=True):
+            yield from _pieces(*parts)
+        return
+    yield out, values, scales
+
+
+def _dequantised(values: Tensor, scales: Tensor) -> Tensor:
+    """Dequantise to float32."""
+    table = torch.tensor(VALUES, device=values.device)
+    groups = _times_power(table[unpack_codes(values).int()], scales.int() - _BIAS)
+    return groups.masked_fill(scales.unsqueeze(-1) == _NAN_SCALE, torch.nan).flatten(-2)
+
+
+def _times_power(values: Tensor, exponents: Tensor) -> Tensor:
+    """Multiply float32 values [..., K] by 2**exponents [..., K/32], to groups [..., K/32, 32]: in
+    two steps, because not all these powers are numbers of float32."""
+    groups = values.unflatten(-1, (-1, GROUP))
+    first = exponents // 2
+    for part in (first, exponents - first):
+        groups = groups * ((part + _BIAS) << 23).view(torch.float32).unsqueeze(-1)
+    return groups
+
+
+def unpack_codes(values: Tensor) -> Tensor:
+    """Turn bytes [..., K/2] into codes [..., K] uint8, those of bits 0-3 first."""
+    return torch.stack((values & 15, values >> 4), -1).flatten(-2)
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """Turn codes [..., K] uint8 into bytes [..., K/2]."""
+    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    return low | (high << 4)
+
+
+def quantise_weight(weight: Tensor) -> MXFP4Weight:
+    """Round a weight [..., N, K] of finite values to MXFP4.
+
+    The largest value of a group gets the largest exponent of e2m1, as the standard says, so values
+    may be cut to 6 times the scale. Ties go to the code with an even mantissa. A group of zeros has
+    the least scale.
+    """
+    wide = weight.float()
+    # frexp: the largest value is below 2**exponent, and at least half of that.
+    _, exponents = torch.frexp(wide.unflatten(-1, (-1, GROUP)).abs().amax(-1))
+    scales = (exponents - 3 + _BIAS).clamp(0, _NAN_SCALE - 1)
+    groups = _times_power(wide, _BIAS - scales)
+    table = torch.tensor(_MAGNITUDES, device=weight.device)
+    bounds, size = (table[1:] + table[:-1]) / 2, groups.abs()
+    # At a bound between two codes, one search yields the lower and one the upper.
+    lower, upper = torch.searchsorted(bounds, size), torch.searchsorted(bounds, size, right=True)
+    codes = torch.where(upper % 2 == 0, upper, lower) + 8 * groups.signbit()
+    return MXFP4Weight(pack_codes(codes.to(torch.uint8).flatten(-2)), scales.to(torch.uint8))
