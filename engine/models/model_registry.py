@@ -26,6 +26,7 @@ MODELS: Mapping[str, ModelEntry] = {
     "Gemma4ForConditionalGeneration": ModelEntry("batchgen.engine.models.transformer.gemma4"),
     "Glm4MoeForCausalLM": ModelEntry("batchgen.engine.models.sparse.glm4_moe"),
     "Glm4MoeLiteForCausalLM": ModelEntry("batchgen.engine.models.mla.glm4_moe_lite"),
+    "GptOssForCausalLM": ModelEntry("batchgen.engine.models.sparse.gpt_oss"),
     "LlamaForCausalLM": ModelEntry("batchgen.engine.models.transformer.llama", gguf="llama"),
     "MiniMaxM2ForCausalLM": ModelEntry("batchgen.engine.models.sparse.minimax_m2"),
     "Ministral3ForCausalLM": ModelEntry("batchgen.engine.models.transformer.ministral3"),

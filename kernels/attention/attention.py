@@ -311,11 +311,12 @@ def _attend(
         total = total.mul_(rescale).add_(weights.sum(-1, keepdim=True))
         out = out.mul_(rescale).add_(row_batches(weights, value))
         top = peak
+    if sinks is not None:  # torch.sigmoid and torch.log may compute equal elements in two ways
+        own = sinks.float().view(kv_heads, 1, heads_per_kv).repeat(1, num_rows, group.width)
+        own = F.pad(own.flatten(0, 1), (0, padded - queries))
+        total.add_(torch.exp(own.unsqueeze(-1) - top))
     heads = out.div_(total)[:, :queries].unflatten(0, (kv_heads, num_rows))
     heads = heads.unflatten(2, (group.width, heads_per_kv))
-    if sinks is not None:
-        log_sums = (top + total.log())[:, :queries].reshape(*heads.shape[:-1], 1)
-        heads = heads * torch.sigmoid(log_sums - sinks.float().view(kv_heads, 1, 1, -1, 1))
     heads = heads.permute(1, 2, 0, 3, 4)
     result: Tensor = heads.flatten(2, 3).flatten(0, 1)
     return result

@@ -21,6 +21,8 @@ from batchgen.engine.models.transformer.gemma4 import Gemma4Config
 
 _BYTES_PER_VALUE = 2
 """Bytes of a weight, a key or a value in bfloat16."""
+_MXFP4_BYTES = 17 / 32
+"""Bytes of a weight in MXFP4, with its part of the scale of 32 weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,12 @@ def expert_weights(config: ModelConfig) -> ExpertWeights:
 
 
 def floor_seconds(
-    config: ModelConfig, load: Sequence[BenchRequest], rates: Rates, *, in_fp8: bool = False
+    config: ModelConfig,
+    load: Sequence[BenchRequest],
+    rates: Rates,
+    *,
+    in_fp8: bool = False,
+    in_mxfp4: bool = False,
 ) -> Floor:
     """Compute the physical floor of a workload's time on one GPU, with all requests in flight.
 
@@ -179,9 +186,10 @@ def floor_seconds(
     attention, within its window if a layer has one. A decode step takes the longer of reading all
     weights once (experts that its rows go to, routed uniformly) and multiplying by them, then reads
     the keys and values that every row sees, and reads and writes its states. Layers in FP8 have
-    half the bytes and twice the rate.
+    half the bytes and twice the rate; experts in MXFP4 have fewer bytes and the usual rate.
     """
     size, speed = (1, 2) if in_fp8 else (_BYTES_PER_VALUE, 1)
+    expert_size = _MXFP4_BYTES if in_mxfp4 else size
     body, experts = layer_params(config), expert_weights(config)
     head = config.hidden_size * config.vocab_size
     of_token = body + experts.of_token
@@ -193,7 +201,7 @@ def floor_seconds(
     # The first token comes from prefill.
     for step in range(1, max(r.output_len for r in load)):
         contexts = [len(r.prompt) + step for r in load if r.output_len > step]
-        read = (body + experts.read(len(contexts))) * size + head * _BYTES_PER_VALUE
+        read = body * size + experts.read(len(contexts)) * expert_size + head * _BYTES_PER_VALUE
         products = 2 * (of_token / speed + head) * len(contexts)
         decode += max(read / rates.bandwidth, products / rates.flops)
         decode += mixing.read_bytes(contexts) / rates.bandwidth

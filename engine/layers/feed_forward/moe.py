@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.base.side_stream import beside
 from batchgen.engine.caches.forward_context import ForwardContext
+from batchgen.engine.layers.feed_forward.expert_slots import PLAIN_EXPERTS, ExpertForm
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.feed_forward.mlp import GatedMLP
 from batchgen.engine.layers.linear import Float32Linear, Linear, empty_parameter
@@ -31,6 +32,7 @@ class Router:
     """What differs between the routers of models, besides their sizes."""
 
     form: RouterForm = SOFTMAX
+    biased: bool = False  # logits have a bias
     corrected: bool = False  # checkpoints hold a `ScoreCorrection`
     float32: bool = False  # logits are computed in float32, whatever the model's dtype is
     wide: bool = False  # with `float32`: checkpoints hold its weight in float32
@@ -75,6 +77,7 @@ class SparseMoE(nn.Module):
         renormalise: bool,
         shared_size: int | None,
         router: Router = SOFTMAX_ROUTER,
+        variant: ExpertForm = PLAIN_EXPERTS,
         column: tuple[OutputColumn, int],
         where: Placement,
     ) -> None:
@@ -86,14 +89,19 @@ class SparseMoE(nn.Module):
         self.checkpoint_names = {"correction": "gate"}
         self.gate: Linear
         if router.float32:
+            assert not router.biased
             own = replace(where, dtype=torch.float32) if router.wide else where
             self.gate = Float32Linear(hidden_size, num_experts, where=own)
         else:
-            self.gate = Linear(hidden_size, num_experts, bias=False, quantisable=False, where=where)
+            self.gate = Linear(
+                hidden_size, num_experts, bias=router.biased, quantisable=False, where=where
+            )
         self.correction: ScoreCorrection | None = None
         if router.corrected:
             self.correction = ScoreCorrection(num_experts, device=where.device)
-        self.experts = Experts(num_experts, hidden_size, intermediate_size, where=where)
+        self.experts = Experts(
+            num_experts, hidden_size, intermediate_size, variant=variant, where=where
+        )
         self.shared_expert: GatedMLP | None = None
         self.shared_expert_gate: Linear | None = None
         if shared_size is not None:

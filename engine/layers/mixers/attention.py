@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from batchgen.engine.base.shard import Shard
 from batchgen.engine.caches.cache_specs import CacheSpec, KVSpec
 from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens
-from batchgen.engine.layers.linear import Linear, RowParallelLinear
+from batchgen.engine.layers.linear import Linear, RowParallelLinear, empty_parameter
 from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.mixers.all_heads_norm import AllHeadsNorm, normed_together
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import rotary_order
+from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import MIXER_LANE, Stream
 from batchgen.kernels.attention.attention import paged_attention
@@ -44,7 +45,8 @@ class Attention(nn.Module):
     heads of a token together. `query_scales` [P] float32 multiplies queries after rotation by a
     factor of their position. Scores are multiplied by `scale`, by default 1/√head_dim. With
     `value_norm`, the heads of values are normalised without a weight; with `keys_are_values`, they
-    are those of keys, as they are before the norm and the rotation of keys.
+    are those of keys, as they are before the norm and the rotation of keys. With `sinks`, a score
+    of the checkpoint stands in the softmax of each head beside those of tokens.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Attention(nn.Module):
         norms_in_float: bool = False,
         value_norm: bool = False,
         keys_are_values: bool = False,
+        sinks: bool = False,
         where: Placement,
     ) -> None:
         super().__init__()
@@ -75,8 +78,11 @@ class Attention(nn.Module):
         self.shape = shape
         self.cache_spec: CacheSpec | None = shape
         self.scale = shape.head_dim**-0.5 if scale is None else scale
-        self.sinks: nn.Parameter | None = None
         heads, head_dim = shape.num_heads, shape.head_dim
+        self.sinks: nn.Parameter | None = None
+        self._own_heads = parallel.shard(0, whole.num_heads) if parallel.size > 1 else None
+        if sinks:
+            self.sinks = empty_parameter(heads, device=where.device, dtype=where.dtype)
         order = rotary_order(head_dim, rotary_dim or head_dim)
         self._gate_size = heads * head_dim if output_gate else 0
         parts = {
@@ -125,6 +131,11 @@ class Attention(nn.Module):
     def input_projection(self) -> Linear:
         """The only module that reads the hidden states."""
         return self.qkv_proj
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield the slot of the sinks, if there are any; the modules in this one have their own."""
+        if self.sinks is not None:
+            yield WeightSlot.plain(f"{path}.sinks", self.sinks, shard=self._own_heads)
 
     def forward(
         self,

@@ -9,6 +9,7 @@ import numpy as np
 
 from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward
+from batchgen.engine.layers.feed_forward.expert_slots import PLAIN_EXPERTS, ExpertForm
 from batchgen.engine.layers.feed_forward.moe import SOFTMAX_ROUTER, Router, SparseMoE
 from batchgen.engine.models.model_config import ModelConfig, check_positive, extra_value
 from batchgen.engine.models.mtp import MTP_HEAD, MTPHead, check_mtp_layers
@@ -40,6 +41,7 @@ class MoEConfig(DenseConfig):
     renormalise: bool  # divide a token's weights by their sum
     shared_size: int | None = None  # the width of the expert of all tokens, if there is one
     router: Router = SOFTMAX_ROUTER
+    variant: ExpertForm = PLAIN_EXPERTS
     mtp_layers: int = 0  # of the head for multi-token prediction; 0: none
 
     def __post_init__(self) -> None:
@@ -95,7 +97,8 @@ class MoEForCausalLM(DenseForCausalLM):
         """How many parameters of a layer's experts on this rank a token does not go through, if
         equally many of its experts are on each rank."""
         family = self.family
-        expert = 3 * self.config.hidden_size * family.expert_size
+        hidden, inner = self.config.hidden_size, family.expert_size
+        expert = 3 * hidden * inner + (2 * inner + hidden) * family.variant.biased
         return (family.num_experts - family.experts_per_token) * expert // self.parallel.size
 
     @classmethod
@@ -115,6 +118,7 @@ class MoEForCausalLM(DenseForCausalLM):
             renormalise=family.renormalise,
             shared_size=family.shared_size,
             router=family.router,
+            variant=family.variant,
             column=(family.routed_experts, family.moe_layers.index(index)),
             where=self.where,
         )

@@ -15,11 +15,15 @@ class RouterForm:
     """
 
     sigmoid: bool = False  # scores are sigmoids of logits, otherwise a softmax over all
+    choose_first: bool = False  # scores are logits, and weights a softmax over the chosen ones
     groups: int = 1  # into which experts fall in the order of their ids
     kept_groups: int = 1
     group_best: int = 1  # how many of its experts' scores, 1 or 2, a group's adds up
     scale: float = 1.0  # multiplies the weights at last
     least_sum: float = 0.0  # is added to the sum that divides the weights
+
+    def __post_init__(self) -> None:
+        assert not (self.sigmoid and self.choose_first), "scores are one or the other"
 
     def check(self, num_experts: int, experts_per_token: int) -> None:
         """Raise ValueError if the groups do not fit the experts of a model."""

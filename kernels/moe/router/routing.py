@@ -21,12 +21,13 @@ def route(
     """Choose k experts of each token by their scores.
 
     Scores are a softmax over all experts (Shazeer et al. 2017, in the order of Qwen's models: first
-    the softmax, then the choice) or sigmoids, in float32. Chosen are the largest scores, or sums of
-    score and bias; of equal ones the lower id is first. Kept groups have at least k experts.
+    the softmax, then the choice) or sigmoids, in float32, or the logits themselves. Chosen are the
+    largest scores, or sums of score and bias; of equal ones the lower id is first. Kept groups have
+    at least k experts.
 
     Returns ids [T, k] int32, the first chosen in front, and weights [T, k] float32: scores without
-    the bias, times `form.scale`. A row of logits that is not finite has NaN weights, and ids in [0,
-    E) all the same; no other row is touched.
+    the bias, or a softmax over them if scores are logits, times `form.scale`. A row of logits that
+    is not finite has NaN weights, and ids in [0, E) all the same; no other row is touched.
     """
     run = route_triton if logits.is_cuda else route_reference
     return run(logits, k, renormalise=renormalise, form=form, bias=bias)
@@ -42,8 +43,11 @@ def route_reference(
 ) -> tuple[Tensor, Tensor]:
     """`route` in PyTorch."""
     logits = logits.float()
-    scores = logits.sigmoid() if form.sigmoid else logits.softmax(-1)
-    if form.sigmoid:  # whose result for an infinite logit is finite
+    if form.choose_first:
+        scores = logits
+    else:
+        scores = logits.sigmoid() if form.sigmoid else logits.softmax(-1)
+    if form.sigmoid or form.choose_first:  # an infinite logit may leave finite weights
         scores = scores.where(logits.isfinite().all(-1, keepdim=True), float("nan"))
     choice = scores if bias is None else scores + bias
     if form.kept_groups < form.groups:
@@ -55,6 +59,8 @@ def route_reference(
         choice = in_groups.masked_fill(~kept.unsqueeze(2), float("-inf")).flatten(1)
     ids = _largest(choice, k)
     weights = scores.gather(1, ids)
+    if form.choose_first:
+        weights = weights.softmax(-1)
     if renormalise:
         total = weights.sum(-1, keepdim=True)
         weights = weights / (total + form.least_sum)

@@ -33,9 +33,10 @@ def route_triton(
     _route[(triton.cdiv(tokens, rows),)](
         logits, logits if bias is None else bias, ids, weights, logits.stride(0), tokens, experts,
         form.scale, form.least_sum, K=k, RENORMALISE=renormalise, SIGMOID=form.sigmoid,
-        BIASED=bias is not None, GROUPS=form.groups if form.kept_groups < form.groups else 1,
-        KEPT=form.kept_groups, PAIRS=form.group_best == 2, ROWS=rows, BLOCK=block,
-        BLOCK_K=triton.next_power_of_2(k), num_warps=4 if rows > 1 else 1,
+        CHOOSE_FIRST=form.choose_first, BIASED=bias is not None,
+        GROUPS=form.groups if form.kept_groups < form.groups else 1, KEPT=form.kept_groups,
+        PAIRS=form.group_best == 2, ROWS=rows, BLOCK=block, BLOCK_K=triton.next_power_of_2(k),
+        num_warps=4 if rows > 1 else 1,
     )  # fmt: skip
     return ids, weights
 
@@ -43,9 +44,9 @@ def route_triton(
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, stride, tokens, experts, scale, least_sum,
-    K: tl.constexpr, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr,
-    GROUPS: tl.constexpr, KEPT: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, CHOOSE_FIRST: tl.constexpr,
+    BIASED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Each program routes ROWS tokens: it takes the expert with the largest score K times."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -55,8 +56,8 @@ def _route(
     source = logits_ptr + token[:, None] * stride + expert
     inside = (token < tokens)[:, None]
     logit = tl.load(source, mask=inside & exists, other=-float("inf")).to(tl.float32)
-    if SIGMOID:
-        score = 1.0 / (1.0 + tl.exp(-logit))
+    if SIGMOID or CHOOSE_FIRST:
+        score = logit if CHOOSE_FIRST else 1.0 / (1.0 + tl.exp(-logit))
         whole = (tl.abs(logit) < float("inf")) | (exists == 0)
         finite = tl.min(whole.to(tl.int32), axis=1) > 0
     else:
@@ -85,6 +86,10 @@ def _route(
             weight = tl.sum(tl.where(own, score, 0.0), axis=1)
         ids = tl.where(slot == taken, chosen[:, None], ids)
         weights = tl.where(slot == taken, weight[:, None], weights)
+    if CHOOSE_FIRST:
+        top = tl.max(tl.where(slot < K, weights, -float("inf")), axis=1)
+        weights = tl.where(slot < K, tl.exp(weights - top[:, None]), 0.0)
+        weights = weights / tl.sum(weights, axis=1)[:, None]
     if RENORMALISE:
         weights = weights / (tl.sum(weights, axis=1) + least_sum)[:, None]
     weights = weights * scale

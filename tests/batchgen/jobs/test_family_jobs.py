@@ -20,7 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batchgen.__main__ import run_command
+from batchgen.compose.compose_config import compose
 from batchgen.engine.models.model_registry import MODELS
+from batchgen.resolve.opened_job import open_job
 
 TinyModel = Callable[..., Path]
 SHORT = ("dataset.limit=2", "sampling.max_new_tokens=6", "sampling.n=1")
@@ -35,6 +37,7 @@ KINDS = {
     "Gemma4ForConditionalGeneration": "gemma4",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ministral3ForCausalLM": "ministral3",
@@ -122,6 +125,23 @@ def below_a_vision_tower(folder: Path) -> None:
         "tie_word_embeddings": False,
     }
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_model_with_windows_hears_how_long_the_rows_are(
+    tiny_model: TinyModel, rows: Path, tmp_path: Path
+) -> None:
+    known = {}
+    for kind in ("gemma3_text", "llama"):
+        save_tokenizer(folder := tiny_model(kind, **VOCAB))
+        config = compose({}, overrides(folder, rows, tmp_path / "out", *SHORT))
+        job = open_job(config)
+        known[kind] = job.row_tokens
+        assert job.recipe(config).config.row_tokens == job.row_tokens
+        lengths = [len(job.prompt.token_ids(row)) for row in job.source.rows()]
+    assert known["llama"] is None
+    assert known["gemma3_text"] == (sum(lengths) // len(lengths) + 1, 4 * max(lengths) + 6)
+    given = compose({}, overrides(folder, rows, tmp_path / "out", "engine.row_tokens=[5,9]"))
+    assert job.recipe(given).config.row_tokens == (5, 9)
 
 
 @pytest.mark.parametrize("kind", [*WITH_HEAD, "qwen3_5 below a vision tower"])

@@ -59,6 +59,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 4 with values": ("gemma4_text", {"attention_k_eq_v": False}),
     "gemma 4 turns whole heads": ("gemma4_text", {"rope_parameters": {
         "full_attention": DEFAULT, "sliding_attention": DEFAULT}}),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss without biases": ("gpt_oss", {"attention_bias": False, "num_key_value_heads": 4}),
+    "gpt-oss wide": ("gpt_oss", {
+        "intermediate_size": 40, "swiglu_limit": 0.4, "swiglu_alpha": 1.0}),
+    "gpt-oss without windows": ("gpt_oss", ALL_FULL | {"num_experts_per_tok": 8}),
     "smollm": ("smollm3", {}),
     "smollm biases": ("smollm3", {"attention_bias": True, "mlp_bias": True}),
     "smollm turns nowhere": ("smollm3", {"no_rope_layers": [0, 0, 0]}),
@@ -85,7 +90,7 @@ def test_logits_equal_transformers(
 
 
 @pytest.mark.parametrize(
-    "kind", ["glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3", "gemma3"]
+    "kind", ["glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3", "gemma3", "gpt_oss"]
 )
 def test_dummy_weights(kind: str, tiny_model: TinyModel, run_paged: Callable[..., Tensor]) -> None:
     model = load_model(tiny_model(kind), device=CPU, load_format="dummy")

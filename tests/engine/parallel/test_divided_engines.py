@@ -133,6 +133,7 @@ def test_two_ranks_say_what_one_says(tiny_model: TinyModel) -> None:
             Case(tiny_model("olmo3"), rows(5)),
             Case(vision_folder("qwen3_vl"), pictured(), config=_CUT_IMAGES, vision=True),
             Case(tiny_model("gemma3_text"), rows(5)),
+            Case(tiny_model("gpt_oss"), rows(5), columns=(ROUTED_EXPERTS,)),
         ],
         2,
     )
@@ -158,6 +159,7 @@ def all_cases(tiny_model: TinyModel, heads: Path) -> list[Case]:
         Case(tiny_model("glm4_moe"), rows(6), columns=(ROUTED_EXPERTS,)),
         Case(tiny_model("minimax_m2"), rows(6), columns=(ROUTED_EXPERTS,)),
         Case(tiny_model("minimax_m2"), rows(6), load_format="dummy"),
+        Case(tiny_model("gpt_oss"), rows(6), load_format="dummy"),
         Case(tiny_model("ministral3"), rows(6)),
         Case(tiny_model("mistral3"), rows(6)),
         Case(tiny_model("olmo3"), rows(6)),

@@ -39,7 +39,7 @@ def squares(model: CausalLM) -> dict[str, tuple[float, bool]]:
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize(
-    "kind", ["qwen2_moe", "qwen3_next", "qwen3_5", "deepseek_v2", "minimax_m2"]
+    "kind", ["qwen2_moe", "qwen3_next", "qwen3_5", "deepseek_v2", "minimax_m2", "gpt_oss"]
 )
 def test_the_ranks_hold_every_value_once(
     tiny_model: TinyModel, kind: str, load_format: LoadFormat

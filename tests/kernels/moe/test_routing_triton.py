@@ -78,6 +78,8 @@ FORMS = {
     "v3": RouterForm(
         sigmoid=True, groups=4, kept_groups=2, group_best=2, scale=2.5, least_sum=1e-20
     ),
+    "gpt-oss": RouterForm(choose_first=True, scale=1.5),
+    "logits in groups": RouterForm(choose_first=True, groups=4, kept_groups=2, group_best=2),
     "v3 without groups": RouterForm(sigmoid=True, group_best=2, least_sum=1e-20),
 }
 
@@ -117,11 +119,25 @@ def test_a_bias_chooses_and_does_not_weigh() -> None:
         torch.testing.assert_close(weights.cpu(), expected)
 
 
+def test_logits_choose_where_a_softmax_over_all_cannot_tell() -> None:
+    """Its scores of all but the first expert are 0 in float32; a softmax over two has none."""
+    logits = torch.tensor([[-400.0, 300.0, -300.0, 299.0]], device=DEVICE)
+    form = RouterForm(choose_first=True)
+    for run, where in ((route_triton, DEVICE), (route_reference, "cpu")):
+        ids, weights = run(logits.to(where), 2, renormalise=False, form=form)
+        assert ids.tolist() == [[1, 3]]
+        expected = torch.tensor([[1.0, 0.0]]).softmax(-1)
+        torch.testing.assert_close(weights.cpu(), expected)
+        ids, _ = run(logits.to(where), 4, renormalise=False, form=form)
+        assert ids.tolist() == [[1, 3, 2, 0]]
+
+
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_sigmoid_scores_that_are_not_finite_have_no_weights(bad: float) -> None:
+@pytest.mark.parametrize("name", ["v3", "gpt-oss"])
+def test_scores_that_are_not_finite_have_no_weights(name: str, bad: float) -> None:
     logits = _logits(3, 8, torch.float32)
     logits[1, 5] = bad
-    form = FORMS["v3"]
+    form = FORMS[name]
     bias = torch.zeros(8)
     for found in (
         route_triton(logits, 3, renormalise=True, form=form, bias=bias.to(DEVICE)),

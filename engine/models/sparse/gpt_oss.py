@@ -1,0 +1,70 @@
+"""gpt-oss 20b and 120b (OpenAI 2025, arXiv 2508.10925): sinks in attention, a window in every other
+layer, and experts with biases and a clamped gate in all layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from batchgen.engine.layers.feed_forward.expert_slots import ExpertForm
+from batchgen.engine.layers.feed_forward.moe import Router
+from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.sparse.moe_model import MoEConfig, MoEForCausalLM, extended
+from batchgen.engine.models.transformer.dense import dense_config, head_size, layer_windows
+from batchgen.kernels.moe.epilogues import ClampedGate
+from batchgen.kernels.moe.router.router_form import RouterForm
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class GptOssForCausalLM(MoEForCausalLM):
+    """gpt-oss: a router with a bias, which takes a softmax over the experts that it chose."""
+
+    norms_in_float = True
+
+    hf_class = "GptOssConfig"
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        bias: bool = hf.attention_bias
+        dense = dense_config(
+            hf,
+            cls,
+            head_dim=head_size(hf),
+            qkv_bias=bias,
+            output_bias=bias,
+            mlp_bias=True,
+            layer_windows=layer_windows(hf),
+        )
+        limit = _over_zero(hf, "swiglu_limit", 7.0)
+        gate = ClampedGate(limit, _over_zero(hf, "swiglu_alpha", 1.702))
+        return extended(
+            dense,
+            MoEConfig,
+            moe_layers=tuple(range(hf.num_hidden_layers)),
+            num_experts=hf.num_local_experts,
+            experts_per_token=hf.num_experts_per_tok,
+            expert_size=hf.intermediate_size,
+            renormalise=False,
+            router=Router(RouterForm(choose_first=True), biased=True),
+            variant=ExpertForm(biased=True, clamped=gate, interleaved=True),
+        )
+
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        return {"sinks": True}
+
+    @classmethod
+    def piece_name(cls, name: str, config: ModelConfig) -> str:
+        """Give the router the name that it has in other models."""
+        return name.replace(".mlp.router.", ".mlp.gate.")
+
+
+def _over_zero(hf: PretrainedConfig, key: str, default: float) -> float:
+    """Return a number of the configuration that must be over 0, or the default."""
+    value = hf.to_dict().get(key)
+    if value is None:
+        return default
+    if type(value) not in (int, float) or not 0 < value < 1e6:
+        raise ValueError(f"{key} is {value!r:.60}, and must be a number over 0")
+    return float(value)
