@@ -33,7 +33,7 @@ KINDS = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3ForConditionalGeneration": "gemma3",
-    "Gemma4ForCausalLM": "gemma4_text",
+    "Gemma4ForCausalLM": "gemma4_moe",
     "Gemma4ForConditionalGeneration": "gemma4",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
@@ -86,7 +86,9 @@ def test_a_job_of_each_architecture(
     save_tokenizer(folder)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == [architecture]
-    has_experts = any(part in architecture for part in ("Moe", "Deepseek", "Next", "MiniMax"))
+    has_experts = KINDS[architecture].endswith("_moe") or any(
+        part in architecture for part in ("Moe", "Deepseek", "Next", "MiniMax")
+    )
     columns = ["logprobs", "prompt_token_ids", *["routed_experts"] * has_experts]
     chosen = ["sampling=greedy", f"output.columns=[{','.join(columns)}]"]
     if architecture.startswith("SDAR"):
