@@ -163,6 +163,29 @@ def _with_tower(text: dict[str, Any], sections: list[int], **tower: int | list[i
     }
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    """The rest is what transformers takes for it."""
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "head_dim": 64,
+        "layer_types": [_WINDOW, _FULL] * (layers // 2),
+        "max_position_embeddings": 131072,
+        "num_experts_per_tok": 4,
+        "num_local_experts": experts,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "rope_theta": 150_000,
+        "sliding_window": 128,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 201088,
+    } | _sizes(2880, 2880, layers, 64, 8)
+
+
 _DIFFUSION = {"architectures": ["SDARForCausalLM"], "model_type": "sdar"}
 _8B = _QWEN3 | _sizes(4096, 12288, 36, 32, 8)
 _30B = _QWEN3 | _sizes(2048, 6144, 48, 32, 4) | _experts(768, 128, 8)
@@ -218,6 +241,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 1024,
         "layer_types": _windows(60),
     },
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "tiny": _TINY,
     "tiny-vl": _with_tower(
         _TINY,
@@ -249,6 +274,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
         "layer_types": _windows(6),
     },
+    "tiny-gpt-oss": _gpt_oss(4, 8)
+    | _sizes(128, 128, 4, 4, 2)
+    | _SMALL
+    | {"head_dim": 32, "sliding_window": 24},
     "tiny-sdar": _TINY | _DIFFUSION | {"mask_token_id": 511},
     "tiny-moe": _TINY | _experts(32, 8, 2),
     "tiny-hybrid": _TINY

@@ -111,12 +111,12 @@ def test_the_floor_of_one_request_by_hand(tmp_path: Path) -> None:
 def test_each_model_is_one_that_the_engine_reads(tmp_path: Path, model: str) -> None:
     config = load_config(write_config(model, tmp_path / "new"))
     assert [config.architecture] == MODELS[model]["architectures"]
-    experts = any(part in model for part in ("a3b", "moe", "hybrid", "deepseek", "latent"))
+    experts = any(part in model for part in ("a3b", "moe", "hybrid", "deepseek", "latent", "gpt"))
     assert (expert_weights(config).layers > 0) == experts
     assert (config.diffusion is not None) == ("sdar" in model)
     assert (config.vision is not None) == ("vl" in model)
     windows = any(config.family_as(DenseConfig).layer_windows)
-    assert windows == ("gemma" in model and "full" not in model)
+    assert windows == ("gpt" in model or ("gemma" in model and "full" not in model))
     longest = max(w.input_lens[1] + w.output_lens[1] for w in WORKLOADS.values())
     assert longest <= config.max_position_embeddings or "tiny" in model
     assert "deepseek" in model or "tiny" in model or config.vocab_size >= PROMPT_VOCAB
