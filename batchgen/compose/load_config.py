@@ -31,12 +31,12 @@ from batchgen.config.job_config import (
     OutputConfig,
     ProgressConfig,
     PromptConfig,
-    SamplingConfig,
     ScoreConfig,
     StepConfig,
     StrategyConfig,
 )
 from batchgen.config.launcher_config import job_launcher
+from batchgen.config.sampling_config import SamplingConfig
 from batchgen.config.workers_config import BudgetConfig, WorkersConfig
 from batchgen.util.errors import ConfigError
 

@@ -175,3 +175,9 @@ def _mapping(value: Any, names: Any, items: Any, key: str) -> dict[Any, Any]:
         convert(name, names, f"{key}: the name {name!r}"): convert(item, items, f"{key}.{name}")
         for name, item in value.items()
     }
+
+
+def check(ok: bool, key: str, allowed: str, value: object) -> None:
+    """Raise ConfigError for a value that is not `allowed`, unless all is `ok`."""
+    if not ok:
+        raise ConfigError(f"{key} must be {allowed}, got {value!r}")

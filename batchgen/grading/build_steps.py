@@ -9,8 +9,7 @@ from dataclasses import is_dataclass
 from typing import Any, Protocol
 
 from batchgen.config.job_config import ScoreConfig, StepConfig
-from batchgen.config.named_code import named_code
-from batchgen.config.strategy_options import strategy_options
+from batchgen.config.named_code import named_code, strategy_options
 from batchgen.grading.choices import RowStep
 from batchgen.grading.grade_rows import StepChain
 from batchgen.grading.step import MARK, PostStep

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from batchgen.config.job_config import JobConfig
 from batchgen.config.workers_config import WorkersConfig
-from batchgen.folder.job_folder import written_manifest
+from batchgen.folder.refused_folder import written_manifest
 from batchgen.leases.lease_files import DATA, LEASES, parse_lease
 from batchgen.pipelines.open_pipeline import OpenPipeline
 from batchgen.shards.shard_files import shard_files

@@ -1,14 +1,17 @@
 """A model with a tokenizer and a file of rows, for the tests of jobs."""
 
+import copy
 import functools
+import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from unittest import mock
 
 import hydra
 import pytest
+from omegaconf import OmegaConf
 
 from batchgen.forecast import devices, planned_work
 
@@ -16,19 +19,30 @@ from batchgen.forecast import devices, planned_work
 @pytest.fixture(scope="session", autouse=True)
 def work_done_once() -> Iterator[None]:
     """What hundreds of jobs would do again with the same result is done once by all tests: Hydra
-    puts choices of conf/ together, and a forecast measures the speed of this CPU."""
+    reads the files of conf/ and puts choices together, and a forecast measures the speed of this
+    CPU."""
     compose, made = hydra.compose, {}
+    load, read = OmegaConf.load, {}
+
+    def loaded(file: str | Path | IO[str]) -> Any:
+        if isinstance(file, str | Path):
+            return load(file)
+        if (text := file.read()) not in read:
+            read[text] = load(io.StringIO(text))
+        return copy.deepcopy(read[text])
 
     def composed(name: str, overrides: list[str], **options: Any) -> Any:
         if any(override.startswith("hydra") for override in overrides):
             return compose(name, overrides=overrides, **options)
-        if (key := tuple(overrides)) not in made:
+        if (key := (*overrides, *options)) not in made:
             made[key] = compose(name, overrides=overrides, **options)
+            OmegaConf.set_readonly(made[key], True)
         return made[key]
 
     measured = functools.cache(devices.measured_cpu)
     with (
         mock.patch.object(hydra, "compose", composed),
+        mock.patch.object(OmegaConf, "load", loaded),
         mock.patch.object(planned_work, "measured_cpu", measured),
     ):
         yield

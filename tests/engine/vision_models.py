@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tiny_models import SIZES
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -30,19 +31,7 @@ KINDS = {
     "qwen3_5": "Qwen3_5",
     "qwen3_5_moe": "Qwen3_5Moe",
 }
-_SIZES: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.15,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_SIZES = SIZES | {"max_position_embeddings": 512}
 _MOE: dict[str, Any] = {
     "num_experts": 8,
     "num_experts_per_tok": 3,

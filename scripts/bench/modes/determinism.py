@@ -214,7 +214,8 @@ class Probe:
         spec = ARSpecStrategy(num_spec_tokens=3, adaptive=False, ngram_min=1)
         self.engine = LLMEngine(model, None, (), spec if drafts else ARStrategy(), config)
         assert self.engine.memory.num_blocks * _BLOCK <= tape.plane.shape[1]
-        self.blocks, self._free = self.engine._block_manager, self.engine._block_manager.free
+        self.blocks = self.engine.scheduler.block_manager
+        self._free = self.blocks.free
         self.blocks.free = self._keep  # type: ignore[assignment, method-assign]
         draws = random.Random("probe")
         self._prompt = [draws.randrange(self._vocab) for _ in range(_PROMPT)]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from finished_job import finished_job, row
+from forced_drafts import some_slow
 
 from batchgen.__main__ import run_command
 from batchgen.compose.compose_config import checked, compose_groups
@@ -73,12 +74,16 @@ NAMING: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("values", NAMING.values(), ids=NAMING)
-@pytest.mark.parametrize("form", ["job", "dry run", "plan", "sweep", "hydra"])
+FORMS = ("job", "dry run", "plan", "sweep", "hydra")
+ALL = [(form, name) for form in FORMS for name in NAMING]
+FEW = [pair for pair in ALL if pair[0] == "job" or pair[1] in ("a reference", "a launcher")]
+
+
+@pytest.mark.parametrize(("form", "name"), some_slow(ALL, quick=FEW))
 def test_of_a_job_file_it_is_refused(
-    here: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], form: str
+    here: Path, capsys: pytest.CaptureFixture[str], form: str, name: str
 ) -> None:
-    path = str(job_file(here, **values))
+    path = str(job_file(here, **NAMING[name]))
     arguments = {
         "job": [path],
         "dry run": [path, "--dry-run"],

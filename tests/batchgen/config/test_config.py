@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
 import batchgen.conf
 from batchgen.__main__ import run_command
+from batchgen.compose.compose_config import compose_groups
 from batchgen.compose.load_config import identity, load_config, resolved
 from batchgen.compose.trust import TYPED
 from batchgen.config.job_config import (
@@ -22,9 +22,9 @@ from batchgen.config.job_config import (
     JobConfig,
     OutputConfig,
     ProgressConfig,
-    SamplingConfig,
     StrategyConfig,
 )
+from batchgen.config.sampling_config import SamplingConfig
 from batchgen.resolve.build_strategy import build_strategy
 from batchgen.util.errors import ConfigError
 
@@ -32,8 +32,7 @@ CONF = Path(batchgen.conf.__file__).parent
 
 
 def composed(*overrides: str) -> DictConfig:
-    with initialize_config_module("batchgen.conf", version_base="1.3"):
-        return compose("config", overrides=list(overrides))
+    return OmegaConf.create(compose_groups({}, overrides).groups)
 
 
 def loaded(*overrides: str) -> JobConfig:
@@ -141,13 +140,8 @@ ERRORS: list[tuple[str, list[str], str]] = [
         ["+engine.max_num_seq=3"],
         "engine.max_num_seq is not a key: choose among max_num_seqs, max_batched_tokens, "
         "chunk_tokens, image_tokens, max_model_len, block_size, prefix_caching, kv_cache_gib, "
-        "state_checkpoints, gpu_memory_utilization, cuda_graph, overlap, tensor_parallel, device",
-    ),
-    (
-        "unknown group",
-        ["+constraints={}"],
-        "constraints is not a key: choose among model, dataset, rows, prompt, sampling, strategy, "
-        "constraint, engine, workers, launcher, post, score, budget, output, progress",
+        "state_checkpoints, row_tokens, gpu_memory_utilization, cuda_graph, overlap, "
+        "tensor_parallel, device",
     ),
     ("group gone", ["~engine"], "engine is missing: set it with engine=…"),
     ("key gone", ["~output.dir"], "output.dir is missing: set it with output.dir=…"),
@@ -207,7 +201,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
     ),
     (
         "demo path",
-        ["dataset.path=x"],
+        ["dataset=demo", "dataset.path=x"],
         "dataset.path must be null for the demo rows (files are dataset=files), got 'x'",
     ),
     (
@@ -319,9 +313,19 @@ def test_not_a_mapping() -> None:
         load_config(OmegaConf.create([1]), TYPED)  # type: ignore[arg-type]
 
 
+def test_an_unknown_group() -> None:
+    cfg = composed()
+    cfg.constraints = {}
+    with pytest.raises(ConfigError) as raised:
+        load_config(cfg, TYPED)
+    assert str(raised.value) == (
+        "constraints is not a key: choose among model, dataset, rows, prompt, sampling, strategy, "
+        "constraint, engine, workers, launcher, post, score, budget, output, progress"
+    )
+
+
 def test_a_group_is_not_a_value() -> None:
     cfg = composed()
-    OmegaConf.set_struct(cfg, False)
     cfg.model = 7
     with pytest.raises(
         ConfigError, match=r"^model must be a group of keys, got 7: see conf/model/$"

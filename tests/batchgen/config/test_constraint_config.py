@@ -17,10 +17,10 @@ import yaml
 from datasets import Features, Value
 from fake_job import FakeEngine, FakeJob
 from forked import run_forked
-from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 from real_job import VOCAB, overrides, save_tokenizer
 
+from batchgen.compose.compose_config import compose
 from batchgen.compose.load_config import constraint_config, identity, load_config, resolved
 from batchgen.compose.trust import TYPED
 from batchgen.config.job_config import JobConfig
@@ -45,8 +45,7 @@ GRAMMAR = 'root ::= "yes" | "no"\n'
 
 
 def loaded(*overrides: str) -> JobConfig:
-    with initialize_config_module("batchgen.conf", version_base="1.3"):
-        return load_config(compose("config", overrides=list(overrides)), TYPED)
+    return compose({}, overrides)
 
 
 def test_no_constraint_unless_asked_for() -> None:
@@ -156,23 +155,6 @@ ERRORS: list[tuple[list[str], str]] = [
         "constraint.schema is not JSON: NaN is not a JSON number",
     ),
     (
-        ["constraint=json_schema", "constraint.schema={properties: {1: {}}}"],
-        "constraint.schema.properties has the key 1, which must be text: quote it",
-    ),
-    (
-        ["constraint=json_schema", "constraint.schema={anyOf: [{true: 2}]}"],
-        "constraint.schema.anyOf[0] has the key True, which must be text: quote it",
-    ),
-    (["constraint=json_schema", "constraint.schema=[a]"], "constraint.schema must be a mapping"),
-    (
-        ["constraint=choice", "constraint.choices=[1]"],
-        "constraint.choices[0] must be a string, got 1: to give it as text, quote it as '\"1\"'",
-    ),
-    (
-        ["constraint=regex", "constraint.pattern=[A-D]"],
-        "constraint.pattern must be a string, got ['A-D']: to give it as text, quote it as '\"…\"'",
-    ),
-    (
         ["constraint=json", "constraint.max_whitespace=-1"],
         "constraint.max_whitespace must be at least 0, got -1",
     ),
@@ -208,6 +190,26 @@ def test_mistakes(options: list[str], message: str) -> None:
         loaded(*options)
     assert str(raised.value).startswith(message)
     assert str(raised.value) != "constraint: "
+
+
+@pytest.mark.parametrize(
+    ("choice", "key", "value", "message"),
+    [
+        ("json_schema", "schema", {"properties": {1: {}}},
+         "schema.properties has the key 1, which must be text: quote it"),
+        ("json_schema", "schema", {"anyOf": [{True: 2}]},
+         "schema.anyOf[0] has the key True, which must be text: quote it"),
+        ("json_schema", "schema", ["a"], "schema must be a mapping"),
+        ("choice", "choices", [1],
+         "choices[0] must be a string, got 1: to give it as text, quote it as '\"1\"'"),
+        ("regex", "pattern", ["A-D"],
+         "pattern must be a string, got ['A-D']: to give it as text, quote it as '\"…\"'"),
+    ],
+)  # fmt: skip
+def test_mistakes_of_a_job_file(choice: str, key: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        compose({"constraint": {"choice": choice, key: value}})
+    assert str(raised.value).startswith(f"constraint.{message}")
 
 
 def test_a_file_that_is_not_a_schema(tmp_path: Path) -> None:

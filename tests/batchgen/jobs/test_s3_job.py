@@ -11,7 +11,7 @@ import pytest
 from fake_job import FakeJob
 
 pytest.importorskip("s3fs")
-pytest.importorskip("moto.moto_server")
+pytest.importorskip("moto.moto_server.werkzeug_app")
 
 from s3_server import BUCKET, FaultyS3, served
 from shared_jobs import in_threads

@@ -1,0 +1,280 @@
+"""Tiny random models of every family, as transformers makes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+MASK_ID = 127
+VARIANTS = (
+    "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3", "gemma3_text", "gemma3",
+    "gemma4_text", "gemma4_moe", "gemma4_e2b", "gemma4", "gpt_oss",
+)  # fmt: skip
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+_HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+    },
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+_PART_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_MOE_V3: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "n_group": 4,
+    "topk_group": 2,
+    "attention_bias": True,
+    "num_mtp_layers": 0,
+    "rope_parameters": _PART_ROPE,
+}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "max_position_embeddings": 256,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
+_PIXTRAL: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+
+
+def random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
+    """A model with random weights of one of the kinds that the fixture `tiny_model` names."""
+    torch.manual_seed(0)
+    values = SIZES | config
+    model: PreTrainedModel
+    if kind == "llama":
+        model = _causal("Llama", values)
+    elif kind == "qwen2":
+        model = _causal("Qwen2", values)
+    elif kind == "qwen2_moe":
+        model = _causal("Qwen2Moe", _MOE | {"shared_expert_intermediate_size": 48} | values)
+    elif kind == "qwen3_next" or kind.startswith("qwen3_5"):
+        model = _random_hybrid(kind, config)
+    elif kind in VARIANTS:
+        model = _random_variant(kind, config)
+    elif kind.startswith(("deepseek", "glm4")):
+        model = _random_latent(kind, config)
+    elif kind.endswith("moe"):
+        model = _causal("Qwen3Moe", _MOE | values)
+    else:
+        model = _causal("Qwen3", values)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):  # ones and zeros would hide a weight that is not loaded
+            # Gemma 3 has the weights minus 1, and Gemma 4 multiplies no score by less than 1.
+            low = {"gemma3": -0.5, "gemma4": 0.1}.get(kind[:6], 0.5)
+            parameter.data.uniform_(low, low + 1)
+        elif name.endswith("bias"):  # of experts, too
+            parameter.data.normal_(0, 0.3)
+        elif name.endswith("A_log"):  # how fast states fade, from slowly to at once
+            parameter.data.uniform_(-2, 2)
+        elif name.endswith("sinks"):  # as large as the scores of tokens, and larger
+            parameter.data.normal_(1, 2)
+        elif name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+            # Else a token's experts weigh nearly the same.
+            parameter.data.normal_(0, 0.5)
+        elif name.endswith(("norm_1.weight", "norm_2.weight", "scale")):
+            parameter.data.uniform_(0.5, 1.5)
+        elif name.endswith("router.proj.weight"):  # which reads values of 1/√hidden_size
+            parameter.data.normal_(0, 1.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.2)
+    return model
+
+
+def _random_hybrid(kind: str, config: dict[str, Any]) -> PreTrainedModel:
+    values = SIZES | _HYBRID | config
+    if kind != "qwen3_next":
+        sections = {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+        values["rope_parameters"] = values["rope_parameters"] | sections
+    if kind == "qwen3_next":
+        return _causal("Qwen3Next", values)
+    if kind == "qwen3_5_text":
+        return _causal("Qwen3_5", values, "Qwen3_5Text")
+    if kind == "qwen3_5_moe_text":
+        return _causal("Qwen3_5Moe", values, "Qwen3_5MoeText")
+    parts: dict[str, Any] = {"text_config": values, "vision_config": _VISION}
+    parts["tie_word_embeddings"] = values.get("tie_word_embeddings", False)
+    return _with_tower("Qwen3_5" if kind == "qwen3_5" else "Qwen3_5Moe", parts)
+
+
+def _random_variant(kind: str, config: dict[str, Any]) -> PreTrainedModel:
+    values = SIZES | {"pad_token_id": None} | config
+    if kind == "smollm3":
+        plain: dict[str, Any] = {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": False}
+        return _causal("SmolLM3", plain | values)
+    if kind == "olmo3":
+        layers: dict[str, Any] = {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
+        }
+        return _causal("Olmo3", {"sliding_window": 24} | layers | values)
+    if kind.startswith("gemma"):
+        return _random_gemma(kind, values)
+    if kind == "glm4_moe":
+        return _causal("Glm4Moe", _MOE_V3 | values)
+    if kind == "minimax_m2":
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32}
+        rope = {"rope_parameters": _PART_ROPE}
+        return _causal("MiniMaxM2", values | experts | rope | config)
+    if kind == "gpt_oss":
+        gated = {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 1.5}
+        yarn = {name: _YARN[name] for name in ("rope_type", "rope_theta", "factor", "beta_fast")}
+        yarn |= {"original_max_position_embeddings": 64, "beta_slow": 1.0, "truncate": False}
+        own = {"sliding_window": 24, "intermediate_size": 64, "rope_parameters": yarn}
+        return _causal("GptOss", values | gated | own | config)
+    values = {"rope_parameters": _YARN, "attn_implementation": "eager"} | values
+    if kind == "ministral3":
+        return _causal("Ministral3", values)
+    parts: dict[str, Any] = {
+        "text_config": values | {"model_type": "ministral3"},
+        "vision_config": _PIXTRAL,
+        "tie_word_embeddings": values.get("tie_word_embeddings", False),
+    }
+    return _with_tower("Mistral3", parts)
+
+
+def _random_gemma(kind: str, values: dict[str, Any]) -> PreTrainedModel:
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    if kind.startswith("gemma4"):
+        return _random_gemma4(kind, values)
+    windows: dict[str, Any] = {"sliding_window": 24, "layer_types": layers}
+    text = windows | {"query_pre_attn_scalar": 20} | values
+    if kind == "gemma3_text":
+        return _causal("Gemma3", {"final_logit_softcapping": 9.0} | text, "Gemma3Text")
+    tower = _PIXTRAL | {"vision_use_head": False}
+    parts = {"text_config": text, "vision_config": tower, "mm_tokens_per_image": 4}
+    return _with_tower("Gemma3", parts)
+
+
+def _random_gemma4(kind: str, values: dict[str, Any]) -> PreTrainedModel:
+    layers = ["sliding_attention", "sliding_attention", "full_attention"]
+    text: dict[str, Any] = {"sliding_window": 24, "layer_types": layers, "attention_k_eq_v": True}
+    text |= {"global_head_dim": 32, "num_global_key_value_heads": 1}
+    text |= {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 9.0}
+    experts: dict[str, Any] = {
+        "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32,
+    }  # fmt: skip
+    small: dict[str, Any] = {
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": values["vocab_size"],
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": False,
+        "layer_types": layers[1:] * 2,
+    }  # fmt: skip
+    text |= {"gemma4_moe": experts, "gemma4_e2b": small}.get(kind, {}) | values
+    text |= {"pad_token_id": 0, "num_hidden_layers": len(text["layer_types"])}
+    if kind != "gemma4":
+        return _causal("Gemma4", text, "Gemma4Text")
+    tower = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+    }  # fmt: skip
+    return _with_tower("Gemma4", {"text_config": text, "vision_config": tower})
+
+
+def _random_latent(kind: str, config: dict[str, Any]) -> PreTrainedModel:
+    values = {name: value for name, value in SIZES.items() if name != "head_dim"}
+    values |= _LATENT | config
+    if kind == "deepseek_v2":
+        return _causal("DeepseekV2", values)
+    groups = {"n_group": 4, "topk_group": 2} | values
+    if kind == "deepseek_v3":
+        return _causal("DeepseekV3", groups | {"num_mtp_layers": 0})
+    return _causal("Glm4MoeLite", groups | {"rms_norm_eps": 1e-5})
+
+
+def _causal(family: str, values: dict[str, Any], config: str = "") -> PreTrainedModel:
+    """A family's language model; config names its configuration where that has another name."""
+    made = getattr(transformers, f"{config or family}Config")(**values)
+    model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(made)
+    return model
+
+
+def _with_tower(family: str, values: dict[str, Any]) -> PreTrainedModel:
+    """A family's language model behind a vision tower."""
+    made = getattr(transformers, f"{family}Config")(**values)
+    model: PreTrainedModel = getattr(transformers, f"{family}ForConditionalGeneration")(made)
+    return model
+
+
+def name_sdar(file: Path) -> None:
+    """As the published checkpoints: without the length of a block, unless it was given."""
+    config = {"mask_token_id": MASK_ID} | json.loads(file.read_text())
+    moe = config["model_type"].endswith("moe")
+    config |= {
+        "model_type": "sdar_moe" if moe else "sdar",
+        "architectures": ["SDARMoeForCausalLM" if moe else "SDARForCausalLM"],
+    }
+    file.write_text(json.dumps(config))
