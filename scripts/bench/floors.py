@@ -15,9 +15,9 @@ from batchgen.engine.layers.vision.vision_config import VisionConfig
 from batchgen.engine.models.hybrids.hybrid import HybridConfig
 from batchgen.engine.models.mla.mla_model import LatentConfig
 from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.sparse.gemma4_config import Gemma4Config
 from batchgen.engine.models.sparse.moe_model import MoEConfig
 from batchgen.engine.models.transformer.dense import DenseConfig
-from batchgen.engine.models.transformer.gemma4 import Gemma4Config
 
 _BYTES_PER_VALUE = 2
 """Bytes of a weight, a key or a value in bfloat16."""
@@ -160,13 +160,14 @@ def layer_params(config: ModelConfig) -> int:
         return params + config.num_layers * mlp
     sparse = config.hidden_size * (family.num_experts + 3 * (family.shared_size or 0))
     layers = len(family.moe_layers)
-    return params + layers * sparse + (config.num_layers - layers) * mlp
+    mlps = config.num_layers - (0 if isinstance(family, Gemma4Config) else layers)
+    return params + layers * sparse + mlps * mlp
 
 
 def expert_weights(config: ModelConfig) -> ExpertWeights:
     """Count the experts and their weights; a dense model has none in any layer."""
     family = config.family
-    if not isinstance(family, MoEConfig):
+    if not isinstance(family, MoEConfig) or not family.moe_layers:
         return ExpertWeights(0, 1, 1, 0)
     each = 3 * config.hidden_size * family.expert_size
     return ExpertWeights(len(family.moe_layers), family.num_experts, family.experts_per_token, each)

@@ -228,6 +228,12 @@ MODELS: dict[str, dict[str, Any]] = {
     | _sizes(5376, 21504, 60, 32, 16)
     | _windows(60, 6, 1024)
     | {"head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 4},
+    "gemma4-26b-a4b": _GEMMA4
+    | _sizes(2816, 2112, 30, 16, 8)
+    | _windows(30, 6, 1024)
+    | {"head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 2}
+    | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8}
+    | {"moe_intermediate_size": 704},
     "gpt-oss-20b-bf16": _GPT_OSS_20B,
     "tiny": _TINY,
     "tiny-vl": _with_tower(

@@ -125,7 +125,8 @@ def test_the_floor_of_one_request_by_hand(tmp_path: Path) -> None:
 def test_each_model_is_one_that_the_engine_reads(tmp_path: Path, model: str) -> None:
     config = load_config(write_config(model, tmp_path / "new"))
     assert [config.architecture] == MODELS[model]["architectures"]
-    experts = any(part in model for part in ("a3b", "moe", "hybrid", "deepseek", "latent", "oss"))
+    sparse = ("a3b", "a4b", "moe", "hybrid", "deepseek", "latent", "oss")
+    experts = any(part in model for part in sparse)
     assert (expert_weights(config).layers > 0) == experts
     assert (config.diffusion is not None) == ("sdar" in model)
     assert (config.vision is not None) == ("vl" in model)
