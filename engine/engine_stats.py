@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from batchgen.engine.rows.running_batch import RunningBatch
 from batchgen.engine.rows.scheduled_batch import (
     DecodeBatch,
     MixedBatch,
     PrefillBatch,
     ScheduledBatch,
 )
+from batchgen.engine.scheduling.image_store import ImageStore
 from batchgen.engine.scheduling.scheduler import Scheduler
 
 
@@ -51,3 +53,16 @@ class EngineStats:
             prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
             self.prefill_steps += 1
             self.prefill_tokens += sum(prefill.lengths)
+
+    def count_rows(
+        self, running: RunningBatch, images: ImageStore | None, *, are_last: bool
+    ) -> None:
+        """Take over the counts of all rows so far. Once rows that ended are the last ones, nothing
+        is encoded any more, and the times of all images are known."""
+        self.generated_tokens = running.num_committed
+        self.counts = dict(running.totals)
+        if images is not None:
+            if are_last:
+                images.read_times()
+            self.images, self.image_tokens = images.num_images, images.num_tokens
+            self.image_seconds = images.seconds

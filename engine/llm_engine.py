@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import abc, deque
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -14,26 +13,15 @@ import numpy.typing as npt
 import torch
 
 from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import HostCopy, HostOutput, RequestOutput
+from batchgen.engine.base.outputs import HostCopy, RequestOutput
 from batchgen.engine.base.step_timing import StepTimer
-from batchgen.engine.base.transfer import release_cached_memory
-from batchgen.engine.caches.model_caches import CacheSizes
-from batchgen.engine.caches.state_slots import StateSlots
 from batchgen.engine.constraint.compiler import GrammarCompiler
-from batchgen.engine.engine_models import chunk_multiple, planned_uses
+from batchgen.engine.engine_parts import EngineParts
 from batchgen.engine.engine_stats import EngineStats
-from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
-from batchgen.engine.execution.model_runner import ModelRunner
 from batchgen.engine.images.image import Image
-from batchgen.engine.memory.largest_steps import score_rows
-from batchgen.engine.memory.memory_plan import MemoryPlan, plan_memory
-from batchgen.engine.memory.model_use import ModelUse
-from batchgen.engine.memory.window_plan import window_needs
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.replicas import Abort, Add, Leader, Step
-from batchgen.engine.requests import ImageLimits, Requests
+from batchgen.engine.replicas import Abort, Add, Leader, Step, tokens_digest
 from batchgen.engine.rows.compile_queue import CompileQueue
-from batchgen.engine.rows.context_reader import ContextReader
 from batchgen.engine.rows.scheduled_batch import (
     DecodeBatch,
     PrefillBatch,
@@ -41,14 +29,8 @@ from batchgen.engine.rows.scheduled_batch import (
 )
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.engine.scheduling.block_manager import BlockManager
-from batchgen.engine.scheduling.image_store import ImageStore
-from batchgen.engine.scheduling.prefill_policy import BatchLimits
-from batchgen.engine.scheduling.scheduler import Scheduler
-from batchgen.engine.scheduling.window_blocks import WindowBlocks
 from batchgen.engine.step_costs import StepCosts
-from batchgen.engine.step_launcher import StepLauncher
-from batchgen.engine.strategy import TARGET, Limits, Strategy
+from batchgen.engine.strategy import TARGET, Strategy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,46 +86,22 @@ class LLMEngine:
         self._leader = leader
         # The digest of all tokens that were read, by which ranks see that they have the same.
         self._digest = 0
-        # This raises an error if the strategy does not fit the model.
-        self._block_length = strategy.block_length(model.config)
-        model.pack()
-        uses, self.config = planned_uses(model, others or {}, strategy, config, context_columns)
-        max_model_len = self.config.max_model_len
-        self.vocab_size = model.vocab_size
-        self.tokenizer = tokenizer
-        self.strategy = strategy
-        self.stats = EngineStats()
-        release_cached_memory(model.device)
-        limits = Limits(self.max_num_seqs, max_model_len, self.vocab_size, model.device)
-        strategy.allocate(limits)
-        self.memory: MemoryPlan = plan_memory(list(uses.values()), self.config)
-        self._block_manager = self._make_block_manager(model, list(uses.values()))
-        self.images: ImageStore | None = None
-        limits_of_images = None
-        if model.visual is not None:
-            most = self.config.image_tokens
-            self.images = ImageStore(model.visual, most, model.device, model.parallel)
-            limits_of_images = ImageLimits(model.visual.config.rules, most)
-        self._requests = Requests(
+        parts = EngineParts(
+            model,
+            others or {},
+            strategy,
+            config,
+            context_columns,
             tokenizer,
             eos_token_ids,
-            strategy,
-            vocab_size=self.vocab_size,
-            max_model_len=max_model_len,
-            cache_capacity=self._block_manager.capacity,
-            context_columns=uses[TARGET].columns,
-            images=limits_of_images,
+            timer,
         )
-        self._runners = {name: self._make_runner(use) for name, use in uses.items()}
-        self._runner = self._runners[TARGET]
-        self._models = [use.model for use in uses.values()]
-        self.scheduler = self._make_scheduler(model, uses[TARGET])
-        strategy.attach(self._runners)
-        rows = score_rows(model, self.config)
-        windows = self._block_manager.window is not None
-        self._launcher = StepLauncher(
-            strategy, self._runner, rows, timer, self.images, windows=windows
-        )
+        self.config, self.memory, self.images = parts.config, parts.memory, parts.images
+        self.scheduler = parts.scheduler
+        self.vocab_size, self.tokenizer, self.strategy = model.vocab_size, tokenizer, strategy
+        self.stats = EngineStats()
+        self._requests, self._launcher = parts.requests, parts.launcher
+        self._runners, self._runner = parts.runners, parts.runners[TARGET]
         self._costs: StepCosts | None = None
         self._live: dict[str, Sequence] = {}
         special_ids = (*eos_token_ids, *model.config.never_generated)
@@ -153,60 +111,6 @@ class LLMEngine:
         self._finished: list[Sequence] = []
         self._leaving: list[Sequence] = []
         self._launched: deque[list[_Launched]] = deque()  # Batches that were not read yet.
-
-    def _make_block_manager(self, model: CausalLM, uses: list[ModelUse]) -> BlockManager:
-        config, states, window = self.config, None, None
-        if model.has_row_states:
-            states = StateSlots(config.max_num_seqs, self.memory.num_checkpoints)
-        if (needs := window_needs(uses, config)) is not None:
-            number, size = self.memory.num_window_blocks, config.block_size
-            window = WindowBlocks(number, size, needs.window, needs.row_blocks)
-        return BlockManager(
-            self.memory.num_blocks,
-            config.block_size,
-            # No row may share a block of the cache that ends inside a block of the attention.
-            config.prefix_caching and config.block_size % self._block_length == 0,
-            states,
-            chunk_multiple(model),
-            max(role.tokens_ahead for role in self.strategy.models.values()),
-            window,
-        )
-
-    def _make_scheduler(self, model: CausalLM, use: ModelUse) -> Scheduler:
-        config, strategy = self.config, self.strategy
-        limits = BatchLimits(
-            config.max_num_seqs,
-            config.max_batched_tokens,
-            # Prompts are read only beside decoding rows of one token each.
-            config.chunk_tokens if 1 in use.widths else 0,
-            CHUNK_ROWS,
-            use.graph_shapes(config).prefill_tokens if config.cuda_graph else 0,
-        )
-        return Scheduler(
-            self._block_manager,
-            limits,
-            strategy,
-            chunk_multiple=chunk_multiple(model),
-            counts=[count.name for count in strategy.counts],
-            before_free=ContextReader(self._runner.caches.columns, config.block_size).read,
-            images=self.images,
-        )
-
-    def _make_runner(self, use: ModelUse) -> ModelRunner:
-        """Allocate a model's caches and make its runner, with CUDA graphs if they are on."""
-        memory, config = self.memory, self.config
-        sizes = CacheSizes(
-            memory.num_blocks,
-            config.block_size,
-            config.max_num_seqs,
-            memory.num_checkpoints,
-            config.most_pending,
-            memory.num_window_blocks,
-        )
-        runner = ModelRunner(use.model, use.caches(sizes), self._block_length)
-        if config.cuda_graph:
-            runner.capture(use.graph_shapes(config))
-        return runner
 
     def capture_graphs(self) -> None:
         """Capture all CUDA graphs that steps may replay. Most are else captured while steps run,
@@ -316,7 +220,7 @@ class LLMEngine:
     def batch_dependence(self) -> str | None:
         """Why the bits of a token's result depend on what else is in its batch, in words for the
         user. None if they do not, and on a GPU, where batchgen makes no such promise."""
-        reasons = (model.batch_dependence for model in self._models)
+        reasons = (runner.model.batch_dependence for runner in self._runners.values())
         return next((reason for reason in reasons if reason is not None), None)
 
     @property
@@ -397,16 +301,10 @@ class LLMEngine:
 
     def _take_finished(self) -> list[RequestOutput]:
         """Return the requests that have ended and drop them from the engine."""
-        stats = self.stats
-        stats.generated_tokens = self.scheduler.running.num_committed
-        stats.counts = dict(self.scheduler.running.totals)
-        if self.images is not None:
-            if len(self._finished) == len(self._live):  # so nothing is encoded any more
-                self.images.read_times()
-            stats.images, stats.image_tokens = self.images.num_images, self.images.num_tokens
-            stats.image_seconds = self.images.seconds
+        are_last = len(self._finished) == len(self._live)
+        self.stats.count_rows(self.scheduler.running, self.images, are_last=are_last)
         if self._finished:
-            stats.strategy = dict(self.strategy.stats())
+            self.stats.strategy = dict(self.strategy.stats())
         outputs = [self._requests.output(seq) for seq in self._finished]
         for seq in self._finished:
             del self._live[seq.request_id]
@@ -424,7 +322,7 @@ class LLMEngine:
             if self._leader is not None:
                 self._leader.check()
             if self._runner.model.parallel.size > 1:
-                self._digest = _digest(step, self._digest)
+                self._digest = tokens_digest(step, self._digest)
             if isinstance(part.batch, DecodeBatch):
                 self.strategy.observe(step, self.scheduler.is_current(part.batch))
             for seq in self.scheduler.update(part.batch, step):
@@ -436,10 +334,3 @@ class LLMEngine:
         """Read all steps that were launched before the one that is being launched."""
         while self._launched:
             self._read_oldest(launching=1)
-
-
-def _digest(step: HostOutput, before: int) -> int:
-    """Return a digest of the tokens of a step and of all before it."""
-    width = step.token_ids.shape[1]
-    valid = np.arange(width) < step.num_tokens[:, np.newaxis]
-    return zlib.crc32(np.where(valid, step.token_ids, -1).tobytes(), before)

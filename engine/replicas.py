@@ -8,11 +8,15 @@ a digest of the tokens so far, by which a rank that has come apart is found.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
+
+from batchgen.engine.base.outputs import HostOutput
 from batchgen.engine.images.image import Image
 from batchgen.engine.sampling.sampling_params import SamplingParams
 
@@ -129,3 +133,11 @@ def follow(engine: Follower, connection: Connection[Any, Any]) -> None:
                     engine.abort(request_id)
                 case Step():
                     engine.follow(command)
+
+
+def tokens_digest(step: HostOutput, before: int) -> int:
+    """Return a digest of the tokens of a step and of all before it, by which ranks see that they
+    have the same."""
+    width = step.token_ids.shape[1]
+    valid = np.arange(width) < step.num_tokens[:, np.newaxis]
+    return zlib.crc32(np.where(valid, step.token_ids, -1).tobytes(), before)

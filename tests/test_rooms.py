@@ -54,6 +54,7 @@ BATCHGEN = {
     "storage": "a job's folder on a disk or in an object store",
     "images": "images of rows: found, sized, decoded ahead",
     "pipelines/record": "in which folders the steps of a pipeline write",
+    "shards/parsed": "answers in JSON as columns of their types",
     "shards": "rows in journals and Parquet files",
     "costs": "what rows and jobs took of the device",
     "metrics": "metrics.json: what a job has counted, and what took its time",

@@ -21,10 +21,10 @@ from batchgen.config.job_config import (
     ModelGroup,
     OutputConfig,
     ProgressConfig,
-    SamplingConfig,
     ScoreConfig,
 )
 from batchgen.config.named_code import named_code
+from batchgen.config.sampling_config import SamplingConfig
 from batchgen.config.workers_config import BudgetConfig, WorkersConfig
 from batchgen.util.errors import ConfigError
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from batchgen.config.convert_value import check
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
 
@@ -166,5 +167,4 @@ def dataset_name(group: Mapping[str, Any]) -> str:
 
 
 def _check(ok: bool, key: str, allowed: str, value: object) -> None:
-    if not ok:
-        raise ConfigError(f"dataset.{key} must be {allowed}, got {value!r}")
+    check(ok, f"dataset.{key}", allowed, value)

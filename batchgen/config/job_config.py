@@ -18,28 +18,24 @@ from batchgen.config.constraint_config import (
     NoConstraintConfig,
     job_constraint,
 )
+from batchgen.config.convert_value import check
 from batchgen.config.dataset_config import DatasetConfig as DatasetConfig
 from batchgen.config.prompt_config import PROMPT_KINDS as PROMPT_KINDS
 from batchgen.config.prompt_config import PromptConfig as PromptConfig
 from batchgen.config.prompt_config import answer_key
+from batchgen.config.sampling_config import SamplingConfig
 from batchgen.config.workers_config import BudgetConfig, WorkersConfig
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.sampling.sampling_params import LogprobsMode, SamplingParams, SharedSampling
+from batchgen.engine.sampling.sampling_params import LogprobsMode, SamplingParams
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_folder
 
-_MOST_SAMPLES = 1_000_000
 _MOST_IN_SHARD = 1_000_000_000
 """The most answers of a shard, for each of which a running job keeps a flag in memory."""
 PARSED = "parsed"
 COMMON_COLUMNS = ("logprobs", "top_logprobs", "prompt_token_ids", PARSED)
 """The columns of `output.columns` that every strategy has; others are declared by a strategy."""
-
-
-def _check(ok: bool, key: str, allowed: str, value: object) -> None:
-    if not ok:
-        raise ConfigError(f"{key} must be {allowed}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,73 +51,12 @@ class ModelGroup:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        _check(bool(self.path), "model.path", "a folder, a .gguf file or a hub name", self.path)
+        check(bool(self.path), "model.path", "a folder, a .gguf file or a hub name", self.path)
         if self.trust_remote_code:
             raise ConfigError(
                 "model.trust_remote_code must be false: batchgen never runs code that comes with "
                 "a model; models it knows need none"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UntilConfig:
-    """When a row has enough samples: as soon as `valid` of them fulfil the expression `where`, or
-    when there are `most`."""
-
-    where: str
-    valid: int = 1
-    most: int
-
-    def __post_init__(self) -> None:
-        _check(bool(self.where.strip()), "sampling.until.where", "an expression", self.where)
-        _check(self.valid >= 1, "sampling.until.valid", "at least 1", self.valid)
-        allowed = f"from sampling.until.valid={self.valid} to {_MOST_SAMPLES:,}"
-        _check(self.valid <= self.most <= _MOST_SAMPLES, "sampling.until.most", allowed, self.most)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingConfig(SharedSampling):
-    """How tokens are chosen in every row. Each sample of each row gets its own seed from the job's,
-    and `SamplingParams` checks the ranges."""
-
-    temperature: float = 0.0
-    n: int = 1
-    until: UntilConfig | None = None
-    column: str | None = None
-    stream: str | None = None
-
-    def __post_init__(self) -> None:
-        _check(self.stream != "", "sampling.stream", "null or a name", self.stream)
-        _check(self.n >= 1, "sampling.n", "at least 1", self.n)
-        _check(self.n <= _MOST_SAMPLES, "sampling.n", f"at most {_MOST_SAMPLES:,}", self.n)
-        if self.until is None:
-            return
-        if self.n != 1:
-            raise ConfigError(
-                f"sampling.n={self.n} says how many samples each row gets, and sampling.until says "
-                "when it has enough: leave n out; a row begins with sampling.until.valid samples"
-            )
-        if self.temperature == 0 and self.column is None:
-            raise ConfigError(
-                "sampling.until at sampling.temperature=0 draws copies of one answer: set a "
-                "temperature above 0"
-            )
-
-    @property
-    def most_samples(self) -> int:
-        """How many samples a row has, or with `until` at most."""
-        return self.n if self.until is None else self.until.most
-
-
-def copies_warning(n: int, temperature: float) -> str | None:
-    """What to tell a user whose rows are answered `n` times without chance; None for others."""
-    if n < 2 or temperature > 0:
-        return None
-    return (
-        f"sampling.n={n} at sampling.temperature=0: the {n} answers to a row are copies of one, so "
-        "pass@k, maj@k and the interval for the same questions say nothing: set a temperature "
-        "above 0 to draw answers, or sampling.n=1"
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +79,7 @@ class StrategyConfig(StepConfig):
 
     def __post_init__(self) -> None:
         parts = self.target.split(".")
-        _check(
+        check(
             len(parts) > 1 and all(part.isidentifier() for part in parts),
             "strategy._target_",
             "the import path of a class",
@@ -184,7 +119,7 @@ class OutputConfig:
     reuse: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check(bool(self.dir), "output.dir", "a folder", self.dir)
+        check(bool(self.dir), "output.dir", "a folder", self.dir)
         object.__setattr__(self, "dir", user_folder(self.dir, "output.dir"))
         if self.reuse is not None:
             folders = tuple(user_folder(folder, "output.reuse") for folder in self.reuse)
@@ -193,15 +128,15 @@ class OutputConfig:
             raise ConfigError(f"output.columns names a column twice: {list(self.columns)}")
         for key in ("reasoning_end", "reasoning_start"):
             allowed = "null or a text such as '</think>'"
-            _check(getattr(self, key) != "", f"output.{key}", allowed, "")
+            check(getattr(self, key) != "", f"output.{key}", allowed, "")
         if self.reasoning_start is not None and self.reasoning_end is None:
             raise ConfigError(
                 "output.reasoning_start is set without output.reasoning_end: set both, as in "
                 "output.reasoning_start='<think>' output.reasoning_end='</think>'"
             )
-        _check(bool(self.text_column), "output.text_column", "a name", self.text_column)
-        _check(1 <= self.top_logprobs <= 256, "output.top_logprobs", "1 to 256", self.top_logprobs)
-        _check(self.rows_per_shard >= 1, "output.rows_per_shard", "at least 1", self.rows_per_shard)
+        check(bool(self.text_column), "output.text_column", "a name", self.text_column)
+        check(1 <= self.top_logprobs <= 256, "output.top_logprobs", "1 to 256", self.top_logprobs)
+        check(self.rows_per_shard >= 1, "output.rows_per_shard", "at least 1", self.rows_per_shard)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +147,7 @@ class ProgressConfig:
 
     def __post_init__(self) -> None:
         allowed = "0 (never) or a number of seconds"
-        _check(0 <= self.show < math.inf, "progress.show", allowed, self.show)
+        check(0 <= self.show < math.inf, "progress.show", allowed, self.show)
 
 
 CutTexts = Literal["as_marked", "wrong", "left_out"]
@@ -234,9 +169,9 @@ class ScoreConfig:
         ks = self.ks
         workers = self.workers
         allowed = "null (one on each core) or 1 to 1024"
-        _check(workers is None or 1 <= workers <= 1024, "score.workers", allowed, workers)
-        _check(0 < self.seconds < math.inf, "score.seconds", "a number above 0", self.seconds)
-        _check(ks is None or (bool(ks) and min(ks) >= 1), "score.ks", "numbers from 1 on", ks)
+        check(workers is None or 1 <= workers <= 1024, "score.workers", allowed, workers)
+        check(0 < self.seconds < math.inf, "score.seconds", "a number above 0", self.seconds)
+        check(ks is None or (bool(ks) and min(ks) >= 1), "score.ks", "numbers from 1 on", ks)
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: `params` is kept in the object's __dict__

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from batchgen.config.job_config import JobConfig
-from batchgen.config.named_code import named_code
-from batchgen.config.strategy_options import strategy_options
+from batchgen.config.named_code import named_code, strategy_options
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
 

@@ -1,36 +1,28 @@
 """The output folder of a job, which belongs to this job alone while it runs."""
 
 import contextlib
-import errno
 import itertools
-import os
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from batchgen.folder.read_job import JobFolderReader
+from batchgen.folder.refused_folder import (
+    refuse_folder,
+    refuse_other_job,
+    unusable,
+    written_manifest,
+)
 from batchgen.leases.lease_files import DATA, JOURNAL, WORKERS, parse_worker
-from batchgen.leases.own_files import LOCK, LOCKS, LOGS, MANIFEST, OF_WORKERS, OWN, refuse_links
+from batchgen.leases.own_files import MANIFEST, OF_WORKERS, OWN
 from batchgen.shards.journal import attempt_of, journal_files
-from batchgen.shards.shard_files import shard_files
-from batchgen.storage.job_storage import FolderStorage, Storage
+from batchgen.storage.job_storage import FolderStorage, Storage, names_in
 from batchgen.storage.manifest import ROWS, ChangedRow, Manifest, RowDigests
 from batchgen.storage.retry_round import RetryRound
 from batchgen.util.errors import ConfigError, JobError
-from batchgen.util.temporary import delete_temporaries, is_temporary_of
+from batchgen.util.temporary import delete_temporaries
 
-MIN_FREE_BYTES = 32 * 2**20
 _WITH_SHARDS = (DATA, "grades", "cost")
-
-
-class DifferentJob(ConfigError):
-    """A folder holds rows of another job; `differences` are lines that say in what it differs."""
-
-    def __init__(self, message: str, differences: Sequence[str]) -> None:
-        super().__init__(message)
-        self.differences = differences
 
 
 class JobFolder:
@@ -236,126 +228,10 @@ class JobFolder:
     def _least_worker(self) -> int:
         """A number above those of all that have written here, of which heartbeats alone do not
         tell."""
-        beats = _names(self.storage, WORKERS)
+        beats = names_in(self.storage, WORKERS)
         found = [number for name in beats if (number := parse_worker(name)) is not None]
-        if names := _names(self.storage, JOURNAL):
+        if names := names_in(self.storage, JOURNAL):
             files = itertools.chain.from_iterable(journal_files(self.journal, names).values())
             found += [attempt_of(path) for path in files]
             found.append(RetryRound(self.journal, self.storage).least_attempt - 1)
         return 1 + max(found, default=0)
-
-
-def _names(storage: Storage, folder: str) -> list[str]:
-    """The names of what is in a folder that may not be there."""
-    try:
-        return storage.names(storage.path / folder)
-    except FileNotFoundError:
-        return []
-
-
-def unusable(storage: Storage, error: OSError | JobError) -> ConfigError:
-    """The error for an output folder that cannot be written."""
-    why = error.strerror if isinstance(error, OSError) else error
-    return ConfigError(
-        f"output.dir={storage.shown} cannot be written ({why}): choose a folder that "
-        "you may write to, with free space"
-    )
-
-
-def has_rows(storage: Storage) -> bool:
-    """Whether a row of the job in a folder may be finished."""
-    data, journal = storage.path / DATA, storage.path / JOURNAL
-    return bool(
-        shard_files(data, _names(storage, DATA)) or journal_files(journal, _names(storage, JOURNAL))
-    )
-
-
-def written_manifest(storage: Storage) -> Manifest | None:
-    """The manifest in a folder; None if there is none."""
-    content = storage.read(storage.path / MANIFEST)
-    return None if content is None else Manifest.parse(content, f"{storage.shown}/{MANIFEST}")
-
-
-def refuse_folder(storage: Storage) -> None:
-    """Refuse a folder in which no job can be, whatever the job is. Nothing is changed."""
-    is_new = True
-    try:
-        refuse_foreign_files(storage)
-        is_new = not storage.exists(storage.path / MANIFEST)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise unusable(storage, error) from None
-    if not storage.in_place:
-        return
-    there = next(path for path in (storage.path, *storage.path.absolute().parents) if path.exists())
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise unusable(storage, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
-    usage = shutil.disk_usage(there)
-    if not usage.total:
-        raise unusable(storage, JobError("no disk is there"))
-    if is_new and usage.free < MIN_FREE_BYTES:
-        raise ConfigError(
-            f"output.dir={storage.shown} has {usage.free >> 20} MiB of free disk space, which is "
-            "too little for any job: free some, or choose another output.dir"
-        )
-
-
-def refuse_other_job(
-    storage: Storage,
-    found: Manifest,
-    asked: Manifest,
-    digests: RowDigests,
-    changed_row: ChangedRow,
-    *,
-    overwrite: bool,
-) -> list[str]:
-    """Refuse a folder with rows of another job, unless `overwrite` allows to delete it.
-
-    Returns:
-        Lines that say in what the folder's job differs; none if it is the same.
-    """
-    differences = found.differences(asked, digests, changed_row)
-    if differences and not overwrite and has_rows(storage):
-        raise DifferentJob(
-            f"output.dir={storage.shown} holds the output of a different job:\n  "
-            + "\n  ".join(differences)
-            + "\nuse another output.dir, or output.overwrite=true to delete that output",
-            differences,
-        )
-    return differences
-
-
-def finished_rows(storage: Storage) -> int:
-    """The number of rows up to the last finished one."""
-    return JobFolderReader(storage.path, storage).end
-
-
-def refuse_shrinking(storage: Storage, most_rows: int | None) -> None:
-    """Refuse a data set that ends before a row which is finished. `most_rows` is how many rows it
-    has at most; None if that is not known."""
-    if most_rows is None:
-        return
-    if (end := finished_rows(storage)) > most_rows:
-        raise ConfigError(
-            f"dataset.limit: the job would have {most_rows:,} rows, but in {storage.shown} rows up "
-            f"to number {end:,} are finished, and a job can grow but not shrink: use "
-            f"dataset.limit={end} or more, or another output.dir"
-        )
-
-
-def refuse_foreign_files(storage: Storage) -> None:
-    """Refuse a folder that has files and no manifest, or has links: no job of ours has written
-    these."""
-    names = set(storage.names(storage.path))
-    if storage.in_place:
-        refuse_links(storage.path)
-    own = {LOCK, LOCKS, LOGS}
-    foreign = sorted(n for n in names - own if not is_temporary_of(n, MANIFEST))
-    if foreign and MANIFEST not in names:
-        listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
-        raise ConfigError(
-            f"output.dir={storage.shown} holds files that are not of a batchgen job ({listed}): "
-            "choose a new or empty folder; batchgen does not delete them, whatever "
-            "output.overwrite says"
-        )

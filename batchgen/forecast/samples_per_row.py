@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from batchgen.config.job_config import SamplingConfig
+from batchgen.config.sampling_config import SamplingConfig
 from batchgen.forecast.forecast import Range
 
 

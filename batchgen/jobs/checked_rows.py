@@ -16,7 +16,7 @@ from batchgen.prompts.row_prompts import fit_prompt, prompt_room
 from batchgen.prompts.row_request import RowRequest
 from batchgen.shards.enough import Enough
 from batchgen.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
-from batchgen.shards.parsed_column import ParsedColumn
+from batchgen.shards.parsed.parsed_column import ParsedColumn
 from batchgen.storage.manifest import READ_JOB, ROWS, Manifest
 from batchgen.util.errors import ConfigError
 from batchgen.waves.valid_samples import ValidWhere

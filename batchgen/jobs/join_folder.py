@@ -10,7 +10,8 @@ from batchgen.config.job_config import JobConfig
 from batchgen.dataset.row_digest import rows_digest
 from batchgen.dataset.source import Following
 from batchgen.folder.changed_row import changed_row
-from batchgen.folder.job_folder import JobFolder, finished_rows, refuse_shrinking
+from batchgen.folder.job_folder import JobFolder
+from batchgen.folder.refused_folder import finished_rows, refuse_shrinking
 from batchgen.jobs.checked_rows import job_manifest, most_rows
 from batchgen.jobs.image_files import content_of
 from batchgen.jobs.job_end import completed_elsewhere

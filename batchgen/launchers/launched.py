@@ -102,7 +102,7 @@ def make_logs(out: Path, launcher: str) -> Path:
     Raises ConfigError if that cannot be written, or holds files that are no job's.
     """
     # These load pyarrow, which the help on a launcher's keys need not wait for.
-    from batchgen.folder.job_folder import refuse_foreign_files, unusable
+    from batchgen.folder.refused_folder import refuse_foreign_files, unusable
     from batchgen.storage.job_storage import FolderStorage
 
     storage = FolderStorage(out)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from io import SEEK_CUR, SEEK_END, SEEK_SET, RawIOBase
 from pathlib import Path
 from secrets import randbelow
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -279,56 +278,6 @@ class ObjectStore:
             f"cannot write {self.url}/{name}: there is no such bucket, or its endpoint is another "
             "one (AWS_ENDPOINT_URL)"
         )
-
-
-class ObjectFile(RawIOBase):
-    """An object as a file that can be read anywhere; each read is one request. Its text is the
-    URL."""
-
-    def __init__(self, store: ObjectStore, name: str) -> None:
-        self._store = store
-        self._name = name
-        self._at = 0
-        self._size: int | None = None
-
-    def __str__(self) -> str:
-        return f"{self._store.url}/{self._name}"
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
-        start = {SEEK_SET: 0, SEEK_CUR: self._at}.get(whence)
-        self._at = offset + (self._end() if whence == SEEK_END or start is None else start)
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._end() - self._at)
-        count = left if size is None or size < 0 else min(size, left)
-        if not count:
-            return b""
-        found = self._store.read_range(self._name, self._at, self._at + count)
-        self._at += len(found)
-        return found
-
-    def readall(self) -> bytes:
-        return self.read()
-
-    def readinto(self, buffer: Any) -> int:
-        found = self.read(len(buffer))
-        buffer[: len(found)] = found
-        return len(found)
-
-    def _end(self) -> int:
-        if self._size is None:
-            self._size = self._store.size(self._name)
-        return self._size
 
 
 def connect(url: str) -> ObjectStore:

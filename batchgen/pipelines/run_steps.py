@@ -11,7 +11,7 @@ from functools import partial
 
 from batchgen.config.workers_config import WorkersConfig
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.folder.job_folder import DifferentJob
+from batchgen.folder.refused_folder import DifferentJob
 from batchgen.generation.turns import Turns, between
 from batchgen.jobs.checked_rows import job_manifest, output_schema
 from batchgen.jobs.job_end import JobResult

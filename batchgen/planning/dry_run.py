@@ -9,7 +9,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from batchgen.config.constraint_config import NoConstraintConfig
-from batchgen.config.job_config import COMMON_COLUMNS, JobConfig, SamplingConfig
+from batchgen.config.job_config import COMMON_COLUMNS, JobConfig
+from batchgen.config.sampling_config import SamplingConfig
 from batchgen.forecast.samples_per_row import MeasuredSamples, samples_per_row
 from batchgen.texts.text_table import counted
 from batchgen.util.shorten import beginning

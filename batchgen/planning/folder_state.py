@@ -12,14 +12,14 @@ import pyarrow.compute as pc
 from batchgen.config.job_config import JobConfig
 from batchgen.dataset.row_digest import rows_digest
 from batchgen.folder.changed_row import changed_row
-from batchgen.folder.job_folder import (
+from batchgen.folder.read_job import JobFolderReader
+from batchgen.folder.refused_folder import (
     has_rows,
     refuse_folder,
     refuse_other_job,
     refuse_shrinking,
     written_manifest,
 )
-from batchgen.folder.read_job import JobFolderReader
 from batchgen.forecast.samples_per_row import MeasuredSamples
 from batchgen.jobs.checked_rows import job_manifest, most_rows, output_schema
 from batchgen.jobs.image_files import content_of

@@ -12,7 +12,7 @@ from batchgen.config.job_config import JobConfig
 from batchgen.dataset.seed_stream import stream_of
 from batchgen.dataset.source import Row, Source
 from batchgen.engine.base.outputs import RequestError
-from batchgen.folder.job_folder import written_manifest
+from batchgen.folder.refused_folder import written_manifest
 from batchgen.forecast.scan import Scan
 from batchgen.jobs.checked_rows import output_schema, row_request
 from batchgen.jobs.job_parts import parts_of

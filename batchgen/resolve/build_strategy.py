@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 
 from batchgen.config.job_config import StrategyConfig
-from batchgen.config.named_code import named_code
-from batchgen.config.strategy_options import strategy_options
+from batchgen.config.named_code import named_code, strategy_options
 from batchgen.engine.strategy import Strategy
 from batchgen.util.errors import ConfigError, mistakes_in
 

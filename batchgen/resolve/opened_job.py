@@ -9,11 +9,10 @@ from math import lcm
 from typing import TYPE_CHECKING
 
 from batchgen.compose.load_config import identity
-from batchgen.config.job_config import (
-    JobConfig,
-    copies_warning,
-)
+from batchgen.config.job_config import JobConfig
+from batchgen.config.sampling_config import copies_warning
 from batchgen.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
+from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.llm_engine import LLMEngine
@@ -40,6 +39,7 @@ from batchgen.resolve.answer_columns import (
 from batchgen.resolve.build_strategy import build_strategy
 from batchgen.resolve.job_images import image_columns, row_images
 from batchgen.resolve.job_model import dtype_and_length, model_fingerprints, open_job_model
+from batchgen.resolve.likely_rows import likely_row_tokens
 from batchgen.texts.tokens.reasoning import ReasoningMarkers
 from batchgen.util.errors import mistakes_in
 
@@ -68,6 +68,8 @@ class OpenedJob:
         step_fingerprints: versions of the steps of `rows`, and digests of what they read.
         reasoning: tells thoughts from answers; None if the job does not ask for that.
         images: makes the images of rows; None if these have none.
+        row_tokens: the fewest and the most tokens that rows are likely to have, for models with
+            sliding windows; None for others, and where nobody can know.
     """
 
     model: OpenedModel
@@ -83,6 +85,7 @@ class OpenedJob:
     reasoning: ReasoningMarkers | None = None
     answer: Answer | None = None
     images: RowImages | None = None
+    row_tokens: tuple[int, int] | None = None
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError if parameters of a row cannot be honoured; the message names one."""
@@ -130,13 +133,19 @@ class OpenedJob:
         columns = named_columns(known, names | own)
         return dataclasses.replace(self, model=model, context_columns=columns)
 
+    def engine_config(self, config: JobConfig) -> EngineConfig:
+        """The settings of the engine, with what is known of the rows."""
+        return dataclasses.replace(
+            config.engine, row_tokens=config.engine.row_tokens or self.row_tokens
+        )
+
     def recipe(self, config: JobConfig) -> EngineRecipe:
         """What the job's engine is made of."""
         return EngineRecipe(
             self.model,
             self.others,
             self.strategy,
-            config.engine,
+            self.engine_config(config),
             config.model.dtype,
             config.engine.device,
             tuple(column.name for column in self.context_columns),
@@ -186,6 +195,10 @@ def open_job(
         config.prompt, model.tokenizer, model.config.vocab_size, source.features, max_model_len
     )
     others = open_others(strategy, model, max_model_len)
+    windows = any(getattr(model.config.family, "layer_windows", ()))
+    from batchgen.dataset.source import Following  # it loads the library datasets
+
+    known = windows and not isinstance(source, Following)
     job = OpenedJob(
         model,
         others,
@@ -200,6 +213,7 @@ def open_job(
         reasoning_markers(config, model),
         answer,
         images,
+        likely_row_tokens(config, source, prompt, answer) if known else None,
     )
     with mistakes_in("engine"):
         job.recipe(config).check()

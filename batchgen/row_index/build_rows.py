@@ -9,8 +9,7 @@ from typing import Any
 
 from batchgen.config.config_keys import ROW_STEPS
 from batchgen.config.job_config import StepConfig
-from batchgen.config.named_code import named_code
-from batchgen.config.strategy_options import strategy_options
+from batchgen.config.named_code import named_code, strategy_options
 from batchgen.grading.build_steps import described, row_step
 from batchgen.grading.choices import RowStep
 from batchgen.steps.table_step import TableStep

@@ -40,7 +40,7 @@ class GradedJob:
 
     def warn_of_copies(self) -> None:
         """Say on stderr if the samples of a row are copies of one answer."""
-        from batchgen.config.job_config import copies_warning
+        from batchgen.config.sampling_config import copies_warning
 
         sampling = self.config.get("sampling") or {}
         n, temperature = sampling.get("n", 1), sampling.get("temperature", 0.0)

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
-from io import SEEK_CUR, SEEK_END, SEEK_SET, RawIOBase
+from io import SEEK_END, RawIOBase
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.leases.patience import patiently
+from batchgen.storage.range_file import RangeFile
 from batchgen.util.errors import JobError
 
 Source = Path | RawIOBase
@@ -201,14 +202,13 @@ def unreadable(source: Source, error: OSError) -> JobError:
     )
 
 
-class _Bytes(RawIOBase):
+class _Bytes(RangeFile):
     """The bytes of a file for pyarrow; what was just checked comes from memory
     (`held`, by place)."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._file: Any = None
-        self._at = 0
         self.held: dict[int, bytes] = {}
         self.size, self.at_end = patiently(self._read_end)
         self._end = self.size - len(self.at_end)
@@ -218,8 +218,13 @@ class _Bytes(RawIOBase):
             self._file.close()
         super().close()
 
+    def length(self) -> int:
+        return self.size
+
     def pread(self, start: int, length: int) -> bytes:
         """Bytes of the file; those at its end are read once."""
+        if (held := self.held.get(start)) is not None and len(held) == length:
+            return held
         if start >= self._end:
             return self.at_end[start - self._end :][:length]
         return patiently(lambda: self._read(start, length))
@@ -240,28 +245,6 @@ class _Bytes(RawIOBase):
         except OSError:
             self._file = None  # it is opened anew, which helps where a file server lost it
             raise
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
-        self._at = offset + {SEEK_SET: 0, SEEK_CUR: self._at, SEEK_END: self.size}[whence]
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self.size - self._at)
-        length = left if size is None or size < 0 else min(size, left)
-        content = self.held.get(self._at)
-        if content is None or len(content) != length:
-            content = self.pread(self._at, length)
-        self._at += len(content)
-        return content
 
 
 def _pread(file: Any, start: int, length: int) -> bytes:

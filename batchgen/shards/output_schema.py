@@ -21,7 +21,7 @@ from batchgen.shards.enough import (
     VALID,
     Enough,
 )
-from batchgen.shards.parsed_column import ParsedColumn
+from batchgen.shards.parsed.parsed_column import ParsedColumn
 from batchgen.util.errors import ConfigError
 
 SCHEMA_VERSION = "1"

@@ -1,22 +1,20 @@
 """Writes finished rows, which come in any order, and knows which rows of a job are done."""
 
-import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Self
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.shards.journal import Journal, JournalGone, attempt_of
-from batchgen.shards.open_shard import OpenEnoughShard, OpenShard, open_shard
+from batchgen.shards.journal import Journal, JournalGone
+from batchgen.shards.open_shard import OpenEnoughShard, OpenShard
 from batchgen.shards.output_schema import FinishedRow, OutputSchema
 from batchgen.shards.published_shards import PublishedShards
 from batchgen.shards.publisher import Publish, Publisher
-from batchgen.shards.row_order import KEYS, RowsInOrder
 from batchgen.shards.shard_files import Extent, ResumeState, read_columns
+from batchgen.shards.written_rows import WrittenRows
 from batchgen.storage.job_storage import FolderStorage, Storage
 from batchgen.storage.retry_round import RetryRound
 from batchgen.util.errors import ConfigError, JobError
@@ -69,8 +67,7 @@ class OutputWriter:
             retry_errors: whether error rows of earlier attempts are computed again.
             worker: the number of this worker; None for one more than all that were there.
             older: what the session's first worker found; None for that worker, which puts in order
-                what
-                earlier attempts have left.
+                what earlier attempts have left.
             publish: gives shards their names; None renames files.
 
         Raises:
@@ -91,6 +88,9 @@ class OutputWriter:
         self._publisher = Publisher(
             data, journal, schema, self._round, self._journal.attempt, publish, self._storage
         )
+        self._written = WrittenRows(
+            self._published, self._journal, self._round, rows_per_shard, samples, schema.enough
+        )
         self.retried: int | None = None
         if older is None:
             for name in self._storage.names(journal):
@@ -103,9 +103,6 @@ class OutputWriter:
                 f"{self._storage.shown} have it otherwise: wait for them or stop them first"
             )
         self._open: dict[int, OpenShard] = {}
-        found = self._journal.shards()
-        self._at_first = {path for shard in found for path in self._journal.files(shard)}
-        self._seen: dict[Path, int] = {}  # of files of others: how many batches were taken
         self._dropped: set[int] = set()
         self.resumed = self._resume() if older is None else older.rows
 
@@ -203,27 +200,13 @@ class OutputWriter:
     def absorb(self, number: int) -> bool:
         """Find out what others have finished of an open shard meanwhile; returns whether there was
         something."""
-        opened = self._open[number]
-        self._journal.refresh()
-        before, retried_before = opened.num_done, self._round.before(number) or 0
-        for path in self._journal.files(number):
-            errors_count = attempt_of(path) >= retried_before
-            try:
-                batches = self._journal.batches(path)
-                for batch in itertools.islice(batches, self._seen.get(path, 0), None):
-                    opened.take_others(batch, errors_count=errors_count, attempt=attempt_of(path))
-                    self._seen[path] = self._seen.get(path, 0) + 1
-            except FileNotFoundError:  # the shard was published just now
-                pass
-        found = opened.num_done > before
+        found = self._written.absorb(number, self._open[number])
         self._publish_if_complete(number)
         return found
 
     def others_have_rows(self) -> bool:
         """Whether another worker has written rows since this one came."""
-        self._journal.refresh()
-        files = {path for shard in self._journal.shards() for path in self._journal.files(shard)}
-        return not (files <= self._at_first and self._published.has_only_older())
+        return self._written.others_have_rows()
 
     def is_open(self, number: int) -> bool:
         """Whether a shard was taken and is not complete."""
@@ -255,7 +238,7 @@ class OutputWriter:
             if extent.rows:
                 yield read_columns(self._published.source(shard), columns)
         for shard, opened in sorted(self._open.items()):
-            if (table := self._written(shard, columns)) is not None:
+            if (table := self._written.table(shard, columns)) is not None:
                 yield table.filter(pa.array(opened.done[opened.places(table)])).select(columns)
 
     def write(self, rows: Sequence[FinishedRow]) -> None:
@@ -330,37 +313,11 @@ class OutputWriter:
             return None
         errors: dict[int, int] = {}
         for shard in sorted(self._journal.shards() | set(self._published.extents)):
-            if (table := self._written(shard, ["finish_reason"])) is not None:
+            if (table := self._written.table(shard, ["finish_reason"])) is not None:
                 errors[shard] = pc.sum(pc.equal(table["finish_reason"], "error")).as_py()
         self._round.begin([shard for shard, n in errors.items() if n], self._journal.attempt)
         return sum(errors.values())
 
-    def _written(self, shard: int, columns: Sequence[str]) -> pa.Table | None:
-        """Some columns of all rows of a shard, each as it was written last; None without rows."""
-        names = [*dict.fromkeys([*columns, *KEYS])]
-        source = self._published.source(shard) if self._published.exists(shard) else None
-        batches = [] if source is None else read_columns(source, names).to_batches()
-        batches += [batch.select(names) for _, batch in self._journal.read(shard)]
-        rows = RowsInOrder(batches)
-        return rows.table(np.arange(len(rows.keys))) if len(rows.keys) else None
-
     def _reopen(self, number: int) -> OpenShard:
-        """Note what is there of a shard that is not complete, or was complete before."""
-        first = number * self._rows_per_shard
-        opened = self._open[number] = open_shard(
-            first, self._published.whole(number).rows, self._samples, self.schema.enough
-        )
-        retried_before = self._round.before(number) or 0
-        self._published.extents.pop(number, None)
-        if (extent := self._published.older.get(number)) is not None:
-            opened.take_published(extent)
-            if extent.rows and (retried_before or extent.valid):
-                table = read_columns(self._published.source(number), opened.state_columns)
-                opened.take(table, errors_count=not retried_before)
-        for path in self._journal.files(number, own=True):
-            self._seen[path] = 0
-            for batch in self._journal.batches(path):
-                attempt = attempt_of(path)
-                opened.take(batch, errors_count=attempt >= retried_before, attempt=attempt)
-                self._seen[path] += 1
+        opened = self._open[number] = self._written.open(number)
         return opened

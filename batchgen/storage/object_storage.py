@@ -19,11 +19,12 @@ from pathlib import Path
 from batchgen.config.workers_config import WorkersConfig
 from batchgen.leases.file_store import FolderGone
 from batchgen.leases.lease_files import DATA, JOURNAL, LEASES, SESSION, WORKERS
-from batchgen.leases.object_store import ObjectFile, ObjectStore
+from batchgen.leases.object_store import ObjectStore
 from batchgen.leases.own_files import KEYS, LOCKS, ROWS
 from batchgen.leases.process_identity import machine, started
 from batchgen.storage.job_storage import SYNC_SECONDS
 from batchgen.storage.object_lock import ObjectLock
+from batchgen.storage.range_file import ObjectFile
 from batchgen.util.errors import JobError
 
 _ROOM = 64 * 2**20

@@ -70,6 +70,9 @@ class ResolvedConfig:
     # The number of states that are kept for prefix reuse, in models with recurrent layers; None
     # chooses it from the free memory.
     state_checkpoints: int | None
+    # The fewest and the most prompt and output tokens that rows are likely to have, for models with
+    # sliding windows; None means that nobody knows.
+    row_tokens: tuple[int, int] | None
     # The share of the GPU's memory that the engine may use, from 0 to 1.
     gpu_memory_utilization: float
     cuda_graph: bool  # replay forwards as CUDA graphs
@@ -113,6 +116,10 @@ class EngineConfig:
     # The number of states that are kept for prefix reuse, in models with recurrent layers; None
     # takes up to a tenth of the caches' memory. Other models keep no states.
     state_checkpoints: int | None = None
+    # The fewest and the most prompt and output tokens that rows are likely to have. Layers with
+    # sliding windows and all others share the memory by it; other models do not read it. None means
+    # that nobody knows. A row that is longer than the cache is refused.
+    row_tokens: tuple[int, int] | None = None
     # The share of the GPU's memory that the engine may use, from 0 to 1.
     gpu_memory_utilization: float = 0.9
     cuda_graph: bool | None = None  # replay forwards as CUDA graphs; None means on a GPU only
@@ -161,6 +168,11 @@ class EngineConfig:
                 self.state_checkpoints is None or self.state_checkpoints >= 0,
                 "at least 0",
             ),
+            (
+                "row_tokens",
+                self.row_tokens is None or 1 <= self.row_tokens[0] <= self.row_tokens[1],
+                "two numbers of tokens from 1, the smaller one first",
+            ),
             ("tensor_parallel", 1 <= self.tensor_parallel <= 64, "1 to 64"),
             (
                 "gpu_memory_utilization",
@@ -203,6 +215,7 @@ class EngineConfig:
             prefix_caching=self.prefix_caching,
             kv_cache_gib=self.kv_cache_gib,
             state_checkpoints=self.state_checkpoints,
+            row_tokens=self.row_tokens,
             gpu_memory_utilization=self.gpu_memory_utilization,
             cuda_graph=cuda if self.cuda_graph is None else self.cuda_graph,
             overlap=cuda if self.overlap is None else self.overlap,

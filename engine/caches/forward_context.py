@@ -114,6 +114,8 @@ class ForwardContext:
     images: ImageFeatures | None = None  # None: no token is an image's
     # The same as `kv_slots` for layers with a window; None for models without such layers.
     window_slots: Tensor | None = None
+    # [T, layers, size], what each layer reads besides the stream; None for most models.
+    layer_inputs: Tensor | None = None
 
     def cache(self, layer: int, kind: type[C]) -> C:
         """Return what the layer with this index keeps; it must be of the given type."""

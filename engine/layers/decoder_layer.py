@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from batchgen.engine.caches.cache_specs import CacheSpec
 from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens
+from batchgen.engine.layers.layer_inputs import LayerInput
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.parallel.tensor_parallel import Stream, summed
@@ -58,8 +59,10 @@ class DecoderLayer(nn.Module):
 
     A norm stands before each part, after it, or at both places: `before` normalises what the mixer
     and the feed-forward part read, and `after` what they yield. The stream behind the layer is
-    multiplied by `scalar` [1], which needs norms after the parts. `mixer_name` is the mixer's name
-    in checkpoints.
+    multiplied by `scalar` [1], which needs norms after the parts. A feed-forward part without a
+    norm before it reads the stream as it is. `own_input` adds what the layer reads besides the
+    stream, before the product with the scalar, and needs such norms, too. `mixer_name` and
+    `mlp_name` are the parts' names in checkpoints.
     """
 
     def __init__(
@@ -67,21 +70,24 @@ class DecoderLayer(nn.Module):
         mixer: Mixer,
         mlp: FeedForward,
         *,
-        before: tuple[RMSNorm, RMSNorm] | None,
+        before: tuple[RMSNorm, RMSNorm | None] | None,
         after: tuple[RMSNorm, RMSNorm] | None = None,
         scalar: nn.Parameter | None = None,
+        own_input: LayerInput | None = None,
         mixer_name: str = "self_attn",
+        mlp_name: str = "mlp",
     ) -> None:
         super().__init__()
-        self.checkpoint_names = {"mixer": mixer_name, **_norm_names(after is not None)}
+        parts = {"mixer": mixer_name, "mlp": mlp_name, "own_input": ""}
+        self.checkpoint_names = parts | _norm_names(after is not None)
         self.mixer = mixer
         self.mlp = mlp
         self.mixer_norm: RMSNorm | None = before and before[0]
         self.mlp_norm: RMSNorm | None = before and before[1]
         self.mixer_post_norm: RMSNorm | None = after and after[0]
         self.mlp_post_norm: RMSNorm | None = after and after[1]
-        assert scalar is None or after is not None
-        self.layer_scalar = scalar
+        assert after is not None or (scalar is None and own_input is None)
+        self.own_input, self.layer_scalar = own_input, scalar
 
     @property
     def cache_spec(self) -> CacheSpec | None:
@@ -112,6 +118,8 @@ class DecoderLayer(nn.Module):
             return self.mlp(hidden, residual, ctx)
         yielded: Tensor = norm.of_stream(self.mlp(hidden, torch.zeros_like(residual), ctx))[0]
         whole = residual + yielded
+        if self.own_input is not None:
+            whole = self.own_input(whole, ctx, outputs)
         return whole if self.layer_scalar is None else whole.mul_(self.layer_scalar)
 
 

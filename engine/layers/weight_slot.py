@@ -202,7 +202,8 @@ def weight_slots(module: nn.Module, path: str) -> Iterator[WeightSlot]:
 def named_parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield a module and all modules in it, each with its name in checkpoints.
 
-    A name is the attribute that holds the module, unless the parent's `checkpoint_names` maps it.
+    A name is the attribute that holds the module, unless the parent's `checkpoint_names` maps it;
+    checkpoints hold what is in a module without a name in its parent.
     """
     yield path, module
     names = module.checkpoint_names if isinstance(module, HasCheckpointNames) else {}
@@ -218,4 +219,4 @@ class HasCheckpointNames(Protocol):
 
 
 def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    return f"{path}.{name}" if path and name else path or name

@@ -52,11 +52,12 @@ def window_blocks(
 ) -> int:
     """Return how many blocks the layers with a window get of `room` bytes for the paged cache.
 
-    Nobody knows how long rows will get. If memory is short, the two kinds of blocks get the shares
-    that rows need whose length is the geometric mean of the window and the longest row. So neither
-    short nor long rows leave much of one kind unused. If the user gave no length, rows of more than
-    16 windows do not count, since few rows are as long as a model allows. What the other layers
-    cannot use goes to the layers with a window, too.
+    If memory is short, the two kinds of blocks get the shares that rows need whose length is the
+    geometric mean of `row_tokens`, and at least a window, as shorter rows need the same shares. If
+    nobody knows how long rows will get, it is the geometric mean of the window and the longest row,
+    so that neither short nor long rows leave much of one kind unused. If the user gave no length
+    either, rows of more than 16 windows do not count there, since few rows are as long as a model
+    allows. What the other layers cannot use goes to the layers with a window, too.
 
     Args:
         block_bytes: the bytes of a block of all other layers; 0 if there are none.
@@ -73,15 +74,20 @@ def window_blocks(
         )
     if not block_bytes:
         return min(needs.most_blocks, room // needs.block_bytes)
-    longest = config.max_model_len
-    if not config.is_len_asked_for:
+    shortest, longest = needs.window, config.max_model_len
+    held = config.row_blocks
+    if config.row_tokens is not None:
+        shortest, longest = (min(tokens, longest) for tokens in config.row_tokens)
+        if not config.is_len_asked_for:
+            held = -(-longest // config.block_size)
+    elif not config.is_len_asked_for:
         longest = min(longest, _LIKELY_WINDOWS * needs.window)
-    length = min(math.isqrt(needs.window * longest), longest)
+    length = min(max(math.isqrt(shortest * longest), needs.window), longest)
     of_row = -(-length // config.block_size) * block_bytes + needs.row_blocks * needs.block_bytes
     number = min(needs.most_blocks, room * needs.row_blocks // of_row)
-    # The others have at least the blocks of one row, or half of the room.
-    others = (config.row_blocks + 1) * block_bytes
-    if not config.is_len_asked_for:
+    # The others have at least the blocks of one row, or half of the room if none may be that long.
+    others = (held + 1) * block_bytes
+    if not config.is_len_asked_for and config.row_tokens is None:
         others = min(others, room // 2)
     number = max(least, min(number, (room - others) // needs.block_bytes))
     most_others = (config.max_num_seqs * config.row_blocks + 1) * block_bytes

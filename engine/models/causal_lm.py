@@ -16,6 +16,7 @@ from batchgen.engine.caches.forward_context import ForwardContext
 from batchgen.engine.layers.decoder_layer import DecoderLayer
 from batchgen.engine.layers.embedding import Embedding, LogitsLayer
 from batchgen.engine.layers.fp8_format import FP8Format
+from batchgen.engine.layers.layer_inputs import LayerInputs
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import RotaryTable
 from batchgen.engine.layers.vision.vision_tower import VisionTower
@@ -36,8 +37,11 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 class Decoder(nn.Module):
     """The part of a model from token ids to hidden states: embedding, layers and final norm.
 
-    `rotaries` has the rotary table of each layer, None for one that rotates nothing.
+    `rotaries` has the rotary table of each layer, None for one that rotates nothing. `layer_inputs`
+    makes what layers read besides the stream.
     """
+
+    checkpoint_names: Mapping[str, str] = {"layer_inputs": ""}
 
     def __init__(
         self,
@@ -45,9 +49,10 @@ class Decoder(nn.Module):
         layers: Iterable[DecoderLayer],
         norm: RMSNorm,
         rotaries: Iterable[RotaryTable | None],
+        layer_inputs: LayerInputs | None = None,
     ) -> None:
         super().__init__()
-        self.embed_tokens = embed_tokens
+        self.embed_tokens, self.layer_inputs = embed_tokens, layer_inputs
         self.layers = nn.ModuleList(layers)
         self.norm = norm
         self.rotaries = tuple(rotaries)
@@ -57,6 +62,9 @@ class Decoder(nn.Module):
         stream: Stream = self.embed_tokens(input_ids)
         if ctx.images is not None:
             stream = ctx.images.put(summed(stream))
+        if self.layer_inputs is not None:
+            stream = summed(stream)
+            ctx = replace(ctx, layer_inputs=self.layer_inputs(input_ids, stream))
         tables = dict.fromkeys(self.rotaries)
         places = positions if ctx.rope_positions is None else ctx.rope_positions
         turns = {table: None if table is None else table(places) for table in tables}
@@ -124,6 +132,7 @@ class CausalLM(TokenModel):
             (self._layer(index) for index in range(config.num_layers)),
             self.make_norm(),
             self.make_rotaries(),
+            self.make_layer_inputs(),
         )
         self.lm_head = LogitsLayer(config.hidden_size, config.vocab_size, where=self.where)
         if config.tie_word_embeddings:
@@ -193,6 +202,10 @@ class CausalLM(TokenModel):
         """Make the tables of cosines and sines, and say which one each layer reads; None for a
         layer that rotates nothing."""
         return [None] * self.config.num_layers
+
+    def make_layer_inputs(self) -> LayerInputs | None:
+        """Make what layers read besides the stream; None if they read nothing else."""
+        return None
 
     def make_head(self, name: str) -> TokenModel:
         """Make a head of `config.heads`, which may share weights, or raise ValueError."""

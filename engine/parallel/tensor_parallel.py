@@ -188,10 +188,11 @@ class TensorParallel:
 ALONE = TensorParallel()
 """One rank that has all weights."""
 
-MIXER_LANE, FEED_FORWARD_LANE, EMBEDDING_LANE, NORM_LANE = range(4)
-"""The lanes (`TensorParallel.add_sum`) of the two parts of a layer, which take turns, of the
-embedding before them, and of norms over the heads of all ranks, each before its mixer's sum."""
-FIXED_LANES = 4
+MIXER_LANE, FEED_FORWARD_LANE, EXPERTS_LANE, EMBEDDING_LANE, NORM_LANE = range(5)
+"""The lanes (`TensorParallel.add_sum`) of the two parts of a layer, which take turns, of experts
+behind an MLP's sum, of the embedding before all layers, and of norms over the heads of all ranks,
+each before its mixer's sum."""
+FIXED_LANES = 5
 """The number of lanes."""
 
 

@@ -31,9 +31,7 @@ TOP_LOGPROB_IDS = OutputColumn("top_logprob_ids", np.dtype(np.int32), (0,))
 
 _ANSWER = "answer_"
 """What the names of columns of answer scope begin with."""
-ANSWER_LOGPROBS = _ANSWER + LOGPROBS.name
 ANSWER_TOP_LOGPROBS = _ANSWER + TOP_LOGPROBS.name
-ANSWER_TOP_LOGPROB_IDS = _ANSWER + TOP_LOGPROB_IDS.name
 ANSWER_REST_PROBS = OutputColumn("answer_rest_probs", np.dtype(np.float32), scope="answer")
 """The probability of all tokens but the K most likely ones at each position of an answer."""
 _INF = float("inf")

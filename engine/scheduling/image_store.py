@@ -66,6 +66,20 @@ class ImageStore:
         """Begin to plan a step, in which no image was encoded yet."""
         self._left = self._most
 
+    def chunk_of(self, seq: Row, chunk: int, multiple: int, *, may_wait: bool) -> int:
+        """Let the next step encode what the next `chunk` tokens of a row need. Returns how many
+        tokens the step can read then: all, or a multiple of `multiple`, which is 0 if the row must
+        wait and `may_wait`. Raises RequestError if an image cannot be decoded."""
+        start = seq.num_computed_tokens
+        fitting = self.reach(seq, start, start + chunk) - start
+        if fitting == chunk:
+            return chunk
+        fitting = fitting // multiple * multiple
+        if not fitting and not may_wait:
+            fitting = min(chunk, multiple)
+            self.reach(seq, start, start + fitting, beyond=True)
+        return fitting
+
     def reach(self, seq: Row, start: int, end: int, *, beyond: bool = False) -> int:
         """Let the next step encode the images among a row's tokens from `start` to `end`. Returns
         where the row's chunk must end instead, before the first image that would be too much for

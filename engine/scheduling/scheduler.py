@@ -20,14 +20,13 @@ from batchgen.engine.rows.scheduled_batch import (
     PrefillBatch,
     ScheduledBatch,
     ScoreBatch,
-    ScoredRow,
-    Snapshot,
 )
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.scheduling.admission import Admission
 from batchgen.engine.scheduling.block_manager import BlockManager
 from batchgen.engine.scheduling.image_store import ImageStore
 from batchgen.engine.scheduling.pacing import Pacing
+from batchgen.engine.scheduling.prefill_builder import PrefillBuilder
 from batchgen.engine.scheduling.prefill_policy import (
     BatchLimits,
     Candidates,
@@ -180,100 +179,41 @@ class Scheduler:
     def _prefill_batch(self, max_tokens: int, max_rows: int) -> PrefillBatch:
         """Plan a prefill batch of at most these tokens and rows: go on with the row that was cut,
         then admit waiting rows in order as long as there is room. The batch may be empty."""
-        seqs: list[Sequence] = []
-        starts: list[int] = []
-        lengths: list[int] = []
-        snapshots: list[Snapshot] = []
-        scored: list[ScoredRow] = []
-        budget = max_tokens
+        plan = PrefillBuilder(
+            self.block_manager, self.running, self._multiple, max_tokens, max_rows
+        )
         if self._images is not None:
             self._images.begin()
-        # A row that does not fit is cut, so there must be room for the smallest chunk.
-        while len(seqs) < max_rows and budget >= self._multiple:
-            seq = self._cut or self._admit_next()
-            if seq is None:
+        while plan.has_room and (seq := self._cut or self._admit_next()) is not None:
+            chunk = plan.chunk_of(seq)
+            if chunk is None:
                 break
-            start, chunk = seq.num_computed_tokens, seq.num_prefill_tokens - seq.num_computed_tokens
-            room = self.block_manager.chunk_room(seq)
-            most = budget if room is None else min(budget, room)
-            if chunk > most:
-                chunk = most // self._multiple * self._multiple
-                if not chunk:
-                    break
             if self._images is not None and seq.spans:
-                with_images = self._reach_images(self._images, seq, chunk, bool(seqs))
-                if with_images is None:
+                # A row that is alone goes on, so that images beside each other cannot wait for ever
+                # for a chunk without the next one.
+                may_wait = bool(plan.seqs)
+                try:
+                    fitting = self._images.chunk_of(seq, chunk, self._multiple, may_wait=may_wait)
+                except RequestError as error:
+                    self._end_with(seq, error)
                     continue
-                if with_images < min(chunk, self._multiple):
+                if fitting < min(chunk, self._multiple):
                     break
-                chunk = with_images
-            budget -= chunk
-            self.block_manager.reserve_chunk(seq, start + chunk)
-            for tokens, state_slot in self.block_manager.snapshots(seq, start, start + chunk):
-                snapshots.append(Snapshot(len(seqs), tokens - start, state_slot))
-            if (row := self._scored_row(seq, len(seqs), start, start + chunk)) is not None:
-                scored.append(row)
-            seqs.append(seq)
-            starts.append(start)
-            lengths.append(chunk)
-            seq.num_computed_tokens += chunk
-            # The blocks are published before the forward has filled them, so that the next row of
-            # this same batch can share them.
-            self.block_manager.publish(seq, seq.num_computed_tokens)
-            if not seq.is_prefilling:
-                self.running.end_prefill(seq, self.block_manager.room_of(seq))
-        completing = [
-            i for i, seq in enumerate(seqs) if not (seq.is_prefilling or seq.num_answer_tokens)
-        ]
-        # Rows that ended leave the StepInputs with this batch, too, and not only with a decode
-        # batch: if every row ends with its first token, there is never one.
-        keep = self.running.join([seqs[i] for i in completing]) if completing else None
-        yielding = [seqs[i].batch_slot for i in completing if seqs[i].prefill_yields]
-        slots = np.array(yielding, np.int64)
-        epochs = self.running.epochs[slots]
-        return PrefillBatch(
-            seqs, starts, lengths, completing, slots, epochs, keep, snapshots, scored
-        )
+                chunk = fitting
+            plan.add(seq, chunk)
+        return plan.batch()
 
-    def _reach_images(
-        self, images: ImageStore, seq: Sequence, chunk: int, may_wait: bool
-    ) -> int | None:
-        """Let the step encode what a chunk of a row's tokens needs. Returns how many tokens the
-        chunk may have then, 0 if the row waits for the next step; None if the row has ended,
-        because an image could not be decoded."""
-        start = seq.num_computed_tokens
-        try:
-            end = images.reach(seq, start, start + chunk)
-            if end == start + chunk:
-                return chunk
-            fitting = (end - start) // self._multiple * self._multiple
-            if fitting or may_wait:
-                return fitting
-            # Nothing else is read in this step, so that images beside each other could wait for
-            # ever for a chunk without the next one.
-            least = min(chunk, self._multiple)
-            images.reach(seq, start, start + least, beyond=True)
-            return least
-        except RequestError as error:
-            seq.fail(error)
-            self.running.remove(seq)
-            self._release(seq)
-            self._broken.append(seq)
-            return None
+    def _end_with(self, seq: Sequence, error: RequestError) -> None:
+        """End a row because an image of it could not be decoded."""
+        seq.fail(error)
+        self.running.remove(seq)
+        self._release(seq)
+        self._broken.append(seq)
 
     def take_broken(self) -> list[Sequence]:
         """Return the rows that have ended since the last call because of their images."""
         broken, self._broken = self._broken, []
         return broken
-
-    def _scored_row(self, seq: Sequence, row: int, start: int, end: int) -> ScoredRow | None:
-        """Name the tokens that a chunk from `start` to `end` of a row scores, if there are any."""
-        slot = seq.batch_slot
-        if not seq.num_answer_tokens or end < seq.next_scored:
-            return None
-        assert slot is not None
-        first = max(start + 1, seq.next_scored)
-        return ScoredRow(row, slot, int(self.running.epochs[slot]), first, end + 1)
 
     def _admit_next(self) -> Sequence | None:
         """Admit the first waiting row and give it the blocks of all its known tokens."""

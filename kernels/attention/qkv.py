@@ -29,6 +29,7 @@ def prepare_qkv(
 ) -> Tensor:
     """Normalise q and k per head, rotate them, and store k and v in the cache.
 
+    With `num_kv_heads` 0 there are neither k nor v, and the cache is left as it is.
     Results are rounded where `rms_norm`, `apply_rotary` and `write_kv`, called one after another,
     round them. Tokens may share a slot, as padding does; any one of them is stored then. Returns
     the rotated q [T, num_heads, D], contiguous, in qkv's dtype.
@@ -54,7 +55,8 @@ def prepare_qkv_reference(
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm_reference(q, q_weight, eps), rms_norm_reference(k, k_weight, eps)
     q, k = apply_rotary(q, k, cos_sin)
-    write_kv(k, v, cache, slots)
+    if num_kv_heads:
+        write_kv(k, v, cache, slots)
     return q
 
 
@@ -72,7 +74,7 @@ def prepare_qkv_triton(
     """`prepare_qkv` in one launch."""
     num_tokens, width = qkv.shape
     head_dim = width // (num_heads + 2 * num_kv_heads)
-    assert cache.key.shape[-1] == head_dim and cache.key.shape[0] == num_kv_heads
+    assert cache.key.shape[-1] == head_dim and num_kv_heads in (0, cache.key.shape[0])
     assert cache.key.is_contiguous() and cache.value.is_contiguous()
     assert qkv.stride(1) == 1 and cos_sin.is_contiguous() and slots.is_contiguous()
     assert (q_weight is None) == (k_weight is None)
@@ -81,7 +83,7 @@ def prepare_qkv_triton(
     half = triton.next_power_of_2(head_dim // 2)
     most = max(1, _TILE // half)
     q_block = min(most, triton.next_power_of_2(num_heads))
-    kv_block = min(most, triton.next_power_of_2(num_kv_heads))
+    kv_block = min(most, triton.next_power_of_2(max(num_kv_heads, 1)))
     q_groups = triton.cdiv(num_heads, q_block)
     groups = q_groups + triton.cdiv(num_kv_heads, kv_block)
     _prepare_qkv[(num_tokens * groups,)](

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+GateFunction = Literal["silu", "gelu"]
+"""The function of an MLP's gate: SiLU, or GELU as it is approximated by tanh."""
 _TWICE_ROOT = 1.5957691216057308
 """2 · √(2/π), of GELU's approximation."""
 _CHUNK = 1024

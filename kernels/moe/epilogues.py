@@ -7,7 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from batchgen.kernels.layers.activation import silu_and_mul_reference
+from batchgen.kernels.layers.activation import (
+    GateFunction,
+    gelu_reference,
+    silu_and_mul_reference,
+)
 
 
 class ClampedGate(NamedTuple):
@@ -23,17 +27,19 @@ class Epilogues(NamedTuple):
 
     gate_up_bias: Tensor | None = None  # [E, 2·I], contiguous
     down_bias: Tensor | None = None  # [E, H], contiguous; added before the token's weight
-    clamped: ClampedGate | None = None  # None: silu(gate) · up
+    clamped: ClampedGate | None = None  # None: function(gate) · up
+    function: GateFunction = "silu"
 
 
 PLAIN = Epilogues()
 
 
-def gated(gate_up: Tensor, clamped: ClampedGate | None) -> Tensor:
+def gated(gate_up: Tensor, clamped: ClampedGate | None, function: GateFunction = "silu") -> Tensor:
     """Compute the gate [R, I] between the products in PyTorch, of the I columns of gate and then of
     up; a clamped one is rounded once."""
     if clamped is None:
-        return silu_and_mul_reference(gate_up)
+        run = gelu_reference if function == "gelu" else silu_and_mul_reference
+        return run(gate_up)
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate = gate.clamp(max=clamped.limit)
     up = up.clamp(-clamped.limit, clamped.limit)

@@ -54,7 +54,7 @@ def grouped_mlp(
         ExpertProducts(gate_up.unbind(), bias=epilogues.gate_up_bias),
         ExpertProducts(down.unbind(), bias=epilogues.down_bias),
     )
-    out = grouped_mlp_cpu(x, *products, ids, weights, epilogues.clamped)
+    out = grouped_mlp_cpu(x, *products, ids, weights, *epilogues[2:])
     return add_up(out, residual, shared)
 
 
@@ -89,7 +89,7 @@ def grouped_mlp_reference(
         wide = x[token] @ gate_up[expert].t()
         if epilogues.gate_up_bias is not None:
             wide += epilogues.gate_up_bias[expert]
-        narrow = gated(wide, epilogues.clamped) @ down[expert].t()
+        narrow = gated(wide, *epilogues[2:]) @ down[expert].t()
         if epilogues.down_bias is not None:
             narrow += epilogues.down_bias[expert]
         of_slots[token, slot] = narrow

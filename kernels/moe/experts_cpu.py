@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from batchgen.kernels.layers.activation import GateFunction
 from batchgen.kernels.layers.linear import MOST_ROWS, linear
 from batchgen.kernels.moe.epilogues import ClampedGate, gated
 
@@ -37,6 +38,7 @@ def grouped_mlp_cpu(
     ids: Tensor,
     weights: Tensor,
     clamped: ClampedGate | None = None,
+    function: GateFunction = "silu",
 ) -> Tensor:
     """Compute `grouped_mlp` with each expert's weights as `linear` takes them.
 
@@ -55,7 +57,7 @@ def grouped_mlp_cpu(
         first += len(pairs)
         tokens = pairs // ids.shape[1]
         rows = x.index_select(0, tokens)
-        inner = gated(_by_expert(rows, gate_up, group, lengths), clamped)
+        inner = gated(_by_expert(rows, gate_up, group, lengths), clamped, function)
         found = _by_expert(inner, down, group, lengths)
         # One row after another is added: a token's parts in the order of their experts.
         total.index_add_(0, tokens, found * weight_of_pair.index_select(0, pairs))

@@ -50,6 +50,7 @@ def gate_up_product(
     _gate_up[grid](
         x, weights_operand(weight, tiles.block_n), epilogues.gate_up_bias, out, *alignment[:-1],
         x.stride(0), k, inner, hidden, LIMIT=limit, SLOPE=slope,
+        GELU=epilogues.function == "gelu",
         **_options(alignment, tiles, weight, hidden),
     )  # fmt: skip
 
@@ -149,9 +150,9 @@ def _add_products(acc, values, weights, SWAP: tl.constexpr, INTERPRETED: tl.cons
 def _gate_up(
     x_ptr, weight, bias_ptr, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr,
     num_tiles_ptr, x_stride, slots_per_token, inner, hidden,
-    LIMIT: tl.constexpr, SLOPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, PANELS: tl.constexpr,
-    HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
+    LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
+    PANELS: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(inner, BLOCK_N)
     is_past, expert, first, end = tile_of_program(
@@ -163,14 +164,14 @@ def _gate_up(
     if HALVE and end - first <= BLOCK_M // 2:
         _gate_up_tile(
             x_ptr, weight, bias_ptr, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
-            slots_per_token, inner, hidden, LIMIT, SLOPE, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN_K,
-            SWAP, PANELS, INTERPRETED,
+            slots_per_token, inner, hidden, LIMIT, SLOPE, GELU, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+            EVEN_K, SWAP, PANELS, INTERPRETED,
         )  # fmt: skip
     else:
         _gate_up_tile(
             x_ptr, weight, bias_ptr, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
-            slots_per_token, inner, hidden, LIMIT, SLOPE, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP,
-            PANELS, INTERPRETED,
+            slots_per_token, inner, hidden, LIMIT, SLOPE, GELU, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+            SWAP, PANELS, INTERPRETED,
         )  # fmt: skip
 
 
@@ -178,9 +179,9 @@ def _gate_up(
 def _gate_up_tile(
     x_ptr, weight, bias_ptr, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
     slots_per_token, inner, hidden,
-    LIMIT: tl.constexpr, SLOPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, PANELS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
+    PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     place = first + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
@@ -208,7 +209,7 @@ def _gate_up_tile(
 
     gate = with_bias(gate, bias_ptr, expert, 2 * inner, row, SWAP)
     up = with_bias(up, bias_ptr, expert, 2 * inner, inner + row, SWAP)
-    result = gated_product(gate, up, LIMIT, SLOPE).to(out_ptr.dtype.element_ty)
+    result = gated_product(gate, up, LIMIT, SLOPE, GELU).to(out_ptr.dtype.element_ty)
     if SWAP:
         result = tl.trans(result)
     target = out_ptr + place.to(tl.int64)[:, None] * inner + column[None, :]

@@ -32,9 +32,12 @@ def with_bias(acc, bias_ptr, expert, stride, row, SWAP: tl.constexpr):
 
 
 @triton.jit
-def gated_product(gate, up, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
-    """Return silu(gate) · up, or what `ClampedGate` says if there is a limit."""
-    if LIMIT is None:
+def gated_product(gate, up, LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr):
+    """Return silu(gate) · up, or gelu(gate) · up, or what `ClampedGate` says, if it has a limit."""
+    if GELU:
+        inner = (gate + 0.044715 * gate * gate * gate) * 1.5957691216057308  # as `gelu_and_mul`
+        result = gate / (1.0 + tl.exp(-inner)) * up
+    elif LIMIT is None:
         result = gate / (1.0 + tl.exp(-gate)) * up
     else:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)

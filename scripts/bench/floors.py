@@ -15,12 +15,14 @@ from batchgen.engine.layers.vision.vision_config import VisionConfig
 from batchgen.engine.models.hybrids.hybrid import HybridConfig
 from batchgen.engine.models.mla.mla_model import LatentConfig
 from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.sparse.gemma4_config import Gemma4Config
 from batchgen.engine.models.sparse.moe_model import MoEConfig
 from batchgen.engine.models.transformer.dense import DenseConfig
-from batchgen.engine.models.transformer.gemma4 import Gemma4Config
 
 _BYTES_PER_VALUE = 2
 """Bytes of a weight, a key or a value in bfloat16."""
+_MXFP4_BYTES = 17 / 32
+"""Bytes of a weight in MXFP4, with its part of the scale of 32 weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,20 +160,26 @@ def layer_params(config: ModelConfig) -> int:
         return params + config.num_layers * mlp
     sparse = config.hidden_size * (family.num_experts + 3 * (family.shared_size or 0))
     layers = len(family.moe_layers)
-    return params + layers * sparse + (config.num_layers - layers) * mlp
+    mlps = config.num_layers - (0 if isinstance(family, Gemma4Config) else layers)
+    return params + layers * sparse + mlps * mlp
 
 
 def expert_weights(config: ModelConfig) -> ExpertWeights:
     """Count the experts and their weights; a dense model has none in any layer."""
     family = config.family
-    if not isinstance(family, MoEConfig):
+    if not isinstance(family, MoEConfig) or not family.moe_layers:
         return ExpertWeights(0, 1, 1, 0)
     each = 3 * config.hidden_size * family.expert_size
     return ExpertWeights(len(family.moe_layers), family.num_experts, family.experts_per_token, each)
 
 
 def floor_seconds(
-    config: ModelConfig, load: Sequence[BenchRequest], rates: Rates, *, in_fp8: bool = False
+    config: ModelConfig,
+    load: Sequence[BenchRequest],
+    rates: Rates,
+    *,
+    in_fp8: bool = False,
+    in_mxfp4: bool = False,
 ) -> Floor:
     """Compute the physical floor of a workload's time on one GPU, with all requests in flight.
 
@@ -179,9 +187,10 @@ def floor_seconds(
     attention, within its window if a layer has one. A decode step takes the longer of reading all
     weights once (experts that its rows go to, routed uniformly) and multiplying by them, then reads
     the keys and values that every row sees, and reads and writes its states. Layers in FP8 have
-    half the bytes and twice the rate.
+    half the bytes and twice the rate; experts in MXFP4 have fewer bytes and the usual rate.
     """
     size, speed = (1, 2) if in_fp8 else (_BYTES_PER_VALUE, 1)
+    expert_size = _MXFP4_BYTES if in_mxfp4 else size
     body, experts = layer_params(config), expert_weights(config)
     head = config.hidden_size * config.vocab_size
     of_token = body + experts.of_token
@@ -193,7 +202,7 @@ def floor_seconds(
     # The first token comes from prefill.
     for step in range(1, max(r.output_len for r in load)):
         contexts = [len(r.prompt) + step for r in load if r.output_len > step]
-        read = (body + experts.read(len(contexts))) * size + head * _BYTES_PER_VALUE
+        read = body * size + experts.read(len(contexts)) * expert_size + head * _BYTES_PER_VALUE
         products = 2 * (of_token / speed + head) * len(contexts)
         decode += max(read / rates.bandwidth, products / rates.flops)
         decode += mixing.read_bytes(contexts) / rates.bandwidth

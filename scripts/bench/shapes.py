@@ -93,9 +93,10 @@ _FP8 = {
 _WINDOW, _FULL = "sliding_attention", "full_attention"
 
 
-def _windows(layers: int) -> list[str]:
-    """Every sixth layer sees all tokens."""
-    return [_FULL if layer % 6 == 5 else _WINDOW for layer in range(layers)]
+def _windows(layers: int, every: int, size: int) -> dict[str, Any]:
+    """Windows of this size, but in every second or sixth layer."""
+    kinds = [_WINDOW if (layer + 1) % every else _FULL for layer in range(layers)]
+    return {"sliding_window": size, "layer_types": kinds}
 
 
 _GEMMA: dict[str, Any] = {
@@ -127,16 +128,30 @@ _GEMMA4 = _GEMMA | {
         _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     },
 }
-_GEMMA3_27B = (
-    _GEMMA3
-    | _sizes(5376, 21504, 62, 32, 16)
-    | {
-        "head_dim": 128,
-        "query_pre_attn_scalar": 168,
-        "sliding_window": 1024,
-        "layer_types": _windows(62),
-    }
-)
+_GEMMA3_27B = _GEMMA3 | _sizes(5376, 21504, 62, 32, 16) | _windows(62, 6, 1024)
+_GEMMA3_27B |= {"head_dim": 128, "query_pre_attn_scalar": 168}
+
+
+_GPT_OSS = _COMMON | {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "head_dim": 64,
+    "vocab_size": 201_088,
+    "max_position_embeddings": 131_072,
+    "num_experts_per_tok": 4,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "swiglu_limit": 7.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+        "rope_theta": 150_000.0,
+    },
+}
+_GPT_OSS_20B = _GPT_OSS | _sizes(2880, 2880, 24, 64, 8) | _windows(24, 2, 128)
+_GPT_OSS_20B |= {"num_local_experts": 32}
 
 
 def _with_tower(text: dict[str, Any], sections: list[int], **tower: int | list[int]) -> Any:
@@ -211,13 +226,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3-27b-full": _GEMMA3_27B | {"layer_types": [_FULL] * 62},
     "gemma4-31b": _GEMMA4
     | _sizes(5376, 21504, 60, 32, 16)
-    | {
-        "head_dim": 256,
-        "global_head_dim": 512,
-        "num_global_key_value_heads": 4,
-        "sliding_window": 1024,
-        "layer_types": _windows(60),
-    },
+    | _windows(60, 6, 1024)
+    | {"head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 4},
+    "gemma4-26b-a4b": _GEMMA4
+    | _sizes(2816, 2112, 30, 16, 8)
+    | _windows(30, 6, 1024)
+    | {"head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 2}
+    | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8}
+    | {"moe_intermediate_size": 704},
+    "gpt-oss-20b-bf16": _GPT_OSS_20B,
     "tiny": _TINY,
     "tiny-vl": _with_tower(
         _TINY,
@@ -230,25 +247,21 @@ MODELS: dict[str, dict[str, Any]] = {
         num_position_embeddings=25,
         deepstack_visual_indexes=[0],
     ),
+    "tiny-gpt-oss": _GPT_OSS
+    | _sizes(64, 64, 2, 4, 2)
+    | _windows(2, 2, 24)
+    | _SMALL
+    | {"head_dim": 16, "num_local_experts": 8},
     "tiny-gemma3": _GEMMA3
     | _sizes(64, 128, 6, 4, 2)
+    | _windows(6, 6, 24)
     | _SMALL
-    | {
-        "head_dim": 16,
-        "query_pre_attn_scalar": 16,
-        "sliding_window": 24,
-        "layer_types": _windows(6),
-    },
+    | {"head_dim": 16, "query_pre_attn_scalar": 16},
     "tiny-gemma4": _GEMMA4
     | _sizes(64, 128, 6, 4, 2)
+    | _windows(6, 6, 24)
     | _SMALL
-    | {
-        "head_dim": 16,
-        "global_head_dim": 32,
-        "num_global_key_value_heads": 1,
-        "sliding_window": 24,
-        "layer_types": _windows(6),
-    },
+    | {"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1},
     "tiny-sdar": _TINY | _DIFFUSION | {"mask_token_id": 511},
     "tiny-moe": _TINY | _experts(32, 8, 2),
     "tiny-hybrid": _TINY

@@ -28,10 +28,10 @@ from batchgen.config.job_config import (
     ModelGroup,
     OutputConfig,
     ProgressConfig,
-    SamplingConfig,
     StrategyConfig,
 )
 from batchgen.config.prompt_config import ChatPromptConfig
+from batchgen.config.sampling_config import SamplingConfig
 from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import OutputColumn, RequestError, RequestOutput
 from batchgen.engine.images.image import Image

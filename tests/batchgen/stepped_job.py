@@ -17,10 +17,10 @@ from batchgen.config.job_config import (
     JobConfig,
     ModelGroup,
     OutputConfig,
-    SamplingConfig,
     StrategyConfig,
 )
 from batchgen.config.prompt_config import ChatPromptConfig
+from batchgen.config.sampling_config import SamplingConfig
 from batchgen.dataset.row_source import open_dataset
 from batchgen.dataset.source import Row
 from batchgen.jobs.job_end import JobResult

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from shared_jobs import SharedJob
 
-from batchgen.config.job_config import JobConfig, StepConfig, UntilConfig
+from batchgen.config.job_config import JobConfig, StepConfig
+from batchgen.config.sampling_config import UntilConfig
 from batchgen.grading.step import AnswerRow, AnswerRows, Column, GradeFailure
 
 MARKED = "mark == 1"

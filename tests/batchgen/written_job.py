@@ -19,11 +19,11 @@ from batchgen.config.job_config import (
     JobConfig,
     ModelGroup,
     OutputConfig,
-    SamplingConfig,
     ScoreConfig,
     StrategyConfig,
 )
 from batchgen.config.prompt_config import ChatPromptConfig
+from batchgen.config.sampling_config import SamplingConfig
 from batchgen.grades.folder_grades import JobGrades
 from batchgen.scoring.job_score import job_score, save_score
 from batchgen.shards.checked_file import seal

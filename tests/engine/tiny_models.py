@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 MASK_ID = 127
 VARIANTS = (
     "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3", "gemma3_text", "gemma3",
-    "gemma4_text", "gemma4", "gpt_oss",
+    "gemma4_text", "gemma4_moe", "gemma4_e2b", "gemma4", "gpt_oss",
 )  # fmt: skip
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -144,7 +144,13 @@ def random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         elif name.endswith(("mlp.gate.weight", "mlp.router.weight")):
             # Else a token's experts weigh nearly the same.
             parameter.data.normal_(0, 0.5)
+        elif name.endswith(("norm_1.weight", "norm_2.weight", "scale")):
+            parameter.data.uniform_(0.5, 1.5)
+        elif name.endswith("router.proj.weight"):  # which reads values of 1/√hidden_size
+            parameter.data.normal_(0, 1.5)
     for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0, 0.2)
     return model
@@ -219,8 +225,17 @@ def _random_gemma4(kind: str, values: dict[str, Any]) -> PreTrainedModel:
     text: dict[str, Any] = {"sliding_window": 24, "layer_types": layers, "attention_k_eq_v": True}
     text |= {"global_head_dim": 32, "num_global_key_value_heads": 1}
     text |= {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 9.0}
-    text |= values | {"pad_token_id": 0}
-    if kind == "gemma4_text":
+    experts: dict[str, Any] = {
+        "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32,
+    }  # fmt: skip
+    small: dict[str, Any] = {
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": values["vocab_size"],
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": False,
+        "layer_types": layers[1:] * 2,
+    }  # fmt: skip
+    text |= {"gemma4_moe": experts, "gemma4_e2b": small}.get(kind, {}) | values
+    text |= {"pad_token_id": 0, "num_hidden_layers": len(text["layer_types"])}
+    if kind != "gemma4":
         return _causal("Gemma4", text, "Gemma4Text")
     tower = {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,

@@ -92,6 +92,20 @@ def test_the_floor_with_weights_in_fp8(tmp_path: Path) -> None:
     assert slow_math.decode == pytest.approx(2 * (body + 2 * head))
 
 
+def test_the_floor_of_gpt_oss_with_experts_in_mxfp4(tmp_path: Path) -> None:
+    config = load_config(write_config("gpt-oss-20b-bf16", tmp_path))
+    load = [BenchRequest([1], 2)] * 512
+    step = floor_seconds(config, load, Rates(4.1e12, 1e30), in_mxfp4=True).decode
+    assert step == pytest.approx(3.07e-3, rel=0.01)
+    whole = floor_seconds(config, load, Rates(4.1e12, 1e30)).decode
+    experts = expert_weights(config).read(512) * (2 - 17 / 32)
+    assert whole - step == pytest.approx(experts / 4.1e12)
+    products = Rates(1e30, 1.0)  # in bfloat16 either way
+    assert floor_seconds(config, load, products, in_mxfp4=True) == floor_seconds(
+        config, load, products
+    )
+
+
 def test_the_floor_of_one_request_by_hand(tmp_path: Path) -> None:
     config = load_config(write_config("tiny", tmp_path))
     # A layer: q, k, v, o of 64 × (64 + 32 + 32 + 64) and three products of 64 × 128.
@@ -111,12 +125,13 @@ def test_the_floor_of_one_request_by_hand(tmp_path: Path) -> None:
 def test_each_model_is_one_that_the_engine_reads(tmp_path: Path, model: str) -> None:
     config = load_config(write_config(model, tmp_path / "new"))
     assert [config.architecture] == MODELS[model]["architectures"]
-    experts = any(part in model for part in ("a3b", "moe", "hybrid", "deepseek", "latent"))
+    sparse = ("a3b", "a4b", "moe", "hybrid", "deepseek", "latent", "oss")
+    experts = any(part in model for part in sparse)
     assert (expert_weights(config).layers > 0) == experts
     assert (config.diffusion is not None) == ("sdar" in model)
     assert (config.vision is not None) == ("vl" in model)
     windows = any(config.family_as(DenseConfig).layer_windows)
-    assert windows == ("gemma" in model and "full" not in model)
+    assert windows == (("gemma" in model and "full" not in model) or "oss" in model)
     longest = max(w.input_lens[1] + w.output_lens[1] for w in WORKLOADS.values())
     assert longest <= config.max_position_embeddings or "tiny" in model
     assert "deepseek" in model or "tiny" in model or config.vocab_size >= PROMPT_VOCAB

@@ -11,6 +11,7 @@ from torch import Tensor
 from batchgen.engine.base.shard import Shard
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.kernels.layers.activation import GateFunction
 from batchgen.kernels.moe.epilogues import ClampedGate
 from batchgen.kernels.moe.tiled_layout import are_panels, rows_of_panels
 
@@ -20,7 +21,8 @@ class ExpertForm:
     """What differs between the experts of models, besides their sizes."""
 
     biased: bool = False  # checkpoints hold `gate_up_proj_bias` [E, 2·I], `down_proj_bias` [E, H]
-    clamped: ClampedGate | None = None  # None: SwiGLU
+    clamped: ClampedGate | None = None  # None: function(gate) · up
+    function: GateFunction = "silu"
     # Where checkpoints hold all experts in one tensor, rows of gate and of up take turns, and the
     # last two axes are the other way round: [E, H, 2·I] and [E, I, H].
     interleaved: bool = False

@@ -91,8 +91,8 @@ class Experts(nn.Module):
             return
         if self.variant != PLAIN_EXPERTS:
             raise ValueError(
-                f"{path} has experts with biases or a clamped gate, which products in FP8 do not "
-                "have: load the model without quantisation to FP8"
+                f"{path} has experts with biases or a gate other than SiLU's, which products in "
+                "FP8 do not have: load the model without quantisation to FP8"
             )
         if some := [name for name in form.excluded if f".{name}.".find(f".{path}.") >= 0]:
             raise ValueError(
@@ -115,7 +115,9 @@ class Experts(nn.Module):
         """What this rank's experts compute behind their products."""
         if self.variant == PLAIN_EXPERTS:
             return PLAIN
-        return Epilogues(self.gate_up_bias, self.down_bias, self.variant.clamped)
+        return Epilogues(
+            self.gate_up_bias, self.down_bias, self.variant.clamped, self.variant.function
+        )
 
     def forward(
         self,
@@ -159,7 +161,7 @@ class Experts(nn.Module):
                 shared=shared,
                 num_routed=of,
             )
-        out = grouped_mlp_cpu(x, *self._packed, ids, weights, self.variant.clamped)
+        out = grouped_mlp_cpu(x, *self._packed, ids, weights, *self.epilogues[2:])
         return add_up(out, residual, shared)
 
     def add_to(

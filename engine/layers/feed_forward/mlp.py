@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor, nn
 
 from batchgen.engine.caches.forward_context import ForwardContext
@@ -15,10 +13,7 @@ from batchgen.engine.parallel.tensor_parallel import (
     Stream,
 )
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows, silu_and_mul_quantised
-from batchgen.kernels.layers.activation import gelu_and_mul, silu_and_mul
-
-GateFunction = Literal["silu", "gelu"]
-"""The function of an MLP's gate: SiLU, or GELU as it is approximated by tanh."""
+from batchgen.kernels.layers.activation import GateFunction, gelu_and_mul, silu_and_mul
 
 
 class GatedMLP(nn.Module):

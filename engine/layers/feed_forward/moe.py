@@ -14,6 +14,7 @@ from batchgen.engine.caches.forward_context import ForwardContext
 from batchgen.engine.layers.feed_forward.expert_slots import PLAIN_EXPERTS, ExpertForm
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.feed_forward.mlp import GatedMLP
+from batchgen.engine.layers.feed_forward.scaled_router import ScaledRouter
 from batchgen.engine.layers.linear import Float32Linear, Linear, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
@@ -64,7 +65,7 @@ class SparseMoE(nn.Module):
     It computes residual + Σ_j w_j · expert_j(x), with experts and weights from a router's logits
     (`route`). A shared expert, which every token goes through, adds shared(x), or sigmoid(gate(x))
     · shared(x) (Yang et al. 2024). Each rank has some experts, a share of the shared one, and the
-    whole router.
+    whole router, which is `gate` if that is given. Sums over ranks have this `lane`.
     """
 
     def __init__(
@@ -77,18 +78,23 @@ class SparseMoE(nn.Module):
         renormalise: bool,
         shared_size: int | None,
         router: Router = SOFTMAX_ROUTER,
+        gate: ScaledRouter | None = None,
         variant: ExpertForm = PLAIN_EXPERTS,
         column: tuple[OutputColumn, int],
+        lane: int = FEED_FORWARD_LANE,
         where: Placement,
     ) -> None:
         super().__init__()
-        self._parallel = where.parallel
+        self._parallel, self._lane = where.parallel, lane
         self.experts_per_token, self.renormalise = experts_per_token, renormalise
         self.column, self.index = column
         self.form = router.form
         self.checkpoint_names = {"correction": "gate"}
-        self.gate: Linear
-        if router.float32:
+        self.gate: Linear | ScaledRouter
+        if gate is not None:
+            self.gate = gate
+            self.checkpoint_names["gate"] = "router"
+        elif router.float32:
             assert not router.biased
             own = replace(where, dtype=torch.float32) if router.wide else where
             self.gate = Float32Linear(hidden_size, num_experts, where=own)
@@ -115,16 +121,26 @@ class SparseMoE(nn.Module):
             else:
                 self.checkpoint_names["shared_expert"] = "shared_experts"
 
-    def forward(self, tokens: Tensor | BothRows, residual: Tensor, ctx: ForwardContext) -> Stream:
-        """Add the result for tokens [T, hidden_size] to `residual` in place and return it."""
-        x = plain_rows(tokens)
-        logits, shared = self._begin(tokens)
+    def forward(
+        self,
+        tokens: Tensor | BothRows,
+        residual: Tensor,
+        ctx: ForwardContext,
+        router_input: Tensor | None = None,
+    ) -> Stream:
+        """Add the result for tokens [T, hidden_size] to `residual` in place and return it.
+
+        The router reads the tokens, or `router_input` [T, hidden_size].
+        """
+        x, gate = plain_rows(tokens), self.gate
+        logits, shared = self._begin(tokens, x if router_input is None else router_input)
         ids, weights = route(
             logits,
             self.experts_per_token,
             renormalise=self.renormalise,
             form=self.form,
             bias=None if self.correction is None else self.correction.e_score_correction_bias,
+            scales=gate.expert_scales if isinstance(gate, ScaledRouter) else None,
         )
         ctx.record(self.column, ids, self.index)
         alone, own = self._parallel.size == 1, _own_tokens(x, ctx)
@@ -139,19 +155,20 @@ class SparseMoE(nn.Module):
             out = add_up(routed, residual if alone else None, shared)
         if alone:
             return out
-        return self._parallel.add_sum(residual, out, FEED_FORWARD_LANE)
+        return self._parallel.add_sum(residual, out, self._lane)
 
-    def _begin(self, tokens: Tensor | BothRows) -> tuple[Tensor, Callable[[], SharedPart] | None]:
+    def _begin(
+        self, tokens: Tensor | BothRows, router_input: Tensor
+    ) -> tuple[Tensor, Callable[[], SharedPart] | None]:
         """Compute the router's logits [T, E], and begin what the shared expert makes of the tokens.
 
         The router is launched first: all experts wait for it, and the shared expert fills the
         device. Also returns a function that yields this rank's part of the shared expert, to be
         called exactly once; None without a shared expert.
         """
-        x = plain_rows(tokens)
         if self.shared_expert is None:
-            return self.gate(x), None
-        return beside(x, self.gate, lambda _: self._share(tokens))
+            return self.gate(router_input), None
+        return beside(router_input, self.gate, lambda _: self._share(tokens))
 
     def _share(self, tokens: Tensor | BothRows) -> SharedPart:
         """Compute what the shared expert of this rank makes of tokens [T, hidden_size]."""

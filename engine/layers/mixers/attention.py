@@ -45,8 +45,9 @@ class Attention(nn.Module):
     heads of a token together. `query_scales` [P] float32 multiplies queries after rotation by a
     factor of their position. Scores are multiplied by `scale`, by default 1/√head_dim. With
     `value_norm`, the heads of values are normalised without a weight; with `keys_are_values`, they
-    are those of keys, as they are before the norm and the rotation of keys. With `sinks`, a score
-    of the checkpoint stands in the softmax of each head beside those of tokens.
+    are those of keys, as they are before the norm and the rotation of keys. With `reads_only`, the
+    keys and values are those that an earlier layer has written under the index `layer`. With
+    `sinks`, a score of the checkpoint stands in the softmax of each head beside those of tokens.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Attention(nn.Module):
         norms_in_float: bool = False,
         value_norm: bool = False,
         keys_are_values: bool = False,
+        reads_only: bool = False,
         sinks: bool = False,
         where: Placement,
     ) -> None:
@@ -76,7 +78,8 @@ class Attention(nn.Module):
         kv_heads = parallel.kv_heads(whole.num_kv_heads)
         shape = replace(shape, num_heads=own_heads, num_kv_heads=kv_heads[1] - kv_heads[0])
         self.shape = shape
-        self.cache_spec: CacheSpec | None = shape
+        self.cache_spec: CacheSpec | None = None if reads_only else shape
+        self._own_kv_heads = 0 if reads_only else shape.num_kv_heads
         self.scale = shape.head_dim**-0.5 if scale is None else scale
         heads, head_dim = shape.num_heads, shape.head_dim
         self.sinks: nn.Parameter | None = None
@@ -90,7 +93,9 @@ class Attention(nn.Module):
             "k_proj": shape.num_kv_heads * head_dim,
             "v_proj": shape.num_kv_heads * head_dim,
         }
-        if keys_are_values:
+        if reads_only:
+            del parts["k_proj"], parts["v_proj"]
+        elif keys_are_values:
             assert value_norm, "without a norm values would be views of keys"
             del parts["v_proj"]
         shards: dict[str, Shard] = {}
@@ -116,14 +121,14 @@ class Attention(nn.Module):
         self.k_norm: RMSNorm | AllHeadsNorm | None = None
         self.norm_eps, self._query_scales = norm_eps, query_scales
         self._value_weight: Tensor | None = None
-        if value_norm:
+        if value_norm and not reads_only:
             self._value_weight = torch.ones(head_dim, dtype=torch.float32, device=where.device)
         if qk_norm == "head":
             norm = partial(RMSNorm, head_dim, norm_eps, zero_centred=zero_centred, order=order)
             norm = partial(norm, in_float=norms_in_float)
-            self.q_norm, self.k_norm = norm(where=where), norm(where=where)
+            self.q_norm, self.k_norm = norm(where=where), None if reads_only else norm(where=where)
         elif qk_norm == "all heads":
-            assert not zero_centred and not output_gate, "no model has both"
+            assert not (zero_centred or output_gate or reads_only), "no model has both"
             wide = partial(AllHeadsNorm, head_dim=head_dim, eps=norm_eps, order=order, where=where)
             self.q_norm, self.k_norm = wide(whole.num_heads), wide(whole.num_kv_heads)
 
@@ -151,8 +156,9 @@ class Attention(nn.Module):
         cache = ctx.cache(self.layer, KVCache)
         gate, qkv = self.qkv_proj(hidden).tensor_split([self._gate_size], dim=1)
         q_weight, k_weight = None, None
-        if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
-            q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
+        if isinstance(self.q_norm, RMSNorm):
+            of_keys = self.k_norm if isinstance(self.k_norm, RMSNorm) else self.q_norm
+            q_weight, k_weight = self.q_norm.weight, of_keys.weight
         elif isinstance(self.q_norm, AllHeadsNorm) and isinstance(self.k_norm, AllHeadsNorm):
             qkv = normed_together(qkv, self.q_norm, self.k_norm)
         if self._value_weight is not None:
@@ -166,7 +172,7 @@ class Attention(nn.Module):
             cache,
             ctx.slots(self.shape.window),
             self.shape.num_heads,
-            self.shape.num_kv_heads,
+            self._own_kv_heads,
         )
         attention = ctx.attention
         if outputs is not None:

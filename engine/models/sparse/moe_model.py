@@ -107,9 +107,14 @@ class MoEForCausalLM(DenseForCausalLM):
         return (family.routed_experts,) if family.moe_layers else ()
 
     def make_mlp(self, index: int) -> FeedForward:
+        if index in self.family.moe_layers:
+            return self.make_experts(index)
+        return super().make_mlp(index)
+
+    def make_experts(self, index: int, **options: Any) -> SparseMoE:
+        """Make the experts of the layer with this index, which has some; `options` are of
+        `SparseMoE`."""
         family = self.family
-        if index not in family.moe_layers:
-            return super().make_mlp(index)
         return SparseMoE(
             self.config.hidden_size,
             family.num_experts,
@@ -120,6 +125,7 @@ class MoEForCausalLM(DenseForCausalLM):
             router=family.router,
             variant=family.variant,
             column=(family.routed_experts, family.moe_layers.index(index)),
+            **options,
             where=self.where,
         )
 

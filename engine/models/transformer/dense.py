@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchgen.engine.caches.cache_specs import KVSpec
 from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward, Mixer, NormPlaces
-from batchgen.engine.layers.feed_forward.mlp import GatedMLP, GateFunction
+from batchgen.engine.layers.feed_forward.mlp import GatedMLP
 from batchgen.engine.layers.mixers.attention import Attention, NormScope
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import DefaultRope, QueryScale, RotaryTable
@@ -23,7 +23,7 @@ from batchgen.engine.models.model_config import (
     common_config,
     rope_from_parameters,
 )
-from batchgen.kernels.layers.activation import soft_cap
+from batchgen.kernels.layers.activation import GateFunction, soft_cap
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -17,6 +17,7 @@ def route(
     form: RouterForm = SOFTMAX,
     # [E] float32, for the choice alone (Wang et al. 2024, arXiv 2408.15664)
     bias: Tensor | None = None,
+    scales: Tensor | None = None,  # [E] float32, which multiply the weights at last
 ) -> tuple[Tensor, Tensor]:
     """Choose k experts of each token by their scores.
 
@@ -26,11 +27,12 @@ def route(
     at least k experts.
 
     Returns ids [T, k] int32, the first chosen in front, and weights [T, k] float32: scores without
-    the bias, or a softmax over them if scores are logits, times `form.scale`. A row of logits that
-    is not finite has NaN weights, and ids in [0, E) all the same; no other row is touched.
+    the bias, or a softmax over them if scores are logits, times `form.scale` and the chosen
+    experts' `scales`. A row of logits that is not finite has NaN weights, and ids in [0, E) all the
+    same; no other row is touched.
     """
     run = route_triton if logits.is_cuda else route_reference
-    return run(logits, k, renormalise=renormalise, form=form, bias=bias)
+    return run(logits, k, renormalise=renormalise, form=form, bias=bias, scales=scales)
 
 
 def route_reference(
@@ -40,6 +42,7 @@ def route_reference(
     renormalise: bool,
     form: RouterForm = SOFTMAX,
     bias: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`route` in PyTorch."""
     logits = logits.float()
@@ -64,7 +67,8 @@ def route_reference(
     if renormalise:
         total = weights.sum(-1, keepdim=True)
         weights = weights / (total + form.least_sum)
-    return ids.int(), weights * form.scale
+    weights = weights * form.scale
+    return ids.int(), weights if scales is None else weights * scales[ids]
 
 
 def _largest(values: Tensor, k: int) -> Tensor:

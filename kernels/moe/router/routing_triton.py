@@ -20,6 +20,7 @@ def route_triton(
     renormalise: bool,
     form: RouterForm = SOFTMAX,
     bias: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `routing.route` in one launch; the last axis of `logits` is contiguous."""
     tokens, experts = logits.shape
@@ -31,8 +32,8 @@ def route_triton(
     block = triton.next_power_of_2(experts)
     rows = max(1, _TILE // block)
     _route[(triton.cdiv(tokens, rows),)](
-        logits, logits if bias is None else bias, ids, weights, logits.stride(0), tokens, experts,
-        form.scale, form.least_sum, K=k, RENORMALISE=renormalise, SIGMOID=form.sigmoid,
+        logits, logits if bias is None else bias, scales, ids, weights, logits.stride(0), tokens,
+        experts, form.scale, form.least_sum, K=k, RENORMALISE=renormalise, SIGMOID=form.sigmoid,
         CHOOSE_FIRST=form.choose_first, BIASED=bias is not None,
         GROUPS=form.groups if form.kept_groups < form.groups else 1, KEPT=form.kept_groups,
         PAIRS=form.group_best == 2, ROWS=rows, BLOCK=block, BLOCK_K=triton.next_power_of_2(k),
@@ -43,7 +44,8 @@ def route_triton(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, stride, tokens, experts, scale, least_sum,
+    logits_ptr, bias_ptr, scales_ptr, ids_ptr, weights_ptr, stride, tokens, experts, scale,
+    least_sum,
     K: tl.constexpr, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, CHOOSE_FIRST: tl.constexpr,
     BIASED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, PAIRS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -93,6 +95,8 @@ def _route(
     if RENORMALISE:
         weights = weights / (tl.sum(weights, axis=1) + least_sum)[:, None]
     weights = weights * scale
+    if scales_ptr is not None:
+        weights *= tl.load(scales_ptr + ids)
     weights = tl.where(finite[:, None], weights, float("nan"))
     place = token[:, None] * K + slot
     tl.store(ids_ptr + place, ids, mask=inside & (slot < K))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.config.job_config import StrategyConfig
-from batchgen.config.strategy_options import strategy_options
+from batchgen.config.named_code import strategy_options
 from batchgen.resolve.build_strategy import build_strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.util.errors import ConfigError

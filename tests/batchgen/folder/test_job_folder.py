@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from output_rows import PER_SHARD, ROWS, all_rows, finished_row, open_writer, write
 
-from batchgen.folder.job_folder import JobFolder, refuse_shrinking
+from batchgen.folder.job_folder import JobFolder
+from batchgen.folder.refused_folder import refuse_shrinking
 from batchgen.storage.job_storage import FolderStorage
 from batchgen.storage.manifest import Manifest
 from batchgen.util.errors import ConfigError

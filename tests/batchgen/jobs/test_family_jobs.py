@@ -20,7 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batchgen.__main__ import run_command
+from batchgen.compose.compose_config import compose
 from batchgen.engine.models.model_registry import MODELS
+from batchgen.resolve.opened_job import open_job
 
 TinyModel = Callable[..., Path]
 SHORT = ("dataset.limit=2", "sampling.max_new_tokens=6", "sampling.n=1")
@@ -31,7 +33,7 @@ KINDS = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3ForConditionalGeneration": "gemma3",
-    "Gemma4ForCausalLM": "gemma4_text",
+    "Gemma4ForCausalLM": "gemma4_moe",
     "Gemma4ForConditionalGeneration": "gemma4",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
@@ -84,7 +86,9 @@ def test_a_job_of_each_architecture(
     save_tokenizer(folder)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == [architecture]
-    has_experts = any(part in architecture for part in ("Moe", "Deepseek", "Next", "MiniMax"))
+    has_experts = KINDS[architecture].endswith("_moe") or any(
+        part in architecture for part in ("Moe", "Deepseek", "Next", "MiniMax")
+    )
     columns = ["logprobs", "prompt_token_ids", *["routed_experts"] * has_experts]
     chosen = ["sampling=greedy", f"output.columns=[{','.join(columns)}]"]
     if architecture.startswith("SDAR"):
@@ -123,6 +127,23 @@ def below_a_vision_tower(folder: Path) -> None:
         "tie_word_embeddings": False,
     }
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_model_with_windows_hears_how_long_the_rows_are(
+    tiny_model: TinyModel, rows: Path, tmp_path: Path
+) -> None:
+    known = {}
+    for kind in ("gemma3_text", "llama"):
+        save_tokenizer(folder := tiny_model(kind, **VOCAB))
+        config = compose({}, overrides(folder, rows, tmp_path / "out", *SHORT))
+        job = open_job(config)
+        known[kind] = job.row_tokens
+        assert job.recipe(config).config.row_tokens == job.row_tokens
+        lengths = [len(job.prompt.token_ids(row)) for row in job.source.rows()]
+    assert known["llama"] is None
+    assert known["gemma3_text"] == (sum(lengths) // len(lengths) + 1, 4 * max(lengths) + 6)
+    given = compose({}, overrides(folder, rows, tmp_path / "out", "engine.row_tokens=[5,9]"))
+    assert job.recipe(given).config.row_tokens == (5, 9)
 
 
 @pytest.mark.parametrize("kind", [*WITH_HEAD, "qwen3_5 below a vision tower"])

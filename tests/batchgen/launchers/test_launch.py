@@ -11,7 +11,7 @@ from batchgen.compose.compose_config import checked, compose, compose_groups
 from batchgen.compose.trust import Trust
 from batchgen.config.job_config import JobConfig
 from batchgen.config.launcher_config import Launched, Launcher, job_launcher
-from batchgen.folder.job_folder import refuse_foreign_files
+from batchgen.folder.refused_folder import refuse_foreign_files
 from batchgen.launchers import launch as module
 from batchgen.launchers import shown as shown_module
 from batchgen.launchers.launch import check_launcher, described, launch

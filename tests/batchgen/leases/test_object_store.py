@@ -17,9 +17,10 @@ from workers_model import MemoryStore
 
 from batchgen.leases.file_store import FolderGone
 from batchgen.leases.lease_files import SESSION
-from batchgen.leases.object_store import ObjectFile, ObjectStore
+from batchgen.leases.object_store import ObjectStore
 from batchgen.leases.store_operations import Create, Names, Operation, Overwrite, Read, Same
 from batchgen.storage.object_storage import ObjectStorage
+from batchgen.storage.range_file import ObjectFile
 from batchgen.util.errors import ConfigError, JobError
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.constraint.constraint import Constraint
-from batchgen.shards.arrow_schema import Inexact, arrow_type
-from batchgen.shards.parsed_column import ParsedColumn
+from batchgen.shards.parsed.arrow_schema import Inexact, arrow_type
+from batchgen.shards.parsed.parsed_column import ParsedColumn
 
 STRING, INT, FLOAT, BOOL = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 

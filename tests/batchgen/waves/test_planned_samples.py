@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from batchgen.config.job_config import SamplingConfig, UntilConfig
+from batchgen.config.sampling_config import SamplingConfig, UntilConfig
 from batchgen.forecast.forecast import Range
 from batchgen.forecast.samples_per_row import MeasuredSamples, samples_per_row
 

@@ -19,7 +19,7 @@ from object_files import FaultyFiles, use
 from shared_jobs import in_threads
 from until_job import Rows, UntilJob, every_sample, expected, is_marked, rows_of
 
-from batchgen.config.job_config import SamplingConfig, UntilConfig
+from batchgen.config.sampling_config import SamplingConfig, UntilConfig
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.folder.job_summary import JobSummary, status_line
 from batchgen.folder.read_job import JobFolderReader

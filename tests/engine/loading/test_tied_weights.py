@@ -21,7 +21,7 @@ KINDS = (
     "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5",
     "qwen3_5_moe_text", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
     "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3",
-    "gemma3_text", "gemma3", "gemma4_text", "gemma4", "gpt_oss",
+    "gemma3_text", "gemma3", "gemma4_text", "gemma4_moe", "gemma4_e2b", "gemma4", "gpt_oss",
 )  # fmt: skip
 
 

@@ -84,6 +84,24 @@ def test_rows_of_a_length_that_nobody_asked_for_are_taken_to_be_shorter() -> Non
     )
 
 
+@pytest.mark.parametrize(
+    ("row_tokens", "likely"), [((200, 1200), 1150), ((6000, 6300), 6200), ((500, 33_000), 4000)]
+)
+def test_memory_is_divided_by_the_rows_that_are_likely(
+    row_tokens: tuple[int, int], likely: int
+) -> None:
+    uses, room = [use_of(GEMMA3_27B)], Room(15 * GIB)
+    blind = divide_memory(uses, settings_of(131072, asked=False), room)
+    plan = divide_memory(uses, settings_of(131072, asked=False, row_tokens=row_tokens), room)
+    of_token = paged_token_bytes(GEMMA3_27B, (), torch.bfloat16)
+    of_window = window_token_bytes(GEMMA3_27B, torch.bfloat16)
+    possible = 15 * GIB / (likely * of_token + min(likely, 1024 + 32) * of_window)
+    assert plan.fitting_rows(likely) > 0.9 * possible > blind.fitting_rows(likely)
+    assert plan.kv_tokens >= row_tokens[1]  # the longest is not refused
+    asked = settings_of(131072, row_tokens=row_tokens)
+    assert divide_memory(uses, asked, room).kv_tokens >= 131072
+
+
 def test_a_long_row_that_nobody_asked_for_leaves_half_of_the_room_to_windows() -> None:
     room = Room(10 * GIB)
     asked = divide_memory([use_of(GEMMA4_31B)], settings_of(120_000), room)

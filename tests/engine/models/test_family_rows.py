@@ -35,8 +35,9 @@ from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-DENSE = ("ministral3", "mistral3", "olmo3", "smollm3", "gemma3_text", "gemma3", "gemma4_text")
-KINDS = (*LATENT, "glm4_moe", "minimax_m2", "gpt_oss", *DENSE)
+GEMMA = ("gemma3_text", "gemma3", "gemma4_text", "gemma4_e2b")
+DENSE = ("ministral3", "mistral3", "olmo3", "smollm3", *GEMMA)
+KINDS = (*LATENT, "glm4_moe", "minimax_m2", "gpt_oss", "gemma4_moe", *DENSE)
 
 
 def load(folder: Path, device: torch.device = CPU) -> CausalLM:
@@ -189,14 +190,16 @@ def test_greedy_tokens_log_probabilities_and_experts(
             check_greedy(output, logits[len(prompt) - 1 : -1].log_softmax(-1))
         return
     theirs = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.float32)
-    sparse = [layer.mlp for layer in theirs.model.layers if hasattr(layer.mlp, "experts")]
+    layers = theirs.model.layers
+    parts = [layer if hasattr(layer, "router") else layer.mlp for layer in layers]
+    routers = [getattr(p, "router", None) or p.gate for p in parts if hasattr(p, "experts")]
     chosen: list[list[set[int]]] = []
 
     def note(_router: nn.Module, _args: object, result: tuple[torch.Tensor, ...]) -> None:
         chosen.append([set(ids) for ids in result[2].tolist()])
 
-    for mlp in sparse:
-        (mlp.router if hasattr(mlp, "router") else mlp.gate).register_forward_hook(note)
+    for router in routers:
+        router.register_forward_hook(note)
     rows = requests(seed=7, count=3, temperatures=(0,), columns=columns)
     engine = make_engine(load(tiny_model(kind)), max_batched_tokens=32, block_size=4)
     for (prompt, _), output in zip(rows, run(engine, rows), strict=True):
@@ -206,8 +209,8 @@ def test_greedy_tokens_log_probabilities_and_experts(
             logprobs = theirs(torch.tensor([ids])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
         check_greedy(output, logprobs)
         found = output.columns[ROUTED_EXPERTS]
-        assert found.shape == (len(ids) - 1, len(sparse), 3)
-        for layer in range(len(sparse)):
+        assert found.shape == (len(ids) - 1, len(routers), 3)
+        for layer in range(len(routers)):
             assert [set(row) for row in found[:, layer].tolist()] == chosen[layer][:-1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from edited_models import edit_config
 from safetensors import safe_open
 from torch import Tensor
 
+from batchgen.engine.caches.cache_specs import KVSpec
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
+from batchgen.engine.layers.rotary import LinearRope
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
+from batchgen.engine.models.sparse.gemma4_config import Gemma4Config
 from batchgen.engine.models.sparse.moe_model import MoEConfig
 from batchgen.engine.models.transformer.dense import DenseConfig
 
@@ -25,6 +29,9 @@ DEFAULT = {"rope_type": "default", "rope_theta": 1000.0}
 YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "attention_factor": 1.2,
     "original_max_position_embeddings": 64,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "enable_moe_block": True, "num_experts": 7, "top_k_experts": 2, "moe_intermediate_size": 24
 }  # fmt: skip
 ALL_FULL = {"layer_types": ["full_attention"] * 3}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -57,6 +64,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 4": ("gemma4_text", {}),
     "gemma 4 with a tower": ("gemma4", {}),
     "gemma 4 with values": ("gemma4_text", {"attention_k_eq_v": False}),
+    "gemma 4 with experts": ("gemma4_moe", {}),
+    "gemma 4 with experts and a tower": ("gemma4", EXPERTS | {"top_k_experts": 1}),
+    "gemma 4 e2b": ("gemma4_e2b", {}),
+    "gemma 4 e4b": ("gemma4_e2b", {"use_double_wide_mlp": False}),
     "gemma 4 turns whole heads": ("gemma4_text", {"rope_parameters": {
         "full_attention": DEFAULT, "sliding_attention": DEFAULT}}),
     "gpt-oss": ("gpt_oss", {}),
@@ -89,9 +100,10 @@ def test_logits_equal_transformers(
         assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "kind", ["glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3", "gemma3", "gpt_oss"]
-)
+DUMMY = ("glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3", "gemma3", "gpt_oss")
+
+
+@pytest.mark.parametrize("kind", [*DUMMY, "gemma4_moe", "gemma4_e2b"])
 def test_dummy_weights(kind: str, tiny_model: TinyModel, run_paged: Callable[..., Tensor]) -> None:
     model = load_model(tiny_model(kind), device=CPU, load_format="dummy")
     model.pack()
@@ -126,6 +138,98 @@ def test_the_published_configuration_of_minimax(tiny_model: TinyModel, tmp_path:
     assert not config.form.excludes("model.layers.0.mlp.experts.0.gate_proj")
 
 
+GEMMA3_27B: dict[str, Any] = {  # most keys have their defaults
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+    "boi_token_index": 255999, "eoi_token_index": 256000, "image_token_index": 262144,
+    "mm_tokens_per_image": 256, "torch_dtype": "bfloat16", "eos_token_id": [1, 106],
+    "text_config": {
+        "head_dim": 128, "hidden_size": 5376, "intermediate_size": 21504,
+        "model_type": "gemma3_text", "num_attention_heads": 32, "num_hidden_layers": 62,
+        "num_key_value_heads": 16, "query_pre_attn_scalar": 168, "sliding_window": 1024,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+    "vision_config": {
+        "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "patch_size": 14,
+        "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27,
+        "vision_use_head": False,
+    },
+}  # fmt: skip
+GEMMA4_26B: dict[str, Any] = {
+    "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4",
+    "audio_config": None, "boi_token_id": 255999, "image_token_id": 258880, "dtype": "bfloat16",
+    "tie_word_embeddings": True, "vision_soft_tokens_per_image": 280, "eos_token_id": [1, 106],
+    "text_config": {
+        "attention_bias": False, "attention_k_eq_v": True, "enable_moe_block": True,
+        "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2816, "dtype": "bfloat16",
+        "hidden_size_per_layer_input": 0, "intermediate_size": 2112,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+        "max_position_embeddings": 262144, "model_type": "gemma4_text", "num_experts": 128,
+        "moe_intermediate_size": 704, "num_attention_heads": 16, "num_global_key_value_heads": 2,
+        "num_hidden_layers": 30, "num_key_value_heads": 8, "num_kv_shared_layers": 0,
+        "rms_norm_eps": 1e-06, "sliding_window": 1024, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "top_k_experts": 8, "use_bidirectional_attention": "vision", "use_double_wide_mlp": False,
+        "vocab_size": 262144, "vocab_size_per_layer_input": 262144,
+    },
+    "vision_config": {
+        "default_output_length": 280, "head_dim": 72, "global_head_dim": 72, "hidden_size": 1152,
+        "intermediate_size": 4304, "model_type": "gemma4_vision", "num_attention_heads": 16,
+        "num_hidden_layers": 27, "num_key_value_heads": 16, "patch_size": 16, "standardize": True,
+    },
+}  # fmt: skip
+
+
+def test_the_published_configurations_of_gemma(tmp_path: Path) -> None:
+    """They stand below those of vision towers; layers have names of two digits in transformers."""
+    families = []
+    for values in (GEMMA3_27B, GEMMA4_26B):
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        config = load_config(tmp_path)
+        assert config.dtype == torch.bfloat16 and config.tie_word_embeddings
+        families.append(config.family_as(DenseConfig))
+    three, four = families
+    assert [i for i, w in enumerate(three.layer_windows) if w is None] == [*range(5, 62, 6)]
+    assert three.layer_ropes[5] == LinearRope(1e6, factor=8) and three.attention_scale == 168**-0.5
+    assert isinstance(four, Gemma4Config) and four.keys_are_values and four.logit_cap == 30
+    assert four.attention_of(4) == KVSpec(16, 8, 256, 1024)
+    assert four.attention_of(5) == KVSpec(16, 2, 512) and four.full_rotary_dim == 128
+    assert four.moe_layers == (*range(30),)
+    assert (four.num_experts, four.experts_per_token, four.expert_size) == (128, 8, 704)
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [("gemma3", "the vision tower"), ("gemma4", "the towers for images and sound")],
+)
+def test_the_towers_of_gemma_are_left_out(kind: str, part: str, tiny_model: TinyModel) -> None:
+    assert load_model(tiny_model(kind), device=CPU).skipped_parts == (part,)
+    with pytest.raises(ValueError, match=f"G{kind[1:]}.* reads no images"):
+        load_model(tiny_model(kind), device=CPU, vision=True)
+
+
+def test_experts_with_gelu_are_not_in_fp8(tiny_model: TinyModel) -> None:
+    with pytest.raises(ValueError, match=r"experts with biases or a gate other than SiLU's"):
+        load_model(tiny_model("gemma4_moe"), device=CPU, quantization="fp8")
+
+
+def test_a_small_gemma_4_counts_what_a_token_goes_through(tiny_model: TinyModel) -> None:
+    """Tensors of keys and values that published checkpoints have for nothing are passed over."""
+    folder = tiny_model("gemma4_e2b")
+    model = load_model(folder, device=CPU)
+    assert model.num_parameters - model.parameters_per_token == 128 * 4 * 8
+    assert [spec is None for spec in model.cache_specs] == [False, False, True, True]
+    at = "model.layers.{}.self_attn.{}.weight"
+    assert model.is_derived(at.format(2, "k_proj")) and model.is_derived(at.format(3, "v_norm"))
+    assert not model.is_derived(at.format(1, "k_proj"))
+    assert not model.is_derived(at.format(2, "q_proj"))
+
+
 def test_a_router_in_float32_stays_so(tiny_model: TinyModel) -> None:
     model = load_model(tiny_model("minimax_m2"), device=CPU, dtype=torch.bfloat16)
     layers = [module for module in model.modules() if isinstance(module, SparseMoE)]
@@ -156,9 +260,11 @@ def test_a_router_in_float32_stays_so(tiny_model: TinyModel) -> None:
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
         ("gemma3_text", {"sliding_window": 0}, "sliding_window is 0"),
-        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block is True: a mixture"),
-        ("gemma4_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input is 8"),
-        ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1"),
+        ("gemma4_text", {"enable_moe_block": True}, "num_experts is None"),
+        ("gemma4_moe", {"top_k_experts": 9}, "num_experts_per_tok 9 is more than num_experts 8"),
+        ("gemma4_moe", {"top_k_experts": None}, "top_k_experts is None"),
+        ("gemma4_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2 of 3 layers"),
+        ("gemma4_e2b", {"vocab_size_per_layer_input": 8}, "vocab_size_per_layer_input is 8"),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers is \[1\]"),
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, r"no_rope_layers is \[1, 2, 0\]"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 3}, "sliding-window attention"),

@@ -166,6 +166,9 @@ def all_cases(tiny_model: TinyModel, heads: Path) -> list[Case]:
         Case(tiny_model("smollm3"), rows(6)),
         Case(tiny_model("gemma3"), rows(6)),
         Case(tiny_model("gemma4_text", num_global_key_value_heads=2), rows(6)),
+        Case(tiny_model("gemma4_moe"), rows(6), columns=(ROUTED_EXPERTS,)),
+        Case(tiny_model("gemma4_moe"), rows(6), load_format="dummy"),
+        Case(tiny_model("gemma4_e2b"), rows(6)),
         preempted(llama),
         Case(llama, spec, strategy=ARSpecStrategy("draft"), draft=llama, adaptive=True),
         Case(

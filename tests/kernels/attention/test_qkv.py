@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -148,6 +149,17 @@ def test_a_narrower_cache(norm: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # numpy, in the interpreter
+@pytest.mark.parametrize("run", [prepare_qkv_triton, prepare_qkv_reference])
+@pytest.mark.parametrize("norm", [False, True])
+def test_queries_alone(run: Callable[..., Tensor], norm: bool) -> None:
+    """Layers that read the keys and values of another one have no others."""
+    case = make_case(5, 4, 2, 32, torch.float32, norm=norm)
+    alone = case._replace(qkv=case.qkv[:, : 4 * 32], num_kv_heads=0)
+    q = run(*alone)
+    assert all((table == 7).all() for table in case.cache)  # as it was
+    assert torch.equal(q, run(*case))
+
+
 @pytest.mark.parametrize("run", [prepare_qkv_triton, prepare_qkv_reference])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf"), 1e6])
 @pytest.mark.parametrize("part", ["key", "value"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -45,6 +46,12 @@ PANELS = [
     Tiles(16, ProductTiles(128, 128, 4, 2), ProductTiles(128, 64, 4, 2, persistent=True)),
 ]
 FLOAT32 = [ROWS[0], Tiles(32, *(p._replace(swap=True, halve=True) for p in ROWS[0][1:]))]
+
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": functools.partial(F.gelu, approximate="tanh"),
+}
 
 
 @dataclass
@@ -106,7 +113,7 @@ class Case:
             chosen = self.ids == expert
             x = self.x[chosen.nonzero()[:, 0]].double()
             gate_up, down = _matrix(self.gate_up, expert), _matrix(self.down, expert)
-            wide_bias, bias, clamped = self.epilogues
+            wide_bias, bias, clamped, function = self.epilogues
             wide = x @ gate_up.double().T + (0 if wide_bias is None else wide_bias[expert].double())
             gate, up = wide.chunk(2, -1)
             if clamped is not None:
@@ -114,7 +121,7 @@ class Case:
                 gate = gate.clamp(max=clamped.limit)
                 inner = up * gate * torch.sigmoid(gate * clamped.slope)
             else:
-                inner = F.silu(gate) * up
+                inner = _FUNCTIONS[function](gate) * up
             found = inner @ down.double().T
             parts[chosen] = found if bias is None else found + bias[expert].double()
         parts *= self.weights.double().unsqueeze(-1)
@@ -204,13 +211,18 @@ def test_all_tokens_to_one_expert_fill_several_tiles(tiles: Tiles) -> None:
     _assert_near(case.run(tiles), case)
 
 
-@pytest.mark.parametrize("tiles", [*ROWS, *PANELS, *FLOAT32])
-def test_biases_and_another_gate(tiles: Tiles) -> None:
+@pytest.mark.parametrize(
+    ("tiles", "gate"),
+    [*zip([*ROWS, *PANELS, *FLOAT32], itertools.cycle(["clamped", "gelu"]), strict=False)],
+)
+def test_biases_and_another_gate(tiles: Tiles, gate: str) -> None:
     """In columns and rows that tiles do not fill; the CPU's product and the reference agree."""
     in_panels, dtype = tiles in PANELS, torch.float32 if tiles in FLOAT32 else torch.bfloat16
     sizes = (192, 64) if in_panels else (72, 40)
     case = Case.make(tiles.block_m + 3, 2, 3, *sizes, dtype, in_panels=in_panels)
     case = case.with_epilogues()
+    if gate == "gelu":
+        case = replace(case, epilogues=case.epilogues._replace(clamped=None, function="gelu"))
     _assert_near(case.run(tiles), case)
     if not in_panels:
         arguments = case.x, case.gate_up, case.down, case.ids, case.weights

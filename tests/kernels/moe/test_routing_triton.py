@@ -32,16 +32,27 @@ def _logits(tokens: int, experts: int, dtype: torch.dtype, *, gap: int = 0) -> t
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     gap=st.integers(0, 3),
     renormalise=st.booleans(),
+    scaled=st.booleans(),
 )
 def test_routes_equal_the_reference(
-    tokens: int, experts: int, most: int, dtype: torch.dtype, gap: int, renormalise: bool
+    tokens: int,
+    experts: int,
+    most: int,
+    dtype: torch.dtype,
+    gap: int,
+    renormalise: bool,
+    scaled: bool,
 ) -> None:
     logits, k = _logits(tokens, experts, dtype, gap=gap), min(most, experts)
-    ids, weights = route_triton(logits, k, renormalise=renormalise)
-    expected_ids, expected = route_reference(logits.cpu(), k, renormalise=renormalise)
+    own = torch.arange(1.0, experts + 1) if scaled else None
+    there = None if own is None else own.to(DEVICE)
+    ids, weights = route_triton(logits, k, renormalise=renormalise, scales=there)
+    expected_ids, expected = route_reference(logits.cpu(), k, renormalise=renormalise, scales=own)
     assert ids.dtype == torch.int32 and weights.dtype == torch.float32
     assert torch.equal(ids.cpu(), expected_ids)
     torch.testing.assert_close(weights.cpu(), expected, rtol=2e-6, atol=1e-12)
+    if scaled:
+        weights = weights / (ids + 1)
     if renormalise:
         torch.testing.assert_close(weights.sum(1), torch.ones_like(weights[:, 0]))
 

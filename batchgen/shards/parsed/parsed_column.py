@@ -11,7 +11,7 @@ import pyarrow as pa
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.constraint.json_schema.json_text import has_lone_surrogate, parse_json
-from batchgen.shards.arrow_schema import Inexact, arrow_type
+from batchgen.shards.parsed.arrow_schema import Inexact, arrow_type
 
 _Fit = Callable[[Any], Any]
 _INT64 = range(-(2**63), 2**63)

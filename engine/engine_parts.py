@@ -1,0 +1,144 @@
+"""What an engine is made of: the memory that it has, caches and runners of its models, and what
+takes requests, plans steps and launches them."""
+
+from __future__ import annotations
+
+from collections import abc
+from typing import TYPE_CHECKING
+
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.step_timing import StepTimer
+from batchgen.engine.base.transfer import release_cached_memory
+from batchgen.engine.caches.model_caches import CacheSizes
+from batchgen.engine.caches.state_slots import StateSlots
+from batchgen.engine.engine_models import chunk_multiple, planned_uses
+from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
+from batchgen.engine.execution.model_runner import ModelRunner
+from batchgen.engine.memory.largest_steps import score_rows
+from batchgen.engine.memory.memory_plan import plan_memory
+from batchgen.engine.memory.model_use import ModelUse
+from batchgen.engine.memory.window_plan import window_needs
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.requests import ImageLimits, Requests
+from batchgen.engine.rows.context_reader import ContextReader
+from batchgen.engine.scheduling.block_manager import BlockManager
+from batchgen.engine.scheduling.image_store import ImageStore
+from batchgen.engine.scheduling.prefill_policy import BatchLimits
+from batchgen.engine.scheduling.scheduler import Scheduler
+from batchgen.engine.scheduling.window_blocks import WindowBlocks
+from batchgen.engine.step_launcher import StepLauncher
+from batchgen.engine.strategy import TARGET, Limits, Strategy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class EngineParts:
+    """The parts of an engine, made in the order in which they take memory of the device.
+
+    Attributes:
+        config: the engine's settings with all defaults filled in.
+        memory: how the device's memory is divided.
+        images: the images that rows are about to read; None if the model reads none.
+        runners: the runners of the strategy's models, by name.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        others: abc.Mapping[str, CausalLM],
+        strategy: Strategy,
+        config: EngineConfig,
+        context_columns: abc.Sequence[str],
+        tokenizer: PreTrainedTokenizerBase | None,
+        eos_token_ids: tuple[int, ...],
+        timer: StepTimer | None,
+    ) -> None:
+        """Allocate caches and make the parts; errors are those of `LLMEngine`."""
+        self._strategy = strategy
+        # This raises an error if the strategy does not fit the model.
+        self._block_length = strategy.block_length(model.config)
+        model.pack()
+        uses, self.config = planned_uses(model, others, strategy, config, context_columns)
+        max_num_seqs, max_model_len = self.config.max_num_seqs, self.config.max_model_len
+        release_cached_memory(model.device)
+        strategy.allocate(Limits(max_num_seqs, max_model_len, model.vocab_size, model.device))
+        self.memory = plan_memory(list(uses.values()), self.config)
+        manager = self._block_manager(model, list(uses.values()))
+        self.images: ImageStore | None = None
+        limits_of_images = None
+        if model.visual is not None:
+            most = self.config.image_tokens
+            self.images = ImageStore(model.visual, most, model.device, model.parallel)
+            limits_of_images = ImageLimits(model.visual.config.rules, most)
+        self.requests = Requests(
+            tokenizer,
+            eos_token_ids,
+            strategy,
+            vocab_size=model.vocab_size,
+            max_model_len=max_model_len,
+            cache_capacity=manager.capacity,
+            context_columns=uses[TARGET].columns,
+            images=limits_of_images,
+        )
+        self.runners = {name: self._runner(use) for name, use in uses.items()}
+        self.scheduler = self._scheduler(manager, model, uses[TARGET])
+        strategy.attach(self.runners)
+        rows, windows = score_rows(model, self.config), manager.window is not None
+        runner = self.runners[TARGET]
+        self.launcher = StepLauncher(strategy, runner, rows, timer, self.images, windows=windows)
+
+    def _block_manager(self, model: CausalLM, uses: list[ModelUse]) -> BlockManager:
+        config, states, window = self.config, None, None
+        if model.has_row_states:
+            states = StateSlots(config.max_num_seqs, self.memory.num_checkpoints)
+        if (needs := window_needs(uses, config)) is not None:
+            number, size = self.memory.num_window_blocks, config.block_size
+            window = WindowBlocks(number, size, needs.window, needs.row_blocks)
+        return BlockManager(
+            self.memory.num_blocks,
+            config.block_size,
+            # No row may share a block of the cache that ends inside a block of the attention.
+            config.prefix_caching and config.block_size % self._block_length == 0,
+            states,
+            chunk_multiple(model),
+            max(role.tokens_ahead for role in self._strategy.models.values()),
+            window,
+        )
+
+    def _scheduler(self, manager: BlockManager, model: CausalLM, use: ModelUse) -> Scheduler:
+        config, strategy = self.config, self._strategy
+        limits = BatchLimits(
+            config.max_num_seqs,
+            config.max_batched_tokens,
+            # Prompts are read only beside decoding rows of one token each.
+            config.chunk_tokens if 1 in use.widths else 0,
+            CHUNK_ROWS,
+            use.graph_shapes(config).prefill_tokens if config.cuda_graph else 0,
+        )
+        columns = self.runners[TARGET].caches.columns
+        return Scheduler(
+            manager,
+            limits,
+            strategy,
+            chunk_multiple=chunk_multiple(model),
+            counts=[count.name for count in strategy.counts],
+            before_free=ContextReader(columns, config.block_size).read,
+            images=self.images,
+        )
+
+    def _runner(self, use: ModelUse) -> ModelRunner:
+        """Allocate a model's caches and make its runner, with CUDA graphs if they are on."""
+        memory, config = self.memory, self.config
+        sizes = CacheSizes(
+            memory.num_blocks,
+            config.block_size,
+            config.max_num_seqs,
+            memory.num_checkpoints,
+            config.most_pending,
+            memory.num_window_blocks,
+        )
+        runner = ModelRunner(use.model, use.caches(sizes), self._block_length)
+        if config.cuda_graph:
+            runner.capture(use.graph_shapes(config))
+        return runner

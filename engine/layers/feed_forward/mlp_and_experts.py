@@ -1,0 +1,50 @@
+"""An MLP and experts that read the same residual stream: a feed-forward part of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from batchgen.engine.caches.forward_context import ForwardContext
+from batchgen.engine.layers.feed_forward.mlp import GatedMLP
+from batchgen.engine.layers.feed_forward.moe import SparseMoE
+from batchgen.engine.layers.norm import RMSNorm
+
+
+class MLPAndExperts(nn.Module):
+    """A feed-forward part of an MLP and experts, as Gemma 4 has it: a norm stands before and after
+    each of them, and the results are added up.
+
+    Norms are given as (of the MLP, of the experts). The router reads the stream without a norm.
+    """
+
+    checkpoint_names: Mapping[str, str] = {
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm_1",
+        "moe_norm": "pre_feedforward_layernorm_2",
+        "moe_post_norm": "post_feedforward_layernorm_2",
+        "moe": "",
+    }
+
+    def __init__(
+        self,
+        mlp: GatedMLP,
+        moe: SparseMoE,
+        *,
+        before: tuple[RMSNorm, RMSNorm],
+        after: tuple[RMSNorm, RMSNorm],
+    ) -> None:
+        super().__init__()
+        self.mlp, self.moe = mlp, moe
+        self.mlp_norm, self.moe_norm = before
+        self.mlp_post_norm, self.moe_post_norm = after
+
+    def forward(self, stream: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
+        """Add the result for the stream [T, hidden_size] to `residual` in place and return it."""
+        dense = self.mlp(self.mlp_norm(stream), torch.zeros_like(stream), ctx)
+        # Its sum over ranks is read before the one of the experts begins.
+        residual += self.mlp_post_norm.of_stream(dense)[0]
+        routed = self.moe(self.moe_norm(stream), torch.zeros_like(stream), ctx, router_input=stream)
+        return residual.add_(self.moe_post_norm.of_stream(routed)[0])

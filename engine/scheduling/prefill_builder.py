@@ -1,0 +1,95 @@
+"""A prefill batch while it is planned, row by row."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from batchgen.engine.rows.running_batch import RunningBatch
+from batchgen.engine.rows.scheduled_batch import PrefillBatch, ScoredRow, Snapshot
+from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.scheduling.block_manager import BlockManager
+
+
+class PrefillBuilder:
+    """Collects chunks of rows for a prefill batch, and reserves in the caches what they leave.
+
+    Args:
+        multiple: every chunk but a row's last has a multiple of this many tokens.
+        max_tokens, max_rows: the most tokens and rows of the batch.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        running: RunningBatch,
+        multiple: int,
+        max_tokens: int,
+        max_rows: int,
+    ) -> None:
+        self._blocks, self._running = block_manager, running
+        self._multiple, self._left, self._max_rows = multiple, max_tokens, max_rows
+        self.seqs: list[Sequence] = []
+        self._starts: list[int] = []
+        self._lengths: list[int] = []
+        self._snapshots: list[Snapshot] = []
+        self._scored: list[ScoredRow] = []
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a row can be added. One that does not fit is cut, so there must be room for the
+        smallest chunk."""
+        return len(self.seqs) < self._max_rows and self._left >= self._multiple
+
+    def chunk_of(self, seq: Sequence) -> int | None:
+        """Return how many of the tokens fit that the row still has to read; None if too few do. It
+        is 0 for a row of which the prefix cache has all."""
+        chunk = seq.num_prefill_tokens - seq.num_computed_tokens
+        room = self._blocks.chunk_room(seq)
+        most = self._left if room is None else min(self._left, room)
+        return chunk if chunk <= most else most // self._multiple * self._multiple or None
+
+    def add(self, seq: Sequence, chunk: int) -> None:
+        """Let the batch read the next `chunk` tokens of a row."""
+        start, blocks = seq.num_computed_tokens, self._blocks
+        end, row = start + chunk, len(self.seqs)
+        self._left -= chunk
+        blocks.reserve_chunk(seq, end)
+        for tokens, state_slot in blocks.snapshots(seq, start, end):
+            self._snapshots.append(Snapshot(row, tokens - start, state_slot))
+        if seq.num_answer_tokens and end >= seq.next_scored:
+            slot = seq.batch_slot
+            assert slot is not None
+            first, epoch = max(start + 1, seq.next_scored), int(self._running.epochs[slot])
+            self._scored.append(ScoredRow(row, slot, epoch, first, end + 1))
+        self.seqs.append(seq)
+        self._starts.append(start)
+        self._lengths.append(chunk)
+        seq.num_computed_tokens = end
+        # The blocks are published before the forward has filled them, so that the next row of this
+        # same batch can share them.
+        blocks.publish(seq, end)
+        if not seq.is_prefilling:
+            self._running.end_prefill(seq, blocks.room_of(seq))
+
+    def batch(self) -> PrefillBatch:
+        """Return the batch, which may be empty; rows that it completes join those that decode."""
+        seqs = self.seqs
+        completing = [
+            i for i, seq in enumerate(seqs) if not (seq.is_prefilling or seq.num_answer_tokens)
+        ]
+        # Rows that ended leave the StepInputs with this batch, too, and not only with a decode
+        # batch: if every row ends with its first token, there is never one.
+        keep = self._running.join([seqs[i] for i in completing]) if completing else None
+        yielding = [seqs[i].batch_slot for i in completing if seqs[i].prefill_yields]
+        slots = np.array(yielding, np.int64)
+        return PrefillBatch(
+            seqs,
+            self._starts,
+            self._lengths,
+            completing,
+            slots,
+            self._running.epochs[slots],
+            keep,
+            self._snapshots,
+            self._scored,
+        )
