@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from nano_learning import Batch, Recipe, chat, pad, tally
 from nano_problems import FORMS, Form, Problem, final_number, held_out_set, problems, row_json
-from nano_text import SDAR, SEQUENCE_LENGTH, Hybrid, TextLearner
+from nano_text import SDAR, SEQUENCE_LENGTH, Hybrid
 from nano_tokenizer import build_tokenizer
 
 from batchgen import LLM, SamplingParams
@@ -35,7 +35,7 @@ def encode(rows: Iterable[Problem], form: Form, device: torch.device) -> Batch:
 class Sums:
     """Training rows on a device, and an exam in which the engine answers greedily."""
 
-    def __init__(self, args: Namespace, learner: TextLearner) -> None:
+    def __init__(self, args: Namespace, learner: SDAR | Hybrid) -> None:
         self._args, self._learner = args, learner
         self._held_out = held_out_set(args.eval_count, args.seed)
         self.tokenizer = build_tokenizer()
