@@ -4,10 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from batchgen.budget.spending import Spending
 from batchgen.config.job_config import JobConfig
@@ -16,8 +13,9 @@ from batchgen.dataset.seed_stream import stream_of
 from batchgen.dataset.source import Row, Source
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.generation.choice_scores import ChoiceScorer, TakesRequests
+from batchgen.generation.choice_scores import ChoiceScorer
 from batchgen.generation.fail_fast import FailFast
+from batchgen.generation.job_engine import Engine
 from batchgen.generation.progress import Progress
 from batchgen.generation.turns import Turns
 from batchgen.images.image_column import PROMPT_IMAGES
@@ -32,62 +30,6 @@ from batchgen.waves.sample_waves import EverySample
 from batchgen.workers.shard_queue import ShardQueue
 
 _IDLE_SECONDS = 0.05
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    from batchgen.engine.memory.memory_plan import MemoryPlan
-
-
-class Engine(TakesRequests, Protocol):
-    """What a job needs of the engine."""
-
-    @property
-    def generated_tokens(self) -> int:
-        """Tokens that were generated so far, with those of unfinished requests."""
-        ...
-
-    @property
-    def num_running(self) -> int:
-        """How many requests run; the others wait for their turn."""
-        ...
-
-    @property
-    def running_lengths(self) -> npt.NDArray[np.int64]:
-        """How many tokens each of the requests that run has generated so far."""
-        ...
-
-    @property
-    def stats(self) -> "DataclassInstance":
-        """What the engine has counted since it started; metrics.json shows it."""
-        ...
-
-    @property
-    def max_num_seqs(self) -> int:
-        """The most requests that run at the same time."""
-        ...
-
-    @property
-    def memory(self) -> "MemoryPlan":
-        """How the device's memory is divided."""
-        ...
-
-    @property
-    def batch_dependence(self) -> str | None:
-        """Why a token's bits depend on the other rows of its batch; None if they do not."""
-        ...
-
-    def measure_costs(self) -> None:
-        """Begin to measure what requests take of the device; see `take_costs`."""
-        ...
-
-    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
-        """Seconds by request, each once: of those that have ended, and with `wait` of all."""
-        ...
-
-    def close(self) -> None:
-        """Stop what works in the background; nothing waits for it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

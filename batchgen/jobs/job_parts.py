@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from batchgen.budget.spending import Attempts
     from batchgen.dataset.source import Row, Source
     from batchgen.forecast.forecast import Forecast
-    from batchgen.generation.generation import Engine
+    from batchgen.generation.job_engine import Engine
 
 
 from collections.abc import Callable, Mapping, Sequence

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections import OrderedDict
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.base.host_limits import usable_cores
 from batchgen.engine.constraint.compile_pool import DaemonPool
 from batchgen.engine.constraint.constraint import MARKER_GAP, Constraint
 from batchgen.engine.constraint.final_channel import FinalChannel
@@ -132,10 +132,10 @@ class _Work:
         # xgrammar's own cache also shares the costly parts of grammars that differ elsewhere.
         self._compiler = xgrammar.GrammarCompiler(
             vocabulary.info,
-            max_threads=min(_num_cores(), _COMPILE_THREADS),
+            max_threads=min(usable_cores(), _COMPILE_THREADS),
             cache_limit_bytes=_XGRAMMAR_CACHE_BYTES,
         )
-        self._batch = xgrammar.BatchGrammarMatcher(max_threads=min(_num_cores(), _FILL_THREADS))
+        self._batch = xgrammar.BatchGrammarMatcher(max_threads=min(usable_cores(), _FILL_THREADS))
         self._marker = lru_cache(_MARKERS)(partial(Marker, vocabulary))
         self._final = None if vocabulary.harmony is None else FinalChannel(vocabulary)
 
@@ -189,13 +189,6 @@ def _probe(grammar: Grammar) -> None:
                 raise ConstraintError("no text that this tokenizer can spell matches it")
             return
         state.accept_token(int(allowed[count * _PROBE_STRIDE % len(allowed)]))
-
-
-def _num_cores() -> int:
-    """The cores that this process may use, where the system tells, or else all of the machine."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _readable(error: Exception) -> str:
