@@ -8,7 +8,7 @@ from typing import Any
 
 from measuring import commas
 from modes.engine_runs import Bench
-from modes.routing import ROUTINGS, run_rows
+from modes.routing import ROUTINGS, ScoredRow, run_rows
 from shapes import MODELS
 from workloads import prompt_vocab
 
@@ -38,11 +38,11 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     best, length = dict.fromkeys(cases, float("inf")), options.prompt + options.answer
     for _ in range(options.runs + 1):  # the first one compiles and warms up
         for name, params in cases.items():
-            rows = []  # ones that the prefix cache has not seen
+            rows = list[ScoredRow]()  # ones that the prefix cache has not seen
             for _ in range(options.rows):
                 ids = [draws.randrange(vocab) for _ in range(length)]
                 cut = options.prompt if params.scores_answer else length
-                rows.append((ids[:cut], params, *[ids[cut:]] * params.scores_answer))
+                rows.append((ids[:cut], params, ids[cut:] or None))
             best[name] = min(best[name], run_rows(bench.engine, rows)[0])
     tokens, found = options.rows * length, []
     for name, seconds in best.items():
