@@ -71,7 +71,7 @@ def _dequantised(values: Tensor, scales: Tensor) -> Tensor:
 def _times_power(values: Tensor, exponents: Tensor) -> Tensor:
     """Multiply float32 values [..., K] by 2**exponents [..., K/32], to groups [..., K/32, 32]: in
     two steps, because not all these powers are numbers of float32."""
-    groups = values.unflatten(-1, (-1, GROUP))
+    groups: Tensor = values.unflatten(-1, (-1, GROUP))
     first = exponents // 2
     for part in (first, exponents - first):
         groups = groups * ((part + _BIAS) << 23).view(torch.float32).unsqueeze(-1)
@@ -80,12 +80,14 @@ def _times_power(values: Tensor, exponents: Tensor) -> Tensor:
 
 def unpack_codes(values: Tensor) -> Tensor:
     """Turn bytes [..., K/2] into codes [..., K] uint8, those of bits 0-3 first."""
-    return torch.stack((values & 15, values >> 4), -1).flatten(-2)
+    codes: Tensor = torch.stack((values & 15, values >> 4), -1)
+    return codes.flatten(-2)
 
 
 def pack_codes(codes: Tensor) -> Tensor:
     """Turn codes [..., K] uint8 into bytes [..., K/2]."""
-    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    pairs: Tensor = codes.unflatten(-1, (-1, 2))
+    low, high = pairs.unbind(-1)
     return low | (high << 4)
 
 

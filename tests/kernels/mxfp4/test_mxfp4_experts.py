@@ -115,7 +115,7 @@ def assert_near(found: Tensor, case: Case) -> None:
     assert (errors <= 4 * torch.finfo(torch.bfloat16).eps * scale).all(), (errors / scale).max()
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=6)
 @given(
     tokens=st.integers(1, 9),
     k=st.integers(1, 2),
