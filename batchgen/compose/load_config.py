@@ -52,11 +52,11 @@ _NEWER = {
     "model": ("quantization",),
     "dataset": ("rename", "rows", "best", "where", "text_as", "errors"),
     "prompt": (
-        *("messages", "continue", "tools_column", "answer"),
+        *("messages", "continue", "tools_column", "answer", "date"),
         *("image_column", "images", "max_images", "max_pixels"),
     ),
     "sampling": ("column", "stream", "until"),
-    "output": ("reasoning_end", "reasoning_start"),
+    "output": ("reasoning_end", "reasoning_start", "whole_text"),
     "constraint": ("scores", "scores_end"),
 }
 """Keys that came later: without a value they are no part of a job's identity."""

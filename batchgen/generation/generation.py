@@ -23,7 +23,7 @@ from batchgen.images.row_images import RowImage, without_pixels
 from batchgen.metrics.job_metrics import Metrics
 from batchgen.prompts.row_request import RowRequest
 from batchgen.reuse.row_reuse import RowReuse
-from batchgen.shards.output_schema import FinishedRow
+from batchgen.shards.output_schema import FinishedRow, SplitOutput
 from batchgen.shards.output_writer import OutputWriter
 from batchgen.util.signals import StopSignals
 from batchgen.waves.sample_waves import EverySample
@@ -52,7 +52,7 @@ class _Request:
     def finished(
         self,
         output: RequestOutput | None = None,
-        thoughts: str | None = None,
+        beside: Mapping[str, Any] | None = None,
         *,
         error: RequestError | None = None,
         is_copied: bool = False,
@@ -60,7 +60,7 @@ class _Request:
         place = self.row_id, self.row_index, self.sample_index
         images = None if self.error else [image.reference for image in self.images]
         return FinishedRow(
-            *place, self.fields, output, error, thoughts, self.key, is_copied, images=images
+            *place, self.fields, output, error, beside or {}, self.key, is_copied, images=images
         )
 
 
@@ -72,7 +72,7 @@ class Generation:
         config: JobConfig,
         source: Source,
         request: Callable[[Row], RowRequest],
-        split: Callable[[RequestOutput], tuple[RequestOutput, str | None]],
+        split: Callable[[RequestOutput], SplitOutput],
         engine: Engine,
         writer: OutputWriter,
         metrics: Metrics,
@@ -82,8 +82,8 @@ class Generation:
         reuse: RowReuse | None = None,
     ) -> None:
         """Prepare to run rows. `request` says what the requests of a row ask for, or raises
-        RequestError; `split` takes the thoughts out of an output's text; `waves` says which samples
-        begin when."""
+        RequestError; `split` leaves the answer alone in an output's text; `waves` says
+        which samples begin when."""
         self._source = source
         self._request, self._split = request, split
         self._params = config.params
@@ -124,8 +124,7 @@ class Generation:
                 yield 0.0
                 for output in self._requested.step():
                     request = self._in_flight.pop(output.request_id)
-                    output, thoughts = self._split(output)
-                    finished.append(request.finished(output=output, thoughts=thoughts))
+                    finished.append(request.finished(*self._split(output)))
                 self._costs.add(self._engine.take_costs())
             elif not finished:
                 # While rows of a job that runs are waited for, those held back may get company.

@@ -167,7 +167,7 @@ class Judge:
             for row in rows:
                 if self._closed:  # nobody asks any more
                     return
-                yield row[text], row
+                yield row[text] or "", row  # null where the model gave no answer
 
         graded = self._grader.grade(texts())
         found = {
