@@ -86,3 +86,6 @@ END, TURN, PAD, THINK_ID = ids(*SPECIAL, THINK)
 @cache
 def compiler() -> GrammarCompiler:
     return GrammarCompiler(make_tokenizer(), WIDTH, (END,))
+
+
+PLAIN = [b"" if i in (END, TURN, PAD) else text for i, text in enumerate(TEXTS)]

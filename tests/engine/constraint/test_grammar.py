@@ -21,6 +21,7 @@ from grammars import (
     JSON,
     LETTERS,
     PAD,
+    PLAIN,
     SCHEMA,
     SPECIAL,
     TAG,
@@ -66,7 +67,6 @@ TEXTS = [
     text.encode() if text in (*SPECIAL, THINK) else bytes(_BYTES[letter] for letter in text)
     for text in make_tokenizer().convert_ids_to_tokens(list(range(len(make_tokenizer()))))
 ]
-PLAIN = [b"" if i in (END, TURN, PAD) else text for i, text in enumerate(TEXTS)]
 
 
 @cache
