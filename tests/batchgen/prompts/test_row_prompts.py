@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from batchgen.config.prompt_config import (
     ChatPromptConfig,
+    OpenAIPromptConfig,
     PromptConfig,
     TextPromptConfig,
     TokensPromptConfig,
@@ -540,6 +542,24 @@ def test_chat_templates_have_the_same_bounds() -> None:
         prompt.text(row(q="x"))
     with pytest.raises(ConfigError, match=r"the model's chat template .* more than 67,108,864"):
         chat("{{ 'a'|center(3000000000) }}")
+
+
+def test_prompts_name_the_day_of_the_job() -> None:
+    tokenizer = byte_tokenizer("{{ strftime_now('%d %b %Y %H:%M') }}")
+    columns = {"q": Value("string"), "body": Value("string")}
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    asked: list[tuple[PromptConfig, Row]] = [
+        (ChatPromptConfig(user="{{ q }}"), row(q="x")),
+        (OpenAIPromptConfig(), row(body=body)),
+    ]
+    for config, asking in asked:
+        dated = replace(config, date="2026-03-04")
+        for each, of_job in ((dated, "1999-01-01"), (config, "2026-03-04")):
+            made = build_prompt(
+                each, tokenizer, vocab_size=300, columns=columns, day=lambda day=of_job: day
+            )
+            assert made.day == "2026-03-04" and made.text(asking) == "04 Mar 2026 00:00"
+    assert chat("{{ messages }}").day is None
 
 
 def test_chat_templates_keep_what_transformers_gives_them() -> None:
