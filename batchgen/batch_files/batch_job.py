@@ -19,7 +19,7 @@ from batchgen.util.temporary import temporary_name
 
 _ROWS_AT_ONCE = 1000
 _OURS = ("dataset", "prompt", "rows")
-_FREE = ("prompt.template_kwargs", "prompt.too_long")
+_FREE = ("prompt.template_kwargs", "prompt.date", "prompt.too_long")
 _FIXED = ("sampling.column", "output.dir", "output.text_column")
 """Keys that a batch decides itself, groups that it decides but for some keys."""
 
@@ -162,8 +162,8 @@ def _results(paths: BatchPaths, config: JobConfig) -> Iterator[dict[str, Any]]:
     from batchgen.shards.output_schema import REASONING
     from batchgen.texts.tokens.decode_tokens import job_decode
 
-    reasoning = None if config.output.reasoning_end is None else REASONING
     rows = open_rows(str(paths.job))
+    reasoning = REASONING if REASONING in rows.schema.names else None
     decode = job_decode(rows.config) if "logprobs" in rows.schema.names else None
     logprobs = None
     if decode is not None:

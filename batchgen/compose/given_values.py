@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from batchgen.config.config_keys import (
     nearest,
     nearest_key,
 )
+from batchgen.config.convert_value import plain_value
 from batchgen.util.errors import ConfigError
 
 CHOICE = "choice"
@@ -48,7 +48,7 @@ class Given:
 
     def add_values(self, values: Mapping[str, Any]) -> None:
         for key, value in values.items():
-            key, value = OLD_NAMES.get(key, key), _plain(value)
+            key, value = OLD_NAMES.get(key, key), plain_value(value)
             group = key.partition(".")[0] if isinstance(key, str) else ""
             if key == EXPERIMENT:
                 for name in value if isinstance(value, list) else [value]:
@@ -149,12 +149,3 @@ def _unknown(override: Override) -> str:
         if guess := nearest_key(override.key):
             return f"there is no group {override.key}: did you mean {guess}?"
     return unknown_group(override.group)
-
-
-def _plain(value: Any) -> Any:
-    """A value from Python as YAML could have it: tuples are lists, and paths are texts."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -20,7 +20,7 @@ from batchgen.config.constraint_config import (
     NoConstraintConfig,
     with_contents,
 )
-from batchgen.config.convert_value import MISSING, build, check_keys, convert, key_of
+from batchgen.config.convert_value import MISSING, build, check_keys, convert, key_of, plain_value
 from batchgen.config.job_config import (
     PROMPT_KINDS,
     DatasetConfig,
@@ -52,11 +52,11 @@ _NEWER = {
     "model": ("quantization",),
     "dataset": ("rename", "rows", "best", "where", "text_as", "errors"),
     "prompt": (
-        *("messages", "continue", "tools_column", "answer"),
+        *("messages", "continue", "tools_column", "answer", "date"),
         *("image_column", "images", "max_images", "max_pixels"),
     ),
     "sampling": ("column", "stream", "until"),
-    "output": ("reasoning_end", "reasoning_start"),
+    "output": ("reasoning_end", "reasoning_start", "whole_text"),
     "constraint": ("scores", "scores_end"),
 }
 """Keys that came later: without a value they are no part of a job's identity."""
@@ -136,7 +136,7 @@ def resolved(config: JobConfig) -> dict[str, Any]:
         groups[name] = _with_target(groups[name] or {"target": None, "options": {}})
     for name in STEP_LISTS:
         groups[name] = [_step_values(step) for step in groups[name]]
-    return {name: _plain(group) for name, group in groups.items()}
+    return {name: plain_value(group) for name, group in groups.items()}
 
 
 def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str, Any]:
@@ -269,9 +269,3 @@ def _step_values(step: Mapping[str, Any]) -> dict[str, Any]:
 def _with_target(values: Mapping[str, Any]) -> dict[str, Any]:
     """A class and its options as users write them."""
     return {"_target_": values["target"], **values["options"]}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import types
 from collections import abc
 from collections.abc import Mapping
@@ -181,3 +182,12 @@ def check(ok: bool, key: str, allowed: str, value: object) -> None:
     """Raise ConfigError for a value that is not `allowed`, unless all is `ok`."""
     if not ok:
         raise ConfigError(f"{key} must be {allowed}, got {value!r}")
+
+
+def plain_value(value: Any) -> Any:
+    """A value as YAML and JSON could have it: tuples are lists, and paths are texts."""
+    if isinstance(value, Mapping):
+        return {key: plain_value(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -112,6 +112,7 @@ class OutputConfig:
     text_column: str = "text"
     reasoning_end: str | None = None
     reasoning_start: str | None = None
+    whole_text: bool = False
     overwrite: bool = False
     retry_errors: bool = False
     on_all_errors: Literal["stop", "continue"] = "stop"
@@ -133,6 +134,11 @@ class OutputConfig:
             raise ConfigError(
                 "output.reasoning_start is set without output.reasoning_end: set both, as in "
                 "output.reasoning_start='<think>' output.reasoning_end='</think>'"
+            )
+        if self.whole_text and self.reasoning_end is not None:
+            raise ConfigError(
+                "output.whole_text=true leaves thoughts in the text, and output.reasoning_end "
+                "takes them out: choose one"
             )
         check(bool(self.text_column), "output.text_column", "a name", self.text_column)
         check(1 <= self.top_logprobs <= 256, "output.top_logprobs", "1 to 256", self.top_logprobs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from typing import Any, Literal
 
 from batchgen.config.template_files import template_text
@@ -51,6 +52,7 @@ class ChatPromptConfig:
     tools_column: str | None = None
     continue_: bool = False
     template_kwargs: Mapping[str, Any] | None = None
+    date: str | None = None  # YYYY-MM-DD
     image_column: str | None = None
     images: tuple[str, ...] | None = None  # a template each
     image_root: str | None = None
@@ -78,6 +80,7 @@ class ChatPromptConfig:
             object.__setattr__(self, key, value)
             object.__setattr__(self, f"{key}_file", None)
         check_template_kwargs(self.template_kwargs, tools=self.tools_column is not None)
+        check_date(self.date)
         if self.images is not None and self.image_column is not None:
             raise ConfigError("prompt.images and prompt.image_column are both set: choose one")
         check_image_limits(self)
@@ -122,6 +125,18 @@ def check_template_kwargs(given: Mapping[str, Any] | None, *, tools: bool = Fals
         )
 
 
+def check_date(given: str | None) -> None:
+    """Refuse what is no day."""
+    if given is None:
+        return
+    try:
+        known = date.fromisoformat(given).isoformat() == given
+    except ValueError:
+        known = False
+    if not known:
+        raise ConfigError(f"prompt.date must be null or a day such as 2026-11-25, got {given!r}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPromptConfig:
     """The prompt is plain text, for base models or a chat format of one's own. Once it is made,
@@ -163,6 +178,7 @@ class OpenAIPromptConfig:
     body_column: str = "body"
     answer: str | None = None  # a template
     template_kwargs: Mapping[str, Any] | None = None
+    date: str | None = None  # YYYY-MM-DD
     image_root: str | None = None
     max_images: int | None = None
     max_pixels: int | None = None
@@ -170,6 +186,7 @@ class OpenAIPromptConfig:
 
     def __post_init__(self) -> None:
         check_template_kwargs(self.template_kwargs, tools=True)
+        check_date(self.date)
         check_image_limits(self)
 
 

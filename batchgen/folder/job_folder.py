@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Self
 
 from batchgen.folder.refused_folder import (
-    names_in,
     refuse_folder,
     refuse_other_job,
     unusable,
@@ -17,7 +16,7 @@ from batchgen.folder.refused_folder import (
 from batchgen.leases.lease_files import DATA, JOURNAL, WORKERS, parse_worker
 from batchgen.leases.own_files import MANIFEST, OF_WORKERS, OWN
 from batchgen.shards.journal import attempt_of, journal_files
-from batchgen.storage.job_storage import FolderStorage, Storage
+from batchgen.storage.job_storage import FolderStorage, Storage, names_in
 from batchgen.storage.manifest import ROWS, ChangedRow, Manifest, RowDigests
 from batchgen.storage.retry_round import RetryRound
 from batchgen.util.errors import ConfigError, JobError

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from batchgen.folder.row_funnel import IndexFacts
 
 _NOT_BEGUN = "not begun"
+_MANY_CUT = 0.05
+"""The share of rows without an answer from which on users are told."""
 
 
 @dataclass(frozen=True)
@@ -203,9 +205,26 @@ def end_table(
     text = [table([*lines, ("output", folder)])]
     if (why := attempt.get("batch_dependence")) is not None:
         text.append(f"A row's tokens may depend on the rows beside it: {why}.")
+    if (cut := cut_remark(totals)) is not None:
+        text.append(cut)
     if strategy is not None and (remark := strategy.remark(totals.counts)) is not None:
         text.append(remark)
     return "\n".join(text)
+
+
+def cut_remark(totals: Totals) -> str | None:
+    """What to tell a user many of whose rows were cut before the model began to answer; None for
+    others."""
+    cut = sum(totals.cut_in.values()) - totals.cut_in.get("final", 0)
+    if cut < _MANY_CUT * totals.rows or not cut:
+        return None
+    where = _counts({name: count for name, count in totals.cut_in.items() if name != "final"})
+    return (
+        f"{cut:,} of {counted(totals.rows, 'row')} ({cut / totals.rows:.0%}) were cut before the "
+        f"model began to answer ({where}): their text is null, which counts as wrong. Raise "
+        "sampling.max_new_tokens, or let the model think less "
+        "(prompt.template_kwargs.reasoning_effort=low)."
+    )
 
 
 def _times(attempt: Mapping[str, Any]) -> list[Line]:

@@ -26,7 +26,7 @@ from batchgen.shards.checked_file import CheckedFile, Source, read_schema
 from batchgen.shards.journal import journal_files, read_file
 from batchgen.shards.row_order import KEYS, RowsInOrder, first_key, row_keys
 from batchgen.shards.shard_files import shard_files, shard_path
-from batchgen.storage.job_storage import FolderStorage, Storage
+from batchgen.storage.job_storage import FolderStorage, Storage, names_in
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.shorten import some_names
 
@@ -157,17 +157,11 @@ class JobFolderReader:
                 for batch in self.shard(number).batches(schema.names):
                     yield from batch.filter(pc.equal(batch["row_id"], row_id)).to_pylist()
 
-    def _names(self, folder: str = "") -> list[str]:
-        try:
-            return self.storage.names(self.path / folder)
-        except (FileNotFoundError, NotADirectoryError):  # a complete job has no journal
-            return []
-
     def _journals(self) -> dict[int, list[Path]]:
-        return journal_files(self.path / JOURNAL, self._names(JOURNAL))
+        return journal_files(self.path / JOURNAL, names_in(self.storage, JOURNAL))
 
     def _published(self) -> dict[int, Path]:
-        return shard_files(self.path / DATA, self._names(DATA))
+        return shard_files(self.path / DATA, names_in(self.storage, DATA))
 
     def _read_if_there(self, path: Path) -> list[pa.RecordBatch] | None:
         """The whole batches of a journal file, None if the file was deleted."""
@@ -212,7 +206,7 @@ class JobFolderReader:
     @property
     def may_run(self) -> bool:
         """Whether a worker of the job, or the last holder of its lock, may still be there."""
-        beats = (name for name in self._names(WORKERS) if parse_worker(name) is not None)
+        beats = (name for name in names_in(self.storage, WORKERS) if parse_worker(name) is not None)
         if any(_may_live(self.storage.read(self.path / WORKERS / name)) for name in beats):
             return True
         content = self.storage.read(self.path / LOCK)

@@ -12,7 +12,7 @@ from batchgen.leases.lease_files import DATA, JOURNAL
 from batchgen.leases.own_files import LOCK, LOCKS, LOGS, MANIFEST, refuse_links
 from batchgen.shards.journal import journal_files
 from batchgen.shards.shard_files import shard_files
-from batchgen.storage.job_storage import Storage
+from batchgen.storage.job_storage import Storage, names_in
 from batchgen.storage.manifest import ChangedRow, Manifest, RowDigests
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.temporary import is_temporary_of
@@ -26,14 +26,6 @@ class DifferentJob(ConfigError):
     def __init__(self, message: str, differences: Sequence[str]) -> None:
         super().__init__(message)
         self.differences = differences
-
-
-def names_in(storage: Storage, folder: str) -> list[str]:
-    """The names of what is in a folder that may not be there."""
-    try:
-        return storage.names(storage.path / folder)
-    except FileNotFoundError:
-        return []
 
 
 def unusable(storage: Storage, error: OSError | JobError) -> ConfigError:

@@ -19,7 +19,7 @@ from batchgen.leases.lease_files import (
 )
 from batchgen.leases.lease_protocol import Lease, LeaseTable
 from batchgen.leases.process_identity import is_gone
-from batchgen.storage.job_storage import Storage
+from batchgen.storage.job_storage import Storage, names_in
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Status:
 def read_status(storage: Storage, stale_after: float) -> Status:
     """The state of a job's workers, none for a complete job; without a heartbeat for `stale_after`
     seconds a worker is called silent."""
-    board = LeaseTable.of(_names(storage, LEASES))
+    board = LeaseTable.of(names_in(storage, LEASES))
     open_shards = {
         shard: epoch
         for shard, epoch in board.epochs.items()
@@ -82,7 +82,7 @@ def read_status(storage: Storage, stale_after: float) -> Status:
         if s in open_shards
     }
     workers = []
-    for number in sorted(n for name in _names(storage, WORKERS) if (n := parse_worker(name))):
+    for number in sorted(n for name in names_in(storage, WORKERS) if (n := parse_worker(name))):
         path = storage.path / worker_name(number)
         content, written = storage.read(path), storage.modified(path)
         if content is None or written is None:  # the job is complete
@@ -99,13 +99,6 @@ def read_status(storage: Storage, stale_after: float) -> Status:
         for shard in sorted(board.quarantined)
     }
     return Status(workers, len(board.done), len(open_shards), quarantined)
-
-
-def _names(storage: Storage, folder: str) -> list[str]:
-    try:
-        return storage.names(storage.path / folder)
-    except FileNotFoundError:
-        return []
 
 
 def _lease(storage: Storage, name: str) -> Lease:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from batchgen.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.images.image import Image
 from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.generation.job_engine import TakesRequests
 from batchgen.prompts.row_request import RowRequest
 
 _SCORED = SamplingParams(max_new_tokens=0)
@@ -28,29 +27,6 @@ def choice_ids(
         return []
     behind = [] if end is None else [end]
     return [encode(choice) + behind for choice in json.loads(constraint.text)]
-
-
-class TakesRequests(Protocol):
-    """What runs the requests of rows."""
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        answer_token_ids: list[int] | None = None,
-        images: Sequence[Image] = (),
-    ) -> None:
-        """Queue a request, whose answer is scored if one is given, and whose prompt has `images`.
-
-        Raises:
-            RequestError: it can never be served.
-        """
-        ...
-
-    def step(self) -> list[RequestOutput]:
-        """Run one step and return the requests that it finished."""
-        ...
 
 
 class ChoiceScorer:

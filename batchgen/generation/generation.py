@@ -4,10 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from batchgen.budget.spending import Spending
 from batchgen.config.job_config import JobConfig
@@ -16,8 +13,9 @@ from batchgen.dataset.seed_stream import stream_of
 from batchgen.dataset.source import Row, Source
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.generation.choice_scores import ChoiceScorer, TakesRequests
+from batchgen.generation.choice_scores import ChoiceScorer
 from batchgen.generation.fail_fast import FailFast
+from batchgen.generation.job_engine import Engine
 from batchgen.generation.progress import Progress
 from batchgen.generation.turns import Turns
 from batchgen.images.image_column import PROMPT_IMAGES
@@ -25,69 +23,13 @@ from batchgen.images.row_images import RowImage, without_pixels
 from batchgen.metrics.job_metrics import Metrics
 from batchgen.prompts.row_request import RowRequest
 from batchgen.reuse.row_reuse import RowReuse
-from batchgen.shards.output_schema import FinishedRow
+from batchgen.shards.output_schema import FinishedRow, SplitOutput
 from batchgen.shards.output_writer import OutputWriter
 from batchgen.util.signals import StopSignals
 from batchgen.waves.sample_waves import EverySample
 from batchgen.workers.shard_queue import ShardQueue
 
 _IDLE_SECONDS = 0.05
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    from batchgen.engine.memory.memory_plan import MemoryPlan
-
-
-class Engine(TakesRequests, Protocol):
-    """What a job needs of the engine."""
-
-    @property
-    def generated_tokens(self) -> int:
-        """Tokens that were generated so far, with those of unfinished requests."""
-        ...
-
-    @property
-    def num_running(self) -> int:
-        """How many requests run; the others wait for their turn."""
-        ...
-
-    @property
-    def running_lengths(self) -> npt.NDArray[np.int64]:
-        """How many tokens each of the requests that run has generated so far."""
-        ...
-
-    @property
-    def stats(self) -> "DataclassInstance":
-        """What the engine has counted since it started; metrics.json shows it."""
-        ...
-
-    @property
-    def max_num_seqs(self) -> int:
-        """The most requests that run at the same time."""
-        ...
-
-    @property
-    def memory(self) -> "MemoryPlan":
-        """How the device's memory is divided."""
-        ...
-
-    @property
-    def batch_dependence(self) -> str | None:
-        """Why a token's bits depend on the other rows of its batch; None if they do not."""
-        ...
-
-    def measure_costs(self) -> None:
-        """Begin to measure what requests take of the device; see `take_costs`."""
-        ...
-
-    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
-        """Seconds by request, each once: of those that have ended, and with `wait` of all."""
-        ...
-
-    def close(self) -> None:
-        """Stop what works in the background; nothing waits for it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +52,7 @@ class _Request:
     def finished(
         self,
         output: RequestOutput | None = None,
-        thoughts: str | None = None,
+        beside: Mapping[str, Any] | None = None,
         *,
         error: RequestError | None = None,
         is_copied: bool = False,
@@ -118,7 +60,7 @@ class _Request:
         place = self.row_id, self.row_index, self.sample_index
         images = None if self.error else [image.reference for image in self.images]
         return FinishedRow(
-            *place, self.fields, output, error, thoughts, self.key, is_copied, images=images
+            *place, self.fields, output, error, beside or {}, self.key, is_copied, images=images
         )
 
 
@@ -130,7 +72,7 @@ class Generation:
         config: JobConfig,
         source: Source,
         request: Callable[[Row], RowRequest],
-        split: Callable[[RequestOutput], tuple[RequestOutput, str | None]],
+        split: Callable[[RequestOutput], SplitOutput],
         engine: Engine,
         writer: OutputWriter,
         metrics: Metrics,
@@ -140,8 +82,8 @@ class Generation:
         reuse: RowReuse | None = None,
     ) -> None:
         """Prepare to run rows. `request` says what the requests of a row ask for, or raises
-        RequestError; `split` takes the thoughts out of an output's text; `waves` says which samples
-        begin when."""
+        RequestError; `split` leaves the answer alone in an output's text; `waves` says
+        which samples begin when."""
         self._source = source
         self._request, self._split = request, split
         self._params = config.params
@@ -182,8 +124,7 @@ class Generation:
                 yield 0.0
                 for output in self._requested.step():
                     request = self._in_flight.pop(output.request_id)
-                    output, thoughts = self._split(output)
-                    finished.append(request.finished(output=output, thoughts=thoughts))
+                    finished.append(request.finished(*self._split(output)))
                 self._costs.add(self._engine.take_costs())
             elif not finished:
                 # While rows of a job that runs are waited for, those held back may get company.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 
 from batchgen.config.job_config import ScoreConfig, StepConfig
+from batchgen.engine.base.host_limits import usable_cores
 from batchgen.grades.changed_marks import ChangedMarks
 from batchgen.grades.grade_files import ROW_KEYS, STEPS_KEY, Part, bytes_digest, made_of
 from batchgen.grades.grading_pass import GradingPass, Stopped, Witness
@@ -162,7 +162,7 @@ class JobGrades:
             self.path.mkdir(exist_ok=True)
         except OSError as error:
             raise unwritable(self.path, error) from error
-        count = config.workers or len(os.sched_getaffinity(0))
+        count = config.workers or usable_cores()
         with Grader(steps, workers=count, seconds=config.seconds) as grader:
             todo = GradingPass(grader, made, text_column, stop, self._witness, changes)
             rows = 0

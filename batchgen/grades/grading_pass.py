@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchgen.grades.changed_marks import ChangedMarks
@@ -25,6 +26,7 @@ from batchgen.texts.row_json import json_readers
 from batchgen.util.temporary import temporary_name
 
 _BATCH = 1024
+_REASON = "finish_reason"
 _THREADS = 2
 """Parts that are graded at once, where the steps take columns."""
 
@@ -158,8 +160,20 @@ class GradingPass:
         names += [name for name in more if name in schema.names]
         names = list(dict.fromkeys(names))
         readers = json_readers(pa.schema([schema.field(name) for name in names]))
-        for batch in file.batches(_BATCH, names, use_threads=False):
-            yield batch, readers
+        read = list(dict.fromkeys([*names, _REASON]))
+        for batch in file.batches(_BATCH, read, use_threads=False):
+            yield self._answered(batch).select(names), readers
+
+    def _answered(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """A batch in which only rows with an error have no text. One that the model ended or left
+        without an answer has an empty text, which steps mark as they do a wrong one."""
+        if not batch[self.text_column].null_count:
+            return batch
+        is_error = pc.equal(batch[_REASON], "error")
+        texts = batch[self.text_column]
+        at = batch.schema.get_field_index(self.text_column)
+        kept = pc.if_else(is_error, texts, pc.fill_null(texts, ""))
+        return batch.set_column(at, batch.schema.field(at), kept)
 
     def _fields(self, schema: pa.Schema) -> list[str]:
         """The columns that the steps read, apart from the text and ROW_KEYS. Those of the data set

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import is_dataclass
 from typing import Any, Protocol
 
+from batchgen.config.convert_value import plain_value
 from batchgen.config.job_config import ScoreConfig, StepConfig
 from batchgen.config.named_code import named_code, strategy_options
 from batchgen.grading.choices import RowStep
@@ -42,7 +43,7 @@ def post_steps(configs: Sequence[StepConfig]) -> tuple[PostStep, ...]:
 def described(configs: Sequence[StepConfig], steps: Sequence[_Versioned]) -> list[dict[str, Any]]:
     """Each step's class, options and version as plain values: what its columns follow from."""
     return [
-        {"_target_": config.target, "version": step.version, **_plain(config.options)}
+        {"_target_": config.target, "version": step.version, **plain_value(config.options)}
         for config, step in zip(configs, steps, strict=True)
     ]
 
@@ -77,12 +78,6 @@ def _made(key: str, number: int, config: StepConfig, protocol: type) -> Any:
         return cls(**options)
     except ValueError as error:
         raise ConfigError(f"{place}: {error}") from None
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def check_scored(post: Sequence[PostStep], config: ScoreConfig, columns: Sequence[str]) -> None:

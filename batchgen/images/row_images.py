@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
+from batchgen.engine.base.host_limits import usable_cores
 from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.images.image import DIGEST_BYTES, Image, Pixels
 from batchgen.images.decode_ahead import DecodeAhead
@@ -74,7 +74,7 @@ class RowImages:
         self.thumbnails = Thumbnails()
         self.image_token_id = image_token_id
         self.fingerprint = sizes.fingerprint(pillow_version())
-        threads = min(8, len(os.sched_getaffinity(0)))
+        threads = min(8, usable_cores())
         self._ahead = DecodeAhead(threads, max(16, 2 * threads))
         self._told = False
 

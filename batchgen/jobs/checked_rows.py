@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from batchgen.compose.load_config import growing, identity
 from batchgen.config.constraint_config import JsonConstraintConfig, JsonSchemaConstraintConfig
 from batchgen.config.job_config import PARSED, JobConfig
+from batchgen.config.prompt_config import ChatPromptConfig, OpenAIPromptConfig
 from batchgen.constraint.row_params import RowParams
 from batchgen.dataset.seed_stream import depth_of, stream_of
 from batchgen.dataset.source import Following, Row, Source
@@ -53,7 +55,7 @@ def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
     if PARSED in columns:
         assert isinstance(constraint, (JsonConstraintConfig, JsonSchemaConstraintConfig))
         # Behind the thoughts the text begins with the JSON.
-        marker = "" if config.output.reasoning_end is not None else constraint.start_after or ""
+        marker = "" if parts.beside else constraint.start_after or ""
         parsed = ParsedColumn.build(config.params.constraint, marker)
     return OutputSchema.build(
         parts.source.schema,
@@ -62,7 +64,7 @@ def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
         prompt_token_ids=PROMPT_TOKEN_IDS in columns,
         constrained=config.constrained,
         parsed=parsed,
-        reasoning=config.output.reasoning_end is not None,
+        beside=parts.beside,
         text_column=config.output.text_column,
         answers=parts.answer is not None,
         images=parts.images is not None,
@@ -108,8 +110,17 @@ def known_rows(source: Source) -> int | None:
     return source.num_ready if isinstance(source, Following) else source.num_rows
 
 
+def dated(config: JobConfig, parts: JobParts) -> JobConfig:
+    """The configuration with the day that the job's prompts name, which it keeps from then on."""
+    if parts.prompt.day is None:
+        return config
+    assert isinstance(config.prompt, (ChatPromptConfig, OpenAIPromptConfig))
+    return replace(config, prompt=replace(config.prompt, date=parts.prompt.day))
+
+
 def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Manifest:
     """The manifest of a job as it is asked for, without digests of its rows."""
+    config = dated(config, parts)
     from batchgen.jobs.image_files import content_fingerprint  # it loads the libraries of the data
     from batchgen.row_index.open_rows import data_of
 

@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 
 from batchgen.costs.cost_recorder import CostRecorder
 from batchgen.forecast.forecast import Forecast
-from batchgen.generation.generation import Engine, Generation
+from batchgen.generation.generation import Generation
+from batchgen.generation.job_engine import Engine
 from batchgen.generation.progress import Progress, show_memory
 from batchgen.generation.turns import Turns
 from batchgen.jobs.job_attempt import JobAttempt

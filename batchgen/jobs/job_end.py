@@ -20,7 +20,7 @@ from batchgen.metrics.job_metrics import Metrics
 from batchgen.metrics.tally import Tally, Totals
 from batchgen.report.write_report import REPORT, is_up_to_date, try_report
 from batchgen.scoring.samples import Samples
-from batchgen.shards.output_schema import OutputSchema
+from batchgen.shards.output_schema import CHANNEL, OutputSchema
 from batchgen.shards.shard_files import read_columns, shard_files
 from batchgen.storage.job_storage import Storage
 from batchgen.util.signals import StopSignals
@@ -149,4 +149,5 @@ def _count_shards(config: JobConfig, parts: JobParts, folder: JobFolder) -> Tall
 def new_tally(config: JobConfig, parts: JobParts) -> Tally:
     names = [count.name for count in parts.counts]
     until = config.sampling.until is not None
-    return Tally(names, constrained=config.constrained, until=until)
+    channels = any(column.name == CHANNEL for column in parts.beside)
+    return Tally(names, constrained=config.constrained, until=until, channels=channels)

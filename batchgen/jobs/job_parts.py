@@ -17,23 +17,21 @@ from batchgen.generation.choice_scores import choice_ids
 from batchgen.images.row_images import RowImages
 from batchgen.prompts.row_prompts import Prompt
 from batchgen.resolve.opened_job import OpenedJob, open_job
+from batchgen.shards.output_schema import SplitOutput
 from batchgen.texts.tokens.decode_tokens import decode_with
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from batchgen.budget.spending import Attempts
     from batchgen.dataset.source import Row, Source
     from batchgen.forecast.forecast import Forecast
-    from batchgen.generation.generation import Engine
+    from batchgen.generation.job_engine import Engine
 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-
-
-def whole_text(output: RequestOutput) -> tuple[RequestOutput, None]:
-    """The output as it is, without thoughts."""
-    return output, None
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,8 @@ class JobParts:
         strategy: declares counts per row, which become columns, and lines for the job's summary.
         choices: makes the token ids of each choice of a row's constraint, if choices are scored.
         answer: makes the token ids of a row's answer that is scored; None if rows generate.
-        split: the output with its thoughts taken out of the text, and the thoughts.
+        split: leaves the answer alone in an output's text, and makes the columns `beside` it.
+        beside: the columns of what rows say beside their text, such as thoughts.
         decode: the text of token ids, to show prompts to people; None without a tokenizer.
         decode_all: the text with special tokens, to show single tokens.
         close: ends what works in the background.
@@ -77,7 +76,8 @@ class JobParts:
     strategy: Strategy | None = None
     answer: Callable[[Row], list[int]] | None = None
     choices: Callable[[Constraint | None], list[list[int]]] = lambda _: []
-    split: Callable[[RequestOutput], tuple[RequestOutput, str | None]] = whole_text
+    split: Callable[[RequestOutput], SplitOutput] = SplitOutput
+    beside: Sequence[pa.Field] = ()
     decode: Callable[[list[int]], str] | None = None
     decode_all: Callable[[list[int]], str] | None = None
     images: RowImages | None = None
@@ -119,7 +119,8 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         strategy=opened.strategy,
         answer=None if opened.answer is None else opened.answer.token_ids,
         choices=_choices(config, opened),
-        split=whole_text if opened.reasoning is None else opened.reasoning.split,
+        split=SplitOutput if opened.reasoning is None else opened.reasoning.split,
+        beside=() if opened.reasoning is None else opened.reasoning.fields,
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),
         images=opened.images,

@@ -13,7 +13,7 @@ from batchgen.folder.dataset_card import unfinished_card
 from batchgen.generation.turns import Turns, alone, between
 from batchgen.grades.background_grading import grading_beside
 from batchgen.grades.early_grades import EarlyGrades
-from batchgen.jobs.checked_rows import check_rows, job_manifest
+from batchgen.jobs.checked_rows import check_rows, dated, job_manifest
 from batchgen.jobs.computed_rows import compute_rows
 from batchgen.jobs.graded_job import scores_of
 from batchgen.jobs.job_attempt import JobAttempt, how_to_resume
@@ -50,6 +50,7 @@ def run_job(config: JobConfig, parts: JobParts) -> JobResult:
 def job_turns(config: JobConfig, parts: JobParts, signals: StopSignals) -> Turns[JobResult]:
     """The turns of `run_job`, in which `signals` say when to stop. All that can be refused without
     the weights is refused in the first turn."""
+    config = dated(config, parts)
     try:
         rows = check_rows(config, parts)
         with (

@@ -18,6 +18,7 @@ from batchgen.config.launcher_config import (
     check_workers,
     workers_text,
 )
+from batchgen.engine.base.host_limits import usable_cores
 from batchgen.launchers.launched import LaunchedFolder
 from batchgen.launchers.process import (
     Command,
@@ -105,7 +106,7 @@ def _environment(place: int, count: int, devices: Sequence[str], ranks: int) -> 
     if devices:
         first = place % (len(devices) // ranks) * ranks
         return {_DEVICES: ",".join(devices[first : first + ranks])}
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // count)))}
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from batchgen.shards.output_schema import FinishedRow
 
 _SAMPLE_INDEX = KEYS[1]
+_CHANNEL = "channel"  # of batchgen.shards.output_schema, which is not imported: it brings torch
+_CUT = "length"
 OUTCOMES = {
     "satisfied": "complete",
     "cut": "ended by sampling.max_new_tokens before it was complete",
@@ -38,7 +40,7 @@ def constraint_outcome(finish_reason: str, satisfied: bool | None) -> str:
         return "unconstrained"
     if satisfied:
         return "satisfied"
-    return {"length": "cut", "constraint_conflict": "conflict"}.get(finish_reason, "stopped")
+    return {_CUT: "cut", "constraint_conflict": "conflict"}.get(finish_reason, "stopped")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Totals:
         constraint: how many rows ended in which of OUTCOMES; empty if the job has no constraint.
         until: how many input rows ended in which of `shards.enough.OUTCOMES`, as far as their
             shards are published, and how many samples are `valid`; empty without `sampling.until`.
+        cut_in: how many rows ended by `length` in which channel; empty without channels.
     """
 
     rows: int = 0
@@ -63,6 +66,7 @@ class Totals:
     counts: Mapping[str, int] = field(default_factory=dict)
     constraint: Mapping[str, int] = field(default_factory=dict)
     until: Mapping[str, int] = field(default_factory=dict)
+    cut_in: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, figures: Mapping[str, Any]) -> Totals:
@@ -74,10 +78,14 @@ class Tally:
     """Counts finished rows, from tables with its `columns` and as they finish."""
 
     def __init__(
-        self, counts: Sequence[str], constrained: bool = False, until: bool = False
+        self,
+        counts: Sequence[str],
+        constrained: bool = False,
+        until: bool = False,
+        channels: bool = False,
     ) -> None:
-        """Create counters, with sums of further columns `counts`, for a job that is `constrained`
-        or has `sampling.until`."""
+        """Create counters, with sums of further columns `counts`, for a job that is `constrained`,
+        has `sampling.until`, or whose rows have channels."""
         self._rows = 0
         self._reasons: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
@@ -87,7 +95,9 @@ class Tally:
         satisfied = ["constraint_satisfied"] if constrained else []
         self._until = dict.fromkeys([*ROW_OUTCOMES, VALID], 0) if until else {}
         of_until = [_SAMPLE_INDEX, OUTCOME, VALID] if until else []
-        self.columns = ["finish_reason", "error", *self._sums, *satisfied, *of_until]
+        self._channels, self._cut_in = [_CHANNEL] if channels else [], Counter[str]()
+        known = ["finish_reason", "error", *self._sums, *satisfied, *of_until]
+        self.columns = [*known, *self._channels]
 
     @property
     def totals(self) -> Totals:
@@ -104,6 +114,7 @@ class Tally:
             counts=sums,
             constraint={n: self._outcomes[n] for n in OUTCOMES} if self._constrained else {},
             until=dict(self._until),
+            cut_in=dict(self._cut_in),
         )
 
     def add_table(self, table: pa.Table) -> None:
@@ -117,6 +128,9 @@ class Tally:
             reasons, satisfied = table["finish_reason"], table["constraint_satisfied"]
             pairs = zip(reasons.to_pylist(), satisfied.to_pylist(), strict=True)
             self._outcomes.update(itertools.starmap(constraint_outcome, pairs))
+        if self._channels:
+            is_cut = pc.equal(table["finish_reason"], _CUT)
+            _count(self._cut_in, table[_CHANNEL].filter(is_cut).drop_null())
         if self._until:
             self._until[VALID] += pc.sum(table[VALID]).as_py() or 0
             first = table[OUTCOME].filter(pc.equal(table[_SAMPLE_INDEX], 0)).drop_null()
@@ -128,6 +142,8 @@ class Tally:
         for row in rows:
             self._rows += 1
             self._reasons[row.finish_reason] += 1
+            if row.finish_reason == _CUT and (channel := row.beside.get(_CHANNEL)) is not None:
+                self._cut_in[channel] += 1
             if row.failure is not None:
                 self._errors[row.failure.type] += 1
             output, satisfied = row.output, None

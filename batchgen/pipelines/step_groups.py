@@ -13,7 +13,7 @@ from batchgen.folder.refused_folder import written_manifest
 from batchgen.leases.lease_files import DATA, LEASES, parse_lease
 from batchgen.pipelines.open_pipeline import OpenPipeline
 from batchgen.shards.shard_files import shard_files
-from batchgen.storage.job_storage import Storage
+from batchgen.storage.job_storage import names_in
 from batchgen.storage.manifest import ROWS
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.paths import is_url
@@ -83,15 +83,8 @@ class StepGroups:
             rows = None if manifest is None else manifest.growing.get(ROWS)
             if rows is None:
                 return math.inf
-            leases = [parse_lease(lease) for lease in _names(storage, LEASES)]
+            leases = [parse_lease(lease) for lease in names_in(storage, LEASES)]
             begun = {lease[0] for lease in leases if lease is not None and lease[0] >= 0}
-            done = shard_files(storage.path / DATA, _names(storage, DATA))
+            done = shard_files(storage.path / DATA, names_in(storage, DATA))
             shards = -(-int(rows) // config.output.rows_per_shard)
             return max(0, shards - len(begun | set(done)))
-
-
-def _names(storage: Storage, folder: str) -> list[str]:
-    try:
-        return storage.names(storage.path / folder)
-    except FileNotFoundError:
-        return []

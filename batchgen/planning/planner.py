@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from batchgen.config.constraint_config import NoConstraintConfig
 from batchgen.config.job_config import JobConfig
-from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.layers.fp8_format import has_fp8_units
 from batchgen.forecast.devices import DEVICES, Device, device_named
 from batchgen.forecast.engine_estimate import EngineEstimate, estimate_engine
 from batchgen.forecast.forecast import Forecast, forecast
 from batchgen.forecast.planned_work import here, job_work, same_speed, step_cost
 from batchgen.forecast.samples_per_row import samples_per_row
-from batchgen.forecast.scan import FoundRows, Scan, scan_rows
+from batchgen.forecast.scan import Scan, scan_rows
 from batchgen.jobs.job_parts import parts_of
 from batchgen.kernels.compile_ahead import have_compiled
 from batchgen.planning.budget_outlook import Outlook, outlooks, used_before
-from batchgen.planning.job_plan import Constraints, Plan
+from batchgen.planning.job_plan import Plan
+from batchgen.planning.plan_checks import compiled_constraints, rows_and_disk
 from batchgen.planning.plan_settings import PlanSettings
 from batchgen.planning.plan_text import row_title, shown_prompt
 from batchgen.planning.planned_reuse import planned_reuse
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
 SHOWN_PROMPTS = 2
 MEASURE_S = 0.2
 """For how long each of a CPU's rates is measured."""
-_COMPILE_S = 2.0
-"""After so many seconds no further constraint is compiled."""
 
 
 @contextmanager
@@ -114,7 +111,7 @@ class _Planner:
         scan = scan_rows(reading)
         reuse = planned_reuse(config, opened, scan)
         reused = 0 if reuse is None else reuse.answers
-        constraints = self._constraints(scan)
+        constraints = compiled_constraints(opened, config, scan)
         device = self._device()
         gpu_bytes = device.memory if device is not None and device.is_gpu else None
         # A GPU that is not in the table is this machine's.
@@ -125,7 +122,9 @@ class _Planner:
         if memory is not None and device is not None and scan.sample:
             expected = self._forecast(engine, memory, device, scan, done + reused)
         disk = None if expected is None else self._disk(scan, expected, done, reused)
-        self._judge(scan, disk)
+        errors, warnings = rows_and_disk(scan, disk, self._settings.most_bad)
+        self._errors += errors
+        self._warnings += warnings
         outlook = self._outlook(expected)
         price = None
         per_device = self._settings.price_per_hour or config.budget.price_per_hour
@@ -242,36 +241,6 @@ class _Planner:
                 )
         return found
 
-    def _constraints(self, scan: Scan) -> Constraints | None:
-        """Compile constraints, those of most rows first; rows of one that cannot be enforced are
-        bad."""
-        if not scan.constraints and isinstance(self._config.constraint, NoConstraintConfig):
-            return None
-        compiled, slowest, slowest_s = 0, "", 0.0
-        refused = FoundRows()
-        with closing(self._opened.model.grammar_compiler()) as compiler:
-            started = time.perf_counter()
-            for constraint, rows in sorted(scan.constraints.items(), key=lambda c: -c[1].count):
-                begun = time.perf_counter()
-                if begun - started > _COMPILE_S:
-                    break
-                try:
-                    compiler.compile(constraint)
-                except ConstraintError as error:
-                    refused.message = refused.message or str(error)
-                    refused.count += rows.count
-                    refused.rows += rows.rows
-                compiled += 1
-                seconds = time.perf_counter() - begun
-                if seconds >= slowest_s:
-                    slowest, slowest_s = f"{constraint.kind} {constraint.text}".strip(), seconds
-        if refused.count:
-            known = scan.bad.setdefault("bad_constraint", FoundRows(refused.message))
-            known.count += refused.count
-            known.rows += refused.rows
-            known.keep_first()
-        return Constraints(len(scan.constraints), compiled, slowest_s, slowest)
-
     def _prompts(self, scan: Scan) -> Iterator[tuple[str, str]]:
         for read in scan.sample[:SHOWN_PROMPTS]:
             title = f"{row_title(read.row)}: {len(read.ids):,} tokens"
@@ -300,31 +269,3 @@ class _Planner:
             folder=Path(gettempdir() if is_url(config.output.dir) else config.output.dir),
             decode=self._parts.decode,
         )
-
-    def _judge(self, scan: Scan, disk: DiskUse | None) -> None:
-        """Say what is wrong with rows and disk."""
-        if scan.looked_at and not len(scan.lengths):
-            self._errors.append("no row that was looked at has a prompt")
-        elif scan.bad_share > self._settings.most_bad:
-            self._errors.append(
-                f"{scan.num_bad:,} of {scan.looked_at:,} rows ({scan.bad_share:.1%}) will have an "
-                f"error instead of an answer, more than plan.most_bad={self._settings.most_bad:g}"
-            )
-        elif scan.num_bad:
-            self._warnings.append(
-                f"{scan.num_bad:,} of {scan.looked_at:,} rows will have an error instead of an "
-                "answer"
-            )
-        if scan.unsure:
-            self._warnings.append(
-                f"{scan.unsure:,} rows have so much text that they may be too long, and there was "
-                "no time to tokenise them"
-            )
-        if scan.cut:
-            self._warnings.append(
-                f"prompt.too_long cuts the beginning of {scan.cut:,} of the prompts"
-            )
-        if disk is not None and disk.total.likely > disk.free:
-            self._errors.append("the output will probably not fit on the disk of output.dir")
-        elif disk is not None and disk.total.bound > disk.free:
-            self._warnings.append("the output may not fit on the disk of output.dir")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import UndefinedError
@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from batchgen.config.prompt_config import ChatPromptConfig
 from batchgen.dataset.dataset_columns import feature_at, named_path, value_at
 from batchgen.engine.base.outputs import RequestError
+from batchgen.engine.constraint.harmony import HarmonyTokens
 from batchgen.images.image_sources import ImageSource
 from batchgen.images.row_images import RowImage, RowImages
-from batchgen.prompts.chat_templates import bound_chat_templates
+from batchgen.prompts.chat_templates import bound_chat_templates, on_day, today
 from batchgen.prompts.image_places import ImagePlaces, refuse_template_without_images
 from batchgen.prompts.messages import checked_messages, known_roles
 from batchgen.prompts.prompt_tokens import TextTokens, text_bytes
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from batchgen.dataset.source import Row
 
 Messages = list[dict[str, Any]]
+EFFORTS = ("low", "medium", "high")
+"""The reasoning efforts that models of Harmony were trained with; the template takes any text."""
 
 
 class ChatPrompt:
@@ -35,6 +38,10 @@ class ChatPrompt:
 
     The tokenizer adds no special tokens to the text, because the chat template writes a BOS itself
     where the model wants one.
+
+    Attributes:
+        day: the day that the chat template writes, YYYY-MM-DD; None if it writes none. It is the
+            configuration's, else what the argument `day` says.
     """
 
     def __init__(
@@ -44,12 +51,14 @@ class ChatPrompt:
         columns: Mapping[str, Any],
         room: int | None = None,
         images: RowImages | None = None,
+        day: Callable[[], str] = today,
     ) -> None:
         bound_chat_templates()
         self._config, self._tokenizer = config, tokenizer
         self._tokens = TextTokens(tokenizer, room)
         self._kwargs = dict(config.template_kwargs or {})
         source = self._chat_template()
+        self.day = _day(config.date, source, day)
         self._roles = known_roles(source)
         if config.messages_column is not None:
             self._path = named_path("prompt.messages_column", config.messages_column, columns)
@@ -188,13 +197,14 @@ class ChatPrompt:
     def _render(self, messages: Messages, tools: Sequence[Any] | None = None) -> str:
         goes_on = self._config.continue_
         given: dict[str, Any] = {**self._kwargs, **({} if tools is None else {"tools": tools})}
-        text = self._tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=not goes_on,
-            continue_final_message=goes_on,
-            **given,
-        )
+        with on_day(self.day):
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=not goes_on,
+                continue_final_message=goes_on,
+                **given,
+            )
         assert isinstance(text, str)
         return text
 
@@ -212,6 +222,12 @@ class ChatPrompt:
                 raise ConfigError(
                     f"prompt.template_kwargs.{name}: the model's chat template knows no such option"
                 )
+        effort = self._kwargs.get("reasoning_effort")
+        if effort not in (None, *EFFORTS) and HarmonyTokens.of(self._tokenizer) is not None:
+            raise ConfigError(
+                f"prompt.template_kwargs.reasoning_effort must be one of {', '.join(EFFORTS)}, got "
+                f"{effort!r}"
+            )
         return source
 
     def _try_roles(self) -> None:
@@ -238,6 +254,15 @@ class ChatPrompt:
                 f"prompt: the model's chat template cannot take the roles {' and '.join(roles)}: "
                 f"{why}"
             ) from None
+
+
+def _day(given: str | None, source: str, of_job: Callable[[], str]) -> str | None:
+    """The day that a chat template writes; None if it asks for none."""
+    if re.search(r"\bstrftime_now\b", source):
+        return of_job() if given is None else given
+    if given is not None:
+        raise ConfigError("prompt.date: the model's chat template writes no date: leave it out")
+    return None
 
 
 def _texts(message: Mapping[str, Any]) -> list[str]:

@@ -1,10 +1,15 @@
 """Chat templates come with models and are written by strangers: they render in a sandbox
-with bounds. transformers offers no way to choose the environment of chat templates, and its own has
-none, so its function that compiles them is replaced, once for the process.
+with bounds, and on a day that the job knows. transformers offers no way to choose the environment
+of chat templates, and its own has no bounds, so its function that compiles them is replaced, once
+for the process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import date, datetime
 from functools import cache, lru_cache
 from typing import Any
 
@@ -14,6 +19,26 @@ from batchgen.templates.template_sandbox import BoundedEnvironment
 
 _COMPILED = 128
 """Chat templates that are kept compiled."""
+_DAY: ContextVar[datetime | None] = ContextVar("_DAY", default=None)
+
+
+@contextmanager
+def on_day(day: str | None) -> Iterator[None]:
+    """Let chat templates write this day, YYYY-MM-DD, where they ask what day it is."""
+    token = _DAY.set(None if day is None else datetime.fromisoformat(day))
+    try:
+        yield
+    finally:
+        _DAY.reset(token)
+
+
+def today() -> str:
+    """This day, as YYYY-MM-DD."""
+    return date.today().isoformat()
+
+
+def _strftime_now(format: str) -> str:
+    return (_DAY.get() or datetime.now()).strftime(format)
 
 
 @cache
@@ -28,7 +53,7 @@ def bound_chat_templates() -> None:
         usual = compile_freely("").environment
         environment = BoundedEnvironment(
             filters=usual.filters,
-            variables=usual.globals,
+            variables={**usual.globals, "strftime_now": _strftime_now},
             trim_blocks=usual.trim_blocks,
             lstrip_blocks=usual.lstrip_blocks,
             extensions=[type(extension) for extension in usual.extensions.values()],

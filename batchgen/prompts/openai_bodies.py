@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +16,7 @@ from batchgen.engine.base.outputs import RequestError
 from batchgen.images.image_sources import ImageSource
 from batchgen.images.row_images import RowImage, RowImages
 from batchgen.prompts.chat_prompt import ChatPrompt
+from batchgen.prompts.chat_templates import today
 from batchgen.prompts.messages import short
 from batchgen.prompts.prompt_tokens import TextTokens, not_empty, text_bytes
 
@@ -37,6 +38,7 @@ class BodyPrompt:
         vocab_size: int,
         room: int | None = None,
         images: RowImages | None = None,
+        day: Callable[[], str] = today,
     ) -> None:
         self._column, self._vocab_size = config.body_column, vocab_size
         self._path = named_path("prompt.body_column", config.body_column, columns)
@@ -50,12 +52,16 @@ class BodyPrompt:
                 messages_column="messages",
                 tools_column="tools" if takes_tools else None,
                 template_kwargs=config.template_kwargs,
+                date=config.date,
             )
             names = dict.fromkeys(("messages", "tools"))
-            self._chat, self._takes_tools = (
-                ChatPrompt(chat, tokenizer, names, room, images),
-                takes_tools,
-            )
+            self._chat = ChatPrompt(chat, tokenizer, names, room, images, day)
+            self._takes_tools = takes_tools
+
+    @property
+    def day(self) -> str | None:
+        """The day that the chat template writes; None if it writes none."""
+        return None if self._chat is None else self._chat.day
 
     def token_ids(self, row: Row) -> list[int]:
         """The prompt of a row; RequestError as `Prompt.token_ids` says, and bad_body."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +18,7 @@ from batchgen.dataset.dataset_columns import named_path, value_at
 from batchgen.engine.base.outputs import RequestError
 from batchgen.images.row_images import RowImage, RowImages
 from batchgen.prompts.chat_prompt import ChatPrompt
+from batchgen.prompts.chat_templates import today
 from batchgen.prompts.messages import short
 from batchgen.prompts.openai_bodies import BodyPrompt
 from batchgen.prompts.prompt_tokens import TextTokens, not_empty, text_bytes
@@ -34,6 +35,11 @@ _MOST_SHOWN = 1000
 
 class Prompt(Protocol):
     """A way to make prompts of rows."""
+
+    @property
+    def day(self) -> str | None:
+        """The day that prompts name, YYYY-MM-DD; None if they name none."""
+        return None
 
     @property
     def is_constant(self) -> bool:
@@ -74,6 +80,7 @@ def build_prompt(
     columns: Mapping[str, Any],
     room: int | None = None,
     images: RowImages | None = None,
+    day: Callable[[], str] = today,
 ) -> Prompt:
     """The prompt that the configuration describes.
 
@@ -83,6 +90,7 @@ def build_prompt(
         room: the most tokens of a prompt, for which far longer texts are refused untokenised; None
             reads texts of any length.
         images: makes the images of rows; None where the model or the rows have none.
+        day: says which day chat templates write, if the configuration does not.
 
     Raises:
         ConfigError: a template does not compile or asks for a column that the data set lacks,
@@ -98,8 +106,8 @@ def build_prompt(
     if isinstance(config, TextPromptConfig):
         return TextPrompt(config, tokenizer, columns, room)
     if isinstance(config, OpenAIPromptConfig):
-        return BodyPrompt(config, tokenizer, columns, vocab_size, room, images)
-    return ChatPrompt(config, tokenizer, columns, room, images)
+        return BodyPrompt(config, tokenizer, columns, vocab_size, room, images, day)
+    return ChatPrompt(config, tokenizer, columns, room, images, day)
 
 
 def prompt_room(max_model_len: int, max_new_tokens: int) -> int:

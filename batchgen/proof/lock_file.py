@@ -15,6 +15,7 @@ from typing import Any, Self
 import yaml
 
 from batchgen.compose.job_file import read_job_file
+from batchgen.config.convert_value import plain_value
 from batchgen.util.errors import ConfigError
 
 LOCK, PROOF, STEPS, VERSIONS = "batchgen_lock", "proof", "steps", "versions"
@@ -76,7 +77,7 @@ class Lock:
             for name, one in self.proof.items()
         }
         values = {LOCK: FORMAT_VERSION, VERSIONS: dict(self.versions)}
-        values |= {STEPS: _plain(self.steps), PROOF: _plain(proof)}
+        values |= {STEPS: plain_value(self.steps), PROOF: plain_value(proof)}
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=200)
 
     @classmethod
@@ -125,9 +126,3 @@ def _proof(values: Mapping[str, Any]) -> StepProof:
     if proof.shard_roots and not len(proof.shard_roots) == len(proof.files) == proof.shards:
         raise ValueError("there are not as many digests as shards")
     return proof
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value

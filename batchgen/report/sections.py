@@ -199,6 +199,8 @@ def _outcomes(found: Collected) -> Section:
     section = Section("outcomes", "Outcomes")
     if found.reasons:
         note = "stop: the answer came to its end; length: it was cut at sampling.max_new_tokens."
+        if "no_answer" in found.reasons:
+            note += " no_answer: the model ended by itself before it answered."
         section.charts.append(bars("Finish reasons", found.reasons, "finish_reason", note))
     constrained = {n: c for n, c in found.constraint.items() if c}
     if constrained:

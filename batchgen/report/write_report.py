@@ -12,7 +12,7 @@ from typing import Any
 from markupsafe import Markup
 
 from batchgen.config.dataset_config import dataset_name
-from batchgen.folder.job_summary import JobSummary, tokens_per_s
+from batchgen.folder.job_summary import JobSummary, cut_remark, tokens_per_s
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.images.thumbnails import read_thumbnails
 from batchgen.report.example_rows import ShownRows, anchor, faults, shown_rows
@@ -196,6 +196,8 @@ def _warnings(job: JobSummary, data: JobData) -> list[str]:
         found.append("The grades do not belong to these rows: run `batchgen grade` again.")
     if why := job.attempt.get("batch_dependence"):
         found.append(f"A row's tokens may depend on the rows beside it: {why}.")
+    if (cut := cut_remark(job.totals)) is not None:
+        found.append(cut)
     return found
 
 

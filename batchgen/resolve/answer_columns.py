@@ -1,4 +1,4 @@
-"""What the answers of a job consist of: its columns, its constraint, its thoughts."""
+"""What the answers of a job consist of: its columns and its constraint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.model.open_model import OpenedModel
-from batchgen.texts.tokens.reasoning import ReasoningMarkers
 from batchgen.util.errors import ConfigError, mistakes_in
 
 
@@ -89,12 +88,3 @@ def constraint_compiler(
         if constraint is not None:
             compiler.compile(constraint)
     return compiler
-
-
-def reasoning_markers(config: JobConfig, model: OpenedModel) -> ReasoningMarkers | None:
-    """What tells thoughts from answers; None if the job does not ask for that."""
-    start, end = config.output.reasoning_start, config.output.reasoning_end
-    if end is None:
-        return None
-    size = model.config.vocab_size
-    return ReasoningMarkers(model.tokenizer, size, model.eos_token_ids, start=start, end=end)

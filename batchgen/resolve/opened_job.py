@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from math import lcm
 from typing import TYPE_CHECKING
 
@@ -33,13 +34,14 @@ from batchgen.resolve.answer_columns import (
     check_parsed,
     constraint_compiler,
     named_columns,
-    reasoning_markers,
     strictest_params,
 )
 from batchgen.resolve.build_strategy import build_strategy
+from batchgen.resolve.job_answers import answers_of, day_of
 from batchgen.resolve.job_images import image_columns, row_images
 from batchgen.resolve.job_model import dtype_and_length, model_fingerprints, open_job_model
 from batchgen.resolve.likely_rows import likely_row_tokens
+from batchgen.texts.tokens.channels import HarmonyChannels
 from batchgen.texts.tokens.reasoning import ReasoningMarkers
 from batchgen.util.errors import mistakes_in
 
@@ -66,7 +68,7 @@ class OpenedJob:
         dtype: that of weights and activations.
         max_model_len: how many tokens prompt and answer may have together.
         step_fingerprints: versions of the steps of `rows`, and digests of what they read.
-        reasoning: tells thoughts from answers; None if the job does not ask for that.
+        reasoning: tells answers from what the model says besides; None if the text is all of it.
         images: makes the images of rows; None if these have none.
         row_tokens: the fewest and the most tokens that rows are likely to have, for models with
             sliding windows; None for others, and where nobody can know.
@@ -82,7 +84,7 @@ class OpenedJob:
     dtype: torch.dtype
     max_model_len: int
     step_fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    reasoning: ReasoningMarkers | None = None
+    reasoning: ReasoningMarkers | HarmonyChannels | None = None
     answer: Answer | None = None
     images: RowImages | None = None
     row_tokens: tuple[int, int] | None = None
@@ -177,6 +179,7 @@ def open_job(
         if config.scores_choices:
             strategy.check(SamplingParams(max_new_tokens=0))
     check_parsed(config, model.tokenizer)
+    reasoning = answers_of(config, model)
     columns = image_columns(config, model)
     # Last of what can be refused: it takes seconds to load datasets.
     source, of_steps = _open_rows(config, model, post, promised, wait, columns)
@@ -210,7 +213,7 @@ def open_job(
         dtype,
         max_model_len,
         of_steps,
-        reasoning_markers(config, model),
+        reasoning,
         answer,
         images,
         likely_row_tokens(config, source, prompt, answer) if known else None,
@@ -235,6 +238,7 @@ def _prompt(
         columns=source.features,
         room=max(1, max_model_len - config.sampling.max_new_tokens),
         images=images,
+        day=partial(day_of, config),
     )
     # A job that has just begun may have no row to show.
     if prompt.is_constant and (first := next(source.rows(), None)) is not None:

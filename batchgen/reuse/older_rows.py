@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,10 @@ from batchgen.shards.enough import ENOUGH_COLUMNS
 from batchgen.shards.output_schema import (
     ANSWER_TOKEN_IDS,
     PROMPT_TOKEN_IDS,
-    REASONING,
     SATISFIED,
+    TEXT,
     OutputSchema,
+    SplitOutput,
 )
 from batchgen.shards.row_order import row_keys
 
@@ -36,14 +37,6 @@ _MADE_ANEW = {
     *(name for name, *_ in ENOUGH_COLUMNS),
 }
 """Columns that follow from the request, the other columns, and the row's other samples."""
-
-
-class Copied(NamedTuple):
-    """A finished row as the engine and the job have made it: its output, with the thoughts taken
-    out of the text, and the thoughts."""
-
-    output: RequestOutput
-    thoughts: str | None
 
 
 class OlderRows:
@@ -67,9 +60,9 @@ class OlderRows:
                 return asked
         return None
 
-    def output(self, place: Place, request_id: str, request: RowRequest) -> Copied | None:
-        """The row at a place, for a request of which it is the answer; None if another row is
-        there, or none.
+    def output(self, place: Place, request_id: str, request: RowRequest) -> SplitOutput | None:
+        """The row at a place, as it was split, for a request of which it is the answer; None if
+        another row is there, or none.
 
         Raises:
             JobError: the file is damaged.
@@ -87,11 +80,12 @@ class OlderRows:
         if reason == "error" or tokens_crc(ids, reason) != place.tokens:
             return None
         schema, names = self._schema, row.schema.names
+        text = row[self._text][0].as_py()
         found = RequestOutput(
             request_id=request_id,
             prompt_token_ids=request.prompt,
             token_ids=ids,
-            text=row[self._text][0].as_py(),
+            text=text or "",
             finish_reason=reason,
             stop=row["stop"][0].as_py(),
             columns={column.name: _values(row, column) for column in schema.columns},
@@ -99,7 +93,8 @@ class OlderRows:
             constraint_satisfied=row[SATISFIED][0].as_py() if SATISFIED in names else None,
             answer_token_ids=request.answer,
         )
-        return Copied(found, row[REASONING][0].as_py() if REASONING in names else None)
+        beside = {name: row[name][0].as_py() for name in schema.beside}
+        return SplitOutput(found, beside | ({TEXT: None} if text is None else {}))
 
 
 def _read_names(schema: OutputSchema, text_column: str) -> list[str]:

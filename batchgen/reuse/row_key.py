@@ -44,6 +44,7 @@ class RowKeys:
             max_model_len,
             deciding,
             [output.reasoning_start, output.reasoning_end, config.scores_choices],
+            *(["whole_text"] if output.whole_text else []),
         ]
         text = json.dumps(shared, sort_keys=True, ensure_ascii=False)
         self._shared = blake2b(text.encode(), digest_size=KEY_BYTES).digest()

@@ -1,9 +1,9 @@
 """The Arrow schema of the output, which is known before the first token, and rows in that form."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,12 +58,14 @@ _OF_ANSWERS = {
     "finish_reason": "scored or error",
 }
 """What columns mean where answers are scored."""
-REASONING = "reasoning"
-_REASONING = (
-    REASONING,
-    pa.string(),
-    "the thoughts before output.reasoning_end; null on error, and if the row has none",
-)
+_OF_CHANNELS = {
+    TEXT: "the final channel, cut before a stop string; null on error, and if there is none",
+    "finish_reason": "stop (in the final channel), tool_call, no_answer (it ended elsewhere), "
+    "length, constraint_conflict or error",
+}
+"""What columns mean where rows have channels."""
+REASONING, CHANNEL = "reasoning", "channel"
+"""Columns that `SplitOutput.columns` may have."""
 SATISFIED = "constraint_satisfied"
 _SATISFIED = (
     SATISFIED,
@@ -88,12 +90,20 @@ _IMAGES = (
 )
 
 
+class SplitOutput(NamedTuple):
+    """An output whose text is the answer alone, and the values of the columns of what it said
+    besides; TEXT is among them, and None, if there is no answer."""
+
+    output: RequestOutput
+    columns: Mapping[str, Any] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
     """One sample of one row that is finished, with the `fields` that are copied from the data set.
     A row that never reached the engine has an `error` instead of an `output`. `valid` is whether it
-    fulfils `sampling.until.where`. `images` are what the output says of those of the prompt, None
-    where they are not known."""
+    fulfils `sampling.until.where`. `beside` are the columns of `SplitOutput`. `images` are what the
+    output says of those of the prompt, None where they are not known."""
 
     row_id: str
     row_index: int
@@ -101,7 +111,7 @@ class FinishedRow:
     fields: Mapping[str, Any]
     output: RequestOutput | None = None
     error: RequestError | None = None
-    reasoning: str | None = None
+    beside: Mapping[str, Any] = field(default_factory=dict)
     key: bytes | None = None  # `reuse.row_key`, in jobs that keep keys
     is_copied: bool = False  # from an older job, instead of being computed
     valid: bool | None = None
@@ -127,7 +137,7 @@ class OutputSchema:
         columns: the per-token columns, in their order.
         counts: names of the strategy's counts, which are columns too.
         text_column: the name of the column of generated text.
-        reasoning: whether there is a column of thoughts.
+        beside: names of the columns of what rows say beside their text.
         enough: when a row has enough samples; None if all rows have the same number.
     """
 
@@ -137,7 +147,7 @@ class OutputSchema:
     counts: tuple[str, ...]
     parsed: ParsedColumn | None
     text_column: str = TEXT
-    reasoning: bool = False
+    beside: tuple[str, ...] = ()
     enough: Enough | None = None
 
     @staticmethod
@@ -148,7 +158,7 @@ class OutputSchema:
         prompt_token_ids: bool,
         *,
         constrained: bool = False,
-        reasoning: bool = False,
+        beside: Sequence[pa.Field] = (),
         parsed: ParsedColumn | None = None,
         text_column: str = TEXT,
         answers: bool = False,
@@ -159,7 +169,7 @@ class OutputSchema:
 
         Args:
             prompt_token_ids: whether to write the prompts.
-            reasoning: whether thoughts have a column of their own.
+            beside: the columns of what rows say beside their text, such as thoughts.
             constrained: whether a column says which rows satisfy their constraint.
             answers: whether rows have given answers, which are scored.
             images: whether rows may have images.
@@ -169,28 +179,29 @@ class OutputSchema:
             ConfigError: a column of the data set has the name of a column that batchgen writes, or
                 `text_column` is the name of another such column.
         """
-        before = [_field(*column) for column in _BEFORE]
+        before = [described(*column) for column in _BEFORE]
+        has_channels = any(column.name == CHANNEL for column in beside)
+        own = _OF_ANSWERS if answers else _OF_CHANNELS if has_channels else {}
         after = [
-            _field(
+            described(
                 text_column if name == TEXT else name,
                 type,
-                _OF_ANSWERS.get(name, meaning) if answers else meaning,
+                own.get(name, meaning),
             )
             for name, type, meaning in _AFTER
             if prompt_token_ids or name != PROMPT_TOKEN_IDS
         ]
-        thoughts = [_field(*_REASONING)] if reasoning else []
         asked = ((_SATISFIED, constrained), (_ANSWER, answers), (_IMAGES, images))
-        more = [_field(*column) for column, wanted in asked if wanted]
+        more = [described(*column) for column, wanted in asked if wanted]
         if parsed is not None:
-            more.append(_field(PARSED, parsed.type, parsed.meaning))
-        more += [] if enough is None else [_field(*column) for column in ENOUGH_COLUMNS]
+            more.append(described(PARSED, parsed.type, parsed.meaning))
+        more += [] if enough is None else [described(*column) for column in ENOUGH_COLUMNS]
         not_run = "; null if the row failed before its first"
-        more += [_field(count.name, pa.int32(), count.meaning + not_run) for count in counts]
+        more += [described(count.name, pa.int32(), count.meaning + not_run) for count in counts]
         more += [_column_field(column) for column in columns]
         # Also columns that this job leaves out: a name shall mean the same in every output.
         taken = {name for name, *_ in _BEFORE + _AFTER} | {SATISFIED, PARSED}
-        taken |= {field.name for field in (*thoughts, *more)}
+        taken |= {field.name for field in (*beside, *more)}
         taken.remove(TEXT)
         _check_clashes(passthrough.names, taken, text_column)
         # The metadata of the whole input schema is dropped: it describes the input's columns alone.
@@ -198,12 +209,17 @@ class OutputSchema:
         given = [f.with_metadata(meaning | _strings(f.metadata)) for f in passthrough]
         metadata = {b"batchgen.schema": SCHEMA_VERSION.encode()}
         metadata |= {} if enough is None else enough.metadata
-        after[1:1] = thoughts
+        after[1:1] = beside
         schema = pa.schema(before + given + after + more, metadata=metadata)
-        names = tuple(passthrough.names)
-        names_of_counts = tuple(count.name for count in counts)
         return OutputSchema(
-            schema, names, tuple(columns), names_of_counts, parsed, text_column, reasoning, enough
+            schema,
+            tuple(passthrough.names),
+            tuple(columns),
+            tuple(count.name for count in counts),
+            parsed,
+            text_column,
+            tuple(column.name for column in beside),
+            enough,
         )
 
     @property
@@ -221,7 +237,8 @@ class OutputSchema:
             "row_index": [row.row_index for row in rows],
             "sample_index": [row.sample_index for row in rows],
             self.text_column: [
-                o.text if o and o.finish_reason != "error" else None for o in outputs
+                row.beside.get(TEXT, o.text) if o and o.finish_reason != "error" else None
+                for row, o in zip(rows, outputs, strict=True)
             ],
             "finish_reason": [row.finish_reason for row in rows],
             "stop": [o.stop if o else None for o in outputs],
@@ -230,8 +247,8 @@ class OutputSchema:
             "num_generated_tokens": [len(o.token_ids) if o else 0 for o in outputs],
             "token_ids": _id_lists([o.token_ids if o else [] for o in outputs]),
         }
-        if self.reasoning:
-            values[REASONING] = [row.reasoning for row in rows]
+        for name in self.beside:
+            values[name] = [row.beside.get(name) for row in rows]
         for name in self.passthrough:
             values[name] = [row.fields[name] for row in rows]
         for name in self.counts:
@@ -285,7 +302,8 @@ def _check_clashes(given: Sequence[str], taken: Collection[str], text_column: st
     raise ConfigError(what + advice + "use them")
 
 
-def _field(name: str, type: pa.DataType, meaning: str) -> pa.Field:
+def described(name: str, type: pa.DataType, meaning: str) -> pa.Field:
+    """A column of the output that says what it means."""
     return pa.field(name, type, metadata={"meaning": meaning})
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.engine.base.outputs import RequestOutput
-from batchgen.generation.generation import Engine
+from batchgen.generation.job_engine import Engine
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

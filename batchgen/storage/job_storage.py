@@ -297,3 +297,12 @@ def _delete_folder(path: Path) -> None:
     except OSError:
         gone = path
     shutil.rmtree(gone)
+
+
+def names_in(storage: Storage, folder: str) -> list[str]:
+    """The names of what is in a folder of a job; none if it is not there, as a journal is not once
+    the job is complete."""
+    try:
+        return storage.names(storage.path / folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []

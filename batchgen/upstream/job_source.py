@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from datasets import Features
-from datasets.features import List
 
 from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.feature_types import has_json
 from batchgen.dataset.source import Left, ReadJob, Row
-from batchgen.dataset.stored_json import stored_feature
 from batchgen.engine.base.outputs import RequestError
 from batchgen.grades.visible_columns import GRADES
 from batchgen.upstream.chosen_answers import Choice, Chosen, Ints
@@ -25,19 +23,17 @@ from batchgen.upstream.followed_job import ReadableJob
 from batchgen.upstream.job_columns import (
     SAMPLE_INDEX,
     SOURCE,
-    SOURCE_FIELD,
     job_columns,
     with_grades,
 )
+from batchgen.upstream.row_columns import ROW_ID, RowColumns
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_text
-from batchgen.util.shorten import some_names
 
 _AT_ONCE = 64
 """Rows that `rows_at` looks for together: each may lie in a row group of its own."""
-_TEXT_MEANING = "the text of the answer of another job that the row is made of"
-_TEXT, _ID = " text", " id"
-"""Columns of answers that no data set has, because of their space."""
+_TEXT = " text"
+"""A column of answers that no data set has, because of its space; so is ROW_ID."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +66,8 @@ class JobSource:
         self._jobs, self._config = jobs, config
         self._columns = known = job_columns(jobs, config)
         self._lists = config.rows == "rows"
-        self.schema = self._copied()
+        of_rows = self._of_rows = RowColumns(known, config)
+        self.schema = of_rows.copied()
         used = None if named is None else named | set(self.schema.names)
         self._read, self._grades = known.read(used)
         self._choice = Choice(config, known)
@@ -78,7 +75,7 @@ class JobSource:
         # What was chosen, in parts, each with the number of its job, and behind which row it ends.
         self._chosen: list[tuple[int, Chosen]] = []
         self._ends: list[int] = []
-        self.features = self._features()
+        self.features = of_rows.features()
         self.columns = tuple(self.features)
         whole = [GRADES] if used is None or GRADES in used else []
         self._names = [*self._read, *(name for name in whole if self._grades)]
@@ -180,53 +177,6 @@ class JobSource:
         """What ids of the job's rows begin with, so that they differ from those of other jobs."""
         return f"{job.read.name}/" if len(self._jobs) > 1 else ""
 
-    def _copied(self) -> pa.Schema:
-        """The columns that are copied to the output."""
-        known, config = self._columns, self._config
-        names = list(known.given)
-        if config.text_as is not None:
-            names.append(config.text_as)
-        for name in config.columns or ():
-            if name not in known.seen.names:
-                near = some_names(known.seen.names, name)
-                raise ConfigError(f"dataset.columns: no column {name!r}: choose among {near}")
-        names = names if config.columns is None else list(config.columns)
-        if SOURCE in names:
-            raise ConfigError(
-                f"dataset: the column {SOURCE!r} has the name of the one that says of which answer "
-                f"a row is made: rename it with 'dataset.rename={{{SOURCE}: NAME}}'"
-            )
-        return pa.schema([*map(self._field, names), SOURCE_FIELD])
-
-    def _field(self, name: str) -> pa.Field:
-        """A column as it is copied: with what its metadata say of its content alone."""
-        if name == GRADES and self._columns.grades:
-            fields = [(grade, self._type(grade, f)) for grade, f in self._columns.grades.items()]
-            return pa.field(name, pa.struct(fields), metadata={"meaning": "the grades there"})
-        known = self._columns.flat[name]
-        if name == self._columns.text:
-            return pa.field(name, self._type(name, known), metadata={"meaning": _TEXT_MEANING})
-        said = known.metadata or {}
-        metadata = {key: said[key] for key in (b"meaning", b"feature") if key in said}
-        return pa.field(name, self._type(name, known), metadata=metadata)
-
-    def _type(self, name: str, known: pa.Field) -> pa.DataType:
-        is_list = self._lists and name not in self._columns.given
-        return pa.list_(known.type) if is_list else known.type
-
-    def _features(self) -> Features:
-        """What all visible columns hold."""
-        known = self._columns
-
-        def feature(name: str, of: pa.Field) -> Any:
-            found = stored_feature(of)
-            return List(found) if self._lists and name not in known.given else found
-
-        found = {name: feature(name, of) for name, of in known.flat.items()}
-        if known.grades:
-            found[GRADES] = {name: feature(name, of) for name, of in known.grades.items()}
-        return Features(found)
-
     def _as_rows(self, tables: Iterator[tuple[Sequence[int], pa.Table]]) -> Iterator[Row]:
         for indices, table in tables:
             for index, values in zip(indices, table.to_pylist(), strict=True):
@@ -235,7 +185,7 @@ class JobSource:
                     fields |= self._json.decode_example({n: fields[n] for n in self._json})
                 source = self._source(values["row_id"], values[SAMPLE_INDEX], values[_TEXT])
                 failure = self._failure(index)
-                yield AnswerRow(index, values[_ID], fields, failure, source=source)
+                yield AnswerRow(index, values[ROW_ID], fields, failure, source=source)
 
     def _source(self, row_id: str, sample: Any, text: Any) -> dict[str, Any]:
         """The value of the column `source`, where `text` is a list of texts for all samples."""
@@ -280,7 +230,7 @@ class JobSource:
                 joined = pa.concat_tables(pending).combine_chunks()
                 made = joined.slice(0, cut)
                 if self._lists:
-                    made = self._in_lists(made, np.diff(offsets[done:whole], prepend=begin))
+                    made = self._of_rows.in_lists(made, np.diff(offsets[done:whole], prepend=begin))
                 yield (first + rows[done:whole]).tolist(), made
                 pending, done = [joined.slice(cut)], whole
 
@@ -296,30 +246,10 @@ class JobSource:
             paths = ids
             if self._config.rows == "samples":
                 paths = [f"{a}#{s}" for a, s in zip(ids, samples, strict=True)]
-            made = {_ID: pa.array(paths), "row_id": pa.array(ids)}
+            made = {ROW_ID: pa.array(paths), "row_id": pa.array(ids)}
             made |= {SAMPLE_INDEX: table[SAMPLE_INDEX], _TEXT: table[job.text_column]}
             made |= {name: table[place] for name, place in places.items()}
             yield with_grades(pa.table(made), grades)
-
-    def _in_lists(self, table: pa.Table, sizes: Ints) -> pa.Table:
-        """Rows of `sizes` answers each: what the answers of a row share once, the rest as lists."""
-        offsets = np.concatenate([[0], np.cumsum(sizes)])
-        begins, ends = pa.array(offsets[:-1]), pa.array(offsets, pa.int32())
-        once = {*self._columns.given, _ID, "row_id"}
-        made = {}
-        for name in table.column_names:
-            column = table[name].combine_chunks()
-            if isinstance(column, pa.ChunkedArray):
-                column = pa.concat_arrays(column.chunks)
-            if name in once:
-                made[name] = column.take(begins)
-            elif name == GRADES and self._columns.grades:
-                names = [f.name for f in column.type]
-                inner = [pa.ListArray.from_arrays(ends, c) for c in column.flatten()]
-                made[name] = pa.StructArray.from_arrays(inner, names)
-            else:
-                made[name] = pa.ListArray.from_arrays(ends, column)
-        return pa.table(made)
 
 
 def _nothing_left(jobs: Sequence[ReadableJob], choice: Choice) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchgen.config.job_config import JobConfig, ScoreConfig
+from batchgen.engine.base.host_limits import usable_cores
 from batchgen.grades.grade_files import ROW_KEYS
 from batchgen.grades.visible_columns import VisibleColumns
 from batchgen.grading.build_steps import described, post_steps
@@ -106,7 +106,7 @@ class Judge:
 
     def __init__(self, where: ValidWhere, config: ScoreConfig) -> None:
         self._where = where
-        workers = config.workers or len(os.sched_getaffinity(0))
+        workers = config.workers or usable_cores()
         self._grader = Grader(where.steps, workers=workers, seconds=config.seconds)
         self._thread = ThreadPoolExecutor(1, "judge") if where.is_isolated else None
         self._futures: list[Future[list[FinishedRow]]] = []
@@ -167,7 +167,7 @@ class Judge:
             for row in rows:
                 if self._closed:  # nobody asks any more
                     return
-                yield row[text], row
+                yield row[text] or "", row  # null where the model gave no answer
 
         graded = self._grader.grade(texts())
         found = {

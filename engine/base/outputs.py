@@ -13,7 +13,9 @@ from torch import Tensor
 
 from batchgen.engine.base.transfer import Download, upload
 
-FinishReason = Literal["stop", "length", "constraint_conflict", "scored", "error"]
+FinishReason = Literal[
+    "stop", "length", "constraint_conflict", "scored", "error", "tool_call", "no_answer"
+]
 """Why a row ended; `RequestOutput.finish_reason` explains each."""
 Scope = Literal["output", "context", "answer", "choice"]
 """Which tokens a column has values for; `OutputColumn.scope` explains each."""
@@ -208,7 +210,8 @@ class RequestOutput:
     text: str  # the generated tokens decoded without special tokens, and cut before a stop string
     # `stop` (EOS, a stop id or a stop string), `length` (the most tokens were reached),
     # `constraint_conflict` (the constraint allows no token that the other parameters leave),
-    # `scored` (the row had an answer whose tokens were all scored) or `error`.
+    # `scored` (the row had an answer whose tokens were all scored) or `error`. A job whose model
+    # writes Harmony makes `tool_call` and `no_answer` of some that are `stop` to the engine.
     finish_reason: FinishReason
     # The stop string, or the text of the stop id, that ended the row; else None.
     stop: str | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections import OrderedDict
@@ -14,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.base.host_limits import usable_cores
 from batchgen.engine.constraint.compile_pool import DaemonPool
 from batchgen.engine.constraint.constraint import MARKER_GAP, Constraint
+from batchgen.engine.constraint.final_channel import FinalChannel
 from batchgen.engine.constraint.matcher import Grammar
 from batchgen.engine.constraint.printed_grammar import check_print, keep_literals
 from batchgen.engine.constraint.vocabulary import Marker, Vocabulary
@@ -131,14 +132,16 @@ class _Work:
         # xgrammar's own cache also shares the costly parts of grammars that differ elsewhere.
         self._compiler = xgrammar.GrammarCompiler(
             vocabulary.info,
-            max_threads=min(_num_cores(), _COMPILE_THREADS),
+            max_threads=min(usable_cores(), _COMPILE_THREADS),
             cache_limit_bytes=_XGRAMMAR_CACHE_BYTES,
         )
-        self._batch = xgrammar.BatchGrammarMatcher(max_threads=min(_num_cores(), _FILL_THREADS))
+        self._batch = xgrammar.BatchGrammarMatcher(max_threads=min(usable_cores(), _FILL_THREADS))
         self._marker = lru_cache(_MARKERS)(partial(Marker, vocabulary))
+        self._final = None if vocabulary.harmony is None else FinalChannel(vocabulary)
 
     def run(self, constraint: Constraint) -> Grammar:
-        marker = self._marker(constraint.start_after) if constraint.start_after else None
+        marked = constraint.start_after
+        marker = self._marker(marked) if marked else self._final
         try:
             compiled = self._compile(constraint)
         except (RuntimeError, ValueError) as error:  # xgrammar's own are RuntimeErrors
@@ -168,7 +171,7 @@ def _probe(grammar: Grammar) -> None:
 
     state = xgrammar.GrammarMatcher(grammar.compiled)
     row = np.empty((1, grammar.vocabulary.num_words), dtype=np.int32)
-    if grammar.marker:
+    if grammar.marker is not None and grammar.marker.gap:
         state.accept_string(" " * MARKER_GAP)
     for count in range(_PROBED_TOKENS):
         begin = time.thread_time()
@@ -186,13 +189,6 @@ def _probe(grammar: Grammar) -> None:
                 raise ConstraintError("no text that this tokenizer can spell matches it")
             return
         state.accept_token(int(allowed[count * _PROBE_STRIDE % len(allowed)]))
-
-
-def _num_cores() -> int:
-    """The cores that this process may use, where the system tells, or else all of the machine."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _readable(error: Exception) -> str:

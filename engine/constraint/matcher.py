@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.constraint.final_channel import FinalChannel
 from batchgen.engine.constraint.vocabulary import Marker, Vocabulary, Words
 
 
@@ -23,7 +24,11 @@ class Grammar:
     """
 
     def __init__(
-        self, compiled: Any, vocabulary: Vocabulary, batch: Any, marker: Marker | None
+        self,
+        compiled: Any,
+        vocabulary: Vocabulary,
+        batch: Any,
+        marker: Marker | FinalChannel | None,
     ) -> None:
         self.compiled = compiled
         self.vocabulary = vocabulary
@@ -32,7 +37,7 @@ class Grammar:
         self.num_bytes: int = compiled.memory_size_bytes
         self.search_masks = [] if marker is None else self._search_masks(marker)
 
-    def _search_masks(self, marker: Marker) -> list[Words]:
+    def _search_masks(self, marker: Marker | FinalChannel) -> list[Words]:
         """Make the search's masks, without ids that end the marker and go on with illegal text."""
         import xgrammar
 
@@ -71,15 +76,18 @@ class Matcher:
     A stop id is legal where the text so far is complete and nowhere else, even a stop id that is
     ordinary text where the grammar could go on with it: the engine ends a row at any stop id.
 
-    Before a marker (`start_after`) every token that spells something is legal, special tokens too,
-    but no stop id. The token that completes the marker may go on with text that the constraint
-    allows. Up to `MARKER_GAP` whitespace characters may come between marker and constrained text.
+    Before a marker (`start_after`, or the final channel of Harmony) every token that spells
+    something is legal, special tokens too, but no stop id. The token that completes the marker may
+    go on with text that the constraint allows. Up to `MARKER_GAP` whitespace characters may come
+    between `start_after` and constrained text.
 
     `satisfied` says whether the committed text is complete: it ended with a stop id or could now.
     """
 
-    def __init__(self, grammar: Grammar, stop_ids: Collection[int]) -> None:
-        """Start at the beginning; `stop_ids`, EOS and the row's own, end the row.
+    def __init__(
+        self, grammar: Grammar, stop_ids: Collection[int], prompt: Sequence[int] = ()
+    ) -> None:
+        """Start behind a prompt; `stop_ids`, EOS and the row's own, end the row.
 
         Raises ConstraintError if no id of the vocabulary ends it, so that it could never be
         complete.
@@ -87,17 +95,20 @@ class Matcher:
         import xgrammar
 
         self.grammar = grammar
+        marker = grammar.marker
         self._stops = frozenset(i for i in stop_ids if 0 <= i < grammar.vocabulary.size)
-        if not self._stops:
+        # The stop ids that may end the row behind the marker.
+        self._ends = self._stops - (marker.never_ends if marker is not None else frozenset())
+        if not self._ends:
             raise ConstraintError(
                 "a constrained row must be able to end: it needs EOS (ignore_eos=false, and a model"
                 " that has one) or stop_token_ids"
             )
         self._state = xgrammar.GrammarMatcher(
-            grammar.compiled, override_stop_tokens=sorted(self._stops)
+            grammar.compiled, override_stop_tokens=sorted(self._ends)
         )
         # The state of the search for the marker; None if there is no marker or it was found.
-        self._searched: int | None = None if grammar.marker is None else 0
+        self._searched: int | None = None if marker is None else marker.begin(prompt)
         self._tentative: list[_Step] = []
         self.num_committed = 0
         self.satisfied = self._complete()
@@ -203,7 +214,7 @@ class Matcher:
         vocabulary, searched = self.grammar.vocabulary, self._searched
         if searched is None:
             # Asked first, because xgrammar prints a warning for each of these.
-            spells = token_id in vocabulary.plain or token_id in self._stops
+            spells = token_id in vocabulary.plain or token_id in self._ends
             if self.terminated or not spells or not self._state.accept_token(token_id):
                 return False
             self._tentative.append(_Step(token_id, None, True))

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.constraint.harmony import HarmonyTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +31,7 @@ class Vocabulary:
     the last word, so that the bits beyond V are always 0. `plain` ids spell something and are
     neither special nor EOS. `texts` [V] has special tokens too; ids that the tokenizer lacks spell
     nothing. `cut` cuts a text as the tokenizer does; `num_words` is ceil(V / 32), the int32 words
-    of a bitmask row.
+    of a bitmask row. `harmony` has the tokens of that format, if the tokenizer knows it.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Vocabulary:
 
         self.size = size
         self.num_words = -(-size // 32)
+        self.harmony = HarmonyTokens.of(tokenizer)
         try:
             # Without a stop id xgrammar warns that it guesses one. This info is not kept.
             found = xgrammar.TokenizerInfo.from_huggingface(
@@ -93,7 +95,12 @@ class Marker:
 
     The search's state is the number of the marker's bytes that the text so far ends with, at first
     0. `endings` has, for each state, the tokens that complete the marker and go on behind it.
+    `gap` says whether whitespace may follow, and `never_ends` has the stop ids that may not end a
+    row behind it.
     """
+
+    gap = True
+    never_ends: frozenset[int] = frozenset()
 
     def __init__(self, vocabulary: Vocabulary, text: str) -> None:
         """Raise ConstraintError if no tokens spell the marker."""
@@ -121,6 +128,10 @@ class Marker:
             if any(self._bytes[start:end] in spelled for start in reached):
                 reached.add(end)
         return len(self._bytes) in reached or any(self.endings[start] for start in reached)
+
+    def begin(self, prompt: Collection[int]) -> int:
+        """The state behind a prompt, which does not count."""
+        return 0
 
     def advance(self, state: int, token_id: int) -> tuple[int | None, bytes]:
         """Return the state after one more token and b"", or None and what follows the marker."""

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchgen.engine.constraint.harmony import HarmonyTokens
 from batchgen.engine.loading.safetensors_files import read_json
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ def eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> tupl
     """Return all token ids that end an answer of this model, in ascending order.
 
     generation_config.json, config.json and the tokenizer name them; a GGUF file has ids for the end
-    of a sequence, a turn and a message. May be empty. Raises ValueError, which names the file, for
-    another value.
+    of a sequence, a turn and a message. A tokenizer of Harmony adds the ends of that. May be empty.
+    Raises ValueError, which names the file, for another value.
     """
     ids: set[int] = set()
     if path.suffix == ".gguf":
@@ -90,6 +91,8 @@ def eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> tupl
                 ids.update(_eos_of(path / name))
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
+    if tokenizer is not None and (harmony := HarmonyTokens.of(tokenizer)) is not None:
+        ids.update(harmony.stops)
     return tuple(sorted(ids))
 
 

@@ -95,7 +95,7 @@ def _start(seq: Sequence, compiled: Future[Grammar]) -> None:
     error = compiled.exception()
     if error is None:
         try:
-            seq.matcher = Matcher(compiled.result(), seq.stop.stop_ids)
+            seq.matcher = Matcher(compiled.result(), seq.stop.stop_ids, seq.token_ids)
             return
         except ConstraintError as refused:
             error = refused

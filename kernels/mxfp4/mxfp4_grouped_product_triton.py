@@ -42,6 +42,7 @@ def mxfp4_gate_up(
     """Compute silu(gate·x) · (up·x) of every slot in float32, or what `epilogues` say, into `out`
     in the order of places."""
     inner = out.shape[1]
+    assert epilogues.function == "silu", "no model has another one in MXFP4"
     limit, slope = epilogues.clamped or (None, None)
     grid = (alignment.most_tiles * triton.cdiv(inner, tiles.block_n),)
     _gate_up[grid](

@@ -96,7 +96,7 @@ def run_steps(options: argparse.Namespace) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="bench_job_layer") as temporary:
         path = Path(temporary, "rows.jsonl")
         write_rows(path, options.rows)
-        engine = InstantEngine(32)
+        engine = InstantEngine(32, every=100)
         values = {
             "dataset": {"choice": "files", "path": str(path), "id_column": "number"},
             "prompt": {"choice": "text", "text": "{{ document }}"},

@@ -20,6 +20,21 @@ PAD_ID, IM_START_ID, IM_END_ID = range(256, 259)
 VOCAB_SIZE = 264
 """Rows of the embedding: at most 263 tokens, and unused ones to a multiple of 8 (tensor cores)."""
 HEAD_DIM = 64
+TEXT_CONFIG: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "dtype": "bfloat16",
+    "eos_token_id": IM_END_ID,
+    "head_dim": HEAD_DIM,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "vocab_size": VOCAB_SIZE,
+}
+"""What config.json says alike of all of them, and of their language models."""
 
 
 class Batch(NamedTuple):

@@ -5,15 +5,14 @@ A problem has two forms, plain text and JSON, which differ in the request and in
     What is 2 * 10?                   2*10=20, 2*0=0, 20+0=20. Answer: 20
     What is 2 * 10? Answer in JSON.   {"working":"2*10=20, 2*0=0, 20+0=20.","answer":20}
 
-No problem is both in the training and in the held-out set: a hash of what is computed decides which
-set it is in. That is its kind and its numbers, and not the names, the things, the phrasing or the
-form of the answer.
+A hash of what is computed, its kind and its numbers alone, decides whether a problem is held out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
@@ -23,9 +22,6 @@ Split = Literal["train", "held_out"]
 Form = Literal["plain", "json"]
 FORMS: tuple[Form, Form] = ("plain", "json")
 
-JSON_REQUEST = " Answer in JSON."
-"""What follows the question if the answer is to be JSON."""
-
 SCHEMA = {
     "type": "object",
     "properties": {"working": {"type": "string"}, "answer": {"type": "integer"}},
@@ -33,9 +29,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 """The JSON Schema of an answer in JSON. Training answers have no spaces and keys in this order."""
-
-ONE_IN = 8
-"""One problem out of so many is held out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +49,7 @@ class Problem:
 
     def request(self, form: Form) -> str:
         """Return the user's message."""
-        return self.question + JSON_REQUEST if form == "json" else self.question
+        return f"{self.question} Answer in JSON." if form == "json" else self.question
 
     def answer(self, form: Form) -> str:
         """Return the text of the answer: the working, and then the final number."""
@@ -214,26 +207,22 @@ def held_out_set(count: int, seed: int) -> list[Problem]:
 
 
 def is_held_out(key: str) -> bool:
-    """Tell whether the problem with this key is held out.
+    """Tell whether the problem with this key is held out, as one in eight is.
 
     The key is the kind of a problem and its numbers, those of a sum or a product in order of size.
     """
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % ONE_IN == 0
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % 8 == 0
 
 
 def final_number(answer: str, form: Form) -> int | None:
-    """Read the number of an answer; None if it has none.
-
-    It stands after the last `Answer: `, or as `answer` in a JSON object.
-    """
+    """Read the number behind `Answer: `, or that of a JSON object; None if there is none."""
     if form == "plain":
-        _, found, number = answer.rpartition("Answer: ")
-        return int(number) if found and number.strip().isdecimal() else None
+        found = re.search(r"Answer: *(\d+)\s*$", answer)
+        return int(found[1]) if found else None
     try:
-        row = json.loads(answer)
-    except json.JSONDecodeError:
+        value = json.loads(answer)["answer"]
+    except (ValueError, KeyError, TypeError):
         return None
-    value = row.get("answer") if isinstance(row, dict) else None
     return value if type(value) is int else None  # True is an int too
 
 

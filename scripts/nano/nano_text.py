@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from nano_learning import (
     HEAD_DIM,
     IM_END_ID,
     PAD_ID,
-    VOCAB_SIZE,
+    TEXT_CONFIG,
     Batch,
     answer_targets,
     draw_weights,
@@ -45,36 +45,10 @@ DRAFTS, DRAFT_WEIGHT = 3, 0.3
 BALANCE_WEIGHT = 0.01
 FULL_EVERY = 4
 """One in this many layers of nano_hybrid has full attention."""
-_SHARED: dict[str, Any] = {
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "dtype": "bfloat16",
-    "eos_token_id": IM_END_ID,
-    "head_dim": HEAD_DIM,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "max_position_embeddings": 512,
-    "pad_token_id": PAD_ID,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "use_cache": True,
-    "vocab_size": VOCAB_SIZE,
-}
+_SHARED = TEXT_CONFIG | {"pad_token_id": PAD_ID}
 
 
 # --- nano_sdar ------------------------------------------------------------------------------------
-
-
-class TextLearner(Protocol):
-    """A learner whose answers the engine gives."""
-
-    facts: dict[str, Any]
-    module: Any
-    strategy: Any
-
-    def held_out_loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Compute nats per token of the answers."""
-        ...
 
 
 class SDAR:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from nano_learning import (
-    HEAD_DIM,
     IM_END_ID,
     PAD_ID,
-    VOCAB_SIZE,
+    TEXT_CONFIG,
     Batch,
     answer_targets,
     draw_weights,
@@ -71,32 +70,20 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def model_config(args: Namespace) -> dict[str, Any]:
     """Return the contents of config.json."""
-    text = {
+    text = TEXT_CONFIG | {
         "model_type": "qwen3_vl_text",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
         "bos_token_id": PAD_ID,
-        "dtype": "bfloat16",
-        "eos_token_id": IM_END_ID,
-        "head_dim": HEAD_DIM,
-        "hidden_act": "silu",
         "hidden_size": args.hidden_size,
-        "initializer_range": 0.02,
         "intermediate_size": 8 * args.hidden_size // 3,
-        "max_position_embeddings": 512,
         "num_attention_heads": 4,
         "num_hidden_layers": args.layers,
         "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-6,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,
             "mrope_interleaved": True,
             "mrope_section": [12, 10, 10],
         },
-        "tie_word_embeddings": True,
-        "use_cache": True,
-        "vocab_size": VOCAB_SIZE,
     }
     vision = {
         "model_type": "qwen3_vl",
@@ -259,7 +246,7 @@ def _noised(pixels: Tensor, generator: torch.Generator) -> Tensor:
 def _std(name: str, weight: Tensor) -> float:
     """Rows of the tables begin small, products with a variance of one over their inputs."""
     tables = {"embed_tokens": 0.06, "pos_embed": 0.2}
-    return tables.get(name.split(".")[-2], weight[0].numel() ** -0.5)
+    return tables.get(name.split(".")[-2], float(weight[0].numel() ** -0.5))
 
 
 def right_rows(logits: Tensor, batch: Batch) -> Tensor:

@@ -26,6 +26,7 @@ from batchgen.engine.strategy import TARGET, ModelRole, Strategy
 from batchgen.kernels.sampling.token_mask import TokenMask
 from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH, Rule
 from batchgen.strategies.base.counts import NUM_FORWARDS, one_forward, tokens_per_forward
+from batchgen.strategies.dllm.commit_room import CommitRoom
 from batchgen.strategies.dllm.guided import denoise
 from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs
 from batchgen.strategies.dllm.unmasking import Unmasking
@@ -34,13 +35,6 @@ NUM_COMMIT_FORWARDS = RowCount(
     "num_commit_forwards", "of those forwards, how many only made KV final"
 )
 
-_FIRST_COMPLETING = 0.5
-"""The share of the rows whose block a step completes, as it is assumed before any step was seen."""
-_LEARNING_RATE = 0.1
-"""The weight of the newest step in the running mean of that share."""
-_FREE_TOKENS = 64
-"""A forward of fewer tokens takes about as long as one of this many, because it reads all the
-weights anyway."""
 _DENOISED = "denoised"
 """The name in `StepOutput.observed` of how many denoise steps the block of each row has had."""
 _STEPS_PER_BLOCK = "steps_per_block"
@@ -114,7 +108,7 @@ class DLLMStrategy(Strategy):
         self._asked_length = block_length
         self._unmasking = Unmasking(rule, confidence_threshold, denoising_steps)
         self._fused = fused_commit
-        self._completing = _FIRST_COMPLETING
+        self._commit_room: CommitRoom | None = None
         self._steps_per_block: Counter[int] = Counter()
         self._runner: ModelRunner | None = None
         # Columns of context scope are read when a row ends, so its last block must be final then.
@@ -141,7 +135,7 @@ class DLLMStrategy(Strategy):
                 "it (4 for SDAR-*-Chat, N for SDAR-*-Chat-bN)"
             )
         if self._step_inputs is None:
-            self._length = length
+            self._length, self._commit_room = length, CommitRoom(length)
             self._step_inputs = DLLMStepInputs(length, model.diffusion.mask_token_id)
         return length
 
@@ -218,23 +212,19 @@ class DLLMStrategy(Strategy):
             self.step_inputs.send_masked()
 
     def _room(self, rows: int) -> int:
-        """How many rows to add to the next forward of `rows` rows for complete blocks that commit.
-        How many blocks are complete is known on the device only, so on a GPU this is a guess: the
-        usual share of the rows, or more where more rows take no more time. A row too many costs
-        about as much as a row too few, as a block without room needs a forward of its own."""
-        runner, length = self._runner, self._length
-        assert runner is not None
-        if runner.device.type == "cpu":
+        """How many rows to add to the next forward of `rows` rows for complete blocks that
+        commit."""
+        assert self._runner is not None and self._commit_room is not None
+        if self._runner.device.type == "cpu":
             return int(self.step_inputs.complete.sum())
-        free = _FREE_TOKENS // length - rows
-        total = rows + min(max(round(rows * self._completing), free), rows)
-        return min(runner.filled_rows(total, length) - rows, rows)
+        return self._commit_room.rows(rows, self._runner)
 
     def observe(self, step: HostOutput, current: npt.NDArray[np.bool_]) -> None:
         """Learn what share of the rows completes a block in a step, and count how many denoise
         steps the completed blocks took."""
         yielding = step.num_tokens > 0
-        self._completing += _LEARNING_RATE * (float(yielding.mean()) - self._completing)
+        assert self._commit_room is not None
+        self._commit_room.observe(yielding)
         self._steps_per_block.update(step.observed[_DENOISED][yielding & current].tolist())
 
     def stats(self) -> Mapping[str, Any]:

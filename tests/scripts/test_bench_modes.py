@@ -37,6 +37,7 @@ JOBS = {
     "job": ["--rows", "10400", "--grade", "--warm-up-rows", "10"],
     "grading": ["--integers", "20", "--math", "16"],
     "view": ["--rows", "50"],
+    "steps": ["--rows", "400"],
 }
 
 

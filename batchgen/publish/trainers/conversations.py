@@ -170,6 +170,11 @@ class Conversations:
             last["reasoning_content"] = row.variables[self._reasoning]
         return Exchange(prompt, [last])
 
+    def has_answer(self, row: FoundRow) -> bool:
+        """Whether there is something that the answer is made of: the text of a row is null if the
+        model ended, or was cut, before it answered."""
+        return self._given_answer is not None or row.variables[self._text] is not None
+
     def _answer(self, row: FoundRow) -> str:
         if self._given_answer is not None:
             return self._rendered(self._given_answer, row)

@@ -19,6 +19,8 @@ _READ = (
     *("row_id", "row_index", "sample_index", "finish_reason", "error"),
     *("num_prompt_tokens", "num_generated_tokens"),
 )
+_CALLS = "tool_calls"
+_REASONS = {"stop": "stop", "tool_call": "tool_calls"}
 
 
 class OpenAILines:
@@ -50,7 +52,12 @@ class OpenAILines:
         self._url = "url" if kind == "openai" and "url" in columns.names else None
         self._logprobs = logprobs
         own = () if logprobs is None else logprobs.columns
-        names = [*_READ, *own, rows.text_column, *filter(None, [reasoning, self._url])]
+        kinds = {field.name: (field.metadata or {}) for field in rows.schema}
+        # A data set may have a column of that name itself.
+        given = kinds.get(_CALLS, {}).get(b"meaning") == b"as in the input"
+        self._calls = [] if given or _CALLS not in kinds else [_CALLS]
+        beside = filter(None, [reasoning, self._url, *self._calls])
+        names = [*_READ, *own, rows.text_column, *beside]
         if reasoning is not None and reasoning not in columns.names:
             raise ConfigError(f"--reasoning: {rows.given} has no column {reasoning!r}")
         self._wanted: Wanted = columns.named(names)
@@ -113,12 +120,18 @@ class OpenAILines:
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if self._reasoning is not None:
             message["reasoning_content"] = row[self._reasoning]
+        if self._calls and row[_CALLS] is not None:
+            name = f"call_{row['row_index']}_{row['sample_index']}"
+            message["tool_calls"] = [
+                {"id": f"{name}_{number}", "type": "function", "function": call}
+                for number, call in enumerate(row[_CALLS])
+            ]
         return {
             "index": row["sample_index"],
             **({"message": message} if is_chat else {"text": text}),
             "logprobs": None if self._logprobs is None else self._logprobs.of(row, is_chat),
             # What ended before it was complete is `length` to programs that know OpenAI's words.
-            "finish_reason": "stop" if row["finish_reason"] == "stop" else "length",
+            "finish_reason": _REASONS.get(row["finish_reason"], "length"),
         }
 
 

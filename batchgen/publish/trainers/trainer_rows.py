@@ -92,8 +92,8 @@ class TrainerRows:
         self._wanted = columns.named([n for n in _OWN if n in columns.names])
         for expression in self._of.values():
             self._wanted |= columns.read_by(expression)
-        answers = asked.to in ("sft", "dpo", "kto")
-        self._talks = Conversations(rows, asked.messages, asked.reasoning, answers=answers)
+        self._answers = asked.to in ("sft", "dpo", "kto")
+        self._talks = Conversations(rows, asked.messages, asked.reasoning, answers=self._answers)
         self._wanted |= self._talks.wanted
         self._tools = self._tools_column()
         made = {"sft": self._sft, "dpo": self._dpo, "kto": self._kto, "grpo": self._grpo}
@@ -164,6 +164,9 @@ class TrainerRows:
     def _passed(self) -> Iterator[FoundRow]:
         """The rows that have an answer, and for which `where` is true."""
         for row in answered_rows(self._rows, self._wanted, self._of.get("where"), self.left_out):
+            if self._answers and not self._talks.has_answer(row):
+                self.left_out["without a text"] += 1
+                continue
             self.made_of = [(row.shard, row.place)]
             yield row
 

@@ -8,9 +8,12 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.constraint.vocabulary import Vocabulary
+from batchgen.shards.output_schema import REASONING, SplitOutput, described
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +24,18 @@ class ReasoningMarkers:
     """Finds where thoughts end in the bytes that a row's tokens spell, special ones too, as a
     constraint finds its `start_after`. So the marker may be one special token, or several ordinary
     ones that are cut in any way.
+
+    Attributes:
+        fields: the column of thoughts.
     """
+
+    fields = (
+        described(
+            REASONING,
+            pa.string(),
+            "the thoughts before output.reasoning_end; null on error, and if the row has none",
+        ),
+    )
 
     def __init__(
         self,
@@ -49,8 +63,8 @@ class ReasoningMarkers:
         self._start = None if start is None else start.encode()
         self._end = end.encode()
 
-    def split(self, output: RequestOutput) -> tuple[RequestOutput, str | None]:
-        """The output with the text that follows the thoughts, and the thoughts.
+    def split(self, output: RequestOutput) -> SplitOutput:
+        """The output with the text that follows the thoughts, and the column of thoughts.
 
         Without the end marker everything is thoughts, and the text is empty. Where a start marker
         is given, a row thinks only if it begins with that or its prompt ends inside of thoughts;
@@ -59,17 +73,19 @@ class ReasoningMarkers:
         ids = output.token_ids
         spelled = self._spell(ids)
         if output.finish_reason == "error" or not self._thinks(output, spelled):
-            return output, None
+            return SplitOutput(output)
         at = spelled.find(self._end)
         if at < 0:
-            return replace(output, text=""), self._without_start(output.text)
+            thoughts = self._without_start(output.text)
+            return SplitOutput(replace(output, text=""), {REASONING: thoughts})
         # A text may lack the space that its first token begins with.
         first = self._shown(ids, spelled, len(spelled))[:1]
         lead = first.isspace() and not output.text[:1].isspace()
         before = len(self._shown(ids, spelled, at)) - lead
         behind = len(self._shown(ids, spelled, at + len(self._end))) - lead
         thoughts = self._without_start(output.text[: max(before, 0)])
-        return replace(output, text=output.text[max(behind, 0) :]), thoughts
+        answer = replace(output, text=output.text[max(behind, 0) :])
+        return SplitOutput(answer, {REASONING: thoughts})
 
     def _thinks(self, output: RequestOutput, spelled: bytes) -> bool:
         if self._start is None or spelled.lstrip().startswith(self._start):

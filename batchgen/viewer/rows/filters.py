@@ -28,7 +28,7 @@ MARKS = {
     "ungraded": "not graded",
 }
 """How a sample can be marked, and what that means."""
-REASONS = ("stop", "length", "constraint_conflict", "error")
+REASONS = ("stop", "length", "tool_call", "no_answer", "constraint_conflict", "error")
 TEXT_TYPES = (pa.string(), pa.large_string())
 LONGEST = 1000
 """Characters of a text that is sought."""

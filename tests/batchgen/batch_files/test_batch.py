@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forked
 from hypothesis import given
 from hypothesis import strategies as st
 from job_comparison import finished_rows
@@ -152,13 +151,12 @@ def test_killed_and_resumed(model: Path, tmp_path: Path) -> None:
     given_file, whole, out = (tmp_path / n for n in ("in.jsonl", "whole.jsonl", "out.jsonl"))
     given_file.write_text("\n".join(lines()))
     assert run_command(arguments(given_file, whole, model)) == 3
-    command = [sys.executable, "-m", "batchgen", *arguments(given_file, out, model)]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = Forked("batchgen", arguments(given_file, out, model))
     job, deadline = tmp_path / "out.jsonl.job", time.monotonic() + 120
     while finished_rows(job) < 3 and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.kill()
-    process.wait()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
     assert 0 < finished_rows(job) < 20 and not out.exists()
     assert run_command(arguments(given_file, out, model)) == 3
     check(results(out))

@@ -15,7 +15,7 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models import model_registry as registry
 from batchgen.util.errors import ConfigError
 
-EVERY = 29
+EVERY = 61
 """Steps after which the machine is gone."""
 COLUMNS = "output.columns=[toy_route,logprobs,prompt_token_ids]"
 

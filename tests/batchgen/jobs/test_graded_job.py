@@ -1,5 +1,6 @@
 """Grades of a job: made when it ends, once and for all rows; what a kill or new rows change."""
 
+import itertools
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 from fake_job import FakeJob
+from forced_drafts import some_slow
 from forked import fork_server
 
 from batchgen.cli.verb_table import run_verb
@@ -154,8 +156,13 @@ WRONG = graded_as("exact", target="text")  # "so 5" is what no answer is
 NINES = graded_as("regex", target="number", target_pattern="(9)$")
 
 
-@pytest.mark.parametrize("first", [GRADE, NINES])
-@pytest.mark.parametrize("second", [WRONG, NINES, GRADE])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    some_slow(
+        itertools.product([GRADE, NINES], [WRONG, NINES, GRADE]),
+        quick=[(GRADE, WRONG), (GRADE, GRADE), (NINES, WRONG)],
+    ),
+)
 def test_marks_that_change_are_told(tmp_path: Path, first: StepConfig, second: StepConfig) -> None:
     """All of them are written and the first are shown: those in which the files differ."""
     out = tmp_path / "out"

@@ -18,6 +18,7 @@ from fake_job import FakeJob
 
 from batchgen.compose.compose_config import compose
 from batchgen.config.launcher_config import Launched
+from batchgen.engine.base.host_limits import usable_cores
 from batchgen.launchers import supervisor
 from batchgen.launchers.launch import launch
 from batchgen.launchers.local import LocalLauncher, visible_devices
@@ -150,7 +151,7 @@ def test_each_worker_has_a_device_or_its_share_of_the_cores(
     _launch(tmp_path / "pairs", program, 3, devices=["0", "1", "2", "3", "4"], ranks=2)
     assert _log(tmp_path / "pairs") == ["0,1", "0,1", "2,3"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    _launch(tmp_path / "cpu", program, len(os.sched_getaffinity(0)))
+    _launch(tmp_path / "cpu", program, usable_cores())
     assert set(_log(tmp_path / "cpu")) == {"1"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 5")
     assert visible_devices() == ["2", "5"]

@@ -55,8 +55,8 @@ def output(generated: list[int], prompt: str = "Hi", **more: Any) -> RequestOutp
 def split(
     generated: list[int], end: str = END, start: str | None = None, **more: Any
 ) -> tuple[str | None, str]:
-    found, thoughts = markers(end, start).split(output(generated, **more))
-    return thoughts, found.text
+    found, columns = markers(end, start).split(output(generated, **more))
+    return columns.get("reasoning"), found.text
 
 
 def test_the_markers_are_what_the_tests_say() -> None:

@@ -11,7 +11,7 @@ from fake_job import FakeJob
 
 from batchgen.config.job_config import JobConfig
 from batchgen.config.workers_config import WorkersConfig
-from batchgen.generation.generation import Engine
+from batchgen.generation.job_engine import Engine
 from batchgen.jobs.job_end import JobResult
 from batchgen.jobs.run_job import run_job
 

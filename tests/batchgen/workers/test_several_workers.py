@@ -20,7 +20,7 @@ from shared_jobs import SharedJob, in_threads
 
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.folder.read_job import JobFolderReader
-from batchgen.generation.generation import Engine
+from batchgen.generation.job_engine import Engine
 from batchgen.jobs.job_end import JobResult, completed_elsewhere
 from batchgen.jobs.job_parts import JobParts
 from batchgen.jobs.run_job import run_job

@@ -152,7 +152,7 @@ futures = [compiler.prepare(Constraint("regex", "a" * n)) for n in range(1, 201)
         pytest.param(POOL, "", 0, marks=pytest.mark.slow),
         pytest.param(POOL, "raise SystemExit(3)", 3, marks=pytest.mark.slow),
         pytest.param(POOL, "pool.close()", 0, marks=pytest.mark.slow),
-        (POOL, "futures[-1].result()", -signal.SIGINT),
+        pytest.param(POOL, "futures[-1].result()", -signal.SIGINT, marks=pytest.mark.slow),
         (COMPILER, "futures[-1].result()", -signal.SIGINT),
     ],
 )

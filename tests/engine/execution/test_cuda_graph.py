@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forced_drafts import some_slow
 from torch import Tensor
 
 from batchgen.engine.caches.forward_context import OutputTokens
@@ -347,8 +348,13 @@ def check_replays(
         assert torch.equal(after[others], before[others]), "a slot of no token of the batch"
 
 
-@pytest.mark.parametrize("worth", [0.0, 5.0, math.inf])
-@pytest.mark.parametrize("tile", [1, 5, 16, 64])
+@pytest.mark.parametrize(
+    ("tile", "worth"),
+    some_slow(
+        itertools.product([1, 5, 16, 64], [0.0, 5.0, math.inf]),
+        quick=[(1, 0.0), (5, 5.0), (16, math.inf), (64, 5.0)],
+    ),
+)
 def test_replays_of_a_toy_equal_its_eager_forwards(
     monkeypatch: pytest.MonkeyPatch, tile: int, worth: float
 ) -> None:

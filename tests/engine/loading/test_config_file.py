@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from edited_models import edit_config
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.engine.loading.config_file import load_config
@@ -61,6 +61,7 @@ def with_value(config: dict[str, Any], key: tuple[str, ...], value: Any) -> dict
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=settings().max_examples // 3)
 @given(data=st.data())
 def test_a_wrong_value_is_named_or_makes_no_difference(
     kind: str, data: st.DataObject, tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory

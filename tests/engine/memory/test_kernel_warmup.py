@@ -146,7 +146,7 @@ def test_of_mistakes_in_the_settings_the_engine_tells() -> None:
         "tiny",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("tiny-moe", "tiny-hybrid", "tiny-latent")
+            for name in ("tiny-moe", "tiny-hybrid", "tiny-latent", "tiny-gpt-oss")
         ),
     ],
 )

@@ -97,7 +97,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("sizes", "tiles"),
     [
-        pytest.param(sizes, tiles, marks=[pytest.mark.slow] if (i + j) % 3 else [])
+        pytest.param(sizes, tiles, marks=[pytest.mark.slow] if (i + j) % 4 else [])
         for i, sizes in enumerate(CASES)
         for j, tiles in enumerate([SWAPPED, HALVED, COLUMNS, WIDE_COLUMNS])
     ],

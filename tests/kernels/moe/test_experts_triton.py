@@ -236,8 +236,15 @@ def test_sizes_that_no_vector_divides(sizes: tuple[int, int]) -> None:
     _assert_near(case.run(ROWS[0]), case)
 
 
-@pytest.mark.parametrize("tiles", ROWS + PANELS)
-@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize(
+    ("tiles", "plain"),
+    [
+        pytest.param(tiles, plain, marks=[pytest.mark.slow] * (not plain and i > 0))
+        for group in (ROWS, PANELS)
+        for i, tiles in enumerate(group)
+        for plain in (True, False)
+    ],
+)
 def test_nan_stays_in_its_token(tiles: Tiles, plain: bool) -> None:
     # Tokens of one expert share tiles, in which 7 of them leave rows that are not computed for any.
     case = Case.make(7, 2, 2, 64, 64, torch.bfloat16, used=2, in_panels=tiles in PANELS)
@@ -261,9 +268,13 @@ def test_the_result_is_added_to_the_residual_in_place() -> None:
     torch.testing.assert_close(out, expected)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("on_residual", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "on_residual", "gated"),
+    [
+        pytest.param(dtype, on_residual, gated, marks=[pytest.mark.slow] * (gated != on_residual))
+        for dtype, on_residual, gated in itertools.product(DTYPES, [False, True], [False, True])
+    ],
+)
 def test_what_a_shared_expert_made_is_added(
     dtype: torch.dtype, on_residual: bool, gated: bool
 ) -> None:

@@ -89,7 +89,7 @@ class Case:
         )  # fmt: skip
 
     def reference(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        wide, narrow, clamped = self.epilogues
+        wide, narrow, clamped, _ = self.epilogues
         biases = (None if bias is None else bias.to(dtype) for bias in (wide, narrow))
         return mxfp4_grouped_mlp_reference(
             self.x.to(dtype), self.gate_up, self.down, self.ids, self.weights,

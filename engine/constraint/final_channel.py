@@ -1,0 +1,70 @@
+"""Where the final channel of a row begins, in the format of Harmony."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batchgen.engine.constraint.harmony import FINAL, WHITESPACE
+from batchgen.engine.constraint.vocabulary import Ending, Vocabulary
+
+_OUTSIDE, _NAMED, _OTHER = 0, 1, 7
+"""States of the search: outside of a header, in one whose name has begun (from 1 on, by how many
+letters of FINAL it has so far), and in the header of another channel."""
+_IN_FINAL = _NAMED + len(FINAL)
+
+
+class FinalChannel:
+    """Finds where the final channel begins, in token ids: behind `<|channel|>`, a name that begins
+    with FINAL, anything else that a header may have, and `<|message|>`. It is used as a `Marker`.
+    A prompt may have begun the message; one that is not in the format has no channels, and the row
+    is answer from its first token on.
+
+    `gap` says whether whitespace may follow, and `never_ends` has the stop ids that may not end an
+    answer.
+    """
+
+    gap = False
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """The vocabulary must have the tokens of the format."""
+        assert vocabulary.harmony is not None
+        self._tokens, self._vocabulary = vocabulary.harmony, vocabulary
+        self._format = vocabulary.harmony.all
+        self.endings: list[list[Ending]] = [[] for _ in range(_OTHER + 1)]
+        self.never_ends = frozenset([self._tokens.call])
+
+    def begin(self, prompt: Sequence[int]) -> int | None:
+        """The state behind a prompt; None if the row is in the final channel from there on."""
+        if self._tokens.start not in prompt:
+            return None
+        last = len(prompt) - 1 - prompt[::-1].index(self._tokens.start)
+        state: int | None = _OUTSIDE
+        for token_id in prompt[last:]:
+            if state is not None or token_id in self._format:
+                state, _ = self.advance(_OUTSIDE if state is None else state, token_id)
+        return state
+
+    def advance(self, state: int, token_id: int) -> tuple[int | None, bytes]:
+        """Return the state after one more token, None in the final channel, and b""."""
+        tokens = self._tokens
+        if token_id == tokens.message:
+            return None if state == _IN_FINAL else _OUTSIDE, b""
+        if token_id == tokens.channel:
+            return _NAMED, b""
+        if token_id == tokens.constrain:
+            return state if state in (_OUTSIDE, _IN_FINAL) else _OTHER, b""
+        if token_id in self._format:
+            return _OUTSIDE, b""
+        if _NAMED <= state < _IN_FINAL and token_id in self._vocabulary.plain:
+            for letter in self._vocabulary.texts[token_id].decode("latin-1").lower():
+                state = _behind(state, letter)
+        return state, b""
+
+
+def _behind(state: int, letter: str) -> int:
+    """The state after one more letter of a header."""
+    if state in (_IN_FINAL, _OTHER):
+        return state
+    if state == _NAMED and letter in WHITESPACE:
+        return state
+    return state + 1 if letter == FINAL[state - _NAMED] else _OTHER

@@ -1,0 +1,50 @@
+"""Harmony, the message format of gpt-oss, and its tokens.
+
+A message is `<|start|>role<|channel|>name<|message|>text`. It is ended by `<|end|>`, `<|return|>`
+or `<|call|>`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FINAL = "final"
+"""The name of the channel that has the answer."""
+WHITESPACE = " \t\r\n\f\v"
+"""What may stand before the name of a channel."""
+_NAMES = ("start", "channel", "message", "constrain", "end", "return", "call")
+
+
+@dataclass(frozen=True, slots=True)
+class HarmonyTokens:
+    """The ids of the special tokens of the format, each by its name in the tokenizer."""
+
+    start: int
+    channel: int
+    message: int
+    constrain: int
+    end: int
+    return_: int
+    call: int
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> HarmonyTokens | None:
+        """The ids in a tokenizer; None unless it has all of them as special tokens."""
+        known, tokens = tokenizer.added_tokens_encoder, tokenizer.added_tokens_decoder
+        found = [known.get(f"<|{name}|>") for name in _NAMES]
+        ids = [id for id in found if id is not None and tokens[id].special]
+        return cls(*ids) if len(ids) == len(_NAMES) else None
+
+    @property
+    def stops(self) -> tuple[int, int]:
+        """The ids that end a generation: an answer, or the call of a tool."""
+        return self.return_, self.call
+
+    @property
+    def all(self) -> frozenset[int]:
+        """All of them."""
+        return frozenset(astuple(self))
