@@ -32,7 +32,7 @@ def with_bias(acc, bias_ptr, expert, stride, row, SWAP: tl.constexpr):
 
 
 @triton.jit
-def gated_product(gate, up, LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr = False):
+def gated_product(gate, up, LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr):
     """Return silu(gate) · up, or gelu(gate) · up, or what `ClampedGate` says, if it has a limit."""
     if GELU:
         inner = (gate + 0.044715 * gate * gate * gate) * 1.5957691216057308  # as `gelu_and_mul`
