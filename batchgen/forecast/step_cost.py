@@ -13,11 +13,14 @@ import torch
 
 from batchgen.engine.caches.cache_specs import KVSpec, has_window
 from batchgen.engine.caches.model_caches import state_bytes, window_token_bytes
+from batchgen.engine.layers.feed_forward.experts import Experts
+from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.memory.model_use import ModelUse, cache_token_bytes
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.sparse.moe_model import MoEConfig
 from batchgen.forecast.devices import Device
 from batchgen.kernels.fp8.fp8_weight import FP8
+from batchgen.kernels.mxfp4.mxfp4_weight import VALUE_BYTES
 
 _PAD = 16
 """On a CPU every forward has a multiple of so many tokens."""
@@ -36,7 +39,7 @@ class ModelSizes:
     token takes `token_bytes` in the paged cache, and a row `row_bytes` of state. Layers that see
     the last `window` tokens only are counted apart, in `window_attention` and `window_bytes`.
     Activations, and weights that are not in FP8, have `dtype`; most weights of layers have
-    `weight_dtype`.
+    `weight_dtype`, in which they are multiplied. A value of an expert has `expert_bytes`.
     """
 
     layers: int
@@ -49,6 +52,7 @@ class ModelSizes:
     row_bytes: int
     dtype: torch.dtype
     weight_dtype: torch.dtype
+    expert_bytes: float
     ranks: int = 1
     window: int = 0
     window_attention: int = 0
@@ -69,6 +73,10 @@ class ModelSizes:
             share = family.experts_per_token / family.num_experts
         tables = head if config.tie_word_embeddings else 2 * head
         specs = [spec for spec in model.cache_specs if isinstance(spec, KVSpec)]
+        in_fp8 = isinstance(model.form, FP8Format) and model.form.native
+        weight_dtype = FP8 if in_fp8 else model.dtype
+        modules = (each for each in model.modules() if isinstance(each, Experts))
+        in_mxfp4 = any(each.computes_in_mxfp4 for each in modules)
         return cls(
             layers=len(model.cache_specs),
             dense=model.num_parameters - experts - tables,
@@ -79,7 +87,8 @@ class ModelSizes:
             token_bytes=cache_token_bytes([use]),
             row_bytes=state_bytes(model.cache_specs),
             dtype=model.dtype,
-            weight_dtype=FP8 if model.form is not None and model.form.native else model.dtype,
+            weight_dtype=weight_dtype,
+            expert_bytes=VALUE_BYTES if in_mxfp4 else weight_dtype.itemsize,
             ranks=ranks,
             window=model.window or 0,
             window_attention=_attention(filter(has_window, specs)),
@@ -91,11 +100,12 @@ class ModelSizes:
         """The weights of the layers that one token is multiplied by."""
         return self.dense + self.experts * self.expert_share
 
-    def read(self, tokens: float) -> float:
-        """The mean number of the layers' weights that `tokens` together are multiplied by, if each
+    def read_bytes(self, tokens: float) -> float:
+        """The mean bytes of the layers' weights that `tokens` together are multiplied by, if each
         goes to experts of its own choice."""
         untouched: float = (1 - self.expert_share) ** tokens
-        return self.dense + self.experts * (1 - untouched)
+        experts = self.experts * (1 - untouched) * self.expert_bytes
+        return self.dense * self.weight_dtype.itemsize + experts
 
 
 def _attention(specs: Iterable[KVSpec]) -> int:
@@ -173,7 +183,7 @@ class StepCost:
         """Seconds of reading the weights or of multiplying by them, whichever takes longer."""
         sizes, device, reached = self.sizes, self.device, self._reached
         head = sizes.head * sizes.dtype.itemsize if logits else 0
-        weights = sizes.read(tokens) * sizes.weight_dtype.itemsize + head
+        weights = sizes.read_bytes(tokens) + head
         read = weights / (reached.bandwidth * device.bandwidth)
         rate = reached.products * device.flops(sizes.weight_dtype)
         if not device.is_gpu:

@@ -186,7 +186,7 @@ def bare(
     """Make a model whose parameters have shapes and no values, as rank 0 would have it.
 
     Args:
-        native_fp8: whether the device computes in FP8.
+        native_fp8: whether the device computes in FP8, and so from MXFP4, too.
         device: where the parameters are, or where they say that they are within `Undone`.
     """
     kind = model_class(opened.config.architecture, opened.path)

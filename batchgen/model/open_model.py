@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.host_limits import usable_cores
 from batchgen.engine.constraint.compiler import GrammarCompiler
-from batchgen.engine.layers.fp8_format import FP8Format, has_fp8_units
+from batchgen.engine.layers.fp8_format import has_fp8_units
+from batchgen.engine.layers.mxfp4_format import WeightFormat, format_name
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.config_file import LoadFormat, load_config
 from batchgen.engine.loading.loader import Quantization, chosen_form, load_model
@@ -67,15 +68,17 @@ class OpenedModel:
         assert isinstance(dtype, torch.dtype)
         return dtype
 
-    def form(self, *, native: bool) -> FP8Format | None:
-        """How the weights of the layers are in FP8 on a device that does or does not compute in
-        it; or None."""
+    def form(self, *, native: bool) -> WeightFormat | None:
+        """The format of the layers' weights on a device that does or does not compute from it;
+        None if it is the model's dtype."""
         return chosen_form(self.config, self.quantization, native=native)
 
     def weights_text(self, device: DeviceName) -> str | None:
         """In which format the weights are on a device, if that is not the model's dtype."""
         form = self.form(native=has_fp8_units(device_of(device)))
-        return None if form is None else "FP8" if form.native else "dequantised FP8"
+        if form is None:
+            return None
+        return format_name(form) if form.native else f"dequantised {format_name(form)}"
 
     def load(
         self,
@@ -86,8 +89,8 @@ class OpenedModel:
     ) -> CausalLM:
         """Load the model with its weights and some of its heads.
 
-        On a CPU this also limits torch to as many threads as can run at once. If weights in FP8 are
-        dequantised, because the device does not compute in it, stderr says so.
+        On a CPU this also limits torch to as many threads as can run at once. If weights in FP8 or
+        MXFP4 are dequantised, because the device does not compute from them, stderr says so.
 
         Raises:
             ValueError: a tensor is missing or wrong, or the machine has no such device.
@@ -98,10 +101,10 @@ class OpenedModel:
         torch_dtype = self.dtype(dtype, device)
         form = self.form(native=has_fp8_units(target))
         if form is not None and not form.native:
-            name = str(torch_dtype).removeprefix("torch.")
+            name, given = str(torch_dtype).removeprefix("torch."), format_name(form)
             print(
-                f"model: this device does not compute in FP8, so weights in FP8 are dequantised to "
-                f"{name}",
+                f"model: this device does not compute in {given}, so weights in {given} are "
+                f"dequantised to {name}",
                 file=sys.stderr,
                 flush=True,
             )

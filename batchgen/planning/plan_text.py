@@ -137,6 +137,8 @@ def _model(plan: Plan) -> str:
     dtype = str(sizes.dtype).removeprefix("torch.")
     if sizes.weight_dtype != sizes.dtype:
         dtype += " with weights in FP8"
+    elif sizes.expert_bytes < sizes.dtype.itemsize:
+        dtype += " with experts in MXFP4"
     name = config.model.path.rpartition("/")[2]
     return f"{name}: {plan.model}, {dtype}, weights {size(plan.engine.weight_bytes)}"
 

@@ -52,7 +52,7 @@ def checkpoint_format(quantization: Mapping[str, Any] | None) -> FP8Format | Non
         return None
     values = {key: value for key, value in quantization.items() if value not in (None, False)}
     if (method := values.pop("quant_method", None)) != "fp8":
-        raise _refused("quant_method", method, "'fp8'")
+        raise _refused("quant_method", method, "'fp8' or 'mxfp4'")
     excluded: list[str] = []
     for key in ("modules_to_not_convert", "ignored_layers"):
         names = values.pop(key, [])

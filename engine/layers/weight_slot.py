@@ -13,6 +13,8 @@ from batchgen.engine.base.shard import Shard
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight, quantise_weight, rows_of_scales
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
@@ -48,6 +50,11 @@ class WeightSlot:
     ) -> WeightSlot:
         """Make the slot of one piece in a tensor of this name and shape, or larger for a shard."""
         return cls(parameter, (name,), (name,), dummy=dummy, shard=shard)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """What sources may hold, if they do not come with scales: plain floating-point numbers."""
+        return _FLOATS
 
     @property
     def source_shape(self) -> list[int]:

@@ -82,6 +82,11 @@ def _check_values(file: Path, values: Mapping[str, Any]) -> None:
 def _class_of(file: Path, values: Mapping[str, Any]) -> type[CausalLM]:
     """Return the class of the model that a config.json describes; refuse an unsupported one."""
     architectures = values.get("architectures")
+    if not architectures and "swiglu_limit" in values:
+        raise ValueError(
+            f"{file} is that of gpt-oss's original layout, which says too little of the model: "
+            "take the folder above it, which has a config.json in the layout of transformers"
+        )
     if not architectures:
         raise ValueError(f"{file} names no architecture (key 'architectures')")
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from batchgen.engine.base.transfer import release_cached_memory
 from batchgen.engine.layers.fp8_format import FP8Format, has_fp8_units
+from batchgen.engine.layers.mxfp4_format import MXFP4Format, WeightFormat
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.loading.config_file import LoadFormat, load_config
 from batchgen.engine.loading.safetensors_files import (
@@ -31,8 +32,6 @@ from batchgen.kernels.fp8.fp8_weight import FP8Weight
 
 Quantization = Literal["fp8"]
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
 
 def load_model(
     path: Path,  # a folder with config.json and safetensors, or a .gguf file
@@ -42,7 +41,9 @@ def load_model(
     load_format: LoadFormat = "auto",
     heads: Collection[str] = (),  # the model's heads to load with it
     quantization: Quantization | None = None,  # `fp8` rounds weights of layers that are not in FP8
-    native_fp8: bool | None = None,  # keep FP8 instead of dequantising; None: if the device can
+    # Keep FP8 or MXFP4 instead of dequantising; None: if the device has units for FP8, from which
+    # on kernels for MXFP4 are good.
+    native_fp8: bool | None = None,
     parallel: TensorParallel = ALONE,  # the ranks; only this one's weights are read
     vision: bool = False,  # load the tower that reads images
 ) -> CausalLM:
@@ -76,7 +77,7 @@ def load_model(
 
         _fill(model, gguf_weights(GGUFFile(path), model), path)
     else:
-        in_fp8 = config.form is not None
+        in_fp8 = isinstance(config.form, FP8Format)
         if heads:
             _check_copies(model, path)
         weights = tensors_with_scales(path) if in_fp8 else tensors(path)
@@ -86,12 +87,18 @@ def load_model(
 
 def chosen_form(
     config: ModelConfig, quantization: Quantization | None, *, native: bool
-) -> FP8Format | None:
-    """Return how the weights of a model's layers are in FP8; None if they are not.
+) -> WeightFormat | None:
+    """Return the format of the weights of a model's layers; None if it is the model's dtype.
 
-    With `native`, products are computed in FP8; `quantization` is as for `load_model`.
+    With `native`, products are computed from that format; `quantization` is as for `load_model`.
+    Raises ValueError if the weights are not rounded to FP8 as it asks for.
     """
     form = config.form
+    if quantization is not None and isinstance(form, MXFP4Format):
+        raise ValueError(
+            f"model.quantization is {quantization}, and the checkpoint's experts are in MXFP4, "
+            "which is smaller: leave it out"
+        )
     if form is None and quantization is not None:
         form = FP8Format(at_load=True)
     return None if form is None else replace(form, native=native)
@@ -143,7 +150,7 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor | FP8Weight]], pa
         if not found and not model.is_derived(name):
             unexpected.append(given)
         for slot in found:
-            _check_dtype(path, given, tensor)
+            _check_dtype(path, given, tensor, slot)
             sources = waiting[id(slot)]
             sources[name] = tensor
             if len(sources) == len(slot.sources):
@@ -156,14 +163,23 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor | FP8Weight]], pa
                 filled.update(slot.pieces)
     model.skipped_parts = tuple(sorted(skipped))
     missing = {piece for slot in slots for piece in slot.pieces} - filled
+    for slot in slots:
+        if (came := waiting.get(id(slot), {})) and missing.issuperset(slot.pieces):
+            missing = missing.difference(slot.pieces).union(slot.sources) - came.keys()
     for problem, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             raise ValueError(f"{path}: {problem} tensors: {abbreviate(sorted(names))}")
 
 
-def _check_dtype(path: Path, name: str, tensor: Tensor | FP8Weight) -> None:
-    """Refuse a tensor that neither holds plain floating-point numbers nor comes with scales."""
-    if isinstance(tensor, Tensor) and tensor.dtype not in _FLOATS:
+def _check_dtype(path: Path, name: str, tensor: Tensor | FP8Weight, slot: WeightSlot) -> None:
+    """Refuse a tensor of another type than the slot takes, unless it comes with scales."""
+    if isinstance(tensor, Tensor) and tensor.dtype not in slot.dtypes:
+        if torch.uint8 in slot.dtypes:
+            raise ValueError(
+                f"{path}: tensor {name} is in {str(tensor.dtype).removeprefix('torch.')}, and "
+                "quantization_config says that it is in MXFP4: leave that out of config.json, or "
+                "list the experts in modules_to_not_convert"
+            )
         raise ValueError(
             f"{path}: tensor {name} is in {str(tensor.dtype).removeprefix('torch.')}, and no "
             "quantization_config in config.json says how its values are meant: use the original "

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from batchgen.engine.base.engine_config import ResolvedConfig
 from batchgen.engine.base.host_limits import available_memory
+from batchgen.engine.layers.feed_forward.moe import SparseMoE
 from batchgen.engine.layers.vision.vision_config import VisionConfig
 from batchgen.engine.memory.largest_steps import GRAPH_BYTES, LIBRARY_BYTES
 from batchgen.engine.memory.memory_plan import CPU_SHARE, MemoryPlan, Room, divide_memory
@@ -66,6 +67,8 @@ def _activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     histories = config.max_num_seqs * config.max_model_len * 3 * 8
     graphs = _NUM_GRAPHS * GRAPH_BYTES if config.cuda_graph else 0
     step = activations * model.dtype.itemsize
+    mixtures = (part for part in model.modules() if isinstance(part, SparseMoE))
+    step += max((each.scratch_bytes(config.max_batched_tokens) for each in mixtures), default=0)
     if model.tower is not None:
         step = max(step, _image_bytes(model.tower.config, config, model.dtype.itemsize))
     return step + logits + histories + graphs + LIBRARY_BYTES

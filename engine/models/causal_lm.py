@@ -15,8 +15,8 @@ from batchgen.engine.caches.cache_specs import CacheSpec
 from batchgen.engine.caches.forward_context import ForwardContext
 from batchgen.engine.layers.decoder_layer import DecoderLayer
 from batchgen.engine.layers.embedding import Embedding, LogitsLayer
-from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.layer_inputs import LayerInputs
+from batchgen.engine.layers.mxfp4_format import WeightFormat
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import RotaryTable
 from batchgen.engine.layers.vision.vision_tower import VisionTower
@@ -89,8 +89,8 @@ class CausalLM(TokenModel):
     keep, and `checkpoint_slots` what checkpoints call their weights.
 
     `heads` are the wanted ones of `config.heads`, and become models that continue from this one's
-    hidden states. With `form` a layer's weights are turned to FP8 before the next layer is made, so
-    memory never holds all in `dtype`. With `vision` the model has the tower that reads images.
+    hidden states. With `form` a layer's weights are turned to FP8 or MXFP4 before the next layer is
+    made, so memory never holds all in `dtype`. With `vision` the model has the tower for images.
     `skipped_parts` says in words for the user what of the checkpoint was not loaded.
     """
 
@@ -106,7 +106,7 @@ class CausalLM(TokenModel):
         device: torch.device,
         dtype: torch.dtype,
         heads: Collection[str] = (),
-        form: FP8Format | None = None,
+        form: WeightFormat | None = None,
         parallel: TensorParallel = ALONE,
         vision: bool = False,
     ) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from batchgen.engine.layers.fp8_format import FP8Format, checkpoint_format
+from batchgen.engine.layers.mxfp4_format import WeightFormat, weight_format
 from batchgen.engine.layers.rotary import (
     DefaultRope,
     LinearRope,
@@ -78,7 +78,7 @@ class ModelConfig:
     family: FamilyConfig  # in the class that the model expects
     diffusion: Diffusion | None = None  # None: it predicts the next token
     heads: tuple[str, ...] = ()  # in the checkpoint; they continue from hidden states
-    form: FP8Format | None = None  # None: weights are not in FP8
+    form: WeightFormat | None = None  # None: all weights are in `dtype`
     # the checkpoint says tied, but holds two weights that differ: both are used
     untied: bool = False
     vision: VisionConfig | None = None  # None: it reads no images
@@ -134,7 +134,7 @@ def common_config(
         tie_word_embeddings=hf.tie_word_embeddings,
         dtype=own_dtype(hf),
         family=family,
-        form=fp8_format(hf),
+        form=checkpoint_form(hf),
     )
 
 
@@ -151,9 +151,9 @@ def extra_value(hf: PretrainedConfig, key: str, kind: type[T], default: T) -> T:
     return value
 
 
-def fp8_format(hf: PretrainedConfig) -> FP8Format | None:
-    """Return how a checkpoint's weights are in FP8; raise ValueError for another quantisation."""
-    return checkpoint_format(hf.to_dict().get("quantization_config"))
+def checkpoint_form(hf: PretrainedConfig) -> WeightFormat | None:
+    """Return the format of a checkpoint's weights; raise ValueError for an unknown quantisation."""
+    return weight_format(hf.to_dict().get("quantization_config"))
 
 
 def own_dtype(hf: PretrainedConfig) -> torch.dtype:

@@ -20,6 +20,7 @@ from batchgen.engine.layers.vision.vision_tower import VisionTower
 from batchgen.engine.models.packing import pack_layers
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
+from batchgen.kernels.mxfp4.mxfp4_layout import WORD_VALUES
 
 
 class TokenModel(nn.Module, ABC):
@@ -52,7 +53,9 @@ class TokenModel(nn.Module, ABC):
         found = dict(self.named_parameters())
         self.weight_bytes = sum(parameter.nbytes for parameter in found.values())
         self.num_parameters = sum(
-            parameter.numel() for name, parameter in found.items() if not name.endswith("scales")
+            parameter.numel() * (WORD_VALUES if parameter.dtype == torch.int32 else 1)
+            for name, parameter in found.items()
+            if not name.endswith("scales")
         )
 
     @property

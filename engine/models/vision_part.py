@@ -12,7 +12,7 @@ from batchgen.engine.layers.vision.vision_config import VisionConfig
 from batchgen.engine.models.model_config import (
     ModelConfig,
     check_positive,
-    fp8_format,
+    checkpoint_form,
     own_dtype,
 )
 
@@ -60,7 +60,7 @@ def text_part(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
         config,
         tie_word_embeddings=hf.tie_word_embeddings,
         dtype=dtype,
-        form=fp8_format(hf) or config.form,
+        form=checkpoint_form(hf) or config.form,
     )
 
 

@@ -18,11 +18,10 @@ from batchgen.kernels.mxfp4.mxfp4_experts_triton import (
 from batchgen.kernels.mxfp4.mxfp4_layout import MXFP4Panels, unpack_panels
 
 
-def keeps_mxfp4(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
-    """Whether experts of these widths K are computed from weights in MXFP4: on GPUs in bfloat16, if
-    panels divide the widths."""
-    fits = dtype == torch.bfloat16 and all(width % PANEL == 0 for width in widths)
-    return device.type == "cuda" and fits
+def takes_mxfp4(dtype: torch.dtype, *widths: int) -> bool:
+    """Whether tokens of this dtype are multiplied by weights of these widths K in MXFP4: bfloat16,
+    if panels divide the widths."""
+    return dtype == torch.bfloat16 and all(width % PANEL == 0 for width in widths)
 
 
 def mxfp4_grouped_mlp(

@@ -47,6 +47,7 @@ def mxfp4_gate_up(
     _gate_up[grid](
         x, *weight, epilogues.gate_up_bias, out, *alignment[:-1],
         x.stride(0), k, inner, weight.words.shape[1], LIMIT=limit, SLOPE=slope,
+        GELU=epilogues.function == "gelu",
         **_options(alignment, tiles, weight),
     )  # fmt: skip
 
@@ -121,8 +122,8 @@ def _add_product(
 def _gate_up(
     x_ptr, words_ptr, scales_ptr, bias_ptr, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr,
     tile_ends_ptr, num_tiles_ptr, x_stride, slots_per_token, inner, panels,
-    LIMIT: tl.constexpr, SLOPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
+    LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, EVEN: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(inner, BLOCK_N)
     is_past, expert, first, end = tile_of_program(
@@ -134,13 +135,13 @@ def _gate_up(
     if HALVE and end - first <= BLOCK_M // 2:
         _gate_up_tile(
             x_ptr, words_ptr, scales_ptr, bias_ptr, out_ptr, slots_ptr, expert, first, end,
-            first_column, x_stride, slots_per_token, inner, panels, LIMIT, SLOPE, BLOCK_M // 2,
-            BLOCK_N, EVEN, INTERPRETED,
+            first_column, x_stride, slots_per_token, inner, panels, LIMIT, SLOPE, GELU,
+            BLOCK_M // 2, BLOCK_N, EVEN, INTERPRETED,
         )  # fmt: skip
     else:
         _gate_up_tile(
             x_ptr, words_ptr, scales_ptr, bias_ptr, out_ptr, slots_ptr, expert, first, end,
-            first_column, x_stride, slots_per_token, inner, panels, LIMIT, SLOPE, BLOCK_M,
+            first_column, x_stride, slots_per_token, inner, panels, LIMIT, SLOPE, GELU, BLOCK_M,
             BLOCK_N, EVEN, INTERPRETED,
         )  # fmt: skip
 
@@ -149,8 +150,8 @@ def _gate_up(
 def _gate_up_tile(
     x_ptr, words_ptr, scales_ptr, bias_ptr, out_ptr, slots_ptr, expert, first, end, first_column,
     x_stride, slots_per_token, inner, panels,
-    LIMIT: tl.constexpr, SLOPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
+    LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     place = first + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
@@ -185,7 +186,7 @@ def _gate_up_tile(
 
     gate = with_bias(gate, bias_ptr, expert, rows, row, True)
     up = with_bias(up, bias_ptr, expert, rows, inner + row, True)
-    result = tl.trans(gated_product(gate, up, LIMIT, SLOPE).to(out_ptr.dtype.element_ty))
+    result = tl.trans(gated_product(gate, up, LIMIT, SLOPE, GELU).to(out_ptr.dtype.element_ty))
     target = out_ptr + place.to(tl.int64)[:, None] * inner + column[None, :]
     tl.store(target, result, mask=is_place[:, None] & (column < inner)[None, :])
 

@@ -23,7 +23,9 @@ from torch import Tensor
 from batchgen.kernels.moe.tiled_layout import PANEL
 from batchgen.kernels.mxfp4.mxfp4_weight import GROUP, MXFP4Weight, pack_codes, unpack_codes
 
-PANEL_WORDS = 8
+WORD_VALUES = 8
+"""Values in a word."""
+PANEL_WORDS = PANEL // WORD_VALUES
 """Words of a row of a panel."""
 SCALE_COLUMNS = 128
 """Columns whose scales are in one word."""

@@ -14,6 +14,8 @@ from torch import Tensor
 
 GROUP = 32
 """Values of a row that share a scale."""
+VALUE_BYTES = (GROUP / 2 + 1) / GROUP
+"""Bytes of a value, with its share of the scale."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 """The values of the codes 0 to 15."""
@@ -100,7 +102,7 @@ def quantise_weight(weight: Tensor) -> MXFP4Weight:
     scales = (exponents - 3 + _BIAS).clamp(0, _NAN_SCALE - 1)
     groups = _times_power(wide, _BIAS - scales)
     table = torch.tensor(_MAGNITUDES, device=weight.device)
-    bounds, size = (table[1:] + table[:-1]) / 2, groups.abs()
+    bounds, size = (table[1:] + table[:-1]) / 2, groups.abs().contiguous()
     # At a bound between two codes, one search yields the lower and one the upper.
     lower, upper = torch.searchsorted(bounds, size), torch.searchsorted(bounds, size, right=True)
     codes = torch.where(upper % 2 == 0, upper, lower) + 8 * groups.signbit()

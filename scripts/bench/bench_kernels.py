@@ -5,6 +5,7 @@
     python scripts/bench/bench_kernels.py delta [--rows 4,32,256] [--width 1,4]
     python scripts/bench/bench_kernels.py experts [--shape 35b-a3b] [--tokens 1,256,8192]
     python scripts/bench/bench_kernels.py fp8 [--tokens 16,256] [--expert-tokens 256,8192]
+    python scripts/bench/bench_kernels.py mxfp4 [--shape gpt-oss-120b] [--tokens 1,256] [--tune]
     python scripts/bench/bench_kernels.py sampling
     python scripts/bench/bench_kernels.py experts --tune
 
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cases import attention, delta, experts, fp8, latent, sampling
+from cases import attention, delta, experts, fp8, latent, mxfp4, sampling
 from measuring import (
     DEVICE,
     Case,
@@ -58,6 +59,7 @@ class Section(NamedTuple):
 
 
 _EXPERT_TOKENS = "1,4,32,64,128,256,512,1024,4096,8192,16384"
+_MXFP4_TOKENS = "1,8,32,128,256,1024,8192"
 _FP8_TOKENS = "1,16,64,256,2048,16384"
 SECTIONS = {
     "decode": Section(attention.decode_cases),
@@ -66,6 +68,7 @@ SECTIONS = {
     "delta": Section(delta.delta_cases, shape="35b-a3b", rows="4,32,64,256"),
     "experts": Section(experts.expert_cases, experts.expert_groups, "30b-a3b", _EXPERT_TOKENS),
     "fp8": Section(fp8.fp8_cases, None, "30b-a3b", _FP8_TOKENS),
+    "mxfp4": Section(mxfp4.mxfp4_cases, mxfp4.mxfp4_groups, "gpt-oss-20b", _MXFP4_TOKENS),
     "sampling": Section(sampling.sampling_cases, rows="1,32,256,512"),
 }
 
@@ -161,7 +164,7 @@ def run_section(name: str, options: argparse.Namespace, rates: Rates | None) -> 
     if not options.tune:
         return [timed(case, rates) for case in section.cases(options)]
     if section.groups is None:
-        raise SystemExit(f"--tune: {name} has no tiles to try: choose experts")
+        raise SystemExit(f"--tune: {name} has no tiles to try: choose experts or mxfp4")
     most, groups = 2 if options.tiny else None, section.groups(options)
     return [{"name": group.name, "best": str(tune(group, most)[:1])} for group in groups]
 
@@ -169,7 +172,7 @@ def run_section(name: str, options: argparse.Namespace, rates: Rates | None) -> 
 def main(arguments: list[str] | None = None) -> list[Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sections", type=commas(str, SECTIONS), help=", ".join(SECTIONS))
-    parser.add_argument("--shape", help="of latent, delta, experts and fp8")
+    parser.add_argument("--shape", help="of latent, delta, experts, fp8 and mxfp4")
     parser.add_argument("--tokens", type=commas(int), help="comma separated")
     parser.add_argument("--expert-tokens", type=commas(int), help="fp8: of a layer of experts")
     parser.add_argument("--rows", type=commas(int), help="delta, sampling: comma separated")

@@ -18,11 +18,10 @@ from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.models.sparse.gemma4_config import Gemma4Config
 from batchgen.engine.models.sparse.moe_model import MoEConfig
 from batchgen.engine.models.transformer.dense import DenseConfig
+from batchgen.kernels.mxfp4.mxfp4_weight import VALUE_BYTES
 
 _BYTES_PER_VALUE = 2
 """Bytes of a weight, a key or a value in bfloat16."""
-_MXFP4_BYTES = 17 / 32
-"""Bytes of a weight in MXFP4, with its part of the scale of 32 weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +189,7 @@ def floor_seconds(
     half the bytes and twice the rate; experts in MXFP4 have fewer bytes and the usual rate.
     """
     size, speed = (1, 2) if in_fp8 else (_BYTES_PER_VALUE, 1)
-    expert_size = _MXFP4_BYTES if in_mxfp4 else size
+    expert_size = VALUE_BYTES if in_mxfp4 else size
     body, experts = layer_params(config), expert_weights(config)
     head = config.hidden_size * config.vocab_size
     of_token = body + experts.of_token

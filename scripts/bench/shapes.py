@@ -152,6 +152,19 @@ _GPT_OSS = _COMMON | {
 }
 _GPT_OSS_20B = _GPT_OSS | _sizes(2880, 2880, 24, 64, 8) | _windows(24, 2, 128)
 _GPT_OSS_20B |= {"num_local_experts": 32}
+_GPT_OSS_120B = _GPT_OSS | _sizes(2880, 2880, 36, 64, 8) | _windows(36, 2, 128)
+_GPT_OSS_120B |= {"num_local_experts": 128}
+_MXFP4 = {
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    }
+}
 
 
 def _with_tower(text: dict[str, Any], sections: list[int], **tower: int | list[int]) -> Any:
@@ -234,7 +247,9 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 2}
     | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8}
     | {"moe_intermediate_size": 704},
+    "gpt-oss-20b": _GPT_OSS_20B | _MXFP4,
     "gpt-oss-20b-bf16": _GPT_OSS_20B,
+    "gpt-oss-120b": _GPT_OSS_120B | _MXFP4,
     "tiny": _TINY,
     "tiny-vl": _with_tower(
         _TINY,
@@ -251,7 +266,8 @@ MODELS: dict[str, dict[str, Any]] = {
     | _sizes(64, 64, 2, 4, 2)
     | _windows(2, 2, 24)
     | _SMALL
-    | {"head_dim": 16, "num_local_experts": 8},
+    | {"head_dim": 16, "num_local_experts": 8}
+    | _MXFP4,
     "tiny-gemma3": _GEMMA3
     | _sizes(64, 128, 6, 4, 2)
     | _windows(6, 6, 24)

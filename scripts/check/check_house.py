@@ -1,14 +1,14 @@
 """Measures the house: lines, docstrings and comments of packages and rooms, long files and
 functions, and import circles of files and of rooms.
 
-    python scripts/check/check_house.py [ROOT] [--markdown]
+    python scripts/check/check_house.py [ROOT]
 
 ROOT is the project's root; without it, the tree that this script stands in. The files are read as
 text and nothing is imported, so any state of the project can be measured. A room is a folder. Lines
 are lines of .py files, comments and blank lines included; a function's lines run from `def` to its
 last line. Docstrings are strings that stand as statements, below constants and fields, too. Imports
 count wherever they stand, in functions and for types alone; only `batchgen/__init__.py` stands
-aside, since it imports public names when they are used. --markdown prints tables for the docs.
+aside, since it imports public names when they are used. The tables are Markdown, for the docs.
 """
 
 from __future__ import annotations
@@ -165,18 +165,11 @@ class File:
         return cls(path, lines, len(docs), len(comments - docs), list(functions(tree)))
 
 
-def show(
-    title: str, heads: Sequence[str], rows: Iterable[Sequence[object]], markdown: bool
-) -> None:
+def show(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    print(f"\n**{title}**\n" if markdown else f"\n{title}")
-    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-    if markdown:
-        cells.insert(0, ["---"] * len(heads))
-    for row in [list(heads), *cells]:
-        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print(f"| {' | '.join(row)} |" if markdown else "  ".join(padded).rstrip())
+    print(f"\n**{title}**\n")
+    for row in [heads, ["---"] * len(heads), *rows]:
+        print(f"| {' | '.join(map(str, row))} |")
 
 
 def by_part(files: Iterable[File], part: str) -> list[Sequence[object]]:
@@ -206,9 +199,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[2])
-    parser.add_argument("--markdown", action="store_true")
-    args = parser.parse_args()
-    root, markdown = args.root, args.markdown
+    root = parser.parse_args().root
     missing = [package for package in PACKAGES if not package_files(root, package)]
     if missing:
         parser.error(f"{root} is no root of the project: no .py files in {', '.join(missing)}")
@@ -216,15 +207,15 @@ def main() -> None:
     files = [File.read(root, path) for path in paths if (root / path).stat().st_size]
     product = [file for file in files if file.path.parts[0] != "tests"]
     heads = ("files", "lines", "median", "docstrings", "comments", "longest file", "function")
-    show("Packages", ("package", *heads), by_part(files, "package"), markdown)
-    show("Without tests", ("package", *heads), by_part(product, "package")[-1:], markdown)
-    show("Rooms", ("room", *heads), by_part(product, "room")[:-1], markdown)
+    show("Packages", ("package", *heads), by_part(files, "package"))
+    show("Without tests", ("package", *heads), by_part(product, "package")[-1:])
+    show("Rooms", ("room", *heads), by_part(product, "room")[:-1])
     folders = Counter(path.parent for path in paths).most_common(_MOST_SHOWN)
-    show("Fullest folders", ("folder", "files"), folders, markdown)
+    show("Fullest folders", ("folder", "files"), folders)
     long = sorted(((file.lines, file.path) for file in product), reverse=True)
     over = [each for each in long if each[0] > _LONG_FILE]
     title = f"Files over {_LONG_FILE} lines: {len(over)}"
-    show(title, ("lines", "file"), over[:_MOST_SHOWN], markdown)
+    show(title, ("lines", "file"), over[:_MOST_SHOWN])
     spans = [
         (span, f"{file.path}:{first} {name}")
         for file in product
@@ -232,13 +223,13 @@ def main() -> None:
         if span > _LONG_FUNCTION
     ]
     title = f"Functions over {_LONG_FUNCTION} lines: {len(spans)}"
-    show(title, ("lines", "function"), sorted(spans, reverse=True)[:_MOST_SHOWN], markdown)
+    show(title, ("lines", "function"), sorted(spans, reverse=True)[:_MOST_SHOWN])
     graph = import_graph(root, types=True)
     graph = {file: targets - {_FACE} for file, targets in graph.items() if file != _FACE}
     for what, edges in (("files", graph), ("rooms", room_graph(graph))):
         circles = import_circles(edges)
         rows = [(len(circle), ", ".join(map(str, circle))) for circle in circles]
-        show(f"Import circles of {what}: {len(circles)}", ("size", what), rows, markdown)
+        show(f"Import circles of {what}: {len(circles)}", ("size", what), rows)
 
 
 if __name__ == "__main__":

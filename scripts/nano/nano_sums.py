@@ -27,9 +27,9 @@ NOISE_SEED = 1234
 def encode(rows: Iterable[Problem], form: Form, device: torch.device) -> Batch:
     """Encode problems with their answers, of N = SEQUENCE_LENGTH."""
     chats = (chat(row.request(form).encode(), row.answer(form)) for row in rows)
-    return Batch(
-        *(torch.from_numpy(each).long().to(device) for each in pad(chats, SEQUENCE_LENGTH))
-    )
+    parts = (torch.from_numpy(part).long().to(device) for part in pad(chats, SEQUENCE_LENGTH))
+    ids, prompt_lens, lens = parts
+    return Batch(ids, prompt_lens, lens)
 
 
 class Sums:
@@ -48,7 +48,8 @@ class Sums:
     def batch(self, step: int, progress: float, generator: torch.Generator) -> Batch:
         many, size, device = len(self._rows[0]), (self._args.batch_size,), self._rows[0].device
         index = torch.randint(many, size, device=device, generator=generator)
-        return Batch(*(part[index] for part in self._rows))
+        ids, prompt_lens, lens = (part[index] for part in self._rows)
+        return Batch(ids, prompt_lens, lens)
 
     def grade(self, folder: Path, count: int) -> dict[str, dict[str, Any]]:
         """Grade answers in both forms: the loss, right ones, and tokens per forward.
@@ -63,7 +64,7 @@ class Sums:
             config=EngineConfig(kv_cache_gib=0.25, prefix_caching=False),
         )
         params = SamplingParams(temperature=0, max_new_tokens=MOST_TOKENS)
-        grades = {}
+        grades: dict[str, dict[str, Any]] = {}
         for form in FORMS:
             prompts = [[{"role": "user", "content": row.request(form)}] for row in rows]
             found = defaultdict(list)

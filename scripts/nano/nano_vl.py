@@ -246,7 +246,7 @@ def _noised(pixels: Tensor, generator: torch.Generator) -> Tensor:
 def _std(name: str, weight: Tensor) -> float:
     """Rows of the tables begin small, products with a variance of one over their inputs."""
     tables = {"embed_tokens": 0.06, "pos_embed": 0.2}
-    return tables.get(name.split(".")[-2], weight[0].numel() ** -0.5)
+    return tables.get(name.split(".")[-2], float(weight[0].numel() ** -0.5))
 
 
 def right_rows(logits: Tensor, batch: Batch) -> Tensor:

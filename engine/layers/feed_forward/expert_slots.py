@@ -37,9 +37,9 @@ class Projections:
 
     name: str  # in checkpoints that hold all experts in one tensor
     parts: tuple[str, ...]  # the projections of an expert whose rows stand one after another
-    weight: Tensor  # [E, N, K], or panels
+    weight: Tensor  # [E, N, K], or panels; or the words of `MXFP4Panels`
     columns: int  # K
-    scales: Tensor | None  # of weights in FP8
+    scales: Tensor | None  # of weights in FP8 or MXFP4
     bias: Tensor | None  # [E, N]
 
 
@@ -97,9 +97,17 @@ def expert_slots(
             shard=shard,
             in_panels=in_panels,
         )
+    yield from bias_slots(path, projections, len(parts) if variant.interleaved else 1, shard)
+
+
+def bias_slots(
+    path: str, projections: Projections, turns: int, shard: Shard | None
+) -> Iterator[WeightSlot]:
+    """Yield the slot of all experts' biases, if there are any; `turns` says how many parts of them
+    take turns."""
     if projections.bias is not None:
-        name = f"{whole}_bias"
-        ordered = partial(_in_parts, parts=len(parts)) if variant.interleaved else None
+        name = f"{path}.{projections.name}_bias"
+        ordered = partial(_in_parts, parts=turns) if turns > 1 else None
         yield WeightSlot(projections.bias, (name,), (name,), ordered, shard=shard)
 
 

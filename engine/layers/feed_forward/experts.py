@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TypedDict
 
+import torch
 from torch import Tensor, nn
 
 from batchgen.engine.layers.feed_forward.expert_slots import (
@@ -13,8 +15,10 @@ from batchgen.engine.layers.feed_forward.expert_slots import (
     Projections,
     expert_slots,
 )
+from batchgen.engine.layers.feed_forward.mxfp4_slots import mxfp4_slots
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import CPUProducts, empty_fp8, empty_parameter
+from batchgen.engine.layers.mxfp4_format import MXFP4Format, WeightFormat
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream
@@ -27,11 +31,21 @@ from batchgen.kernels.layers.shared_part import SharedPart, add_up
 from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_parts
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
-from batchgen.kernels.moe.tiled_layout import (
-    keeps_panels,
-    matrix_sizes,
-    panels_shape,
+from batchgen.kernels.moe.tiled_layout import keeps_panels, matrix_sizes, panels_shape
+from batchgen.kernels.mxfp4.mxfp4_experts import (
+    mxfp4_grouped_mlp,
+    mxfp4_grouped_parts,
+    takes_mxfp4,
 )
+from batchgen.kernels.mxfp4.mxfp4_layout import MXFP4Panels, empty_panels
+from batchgen.kernels.mxfp4.mxfp4_tiles import mxfp4_tiles
+
+
+class _Options(TypedDict):
+    """The options of all kinds of products."""
+
+    shared: Callable[[], SharedPart] | None
+    num_routed: int
 
 
 class Experts(nn.Module):
@@ -41,7 +55,8 @@ class Experts(nn.Module):
     (`experts.3.gate_proj.weight`), or all experts in one (`experts.gate_up_proj` [E, 2·I, H] and
     `experts.down_proj` [E, H, I], with or without `.weight`; Qwen3-VL's have the last two axes the
     other way round, and `variant.interleaved` says so of gpt-oss's). Weights are in panels where
-    `keeps_panels` says so. Each rank of tensor parallelism has consecutive whole experts.
+    `keeps_panels` says so, or in MXFP4 or FP8 (`quantise`). Each rank of tensor parallelism has
+    consecutive whole experts.
     """
 
     gate_up_proj: Tensor
@@ -77,17 +92,23 @@ class Experts(nn.Module):
             self.down_bias = make(own, hidden_size)
         self.gate_up_scales: nn.Parameter | None = None
         self.down_scales: nn.Parameter | None = None
-        self.form: FP8Format | None = None
+        self.form: WeightFormat | None = None
         self._packed: tuple[ExpertProducts, ExpertProducts] | None = None
 
-    def quantise(self, form: FP8Format, path: str) -> None:
-        """Keep the weights in FP8 from now on; they must not be loaded yet.
+    def quantise(self, form: WeightFormat, path: str) -> None:
+        """Keep the weights in FP8 or MXFP4 from now on; they must not be loaded yet.
 
-        If I is a multiple of 128, 128 rows share a scale; else each row of gate and up has its own.
-        `path` is this module's name in checkpoints. Raises ValueError if only some experts are
-        excluded, and for experts whose products have other epilogues.
+        If I is a multiple of 128, 128 rows share a scale of FP8; else each row of gate and up has
+        its own. `path` is this module's name in checkpoints. Raises ValueError if only some experts
+        are excluded, and for FP8 of experts whose products have other epilogues.
         """
         if form.excludes(path):
+            return
+        if isinstance(form, MXFP4Format):
+            self.form = form
+            if form.native and takes_mxfp4(self.gate_up_proj.dtype, self._hidden, self._inner):
+                self.gate_up_proj, self.gate_up_scales = _empty_mxfp4(self.gate_up_proj)
+                self.down_proj, self.down_scales = _empty_mxfp4(self.down_proj)
             return
         if self.variant != PLAIN_EXPERTS:
             raise ValueError(
@@ -108,7 +129,12 @@ class Experts(nn.Module):
     @property
     def computes_in_fp8(self) -> bool:
         """Whether tokens may come as `BothRows`."""
-        return self.gate_up_scales is not None
+        return self.gate_up_scales is not None and isinstance(self.form, FP8Format)
+
+    @property
+    def computes_in_mxfp4(self) -> bool:
+        """Whether kernels read the weights in MXFP4."""
+        return self.gate_up_scales is not None and isinstance(self.form, MXFP4Format)
 
     @property
     def epilogues(self) -> Epilogues:
@@ -132,36 +158,22 @@ class Experts(nn.Module):
         It is added to `residual` in place if that is given. `shared` is called last, and once, and
         what it returns is added too.
         """
-        of = self._num_experts
+        options = _Options(shared=shared, num_routed=self._num_experts)
         if self._parallel.size > 1:
             ids = self._own_ids(ids)
         if (in_fp8 := self._in_fp8()) is not None:
-            gate_up, down, powers = in_fp8
+            wide, narrow, powers = in_fp8
             return fp8_grouped_mlp(
-                x,
-                gate_up,
-                down,
-                ids,
-                weights,
-                residual,
-                shared=shared,
-                powers_of_two=powers,
-                num_routed=of,
+                x, wide, narrow, ids, weights, residual, powers_of_two=powers, **options
             )
         assert isinstance(x, Tensor)
+        own = self.epilogues
+        if (in_mxfp4 := self._in_mxfp4()) is not None:
+            return mxfp4_grouped_mlp(x, *in_mxfp4, ids, weights, residual, epilogues=own, **options)
         if self._packed is None:
-            return grouped_mlp(
-                x,
-                self.gate_up_proj,
-                self.down_proj,
-                ids,
-                weights,
-                residual,
-                epilogues=self.epilogues,
-                shared=shared,
-                num_routed=of,
-            )
-        out = grouped_mlp_cpu(x, *self._packed, ids, weights, *self.epilogues[2:])
+            products = self.gate_up_proj, self.down_proj
+            return grouped_mlp(x, *products, ids, weights, residual, epilogues=own, **options)
+        out = grouped_mlp_cpu(x, *self._packed, ids, weights, *own[2:])
         return add_up(out, residual, shared)
 
     def add_to(
@@ -185,6 +197,8 @@ class Experts(nn.Module):
             gate_up, down, powers = in_fp8
             return fp8_grouped_parts(x, gate_up, down, ids, weights, powers_of_two=powers)
         assert isinstance(x, Tensor)
+        if (in_mxfp4 := self._in_mxfp4()) is not None:
+            return mxfp4_grouped_parts(x, *in_mxfp4, ids, weights, self.epilogues)
         if self._packed is not None:
             return None
         products = self.gate_up_proj, self.down_proj
@@ -192,11 +206,26 @@ class Experts(nn.Module):
 
     def _in_fp8(self) -> tuple[FP8Weight, FP8Weight, bool] | None:
         """Return the weights of both products and `powers_of_two`; None if they are not in FP8."""
-        if self.gate_up_scales is None or self.down_scales is None:
+        wide, narrow, form = self.gate_up_scales, self.down_scales, self.form
+        if wide is None or narrow is None or not isinstance(form, FP8Format):
             return None
-        assert self.form is not None
-        gate_up = FP8Weight(self.gate_up_proj, self.gate_up_scales)
-        return gate_up, FP8Weight(self.down_proj, self.down_scales), self.form.powers_of_two
+        gate_up, down = FP8Weight(self.gate_up_proj, wide), FP8Weight(self.down_proj, narrow)
+        return gate_up, down, form.powers_of_two
+
+    def _in_mxfp4(self) -> tuple[MXFP4Panels, MXFP4Panels] | None:
+        """Return the weights of both products; None if they are not in MXFP4."""
+        wide, narrow = self.gate_up_scales, self.down_scales
+        if wide is None or narrow is None or not self.computes_in_mxfp4:
+            return None
+        return MXFP4Panels(self.gate_up_proj, wide), MXFP4Panels(self.down_proj, narrow)
+
+    def scratch_bytes(self, slots: int) -> int:
+        """Return the bytes of the weights that are dequantised at once if the experts of all ranks
+        compute this many slots."""
+        experts, rows, columns = len(self.gate_up_proj), 2 * self._inner, self._hidden
+        if not self.computes_in_mxfp4 or mxfp4_tiles(slots, self._num_experts) is not None:
+            return 0
+        return experts * rows * columns * torch.bfloat16.itemsize
 
     def _own_ids(self, ids: Tensor) -> Tensor:
         """Turn ids into indices among this rank's experts, whose number stands for all others."""
@@ -213,6 +242,11 @@ class Experts(nn.Module):
             Projections("gate_up_proj", both, self.gate_up_proj, self._hidden, *wide),
             Projections("down_proj", single, self.down_proj, self._inner, *narrow),
         ):
+            if isinstance(self.form, MXFP4Format):
+                rows = 2 * self._inner if kind.parts == both else self._hidden
+                turns = len(kind.parts) if self.variant.interleaved else 1
+                yield from mxfp4_slots(path, kind, (rows, kind.columns), turns, shard)
+                continue
             yield from expert_slots(
                 path,
                 kind,
@@ -237,6 +271,13 @@ class Experts(nn.Module):
             packed_products(self.down_proj, products, self.down_bias),
         )
         del self.gate_up_proj, self.down_proj
+
+
+def _empty_mxfp4(weights: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
+    """Make room for weights [E, N, K], or their panels, in MXFP4."""
+    panels = empty_panels(*matrix_sizes(weights), device=weights.device)
+    words, scales = (nn.Parameter(each, requires_grad=False) for each in panels)
+    return words, scales
 
 
 def _empty_fp8(weights: Tensor, scale_rows: int) -> tuple[nn.Parameter, nn.Parameter]:

@@ -157,6 +157,10 @@ class SparseMoE(nn.Module):
             return out
         return self._parallel.add_sum(residual, out, self._lane)
 
+    def scratch_bytes(self, tokens: int) -> int:
+        """Return the bytes that this many tokens need at once besides activations."""
+        return self.experts.scratch_bytes(tokens * self.experts_per_token)
+
     def _begin(
         self, tokens: Tensor | BothRows, router_input: Tensor
     ) -> tuple[Tensor, Callable[[], SharedPart] | None]:

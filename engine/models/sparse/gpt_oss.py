@@ -3,6 +3,7 @@ layer, and experts with biases and a clamped gate in all layers."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from batchgen.engine.layers.feed_forward.expert_slots import ExpertForm
@@ -15,6 +16,26 @@ from batchgen.kernels.moe.router.router_form import RouterForm
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+_ORIGINAL = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.scale": "model.norm.weight",
+    "unembedding.weight": "lm_head.weight",
+}
+_BLOCK = re.compile(r"block\.(\d+)\.(.+)")
+_ORIGINAL_PARTS = {
+    "attn.norm.scale": "input_layernorm.weight",
+    "attn.qkv.": "self_attn.qkv_proj.",
+    "attn.out.": "self_attn.o_proj.",
+    "attn.sinks": "self_attn.sinks",
+    "mlp.norm.scale": "post_attention_layernorm.weight",
+    "mlp.gate.": "mlp.gate.",
+    "mlp.mlp1_weight.": "mlp.experts.gate_up_proj_",
+    "mlp.mlp1_bias": "mlp.experts.gate_up_proj_bias",
+    "mlp.mlp2_weight.": "mlp.experts.down_proj_",
+    "mlp.mlp2_bias": "mlp.experts.down_proj_bias",
+}
+"""How names of tensors begin in OpenAI's own layout, after `block.N.`, and in transformers'."""
 
 
 class GptOssForCausalLM(MoEForCausalLM):
@@ -56,7 +77,15 @@ class GptOssForCausalLM(MoEForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Give the router the name that it has in other models."""
+        """Give the router the name that it has in other models, and tensors of the original layout
+        those of transformers' layout."""
+        if name in _ORIGINAL:
+            return _ORIGINAL[name]
+        if found := _BLOCK.fullmatch(name):
+            layer, part = found.groups()
+            for given, own in _ORIGINAL_PARTS.items():
+                if part.startswith(given):
+                    return f"model.layers.{layer}.{own}{part.removeprefix(given)}"
         return name.replace(".mlp.router.", ".mlp.gate.")
 
 

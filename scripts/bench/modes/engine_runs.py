@@ -27,6 +27,7 @@ from workloads import (
 from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.base.step_timing import PhaseSplit, StepTime, StepTimer
 from batchgen.engine.engine_models import planned_uses
+from batchgen.engine.layers.mxfp4_format import MXFP4Format
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import Quantization
 from batchgen.engine.memory.kernel_warmup import compiling_kernels
@@ -200,8 +201,15 @@ class Bench:
 
     def _floor(self, load: list[BenchRequest], rates: Rates) -> Floor:
         form = self.weights.form
-        in_fp8 = form is not None and form.native
-        return floor_seconds(self.model_config, load, rates, in_fp8=in_fp8)
+        native = form is not None and form.native
+        in_mxfp4 = isinstance(form, MXFP4Format)
+        return floor_seconds(
+            self.model_config,
+            load,
+            rates,
+            in_fp8=native and not in_mxfp4,
+            in_mxfp4=native and in_mxfp4,
+        )
 
     def profile(self, name: str, temperature: float, path: Path, after: int) -> None:
         """Print what takes the time of 20 steps of a workload from the `after`th on, and write

@@ -24,27 +24,35 @@ Routing = Literal["model", "uniform", "same"]
 the same ones. The last is what becomes of routers with tiny weights that round scores to bfloat16:
 all scores are equal then, as with the dummy weights of other engines."""
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
+ScoredRow = tuple[list[int], SamplingParams, list[int] | None]
+"""A prompt, its parameters, and an answer if that is scored."""
 _MOST_DRAWN = 2048
 """The most tokens of a forward for which the logits of all layers are drawn at once."""
 
 
 def run_rows(
     engine: LLMEngine,
-    rows: Iterable[tuple[list[int], SamplingParams]],
+    rows: Iterable[tuple[list[int], SamplingParams] | ScoredRow],
     after_step: Callable[[int], object] = lambda finished: None,
 ) -> tuple[float, list[RequestOutput]]:
     """Run rows to their ends; returns the seconds and the outputs in the order of the rows.
 
     `after_step` gets the number of rows that have ended.
+
+    Raises:
+        RuntimeError: a row has ended with an error.
     """
     rows, outputs = list(rows), dict[int, RequestOutput]()
     gc.collect()
     synchronize()
     start = time.perf_counter()
-    for index, (prompt, params) in enumerate(rows):
-        engine.add_request(str(index), prompt, params)
+    for index, row in enumerate(rows):
+        engine.add_request(str(index), *row)
     while engine.has_unfinished():
-        outputs |= {int(output.request_id): output for output in engine.step()}
+        for output in engine.step():
+            if output.error is not None:
+                raise RuntimeError(f"row {output.request_id}: {output.error}")
+            outputs[int(output.request_id)] = output
         after_step(len(outputs))
     synchronize()
     return time.perf_counter() - start, [outputs[index] for index in range(len(rows))]

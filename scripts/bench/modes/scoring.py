@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from typing import Any
 
-from measuring import commas, synchronize
+from measuring import commas
 from modes.engine_runs import Bench
-from modes.routing import ROUTINGS
+from modes.routing import ROUTINGS, ScoredRow, run_rows
 from shapes import MODELS
 from workloads import prompt_vocab
 
@@ -39,29 +38,15 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     best, length = dict.fromkeys(cases, float("inf")), options.prompt + options.answer
     for _ in range(options.runs + 1):  # the first one compiles and warms up
         for name, params in cases.items():
-            rows = [[draws.randrange(vocab) for _ in range(length)] for _ in range(options.rows)]
-            best[name] = min(best[name], _seconds(bench, params, rows, options.prompt))
+            rows = list[ScoredRow]()  # ones that the prefix cache has not seen
+            for _ in range(options.rows):
+                ids = [draws.randrange(vocab) for _ in range(length)]
+                cut = options.prompt if params.scores_answer else length
+                rows.append((ids[:cut], params, ids[cut:] or None))
+            best[name] = min(best[name], run_rows(bench.engine, rows)[0])
     tokens, found = options.rows * length, []
     for name, seconds in best.items():
         ratio = best["prefill"] / seconds
         print(f"{name:>16} {seconds:8.3f} s {tokens / seconds:12,.0f} tokens/s {ratio:6.2f}")
         found.append({"case": name, "seconds": seconds, "tokens": tokens, "of_prefill": ratio})
     return found
-
-
-def _seconds(bench: Bench, params: SamplingParams, rows: list[list[int]], prompt_len: int) -> float:
-    """The seconds of all rows, which the prefix cache has not seen."""
-    synchronize()
-    start = time.perf_counter()
-    for index, row in enumerate(rows):
-        if params.scores_answer:
-            prompt, answer = row[:prompt_len], row[prompt_len:]
-            bench.engine.add_request(str(index), prompt, params, answer)
-        else:
-            bench.engine.add_request(str(index), row, params)
-    while bench.engine.has_unfinished():
-        for output in bench.engine.step():
-            if output.error is not None:
-                raise RuntimeError(f"row {output.request_id}: {output.error}")
-    synchronize()
-    return time.perf_counter() - start

@@ -27,6 +27,7 @@ SIZES = ModelSizes(
     row_bytes=0,
     dtype=torch.bfloat16,
     weight_dtype=torch.bfloat16,
+    expert_bytes=2,
 )
 WORK = Work(
     prompts=np.full(100, 50),
@@ -86,8 +87,10 @@ def test_prefill_of_qwen3_8b_on_an_h100_takes_23_microseconds_a_token() -> None:
 
 def test_experts_that_no_token_goes_to_are_not_read() -> None:
     sizes = replace(SIZES, dense=10**9, experts=28 * 10**9, expert_share=8 / 128)
-    assert sizes.read(1) == pytest.approx(10**9 + 28e9 / 16)
-    assert sizes.read(64) == pytest.approx(10**9 + 28e9, rel=0.02)
+    assert sizes.read_bytes(1) == pytest.approx(2 * (10**9 + 28e9 / 16))
+    assert sizes.read_bytes(64) == pytest.approx(2 * (10**9 + 28e9), rel=0.02)
+    in_mxfp4 = replace(sizes, expert_bytes=17 / 32)
+    assert in_mxfp4.read_bytes(1) == pytest.approx(2e9 + 28e9 / 16 * 17 / 32)
     assert sizes.per_token == pytest.approx(10**9 + 28e9 / 16)
 
 

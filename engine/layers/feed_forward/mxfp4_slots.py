@@ -1,0 +1,109 @@
+"""How checkpoints hold experts in MXFP4, and which slots their tensors fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchgen.engine.base.shard import Shard
+from batchgen.engine.layers.feed_forward.expert_slots import Projections, bias_slots
+from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.kernels.fp8.fp8_weight import FP8Weight
+from batchgen.kernels.moe.tiled_layout import are_panels, rows_of_panels
+from batchgen.kernels.mxfp4.mxfp4_layout import MXFP4Panels, pack_panels
+from batchgen.kernels.mxfp4.mxfp4_weight import GROUP, MXFP4Weight, quantise_weight
+
+
+@dataclass(frozen=True, slots=True)
+class MXFP4Slot(WeightSlot):
+    """The place of a projection of all experts, which a checkpoint holds in two tensors of bytes:
+    blocks [E, N, K/32, 16] and scales [E, N, K/32].
+
+    `parameter` and `scales` are those of `MXFP4Panels`; without scales the parameter takes
+    dequantised weights [E, N, K] or [E, N, K/P, P]. One expert is read after another, so that
+    little memory is needed besides.
+    """
+
+    sizes: tuple[int, int] = (0, 0)  # N and K
+    turns: int = 1  # parts of N whose rows take turns in the checkpoint
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return (torch.uint8,)
+
+    def fill(self, tensors: Mapping[str, Tensor | FP8Weight]) -> None:
+        """Lay out or dequantise the checkpoint's two tensors.
+
+        Raises ValueError if a shape differs, or kernels cannot multiply by a scale.
+        """
+        rows, columns = self.sizes
+        found = []
+        for name, last in zip(self.sources, ((GROUP // 2,), ()), strict=True):
+            tensor = tensors[name]
+            assert isinstance(tensor, Tensor)
+            expected = [self._all_experts, rows, columns // GROUP, *last]
+            if list(tensor.shape) != expected:
+                raise ValueError(
+                    f"tensor {name} has shape {list(tensor.shape)}, the configuration says "
+                    f"{expected}"
+                )
+            found.append(tensor if self.shard is None else self.shard.take(tensor))
+        for place, (blocks, scales) in enumerate(zip(*found, strict=True)):
+            values = self._ordered(blocks).flatten(1)
+            self._write_expert(place, MXFP4Weight(values, self._ordered(scales)))
+
+    def fill_dummy(self, values: Callable[[Tensor], None]) -> None:
+        """Fill the parameter of a model without a checkpoint, as `WeightSlot.fill_dummy`."""
+        shape, device = (self._all_experts, *self.sizes), self.parameter.device
+        drawn = torch.empty(shape, device=device, dtype=torch.bfloat16)
+        values(drawn)
+        own = drawn if self.shard is None else self.shard.take(drawn)
+        for place, expert in enumerate(own):
+            self._write_expert(place, quantise_weight(expert))
+
+    @property
+    def _all_experts(self) -> int:
+        """The experts of all ranks."""
+        return len(self.parameter) if self.shard is None else self.shard.size
+
+    def _ordered(self, rows: Tensor) -> Tensor:
+        """Put parts whose rows [N, …] take turns one after another."""
+        parts: Tensor = rows.unflatten(0, (-1, self.turns))
+        return parts.transpose(0, 1).flatten(0, 1)
+
+    def _write_expert(self, place: int, weight: MXFP4Weight) -> None:
+        if self.scales is None:
+            target = self.parameter[place]
+            target.copy_(weight.dequantise().view(target.shape))
+            return
+        own = slice(place, place + 1)
+        try:
+            pack_panels(
+                MXFP4Weight(*(tensor[None] for tensor in weight)),
+                MXFP4Panels(self.parameter[own], self.scales[own]),
+            )
+        except ValueError as error:
+            raise ValueError(f"tensor {self.sources[1]} {error}") from None
+
+
+def mxfp4_slots(
+    path: str, projections: Projections, sizes: tuple[int, int], turns: int, shard: Shard | None
+) -> Iterator[WeightSlot]:
+    """Yield the slot of all experts' weights [E, *sizes] on this rank, and that of their biases;
+    `turns` is that of `MXFP4Slot`."""
+    weight, scales, name = projections.weight, projections.scales, f"{path}.{projections.name}"
+    if scales is None and are_panels(weight):
+        weight = rows_of_panels(weight)
+    yield MXFP4Slot(
+        weight,
+        (f"{name}_blocks",),
+        (f"{name}_blocks", f"{name}_scales"),
+        scales=scales,
+        shard=shard,
+        sizes=sizes,
+        turns=turns,
+    )
+    yield from bias_slots(path, projections, turns, shard)

@@ -1,0 +1,61 @@
+"""Which weights of a model are in MXFP4, how checkpoints say so, and formats of weights at all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.engine.layers.fp8_format import FP8Format, checkpoint_format
+
+_NAME = re.compile(r"[\w.*-]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MXFP4Format:
+    """Weights of experts in MXFP4 (`kernels/mxfp4`), as gpt-oss publishes them. All other weights
+    are as they would be without."""
+
+    excluded: tuple[str, ...] = ()  # more modules that are not in MXFP4; * stands for any letters
+    native: bool = True  # kernels read MXFP4; else weights are kept in the model's dtype
+
+    def excludes(self, name: str) -> bool:
+        """Whether a module of this name, or one that it is part of, is excluded."""
+        patterns = (re.escape(entry).replace(r"\*", "[^.]*") for entry in self.excluded)
+        return any(re.search(rf"\.{pattern}\.", f".{name}.") for pattern in patterns)
+
+
+WeightFormat = FP8Format | MXFP4Format
+"""How weights of a model are kept, if not in its dtype."""
+
+
+def format_name(form: WeightFormat) -> str:
+    """Name a format to the user."""
+    return "FP8" if isinstance(form, FP8Format) else "MXFP4"
+
+
+def weight_format(quantization: Mapping[str, Any] | None) -> WeightFormat | None:
+    """Read the `quantization_config` of a checkpoint's configuration; None if there is none.
+
+    Raises ValueError for another quantisation than FP8 and MXFP4, or something unknown in it, which
+    the message names.
+    """
+    if quantization is None or quantization.get("quant_method") != "mxfp4":
+        return checkpoint_format(quantization)
+    names = quantization.get("modules_to_not_convert") or []
+    if not isinstance(names, list) or not all(
+        isinstance(name, str) and _NAME.fullmatch(name) for name in names
+    ):
+        raise ValueError(
+            f"quantization_config.modules_to_not_convert is {names!r:.60}, and must be a list of "
+            "names of modules, in which * may stand for any letters"
+        )
+    known = {"quant_method", "modules_to_not_convert"}
+    # `dequantize` says what transformers should do with it.
+    unknown = {key for key, value in quantization.items() if value not in (None, False)} - known
+    if unknown - {"dequantize"}:
+        raise ValueError(
+            f"quantization_config.{min(unknown)} is not known for the method mxfp4: leave it out"
+        )
+    return MXFP4Format(excluded=tuple(names))
