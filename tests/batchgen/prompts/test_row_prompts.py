@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from byte_prompts import BOS, TOKENIZER, build, row
+from byte_prompts import BOS, TOKENIZER, build, byte_tokenizer, chat, row
 from datasets import Value
 
 from batchgen.config.prompt_config import (
     ChatPromptConfig,
+    OpenAIPromptConfig,
     PromptConfig,
     TextPromptConfig,
     TokensPromptConfig,
 )
+from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import RequestError
 from batchgen.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
 
@@ -174,3 +177,21 @@ def test_rows_are_not_changed_and_prompts_repeat() -> None:
     first = prompt.token_ids(row(**fields))
     assert prompt.token_ids(row(**fields)) == first
     assert fields == {"messages": [{"role": "user", "content": "a", "name": None}], "note": "s"}
+
+
+def test_prompts_name_the_day_of_the_job() -> None:
+    tokenizer = byte_tokenizer("{{ strftime_now('%d %b %Y %H:%M') }}")
+    columns = {"q": Value("string"), "body": Value("string")}
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    asked: list[tuple[PromptConfig, Row]] = [
+        (ChatPromptConfig(user="{{ q }}"), row(q="x")),
+        (OpenAIPromptConfig(), row(body=body)),
+    ]
+    for config, asking in asked:
+        dated = replace(config, date="2026-03-04")
+        for each, of_job in ((dated, "1999-01-01"), (config, "2026-03-04")):
+            made = build_prompt(
+                each, tokenizer, vocab_size=300, columns=columns, day=lambda day=of_job: day
+            )
+            assert made.day == "2026-03-04" and made.text(asking) == "04 Mar 2026 00:00"
+    assert chat("{{ messages }}").day is None
