@@ -81,11 +81,14 @@ def ids(*texts: str) -> list[int]:
 
 
 END, TURN, PAD, THINK_ID = ids(*SPECIAL, THINK)
+_BYTES = {letter: byte for byte, letter in LETTERS.items()}
+TEXTS = [
+    text.encode() if text in (*SPECIAL, THINK) else bytes(_BYTES[letter] for letter in text)
+    for text in make_tokenizer().convert_ids_to_tokens(list(range(len(make_tokenizer()))))
+]
+PLAIN = [b"" if i in (END, TURN, PAD) else text for i, text in enumerate(TEXTS)]
 
 
 @cache
 def compiler() -> GrammarCompiler:
     return GrammarCompiler(make_tokenizer(), WIDTH, (END,))
-
-
-PLAIN = [b"" if i in (END, TURN, PAD) else text for i, text in enumerate(TEXTS)]

@@ -19,12 +19,11 @@ import xgrammar
 from grammars import (
     END,
     JSON,
-    LETTERS,
     PAD,
     PLAIN,
     SCHEMA,
-    SPECIAL,
     TAG,
+    TEXTS,
     THINK,
     THINK_ID,
     TURN,
@@ -61,12 +60,6 @@ CONSTRAINTS = (
     Constraint("grammar", 'root ::= "" | "(" root ")" root'),
     Constraint("structural_tag", json.dumps({"type": "structural_tag", "format": TAG})),
 )
-
-_BYTES = {letter: byte for byte, letter in LETTERS.items()}
-TEXTS = [
-    text.encode() if text in (*SPECIAL, THINK) else bytes(_BYTES[letter] for letter in text)
-    for text in make_tokenizer().convert_ids_to_tokens(list(range(len(make_tokenizer()))))
-]
 
 
 @cache
