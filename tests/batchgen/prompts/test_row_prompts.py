@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -183,15 +184,14 @@ def test_prompts_name_the_day_of_the_job() -> None:
     tokenizer = byte_tokenizer("{{ strftime_now('%d %b %Y %H:%M') }}")
     columns = {"q": Value("string"), "body": Value("string")}
     body = {"messages": [{"role": "user", "content": "x"}]}
-    asked: list[tuple[PromptConfig, Row]] = [
+    asked: list[tuple[ChatPromptConfig | OpenAIPromptConfig, Row]] = [
         (ChatPromptConfig(user="{{ q }}"), row(q="x")),
         (OpenAIPromptConfig(), row(body=body)),
     ]
     for config, asking in asked:
         dated = replace(config, date="2026-03-04")
         for each, of_job in ((dated, "1999-01-01"), (config, "2026-03-04")):
-            made = build_prompt(
-                each, tokenizer, vocab_size=300, columns=columns, day=lambda day=of_job: day
-            )
+            day = partial(str, of_job)
+            made = build_prompt(each, tokenizer, vocab_size=300, columns=columns, day=day)
             assert made.day == "2026-03-04" and made.text(asking) == "04 Mar 2026 00:00"
     assert chat("{{ messages }}").day is None
