@@ -38,13 +38,14 @@ def read_job_text(text: str, path: Path) -> tuple[dict[str, Any], dict[str, str]
         raise ConfigError(f"{path}: a job file has keys and values, such as `model: hf`")
     places: dict[str, str] = {}
     _note(root, "", path, places)
-    _name_keys(root)
+    _keep_text(root)
     values: dict[str, Any] = loader.construct_document(root)
     return values, places
 
 
-def _name_keys(root: yaml.Node) -> None:
-    """Take `on:`, `yes:` and the like for names of keys, where YAML 1.1 has true and false."""
+def _keep_text(root: yaml.Node) -> None:
+    """Take `on:`, `yes:` and the like for names of keys, where YAML 1.1 has true and false, and a
+    day such as 2026-11-25 for text."""
     nodes, seen = [root], set[int]()
     while nodes:
         node = nodes.pop()
@@ -58,6 +59,8 @@ def _name_keys(root: yaml.Node) -> None:
                 nodes.append(value)
         elif isinstance(node, yaml.SequenceNode):
             nodes += node.value
+        elif node.tag == "tag:yaml.org,2002:timestamp":
+            node.tag = "tag:yaml.org,2002:str"
 
 
 def _note(node: yaml.MappingNode, prefix: str, path: Path, places: dict[str, str]) -> None:

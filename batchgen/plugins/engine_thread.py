@@ -106,7 +106,7 @@ class EngineThread:
                 ReadPrompt.of(asked.prompt),
             )
             maker.check([read])
-            ids = maker.of(read)
+            ids, _ = maker.of(read)  # the engine of harnesses is given no images
             number = self._times[tuple(ids)]
             self._times[tuple(ids)] += 1
             for sample in range(params.n):

@@ -19,6 +19,7 @@ from batchgen.prompts.chat_prompt import ChatPrompt
 from batchgen.prompts.chat_templates import today
 from batchgen.prompts.messages import short
 from batchgen.prompts.prompt_tokens import TextTokens, not_empty, text_bytes
+from batchgen.util.errors import ConfigError
 
 BAD_BODY = "bad_body"
 """The type of a row's error whose body has no prompt."""
@@ -46,6 +47,8 @@ class BodyPrompt:
         self._tokens = TextTokens(tokenizer, room)
         self._chat: ChatPrompt | None = None
         template = tokenizer.chat_template
+        if template is None and config.date is not None:
+            raise ConfigError("prompt.date: the model has no chat template: leave it out")
         if template is not None:
             takes_tools = re.search(r"\btools\b", str(template)) is not None
             chat = ChatPromptConfig(

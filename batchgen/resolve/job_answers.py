@@ -9,7 +9,7 @@ from batchgen.config.constraint_config import NoConstraintConfig
 from batchgen.config.job_config import JobConfig
 from batchgen.config.prompt_config import TextPromptConfig, answer_key
 from batchgen.engine.constraint.harmony import HarmonyTokens
-from batchgen.folder.job_folder import written_manifest
+from batchgen.folder.refused_folder import written_manifest
 from batchgen.model.open_model import OpenedModel
 from batchgen.prompts.chat_templates import today
 from batchgen.storage.open_storage import open_storage

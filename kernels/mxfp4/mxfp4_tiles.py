@@ -30,8 +30,8 @@ layer is dequantised for each forward, and multiplied as one in bfloat16."""
 TABLE = (
     (2.0, MXFP4Tiles(16, ProductTiles(64, 4, 4), ProductTiles(64, 4, 4))),
     (11.3, MXFP4Tiles(16, ProductTiles(64, 4, 4), ProductTiles(128, 4, 4))),
-    (26.0, MXFP4Tiles(32, ProductTiles(64, 4, 4), ProductTiles(128, 4, 4))),
-    (56.0, MXFP4Tiles(64, ProductTiles(64, 4, 4, True), ProductTiles(128, 4, 4, True))),
+    (26.0, MXFP4Tiles(32, ProductTiles(128, 4, 3, True), ProductTiles(64, 4, 3, True))),
+    (56.0, MXFP4Tiles(64, ProductTiles(64, 4, 3, True), ProductTiles(128, 8, 3, True))),
     (math.inf, MXFP4Tiles(128, ProductTiles(128, 8, 3, True), ProductTiles(128, 8, 3, True))),
 )
 """(The most slots of an expert, on average, tiles.)"""

@@ -34,9 +34,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from constrained_rows import constrained_rows, judge
 from parity_runs import GREEDY, LOGPROB_LIMIT, WAYS, Reference, Row, Runs, Way
 from real_rows import MODEL, chat_ids, read_texts
+from rows_with_constraints import constrained_rows, judge
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 

@@ -150,6 +150,7 @@ class Reading:
             WEIGHTS[len(shape)] / (1, len(SINGLES), len(PAIRS))[len(shape)] for shape in SHAPES
         ]
         self._waiting: list[tuple[Shape, Future[Arrays]]] = []
+        self._exams: dict[int, list[tuple[list[PictureProblem], Batch]]] = {}
         self.tokenizer = build_tokenizer()
 
     def draw(self, device: torch.device) -> None:
@@ -190,14 +191,10 @@ class Reading:
     def grade(self, folder: Path, count: int) -> dict[str, dict[str, Any]]:
         """Count right answers of the model in memory: of all, of each kind, and by the digits of
         what is read. It gives an answer if each token is the likeliest behind those before it."""
-        device = next(self._learner.module.parameters()).device
-        groups, found = defaultdict(list), defaultdict(list)
-        for problem in self._held_out[:count]:
-            groups[problem.shape].append(problem)
-        for problems in groups.values():
-            # Equal levels keep the problems in their order.
-            levels, *arrays = make_arrays(problems)
-            batch = Rows([0 * levels, *arrays], device)[torch.arange(len(problems))]
+        if count not in self._exams:
+            self._exams[count] = [*self._exam(count)]
+        found = defaultdict(list)
+        for problems, batch in self._exams[count]:
             with torch.inference_mode():
                 rights = right_rows(self._learner.logits(batch), batch).tolist()
             for problem, right in zip(problems, rights, strict=True):
@@ -205,6 +202,18 @@ class Reading:
                 for group in ("all", problem.kind, *read):
                     found[group].append(right)
         return {name: tally(each) for name, each in sorted(found.items())}
+
+    def _exam(self, count: int) -> Iterator[tuple[list[PictureProblem], Batch]]:
+        """Draw the problems of each shape."""
+        device = next(self._learner.module.parameters()).device
+        groups = defaultdict(list)
+        for problem in self._held_out[:count]:
+            groups[problem.shape].append(problem)
+        for problems in groups.values():
+            # Equal levels keep the problems in their order.
+            levels, *arrays = make_arrays(problems)
+            rows = Rows([0 * levels, *arrays], device)
+            yield problems, rows[torch.arange(len(problems))]
 
     def write_eval_set(self, folder: Path) -> None:
         import pyarrow as pa

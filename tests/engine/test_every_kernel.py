@@ -116,6 +116,33 @@ HYBRID = QWEN3_MOE | {
     "linear_key_head_dim": 24,
     "linear_value_head_dim": 40,
 }
+_GEMMA4 = _SIZES | {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_attention_heads": 6,
+    "head_dim": 64,
+    "global_head_dim": 128,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 5003,
+}
+GEMMA4_MOE = _GEMMA4 | {
+    "attention_k_eq_v": True,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 72,
+}
+GEMMA4_SMALL = _GEMMA4 | {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "num_kv_shared_layers": 1,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 40,
+}
 GPT_OSS = _SIZES | {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -146,6 +173,9 @@ RUNS = (
     (HYBRID, torch.float32),
     (GPT_OSS, torch.float32),
     (GPT_OSS, torch.bfloat16),
+    (GEMMA4_MOE, torch.float32),
+    (GEMMA4_MOE, torch.bfloat16),
+    (GEMMA4_SMALL, torch.float32),
     (MXFP4, torch.bfloat16),
 )
 ELSEWHERE = (
@@ -229,7 +259,7 @@ def make_model(sizes: dict[str, Any], dtype: torch.dtype, device: torch.device) 
         if not weight.is_floating_point():  # in MXFP4; only runs in float32 are compared
             continue
         generator = torch.Generator().manual_seed(index)
-        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        mean = 1.0 if name.endswith(("norm.weight", "scale", "scales", "scalar")) else 0.0
         weight.copy_(torch.empty(weight.shape).normal_(mean, 0.15, generator=generator))
     return model
 
@@ -298,7 +328,8 @@ def test_engines_launch_every_kernel_and_agree_with_the_references(
     for sizes, dtype in RUNS:
         batches, diffusion = batches_of(sizes), sizes["model_type"] == "sdar"
         kinds = [kind for kind in STRATEGIES if (kind == "dllm") == diffusion]
-        if sizes in (HYBRID, GPT_OSS):  # no draft model has recurrent layers or windows here
+        # No draft model has recurrent layers or windows here.
+        if sizes["model_type"] in ("qwen3_next", "gpt_oss", "gemma4_text"):
             kinds.remove("draft")
         reference = make_model(sizes, torch.float32, torch.device("cpu"))
         expected = run(reference, strategy_of(kinds[0]), batches)

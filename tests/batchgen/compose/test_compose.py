@@ -128,6 +128,13 @@ def test_a_new_job_file_is_the_job(chosen: list[str], tmp_path: Path) -> None:
     assert compose_groups(values) == composed
 
 
+def test_a_day_in_a_job_file_is_text(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("prompt: {date: 2026-11-25}\nprompt.user: 2026-11-25\n")
+    values, _ = read_job_file(file)
+    assert values == {"prompt": {"date": "2026-11-25"}, "prompt.user": "2026-11-25"}
+
+
 @pytest.mark.parametrize("argument", ["strategy=dllm", "prompt=messages", "constraint=choice"])
 def test_a_resolved_job_is_a_job(argument: str) -> None:
     more = ["constraint.choices=yes,no"] if argument == "constraint=choice" else []

@@ -7,13 +7,12 @@ import gzip
 import io
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import pytest
+from row_files import BOTH, fields
 
 from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.row_digest import rows_digest
@@ -21,25 +20,13 @@ from batchgen.dataset.row_source import RowSource, open_dataset
 from batchgen.tables import json_tables, text_tables
 from batchgen.util.errors import ConfigError
 
-BOTH = pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
-
-
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tests run in a folder of their own, datasets' cache included."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / ".cache"))
-    yield
+pytestmark = pytest.mark.usefixtures("in_folder")
 
 
 def source(path: str, content: str | bytes | None = None, **keys: Any) -> RowSource:
     if content is not None:
         Path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
     return open_dataset(DatasetConfig(kind="files", path=path, **keys))
-
-
-def fields(rows: RowSource) -> list[dict[str, Any]]:
-    return [row.fields for row in rows.rows()]
 
 
 @BOTH

@@ -87,7 +87,7 @@ def test_a_job_of_each_architecture(
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == [architecture]
     has_experts = KINDS[architecture].endswith("_moe") or any(
-        part in architecture for part in ("Moe", "Deepseek", "Next", "MiniMax")
+        part in architecture for part in ("Moe", "Deepseek", "Next", "MiniMax", "GptOss")
     )
     columns = ["logprobs", "prompt_token_ids", *["routed_experts"] * has_experts]
     chosen = ["sampling=greedy", f"output.columns=[{','.join(columns)}]"]

@@ -214,12 +214,12 @@ def sampled(rng: np.random.Generator, p: Floats, k: int) -> Marks:
     ("n", "k", "a", "b"),
     [
         (198, 4, 4.2, 0.8),
-        (30, 32, 8.9, 1.1),
-        (30, 4, 1, 1),
+        pytest.param(30, 32, 8.9, 1.1, marks=pytest.mark.slow),
+        pytest.param(30, 4, 1, 1, marks=pytest.mark.slow),
         (30, 2, 4, 1),
-        (30, 8, 9.5, 0.5),
+        pytest.param(30, 8, 9.5, 0.5, marks=pytest.mark.slow),
         (30, 64, 0.95, 0.05),
-        (198, 2, 0.95, 0.05),
+        pytest.param(198, 2, 0.95, 0.05, marks=pytest.mark.slow),
         (500, 8, 0.8, 0.2),
     ],
 )

@@ -29,6 +29,8 @@ Load = Callable[..., CausalLM]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SIZES = {"moe_intermediate_size": 128}
 """Those of a tiny model whose experts fit panels."""
+FUSED = [("qwen3_moe", False), ("gpt_oss", False)]
+"""Models whose experts stand in one tensor, and in gpt-oss's in another order."""
 EXPERTS = "model.layers.1.mlp.experts"
 
 
@@ -60,21 +62,21 @@ def expect_panels(count: int, ours: nn.Module, in_rows: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize(("kind", "split"), [("qwen3_moe", True), *FUSED])
 def test_panels_are_filled_from_checkpoints_with_rows(
-    split: bool, load_format: str, tiny_model: TinyModel, load_panels: Load
+    kind: str, split: bool, load_format: str, tiny_model: TinyModel, load_panels: Load
 ) -> None:
-    folder = tiny_model("qwen3_moe", split_experts=split, **SIZES)
+    folder = tiny_model(kind, split_experts=split, **SIZES)
     options = {"load_format": load_format}
     expect_panels(6, load_panels(folder, **options), load_rows(folder, **options))
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize(("kind", "split"), [("qwen2_moe", True), *FUSED])
 def test_ranks_have_panels_of_their_own_experts(
-    split: bool, load_format: str, tiny_model: TinyModel, load_panels: Load
+    kind: str, split: bool, load_format: str, tiny_model: TinyModel, load_panels: Load
 ) -> None:
-    folder = tiny_model("qwen2_moe", split_experts=split, **SIZES)
+    folder = tiny_model(kind, split_experts=split, **SIZES)
     for rank in range(2):
         options = {"parallel": TensorParallel(rank, 2), "load_format": load_format}
         expect_panels(6, load_panels(folder, **options), load_rows(folder, **options))

@@ -14,10 +14,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from batchgen.engine.caches.cache_specs import KVSpec
+from batchgen.engine.caches.model_caches import paged_token_bytes, window_token_bytes
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
 from batchgen.engine.layers.rotary import LinearRope
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
+from batchgen.engine.models.sparse.gemma4 import Gemma4ForConditionalGeneration
 from batchgen.engine.models.sparse.gemma4_config import Gemma4Config
 from batchgen.engine.models.sparse.moe_model import MoEConfig
 from batchgen.engine.models.transformer.dense import DenseConfig
@@ -201,6 +203,43 @@ def test_the_published_configurations_of_gemma(tmp_path: Path) -> None:
     assert four.attention_of(5) == KVSpec(16, 2, 512) and four.full_rotary_dim == 128
     assert four.moe_layers == (*range(30),)
     assert (four.num_experts, four.experts_per_token, four.expert_size) == (128, 8, 704)
+
+
+E2B = {
+    "attention_k_eq_v": False, "enable_moe_block": False, "hidden_size": 1536,
+    "hidden_size_per_layer_input": 256, "intermediate_size": 6144, "num_hidden_layers": 35,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7, "num_attention_heads": 8,
+    "num_global_key_value_heads": None, "num_key_value_heads": 1, "num_kv_shared_layers": 20,
+    "sliding_window": 512, "use_double_wide_mlp": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameters", "of_token", "kv_bytes", "window_bytes"),
+    [
+        # Of 30 layers 5 have no window.
+        ({}, 25.2e9, 3.82e9, 5 * 2 * 2 * 512 * 2, 25 * 2 * 8 * 256 * 2),
+        # 15 of 35 layers keep something.
+        (E2B, 4.63e9, 2.28e9, 3 * 2 * 512 * 2, 12 * 2 * 256 * 2),
+    ],
+    ids=["26b-a4b", "e2b"],
+)
+def test_what_the_models_of_gemma_4_need_by_their_configuration_alone(
+    changes: dict[str, Any],
+    parameters: float,
+    of_token: float,
+    kv_bytes: int,
+    window_bytes: int,
+    tmp_path: Path,
+) -> None:
+    values = GEMMA4_26B | {"text_config": GEMMA4_26B["text_config"] | changes}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config, meta = load_config(tmp_path), torch.device("meta")
+    model = Gemma4ForConditionalGeneration(config, device=meta, dtype=torch.bfloat16)
+    assert model.num_parameters == pytest.approx(parameters, rel=0.002)
+    assert model.parameters_per_token == pytest.approx(of_token, rel=0.002)
+    assert paged_token_bytes(model.cache_specs, (), torch.bfloat16) == kv_bytes
+    assert window_token_bytes(model.cache_specs, torch.bfloat16) == window_bytes
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ pytest.importorskip("xgrammar")
 from dllm_reference import Forward, Language, Options, generate, model_forward
 from engine_rows import expect_short_rows
 from forced_drafts import some_slow
+from grammars import END, PAD, PLAIN, TURN, WIDTH, compiler, ids, make_tokenizer
 from routers import router_ids
 from schemas import SCHEMAS, random_schema
 from test_dllm import RULES, RULES_AND_OVERLAP, Request, check, run
-from test_grammar import END, PAD, PLAIN, TURN, WIDTH, compiler, ids, make_tokenizer
 
 import batchgen
 from batchgen.engine.base.constraint_error import ConstraintError
