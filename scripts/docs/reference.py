@@ -139,7 +139,8 @@ def family_table() -> str:
         seen.add(entry.module)
         # What only a configuration decides is told by what the model's own file speaks of.
         source = inspect.getsource(import_module(entry.module))
-        has_experts = "Moe" in architecture or "experts" in source
+        may_have = ".transformer." not in entry.module
+        has_experts = may_have and ("Moe" in architecture or "experts" in source)
         has_head = "mtp" in source
         mixer = "attention"
         if issubclass(model, LatentForCausalLM):
