@@ -40,7 +40,8 @@ def test_rows_are_those_of_the_python_interface(model: Path, rows: Path, tmp_pat
         assert found["q"] == row["q"]
         chat = [{"role": "user", "content": row["q"]}]
         seeded = params.replace(seed=derive_seed(3, row["id"], sample)).request
-        llm.engine.add_request("x", ids.of(ReadPrompt.of(chat)), seeded)
+        prompt, _ = ids.of(ReadPrompt.of(chat))
+        llm.engine.add_request("x", prompt, seeded)
         (expected,) = [o for _ in range(13) for o in llm.engine.step()]
         assert found["prompt_token_ids"] == expected.prompt_token_ids
         assert found["token_ids"] == expected.token_ids

@@ -156,7 +156,7 @@ def test_scales_in_other_types(
     expected = log_probabilities(load_model(twin, device=CPU), run_paged)
     assert torch.equal(log_probabilities(load_model(fp8, device=CPU), run_paged), expected)
     form = load_config(fp8).form
-    assert form is not None and form.powers_of_two
+    assert isinstance(form, FP8Format) and form.powers_of_two
 
 
 def test_excluded_modules_stay_as_they_are(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -317,8 +317,12 @@ def test_unknown_settings_are_refused(values: dict[str, Any], message: str) -> N
 def test_the_published_sizes_in_mxfp4(
     layers: int, experts: int, gigabytes: float, tmp_path: Path
 ) -> None:
-    sizes = {"num_hidden_layers": layers, "num_local_experts": experts, "vocab_size": 201_088}
-    GptOssConfig(**sizes, architectures=["GptOssForCausalLM"]).save_pretrained(tmp_path)
+    GptOssConfig(
+        num_hidden_layers=layers,
+        num_local_experts=experts,
+        vocab_size=201_088,
+        architectures=["GptOssForCausalLM"],
+    ).save_pretrained(tmp_path)
     change_config(tmp_path, quantization_config=QUANTIZATION, dtype="bfloat16")
     config = load_config(tmp_path, "dummy")
     form = chosen_form(config, None, native=True)

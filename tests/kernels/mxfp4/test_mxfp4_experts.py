@@ -89,12 +89,13 @@ class Case:
         )  # fmt: skip
 
     def reference(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        wide, narrow, *gate = self.epilogues
-        biases = (None if bias is None else bias.to(dtype) for bias in (wide, narrow))
+        own = self.epilogues
+        wide, narrow = own.gate_up_bias, own.down_bias
+        if wide is not None and narrow is not None:
+            own = own._replace(gate_up_bias=wide.to(dtype), down_bias=narrow.to(dtype))
         return mxfp4_grouped_mlp_reference(
-            self.x.to(dtype), self.gate_up, self.down, self.ids, self.weights,
-            Epilogues(*biases, *gate),
-        )  # fmt: skip
+            self.x.to(dtype), self.gate_up, self.down, self.ids, self.weights, own
+        )
 
 
 def panels_of(weight: Tensor) -> MXFP4Panels:
@@ -163,11 +164,11 @@ def test_a_call_without_tokens() -> None:
 
 def test_the_reference_is_that_of_dequantised_weights() -> None:
     case = Case.make(4, 2, 3, 64, 128)
-    weights = (
+    wide, narrow = (
         dequantise_panels(panels).transpose(1, 2).flatten(2) for panels in (case.gate_up, case.down)
     )
     x = case.x.bfloat16()
-    expected = grouped_mlp_reference(x, *weights, case.ids, case.weights, case.epilogues)
+    expected = grouped_mlp_reference(x, wide, narrow, case.ids, case.weights, case.epilogues)
     found = mxfp4_grouped_mlp_reference(
         x, case.gate_up, case.down, case.ids, case.weights, case.epilogues
     )

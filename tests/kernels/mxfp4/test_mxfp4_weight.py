@@ -127,7 +127,7 @@ def test_panels_hold_the_weight(columns: int) -> None:
 
 
 def test_each_value_stands_where_a_matrix_instruction_takes_it() -> None:
-    def places(column: int) -> tuple[int, ...]:
+    def places(column: int) -> tuple[tuple[int, ...], bool]:
         codes = torch.zeros((1, 1, 64), dtype=torch.uint8)
         codes[..., column] = 15
         values = MXFP4Weight(pack_codes(codes), torch.zeros((1, 1, 2), dtype=torch.uint8))
