@@ -17,7 +17,6 @@ from batchgen.generation.choice_scores import choice_ids
 from batchgen.images.row_images import RowImages
 from batchgen.prompts.row_prompts import Prompt
 from batchgen.resolve.opened_job import OpenedJob, open_job
-from batchgen.shards.output_schema import SplitOutput
 from batchgen.texts.tokens.decode_tokens import decode_with
 
 if TYPE_CHECKING:
@@ -27,11 +26,19 @@ if TYPE_CHECKING:
     from batchgen.dataset.source import Row, Source
     from batchgen.forecast.forecast import Forecast
     from batchgen.generation.job_engine import Engine
+    from batchgen.shards.output_schema import SplitOutput
 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+
+
+def all_is_answer(output: RequestOutput) -> SplitOutput:
+    """An output in which nothing stands beside the answer."""
+    from batchgen.shards.output_schema import SplitOutput  # it loads pyarrow
+
+    return SplitOutput(output)
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ class JobParts:
     strategy: Strategy | None = None
     answer: Callable[[Row], list[int]] | None = None
     choices: Callable[[Constraint | None], list[list[int]]] = lambda _: []
-    split: Callable[[RequestOutput], SplitOutput] = SplitOutput
+    split: Callable[[RequestOutput], SplitOutput] = all_is_answer
     beside: Sequence[pa.Field] = ()
     decode: Callable[[list[int]], str] | None = None
     decode_all: Callable[[list[int]], str] | None = None
@@ -119,7 +126,7 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         strategy=opened.strategy,
         answer=None if opened.answer is None else opened.answer.token_ids,
         choices=_choices(config, opened),
-        split=SplitOutput if opened.reasoning is None else opened.reasoning.split,
+        split=all_is_answer if opened.reasoning is None else opened.reasoning.split,
         beside=() if opened.reasoning is None else opened.reasoning.fields,
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),

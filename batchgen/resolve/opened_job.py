@@ -37,12 +37,9 @@ from batchgen.resolve.answer_columns import (
     strictest_params,
 )
 from batchgen.resolve.build_strategy import build_strategy
-from batchgen.resolve.job_answers import answers_of, day_of
 from batchgen.resolve.job_images import image_columns, row_images
 from batchgen.resolve.job_model import dtype_and_length, model_fingerprints, open_job_model
 from batchgen.resolve.likely_rows import likely_row_tokens
-from batchgen.texts.tokens.channels import HarmonyChannels
-from batchgen.texts.tokens.reasoning import ReasoningMarkers
 from batchgen.util.errors import mistakes_in
 
 if TYPE_CHECKING:
@@ -50,6 +47,8 @@ if TYPE_CHECKING:
 
     from batchgen.dataset.source import Source
     from batchgen.grading.step import PostStep
+    from batchgen.texts.tokens.channels import HarmonyChannels
+    from batchgen.texts.tokens.reasoning import ReasoningMarkers
     from batchgen.upstream.followed_job import Promise
 
 
@@ -179,6 +178,8 @@ def open_job(
         if config.scores_choices:
             strategy.check(SamplingParams(max_new_tokens=0))
     check_parsed(config, model.tokenizer)
+    from batchgen.resolve.job_answers import answers_of  # it loads pyarrow
+
     reasoning = answers_of(config, model)
     columns = image_columns(config, model)
     # Last of what can be refused: it takes seconds to load datasets.
@@ -231,6 +232,8 @@ def _prompt(
     images: RowImages | None,
 ) -> Prompt:
     """What makes the rows' prompts; a warning says that all rows will have the same one."""
+    from batchgen.resolve.job_answers import day_of  # it loads pyarrow
+
     prompt = build_prompt(
         config.prompt,
         model.tokenizer,
