@@ -89,7 +89,7 @@ def assert_same(
         for name in ours.columns.keys() - timed:
             values = ours.columns[name]
             if values.dtype.kind == "f":
-                np.testing.assert_allclose(values, theirs.columns[name], atol=tolerance, rtol=0)
+                np.testing.assert_allclose(values, theirs.columns[name], atol=tolerance, rtol=5e-6)
             else:
                 np.testing.assert_array_equal(values, theirs.columns[name])
 

@@ -133,9 +133,9 @@ def test_preempted_rows_are_scored_once(
         np.testing.assert_array_equal(found.columns[name], values)
 
 
-@settings(max_examples=15)
-@given(st.data())
-def test_bits_do_not_depend_on_the_batch(tiny_model: TinyModel, data: st.DataObject) -> None:
+@pytest.fixture(scope="module")
+def each_alone(tiny_model: TinyModel) -> tuple[list[Scored], list[RequestOutput]]:
+    """Eight rows, and what comes of each by itself."""
     rng = random.Random(5)
     pool = [
         scored(
@@ -145,11 +145,20 @@ def test_bits_do_not_depend_on_the_batch(tiny_model: TinyModel, data: st.DataObj
         )
         for i in range(8)
     ]
-    folder = tiny_model("qwen3")
-    alone = [run(make_engine(folder), [row])[0] for row in pool]
+    return pool, [run(make_engine(tiny_model("qwen3")), [row])[0] for row in pool]
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_bits_do_not_depend_on_the_batch(
+    tiny_model: TinyModel,
+    each_alone: tuple[list[Scored], list[RequestOutput]],
+    data: st.DataObject,
+) -> None:
+    pool, alone = each_alone
     chosen = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=12))
     engine = make_engine(
-        folder,
+        tiny_model("qwen3"),
         max_batched_tokens=data.draw(st.sampled_from([1, 3, 17, 200])),
         block_size=data.draw(st.sampled_from([1, 4, 16])),
         overlap=data.draw(st.booleans()),
