@@ -4,6 +4,7 @@ quantised before the first product, which quantises its own result for the secon
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
@@ -15,7 +16,7 @@ from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
 from batchgen.kernels.fp8.quantise import BothRows, plain_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
 from batchgen.kernels.layers.shared_part import SharedPart
-from batchgen.kernels.moe.experts_triton import moe_combine, new_or_residual
+from batchgen.kernels.moe.experts_triton import sum_of_slots
 from batchgen.kernels.moe.moe_align_triton import moe_align
 from batchgen.kernels.moe.tiled_layout import matrix_sizes
 
@@ -39,23 +40,20 @@ def fp8_grouped_mlp_triton(
     Tensors are contiguous, x in its last axis. That ids are in range is not checked on a GPU.
     `tiles` says how the products are cut; None chooses from the table.
     """
-    plain = plain_rows(x)
-    out = new_or_residual(plain, residual)
-    if len(plain):
-        parts = fp8_grouped_parts_triton(
-            x,
-            gate_up,
-            down,
-            ids,
-            weights,
-            powers_of_two=powers_of_two,
-            num_routed=num_routed,
-            tiles=tiles,
-        )
-        experts = len(gate_up.values)
-        here = (ids, experts) if (num_routed or experts) > experts else None
-        moe_combine(parts, out, here, shared and shared(), add=residual is not None)
-    return out
+    parts = partial(
+        fp8_grouped_parts_triton,
+        x,
+        gate_up,
+        down,
+        ids,
+        weights,
+        powers_of_two=powers_of_two,
+        num_routed=num_routed,
+        tiles=tiles,
+    )
+    return sum_of_slots(
+        parts, plain_rows(x), residual, ids, len(gate_up.values), num_routed, shared
+    )
 
 
 def fp8_grouped_parts_triton(

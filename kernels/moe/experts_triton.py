@@ -6,6 +6,7 @@ Each sum has a fixed order and nothing is added atomically: equal tokens give eq
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
@@ -42,22 +43,18 @@ def grouped_mlp_triton(
     Tensors are contiguous, x in its last axis. That ids are in range is not checked on a GPU.
     `tiles` says how the products are cut; None chooses from the table.
     """
-    out = new_or_residual(x, residual)
-    if len(x):
-        parts = grouped_parts_triton(
-            x,
-            gate_up,
-            down,
-            ids,
-            weights,
-            epilogues=epilogues,
-            num_routed=num_routed,
-            tiles=tiles,
-        )
-        experts = len(gate_up)
-        here = (ids, experts) if (num_routed or experts) > experts else None
-        moe_combine(parts, out, here, shared and shared(), add=residual is not None)
-    return out
+    parts = partial(
+        grouped_parts_triton,
+        x,
+        gate_up,
+        down,
+        ids,
+        weights,
+        epilogues=epilogues,
+        num_routed=num_routed,
+        tiles=tiles,
+    )
+    return sum_of_slots(parts, x, residual, ids, len(gate_up), num_routed, shared)
 
 
 def grouped_parts_triton(
@@ -96,6 +93,25 @@ def new_or_residual(x: Tensor, residual: Tensor | None) -> Tensor:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     assert residual.shape == x.shape and residual.is_contiguous()
     return residual
+
+
+def sum_of_slots(
+    make_parts: Callable[[], Tensor],  # computes [T·k, H], and is called where there are tokens
+    x: Tensor,  # [T, H]
+    residual: Tensor | None,
+    ids: Tensor,  # [T, k]
+    num_experts: int,  # on this rank
+    num_routed: int | None,  # on all ranks
+    shared: Callable[[], SharedPart] | None,  # called last
+) -> Tensor:
+    """Compute the parts and sum each token's slots whose expert is here: into `residual`, which is
+    added, or a new tensor like x."""
+    out = new_or_residual(x, residual)
+    if len(x):
+        parts = make_parts()
+        here = (ids, num_experts) if (num_routed or num_experts) > num_experts else None
+        moe_combine(parts, out, here, shared and shared(), add=residual is not None)
+    return out
 
 
 def moe_combine(

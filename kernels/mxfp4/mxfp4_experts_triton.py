@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from batchgen.kernels.layers.shared_part import SharedPart
 from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
-from batchgen.kernels.moe.experts_triton import moe_combine, new_or_residual
+from batchgen.kernels.moe.experts_triton import sum_of_slots
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
 from batchgen.kernels.moe.moe_align_triton import moe_align
 from batchgen.kernels.moe.moe_tiles import Tiles, tiles_of_panels
@@ -38,22 +39,18 @@ def mxfp4_grouped_mlp_triton(
     `tiles` says how the products are cut, those of `moe` that weights are dequantised before; None
     chooses from the tables.
     """
-    out = new_or_residual(x, residual)
-    if len(x):
-        parts = mxfp4_grouped_parts_triton(
-            x,
-            gate_up,
-            down,
-            ids,
-            weights,
-            epilogues=epilogues,
-            num_routed=num_routed,
-            tiles=tiles,
-        )
-        experts = len(gate_up.words)
-        here = (ids, experts) if (num_routed or experts) > experts else None
-        moe_combine(parts, out, here, shared and shared(), add=residual is not None)
-    return out
+    parts = partial(
+        mxfp4_grouped_parts_triton,
+        x,
+        gate_up,
+        down,
+        ids,
+        weights,
+        epilogues=epilogues,
+        num_routed=num_routed,
+        tiles=tiles,
+    )
+    return sum_of_slots(parts, x, residual, ids, len(gate_up.words), num_routed, shared)
 
 
 def mxfp4_grouped_parts_triton(
