@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig, Sizes, most_pending
+from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig, Sizes, folded_at_once
 from batchgen.engine.base.host_limits import available_memory
 from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.caches.cache_specs import StateSpec
@@ -139,6 +139,6 @@ def sizes_of(target: CausalLM, strategy: Strategy, config: EngineConfig) -> Size
         weights_per_token=target.weight_bytes_per_token,
         memory=parallel.least(memory),
         width=width,
-        row_states=row_bytes(specs, width, most_pending(device)),
+        row_states=row_bytes(specs, width, folded_at_once(device)),
         cache_room=parallel.least(max(room, 0)),
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import abc
 from typing import TYPE_CHECKING
 
-from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig, bit_rules
 from batchgen.engine.base.step_timing import StepTimer
 from batchgen.engine.base.transfer import release_cached_memory
 from batchgen.engine.caches.model_caches import CacheSizes
@@ -58,7 +58,7 @@ class EngineParts:
         self._strategy = strategy
         # This raises an error if the strategy does not fit the model.
         self._block_length = strategy.block_length(model.config)
-        model.pack()
+        model.pack(bit_rules(config.deterministic, model.device))
         uses, self.config = planned_uses(model, others, strategy, config, context_columns)
         max_num_seqs, max_model_len = self.config.max_num_seqs, self.config.max_model_len
         release_cached_memory(model.device)
@@ -86,7 +86,9 @@ class EngineParts:
         strategy.attach(self.runners)
         rows, windows = score_rows(model, self.config), manager.window is not None
         runner = self.runners[TARGET]
-        self.launcher = StepLauncher(strategy, runner, rows, timer, self.images, windows=windows)
+        self.launcher = StepLauncher(
+            strategy, runner, rows, timer, self.images, windows=windows, rules=self.config.rules
+        )
 
     def _block_manager(self, model: CausalLM, uses: list[ModelUse]) -> BlockManager:
         config, states, window = self.config, None, None
@@ -104,6 +106,7 @@ class EngineParts:
             chunk_multiple(model),
             max(role.tokens_ahead for role in self._strategy.models.values()),
             window,
+            prompts_only=config.rules.replay,
         )
 
     def _scheduler(self, manager: BlockManager, model: CausalLM, use: ModelUse) -> Scheduler:
@@ -135,10 +138,10 @@ class EngineParts:
             config.block_size,
             config.max_num_seqs,
             memory.num_checkpoints,
-            config.most_pending,
+            config.fold,
             memory.num_window_blocks,
         )
-        runner = ModelRunner(use.model, use.caches(sizes), self._block_length)
+        runner = ModelRunner(use.model, use.caches(sizes), self._block_length, config.rules)
         if config.cuda_graph:
             runner.capture(use.graph_shapes(config))
         return runner

@@ -21,6 +21,7 @@ from batchgen.kernels.mla.expanded_triton import (
     plan_expanded,
 )
 from batchgen.kernels.mla.mla_attention import attend_part, latent_attention_reference
+from batchgen.kernels.rules import Splits
 
 SCALE = 0.3
 SIZES = [Sizes(), Sizes(1, 16, 16, 16, 16), Sizes(6, 40, 24, 4, 32), Sizes(20, 32, 8, 8, 8)]
@@ -39,8 +40,7 @@ def decode(case: Case, split_tokens: int = 512, max_splits: int = 32) -> Tensor:
         case.meta.block_tables,
         width,
         case.plane.shape[1],
-        split_tokens=split_tokens,
-        max_splits=max_splits,
+        Splits(split_tokens, max_splits),
     )
     queries = case.expansion.absorb(fixed)
     tables = case.meta.block_tables
