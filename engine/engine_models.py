@@ -13,11 +13,13 @@ from batchgen.engine.base.host_limits import available_memory
 from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.caches.cache_specs import StateSpec
 from batchgen.engine.caches.model_caches import row_bytes
+from batchgen.engine.layers.linear import Linear
 from batchgen.engine.memory.memory_plan import CPU_SHARE
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.strategy import TARGET, Head, Strategy
+from batchgen.kernels.library import first_unsteady
 
 _ACTIVATIONS = 3 * 2**30
 """The bytes that steps need besides weights and caches, as a guess before it is measured."""
@@ -102,6 +104,21 @@ def _check_beside(name: str, model: CausalLM, target: CausalLM, max_model_len: i
         raise ValueError(
             f"the {name} model has recurrent layers, whose state cannot follow drafts that are "
             f"rejected: choose a {name} model with attention only"
+        )
+
+
+def check_products(model: CausalLM) -> None:
+    """Check that the library's products keep the bits of rows, or raise ValueError."""
+    weights = [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, Linear) and not module.computes_in_fp8
+    ]
+    if (found := first_unsteady(weights)) is not None:
+        raise ValueError(
+            f"deterministic is true, and the GPU's library computes a row otherwise beside other "
+            f"rows (a product of {found}): make the engine before anything else computes on the "
+            "GPU in this process, or set deterministic to false"
         )
 
 

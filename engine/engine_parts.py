@@ -11,7 +11,7 @@ from batchgen.engine.base.step_timing import StepTimer
 from batchgen.engine.base.transfer import release_cached_memory
 from batchgen.engine.caches.model_caches import CacheSizes
 from batchgen.engine.caches.state_slots import StateSlots
-from batchgen.engine.engine_models import chunk_multiple, planned_uses
+from batchgen.engine.engine_models import check_products, chunk_multiple, planned_uses
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
 from batchgen.engine.execution.model_runner import ModelRunner
 from batchgen.engine.memory.largest_steps import score_rows
@@ -28,6 +28,7 @@ from batchgen.engine.scheduling.scheduler import Scheduler
 from batchgen.engine.scheduling.window_blocks import WindowBlocks
 from batchgen.engine.step_launcher import StepLauncher
 from batchgen.engine.strategy import TARGET, Limits, Strategy
+from batchgen.kernels.rules import BY_ROW
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +59,10 @@ class EngineParts:
         self._strategy = strategy
         # This raises an error if the strategy does not fit the model.
         self._block_length = strategy.block_length(model.config)
-        model.pack(bit_rules(config.deterministic, model.device))
+        rules = bit_rules(config.deterministic, model.device)
+        model.pack(rules)
+        if rules is BY_ROW:
+            check_products(model)
         uses, self.config = planned_uses(model, others, strategy, config, context_columns)
         max_num_seqs, max_model_len = self.config.max_num_seqs, self.config.max_model_len
         release_cached_memory(model.device)

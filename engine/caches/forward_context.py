@@ -11,8 +11,8 @@ from torch import Tensor
 from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.caches.replay import ReplayStep
 from batchgen.engine.caches.row_states import StateCache
-from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.kv_cache import KVCache
+from batchgen.kernels.attention.metadata import AttentionMetadata
 from batchgen.kernels.layers.cache_plane import write_plane
 
 LayerCache = KVCache | Tensor | StateCache

@@ -21,8 +21,8 @@ from batchgen.engine.caches.replay import ReplayStep
 from batchgen.engine.caches.row_states import RowStates
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.models.token_model import TokenModel
-from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.kv_cache import slot_mapping
+from batchgen.kernels.attention.metadata import AttentionMetadata
 from batchgen.kernels.rules import BitRules
 
 

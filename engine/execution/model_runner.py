@@ -20,7 +20,7 @@ from batchgen.engine.execution.forward import Part, run_forward
 from batchgen.engine.execution.graph_shapes import GraphShapes
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.models.token_model import TokenModel
-from batchgen.kernels.attention.attention import AttentionMetadata
+from batchgen.kernels.attention.metadata import AttentionMetadata
 from batchgen.kernels.attention.prefill_plan import tile_tokens
 from batchgen.kernels.layers.linear import ROW_MULTIPLE
 from batchgen.kernels.rules import BY_BATCH, BitRules

@@ -18,6 +18,7 @@ from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, scales_shape
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
 from batchgen.kernels.layers.cpu_product import CPUProduct, choose_product, few_keep_bits
 from batchgen.kernels.layers.linear import MOST_ROWS, add_linear_, linear, pack_weight
+from batchgen.kernels.layers.narrow_linear_triton import MOST_COLUMNS, narrow_linear
 from batchgen.kernels.rules import BY_BATCH
 
 
@@ -181,6 +182,8 @@ class Float32Linear(Linear):
         assert isinstance(x, Tensor)
         if self.weight.dtype == torch.float32:
             return super().forward(x.float())
+        if self.out_features <= MOST_COLUMNS:
+            return narrow_linear(x, self.weight, dtype=torch.float32)
         return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
 
 

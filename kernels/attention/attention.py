@@ -9,8 +9,8 @@ bits depend neither on the batch nor on how its row was chunked (into whole bloc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torch import Tensor
 from batchgen.kernels.attention.cpu_rows import LEAST_MULTIPLE, row_batches, row_multiple
 from batchgen.kernels.attention.decode import MAX_QUERIES, paged_attention_decode
 from batchgen.kernels.attention.decode_plan import DecodePlan, plan_decode, row_pieces
-from batchgen.kernels.attention.forms import in_forms
 from batchgen.kernels.attention.kv_cache import KVCache
+from batchgen.kernels.attention.metadata import AttentionMetadata, in_forms
 from batchgen.kernels.attention.prefill import paged_attention_prefill
 from batchgen.kernels.attention.prefill_plan import (
     PrefillPlan,
@@ -29,47 +29,11 @@ from batchgen.kernels.attention.prefill_plan import (
     plan_prefill,
     tile_tokens,
 )
-from batchgen.kernels.rules import BY_BATCH, BitRules
 
 CHUNK = 64
 """Context tokens per chunk. A multiple of every block size."""
 _CPU_GATHER_BYTES = 4 * 2**20
 """A CPU gathers this many bytes of keys at a time, so that they stay in cache for the product."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionMetadata:
-    """Which cached tokens the queries of B rows may read; all layers of a forward share it.
-
-    A query at position p reads its row's positions below (p // L + 1) · L, where L is the block
-    length, and none past the row's last query of this part. Tokens of a block that are to see each
-    other must therefore be in one part.
-    """
-
-    positions: Tensor  # [T] int64, ascending within a row; equal ones are allowed
-    query_lens: tuple[int, ...]  # [B]; the rows' queries stand one after another
-    context_lens: tuple[int, ...]  # [B] cached tokens, the queries' own included, or more
-    block_tables: Tensor  # [B, N] int64
-    # Tokens of a tile → tiles of prefill attention, one entry for each shape that is computed: a
-    # captured graph reads them at its replay. None cuts them from query_lens.
-    tiles: Mapping[int, Tensor] | None = None
-    # W of a decode step on a GPU, where every row has W queries then. Each W is compiled at first
-    # use. None: a prefill.
-    decode_width: int | None = None
-    block_length: int = 1  # L; 1 is causal attention
-    # [B, N] int64, the blocks of layers with a window, by the same indices. None: `block_tables`.
-    window_tables: Tensor | None = None
-    # [B], how many of each row's last queries take the form of a decode step of L tokens, in a
-    # prefill on a GPU; None if none do.
-    replayed: tuple[int, ...] | None = None
-    rules: BitRules = BY_BATCH
-    plans: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False)
-
-    def tables(self, window: int | None) -> Tensor:
-        """Return the block tables [B, N] of layers with this window."""
-        if window is None or self.window_tables is None:
-            return self.block_tables
-        return self.window_tables
 
 
 @dataclass(frozen=True, slots=True)

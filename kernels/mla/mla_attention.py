@@ -21,11 +21,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from batchgen.kernels.attention.attention import AttentionMetadata, paged_attention
+from batchgen.kernels.attention.attention import paged_attention
 from batchgen.kernels.attention.decode_plan import DecodePlan, plan_decode, row_pieces
-from batchgen.kernels.attention.forms import in_forms
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.kv_gather import upload
+from batchgen.kernels.attention.metadata import AttentionMetadata, in_forms
 from batchgen.kernels.attention.prefill_plan import cut_equal_tiles, cut_tiles, tile_tokens
 from batchgen.kernels.mla.absorbed_sizes import decode_span
 from batchgen.kernels.mla.absorbed_triton import latent_decode, latent_prefill

@@ -23,7 +23,7 @@ from batchgen.engine.layers.mixers.delta_shape import DeltaShape, input_projecti
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import MIXER_LANE, Stream
-from batchgen.kernels.attention.forms import are_replayed
+from batchgen.kernels.attention.metadata import are_replayed
 from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
 from batchgen.kernels.linear_attention.delta_replay import delta_replay

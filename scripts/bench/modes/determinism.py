@@ -249,10 +249,12 @@ def first_difference(tape: Tape, reference: Result, found: Result, prompt: int) 
 
 def fewer_layers(name: str, layers: int) -> dict[str, Any]:
     """Return the changes of config.json that leave the first layers of a model."""
+    whole = MODELS[name]
+    inner = whole.get("text_config", whole)
     changes: dict[str, Any] = {"num_hidden_layers": layers}
-    if (kinds := MODELS[name].get("layer_types")) is not None:
+    if (kinds := inner.get("layer_types")) is not None:
         changes["layer_types"] = kinds[:layers]
-    return changes
+    return changes if inner is whole else {"text_config": inner | changes}
 
 
 def run_schedules(

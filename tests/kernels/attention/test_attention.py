@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels.attention import attention
-from batchgen.kernels.attention.attention import AttentionMetadata, paged_attention
+from batchgen.kernels.attention.attention import paged_attention
 from batchgen.kernels.attention.kv_cache import KVCache
+from batchgen.kernels.attention.metadata import AttentionMetadata
 from batchgen.kernels.attention.prefill_plan import cut_tiles, tile_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

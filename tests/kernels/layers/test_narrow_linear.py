@@ -11,11 +11,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("width", "depth", "biased"), [(1, 2048, False), (3, 1500, True)])
+@pytest.mark.parametrize(
+    ("width", "depth", "biased"), [(1, 2048, False), (3, 1500, True), (32, 300, True)]
+)
 def test_it_is_the_product(width: int, depth: int, biased: bool, dtype: torch.dtype) -> None:
     draws = torch.Generator().manual_seed(0)
     x, weight, bias = (
-        torch.randn(*shape, generator=draws).to(DEVICE, dtype)
+        torch.randn(shape, generator=draws).to(DEVICE, dtype)
         for shape in ((5, depth), (width, depth), (width,))
     )
     found = narrow_linear(x, weight, bias if biased else None)

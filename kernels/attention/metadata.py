@@ -1,4 +1,4 @@
-"""The forms of attention in which the tokens of a prefill are read.
+"""What attention needs to know of the rows of a forward, and the forms in which it reads them.
 
 A prefill and a decode step add up in other orders. Where a row must keep its bits, tokens that a
 decode step reads first take that form whenever they are read again: each of them, or each of their
@@ -7,9 +7,9 @@ blocks of positions, is then a row of a decode step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +17,49 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.attention.kv_gather import upload
-
-if TYPE_CHECKING:
-    from batchgen.kernels.attention.attention import AttentionMetadata
+from batchgen.kernels.rules import BY_BATCH, BitRules
 
 _MOST_ROWS = 1024
 """The most rows of a decode step that tokens are read in: their partial results, and the tables of
 their blocks, take memory that nobody has planned."""
 
-Form = tuple[Tensor | None, "AttentionMetadata"]
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Which cached tokens the queries of B rows may read; all layers of a forward share it.
+
+    A query at position p reads its row's positions below (p // L + 1) · L, where L is the block
+    length, and none past the row's last query of this part. Tokens of a block that are to see each
+    other must therefore be in one part.
+    """
+
+    positions: Tensor  # [T] int64, ascending within a row; equal ones are allowed
+    query_lens: tuple[int, ...]  # [B]; the rows' queries stand one after another
+    context_lens: tuple[int, ...]  # [B] cached tokens, the queries' own included, or more
+    block_tables: Tensor  # [B, N] int64
+    # Tokens of a tile → tiles of prefill attention, one entry for each shape that is computed: a
+    # captured graph reads them at its replay. None cuts them from query_lens.
+    tiles: Mapping[int, Tensor] | None = None
+    # W of a decode step on a GPU, where every row has W queries then. Each W is compiled at first
+    # use. None: a prefill.
+    decode_width: int | None = None
+    block_length: int = 1  # L; 1 is causal attention
+    # [B, N] int64, the blocks of layers with a window, by the same indices. None: `block_tables`.
+    window_tables: Tensor | None = None
+    # [B], how many of each row's last queries take the form of a decode step of L tokens, in a
+    # prefill on a GPU; None if none do.
+    replayed: tuple[int, ...] | None = None
+    rules: BitRules = BY_BATCH
+    plans: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False)
+
+    def tables(self, window: int | None) -> Tensor:
+        """Return the block tables [B, N] of layers with this window."""
+        if window is None or self.window_tables is None:
+            return self.block_tables
+        return self.window_tables
+
+
+Form = tuple[Tensor | None, AttentionMetadata]
 """The indices [n] int64 of tokens, None for all, and the part that they are."""
 
 
