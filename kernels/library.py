@@ -8,12 +8,11 @@ for 30 shapes of five models, `docs/benchmarks/determinism.md`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from batchgen.kernels.layers.linear import add_linear_, linear
 
 _ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 160,
          192, 255, 256, 257, 384, 511, 512, 513, 768, 1000, 1023, 1024, 1025)  # fmt: skip
@@ -34,26 +33,23 @@ def keep_one_order() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False, False
 
 
-def first_unsteady(
-    weights: Iterable[Tensor],  # [N, K] in 16 bits, on a GPU
-) -> str | None:
-    """Find a product whose rows have other bits at another number of rows, as words; None if each
-    has one order. It takes seconds.
+class Product(NamedTuple):
+    """A product of rows with a weight, as a layer computes it."""
 
-    Each shape is tried once, with random rows, also as it is added to a residual.
-    """
-    for weight in {(w.shape, w.dtype): w for w in weights}.values():
-        width, depth = weight.shape
-        draws = torch.Generator(weight.device).manual_seed(0)
-        x = torch.randn((_MOST_ROWS, depth), generator=draws, device=weight.device)
-        x = x.to(weight.dtype)
-        residual = torch.randn((_MOST_ROWS, width), generator=draws, device=weight.device)
-        residual = residual.to(weight.dtype)
-        whole, added = linear(x, weight), add_linear_(residual.clone(), x, weight)
+    name: str  # for people
+    depth: int  # K
+    run: Callable[[Tensor], Tensor]  # from rows [T, K] to [T, N]
+
+
+def first_unsteady(products: Iterable[Product], device: torch.device) -> str | None:
+    """Find a product whose rows have other bits at another number of rows, as words; None if each
+    has one order. It takes less than a second for each."""
+    for product in products:
+        draws = torch.Generator(device).manual_seed(0)
+        x = torch.randn((_MOST_ROWS, product.depth), generator=draws, device=device)
+        x = x.to(torch.bfloat16)
+        whole = product.run(x)
         for rows in _ROWS:
-            plain = torch.equal(linear(x[:rows], weight), whole[:rows])
-            sums = add_linear_(residual[:rows].clone(), x[:rows], weight)
-            if not plain or not torch.equal(sums, added[:rows]):
-                how = "added to a residual" if plain else "by itself"
-                return f"{depth}×{width}, {how}, at {rows} rows"
+            if not torch.equal(product.run(x[:rows]), whole[:rows]):
+                return f"{product.name}, at {rows} rows"
     return None
