@@ -108,6 +108,10 @@ class CheckedFile:
         """The path or URL of the file."""
         return str(self._source)
 
+    def known_digest(self) -> str | None:
+        """The digest as of `content_digest`, if it is known without a pass over all bytes."""
+        return None if self._sums is None else self.content_digest()
+
     def content_digest(self) -> str:
         """32 hex digits, which are others if what the file holds is: over the checksums of its
         chunks, or over all its bytes if it has none."""

@@ -100,8 +100,8 @@ class Manifest:
                 f"{name} is not a manifest of batchgen ({error}): choose another output.dir"
             ) from None
         raise ConfigError(
-            f"{name} has format version {found}, this batchgen writes {FORMAT_VERSION}: choose "
-            "another output.dir, or finish the job with the version that started it"
+            f"{name} has format version {found}, this batchgen reads and writes {FORMAT_VERSION}: "
+            "use the version that started the job, or for a new job another output.dir"
         )
 
     def text(self) -> str:
