@@ -142,8 +142,30 @@ def set_facts(path: Path) -> dict[str, Any]:
     raise JobError(f"{path / SET_FILE} cannot be read ({why}): make the set again")
 
 
-def _open_set(given: str, path: Path) -> FinishedRows:
+def whole_set(path: Path, given: str) -> tuple[dict[str, Any], WholeShards]:
+    """What the SET_FILE of a folder holds, and the shards, which are those that it names.
+
+    Raises:
+        ConfigError, JobError: as of `set_facts` and `whole_shards`, or other rows lie there.
+    """
     facts = set_facts(path)
+    whole = whole_shards(FolderStorage(path), given, facts.get("rows"), SET_FILE)
+    if facts.get("digest", found := rows_digest(whole)) != found:
+        raise JobError(
+            f"{given}: its rows are not those that were written: {SET_FILE} says which these are; "
+            "make the set again in another folder"
+        )
+    return facts, whole
+
+
+def rows_digest(whole: WholeShards) -> str:
+    """A digest of all rows of a set and of their columns, from the checksums of its shards."""
+    columns = [f"{field.name} {field.type}" for field in whole.schema]
+    return fingerprint_text(*columns, *(shard.digest or "" for shard in whole.shards))
+
+
+def _open_set(given: str, path: Path) -> FinishedRows:
+    facts, whole = whole_set(path, given)
     if facts["kind"] != "rows":
         raise ConfigError(
             f"{given} is an export for a trainer ({facts['kind']}): give the job or the set that "
@@ -154,6 +176,4 @@ def _open_set(given: str, path: Path) -> FinishedRows:
     is_one = configs and all(prompt == prompts[0] for prompt in prompts)
     config = configs[0] if is_one else {}
     text = facts.get("text_column", "")
-    storage = FolderStorage(path)
-    whole = whole_shards(storage, given, facts.get("rows"), SET_FILE)
-    return FinishedRows(given, storage, whole, config, text, {}, {}, facts)
+    return FinishedRows(given, FolderStorage(path), whole, config, text, {}, {}, facts)

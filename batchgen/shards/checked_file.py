@@ -103,6 +103,14 @@ class CheckedFile:
         with _told(self._source):
             return pa.concat_tables(tables or [self._file.read_row_groups([], names)])
 
+    def verify(self) -> None:
+        """Look at every byte of the rows."""
+        for group in range(self.metadata.num_row_groups):
+            with _told(self._source, group):
+                self._check(group, None)
+                if self._sums is None:
+                    self._file.read_row_group(group)
+
     @property
     def name(self) -> str:
         """The path or URL of the file."""

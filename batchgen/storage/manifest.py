@@ -133,6 +133,13 @@ class Manifest:
             lines.append(changed)
         return lines
 
+    def digests(self, stop: int) -> list[str] | None:
+        """Digests of the first `stop` rows, as far as this manifest has them."""
+        rows, found = self.growing.get(ROWS), self.row_digests
+        if found is None or rows is None:
+            return None
+        return [*found] if stop >= rows else [*found[: stop // _BLOCK]]
+
     def grown(self, new: "Manifest") -> list[str]:
         """A line `key: old → new` for everything that may change and has changed."""
         olds, news = _flat(self.growing), _flat(new.growing)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from hub_server import logged_in
 from real_job import ROWS, overrides, run
 
 from batchgen.__main__ import run_command
@@ -106,11 +107,9 @@ def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def call(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[str, Path], tuple[int, str]]:
+) -> Iterator[Callable[[str, Path], tuple[int, str]]]:
     """Runs a verb over a folder; returns its exit code and what it has said."""
     monkeypatch.setattr("batchgen.viewer.server.ViewServer.serve_forever", lambda *_: None)
-    monkeypatch.setenv("HF_TOKEN", "hf_none")
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
 
     def called(verb: str, out: Path) -> tuple[int, str]:
         names = {"out": out, "whole": made, "new": tmp_path / "new", "config": made / "config.yaml"}
@@ -118,7 +117,8 @@ def call(
         shutil.rmtree(tmp_path / "new", ignore_errors=True)
         return code, "".join(capsys.readouterr())
 
-    return called
+    with logged_in(monkeypatch):
+        yield called
 
 
 def test_every_verb_is_tried() -> None:
@@ -152,6 +152,6 @@ def test_a_whole_job_is_read(
     made: Path, tmp_path: Path, call: Callable[[str, Path], tuple[int, str]]
 ) -> None:
     out = Path(shutil.copytree(made, tmp_path / "job"))
-    for verb in READERS.keys() - {"push"}:
+    for verb in READERS:
         code, said = call(verb, out)
         assert code == 0, (verb, said)
