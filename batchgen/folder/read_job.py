@@ -66,7 +66,8 @@ class JobFolderReader:
     def check(self) -> None:
         """Raise JobError for a job that says it is complete and lacks rows; see `check_job`."""
         manifest = self.manifest  # before the metrics: a job that grows changes these first
-        self._whole = check_job(self.storage, self.storage.shown, manifest, self.metrics)
+        shown, metrics, facts = self.storage.shown, self.metrics, self.row_facts
+        self._whole = check_job(self.storage, shown, manifest, metrics, facts)
 
     @property
     def whole(self) -> WholeShards:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from batchgen.folder.row_funnel import IndexFacts
 from batchgen.leases.lease_files import DATA, JOURNAL
 from batchgen.shards.checked_file import CheckedFile, damaged
 from batchgen.shards.row_order import KEYS
@@ -113,13 +114,17 @@ def shard_numbers(storage: Storage, given: str, count: int | None) -> list[int]:
 
 
 def check_job(
-    storage: Storage, given: str, manifest: Mapping[str, Any], metrics: Mapping[str, Any]
-) -> WholeShards | None:
+    storage: Storage, given: str, manifest: Mapping[str, Any], metrics: Mapping[str, Any],
+    facts: IndexFacts | None,
+) -> WholeShards | None:  # fmt: skip
     """The shards of a job that says it is complete; None for one that is not.
 
     A copy that somebody has published may lack metrics.json: then the manifest says how many rows
     there must be. In an object store, where files appear whole, only the names of the shards are
     looked at, for each footer is a request.
+
+    Args:
+        facts: of the rows that steps have left, if there are steps.
 
     Raises:
         ConfigError, JobError: as of `whole_shards`.
@@ -127,8 +132,10 @@ def check_job(
     is_copy = not metrics and not storage.exists(storage.path / JOURNAL)
     if metrics.get("status") != "complete" and not is_copy:
         return None
-    growing, output = manifest["growing"], manifest["identity"]["output"]
-    rows, samples = growing.get(ROWS), growing.get(SAMPLES)
+    growing, identity = manifest["growing"], manifest["identity"]
+    output, samples = identity["output"], growing.get(SAMPLES)
+    rows = None if "rows" in identity else growing.get(ROWS)  # steps leave fewer than there are
+    rows = rows if facts is None else facts.rows
     count = None if rows is None else max(1, -(-int(rows) // int(output["rows_per_shard"])))
     shard_numbers(storage, given, count)
     if not storage.in_place:
