@@ -13,7 +13,6 @@ from typing import Any
 from batchgen.batch_files.batch_lines import BadLine, Request, batch_lines
 from batchgen.compose.compose_config import compose
 from batchgen.config.job_config import JobConfig
-from batchgen.leases.own_files import MANIFEST
 from batchgen.storage.whole_file import whole_file
 from batchgen.texts.row_json import json_text
 from batchgen.util.errors import ConfigError, JobError
@@ -86,7 +85,7 @@ def refuse_other_file(paths: BatchPaths, shown: str) -> None:
         raise ConfigError(f"batch: {shown} is both read and written: name another OUT")
     with results.open("rb") as file:
         first = file.readline(_MOST_BEGINNING)
-    if first and not ((paths.job / MANIFEST).is_file() and first.startswith(_BEGINNING)):
+    if first and not (paths.requests.is_file() and first.startswith(_BEGINNING)):
         raise ConfigError(
             f"batch: {shown} is there already, and no result of this batch: is it IN (batch IN "
             "OUT)? Name another OUT, or delete it first"

@@ -172,6 +172,7 @@ def test_a_file_without_a_request(model: Path, tmp_path: Path) -> None:
     assert run_command(arguments(given_file, out, model)) == 3
     (line,) = results(out)
     assert line["error"]["code"] == "invalid_json_line" and line["custom_id"] is None
+    assert run_command(arguments(given_file, out, model)) == 3
     assert not (tmp_path / "out.jsonl.job").exists()
 
 
@@ -212,8 +213,7 @@ def test_a_file_that_is_no_result_of_the_batch_is_not_overwritten(
     requests, out = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
     requests.write_text("\n".join(lines()) + "\n")
     out.write_text('{"id": "batch_req_0", "custom_id": "a"}\n')
-    (tmp_path / "out.jsonl.job").mkdir()
-    (tmp_path / "out.jsonl.job/manifest.json").write_text("{}")
+    (tmp_path / "out.jsonl.requests.parquet").touch()
     other = tmp_path / "other.jsonl"
     if how == "link":
         other.symlink_to(requests)
