@@ -7,17 +7,14 @@ from typing import Any
 from batchgen.engine.constraint.json_schema.json_text import parse_unique_json
 
 
-def json_cell(value: Any, feature: Any) -> Any:
-    """The JSON of a cell: a text is parsed, and the nulls are left out that Arrow adds where rows
-    have different keys. `feature` is the column's type, as the library datasets says it.
+def json_cell(value: Any) -> Any:
+    """The JSON of a cell, of which a text is parsed.
 
     Raises:
         ValueError: the cell holds text that is no JSON, or names a key twice.
     """
     if not isinstance(value, str):
-        from batchgen.dataset.stored_json import without_filled_nulls  # brings datasets
-
-        return without_filled_nulls(value, feature)
+        return value
     try:
         return parse_unique_json(value)
     except RecursionError:
