@@ -13,8 +13,7 @@ from batchgen.config.prompt_config import ChatPromptConfig, OpenAIPromptConfig
 from batchgen.constraint.row_constraints import MAX_CACHED, RowConstraints
 from batchgen.constraint.row_options import BAD_OPTION, RowOptions
 from batchgen.constraint.timed_checks import TimedConstraints
-from batchgen.dataset.dataset_columns import named_path, value_at
-from batchgen.dataset.json_cells import json_cell
+from batchgen.dataset.dataset_columns import json_cell, named_path, value_at
 from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.sampling.sampling_params import SamplingParams

@@ -9,8 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.config.prompt_config import ChatPromptConfig, OpenAIPromptConfig
-from batchgen.dataset.dataset_columns import named_path, value_at
-from batchgen.dataset.json_cells import json_cell
+from batchgen.dataset.dataset_columns import json_cell, named_path, value_at
 from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import RequestError
 from batchgen.images.image_sources import ImageSource

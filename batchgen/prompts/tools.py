@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchgen.dataset.json_cells import json_cell
+from batchgen.dataset.dataset_columns import json_cell
 from batchgen.engine.base.outputs import RequestError
 from batchgen.prompts.messages import short
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from batchgen.config.dataset_config import STDIN, DatasetConfig
 from batchgen.config.job_config import JobConfig
 from batchgen.config.prompt_config import ChatPromptConfig, OpenAIPromptConfig
-from batchgen.dataset.dataset_columns import named_path, value_at
+from batchgen.dataset.dataset_columns import json_cell, named_path, value_at
 from batchgen.images.image_sizes import image_sizes
 from batchgen.images.image_sources import ImageFolder
 from batchgen.images.row_images import MOST_IMAGES, RowImages
@@ -94,7 +94,6 @@ def _parts_in(prompt: ChatPromptConfig | OpenAIPromptConfig, source: Source) -> 
         column = prompt.messages_column
     if column is None:
         return False
-    from batchgen.dataset.json_cells import json_cell  # it loads the libraries of the data
     from batchgen.dataset.source import Following
 
     key = "prompt.body_column" if body else "prompt.messages_column"
