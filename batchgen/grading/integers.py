@@ -24,8 +24,8 @@ def normal_integer(answer: str) -> str | None:
     Understood are signs, thousands (`1,000`, `1 000`, `1{,}000`), decimals that are all zero
     (`18.00`), leading zeros (`018`), a currency, `x =` or `m + n =` before it, a unit or a percent
     sign after it (`18 \text{ dollars}`, `90^\circ`), powers of ten (`5 million`, `1e6`), and what
-    only lays it out. `-0` is `0`. What must be computed is no number (`9 + 9`), and neither are `3 or 4` and
-    `3x`. Digits alone may be any number of them.
+    only lays it out. `-0` is `0`. What must be computed is no number (`9 + 9`), and neither are
+    `3 or 4` and `3x`. Digits alone may be any number of them.
     """
     if _SIMPLE.fullmatch(answer):
         return answer
