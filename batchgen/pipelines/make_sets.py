@@ -16,7 +16,7 @@ from batchgen.publish.data_folder import request_digest
 from batchgen.publish.finished_rows import open_rows
 from batchgen.publish.trainers.text_export import export_text
 from batchgen.publish.trainers.trainer_export import export_for
-from batchgen.storage.manifest import write_atomic
+from batchgen.storage.whole_file import write_atomic
 from batchgen.util.errors import ConfigError, JobError
 
 _WAIT = 3600.0

@@ -136,7 +136,7 @@ def _plan(opened: OpenPipeline, name: str, settings: PlanSettings) -> Plan:
 def _is_complete(folder: str) -> bool:
     try:
         return open_job(folder).metrics.get("status") == "complete"
-    except ConfigError:
+    except (ConfigError, JobError):  # it has not begun, or computes again what it has lost
         return False
 
 
