@@ -65,7 +65,7 @@ class Grade:
         prefix: put before the names of the columns.
     """
 
-    version = 3
+    version = 2
 
     method: Method
     answer: str = "answer"

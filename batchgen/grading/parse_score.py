@@ -44,8 +44,6 @@ class ParseScore(TextStep):
         prefix: put before the names of the columns.
     """
 
-    version = 2
-
     low: float = 0.0
     high: float = 10.0
     pattern: str | None = None
@@ -62,6 +60,11 @@ class ParseScore(TextStep):
             raise ConfigError(f"ParseScore: pattern is no regular expression: {error}") from None
         if groups < 1:
             raise ConfigError("ParseScore: pattern must have a group around the number")
+
+    @property
+    def version(self) -> int:
+        """Grows for scores without a pattern of the user's own."""
+        return 2 if self.pattern is None else 1
 
     @property
     def columns(self) -> tuple[Column, ...]:
