@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from batchgen.pipelines.record.pipeline_record import step_of
 from batchgen.storage.whole_file import write_atomic
 from batchgen.util.errors import JobError
 
@@ -87,8 +87,8 @@ def _export(values: Mapping[str, Any]) -> MadeExport:
     texts = [one.request, one.of, *one.digests]
     if not one.digests or not all(isinstance(text, str) for text in texts):
         raise TypeError("a digest is no text")
-    if not isinstance(one.settings, dict) or os.sep in one.of:
-        raise TypeError("settings or folder")
+    if not isinstance(one.settings, dict) or step_of(one.of) is None:
+        raise TypeError(f"{one.of!r} is no folder of a step, or it has no settings")
     return MadeExport(one.request, tuple(one.digests), one.of, one.settings)
 
 
