@@ -18,7 +18,7 @@ from batchgen.metrics.peers import Peers, added, attempt_of, seconds
 from batchgen.metrics.tally import Tally
 from batchgen.metrics.timeline import Timeline, metrics_text
 from batchgen.storage.job_storage import FolderStorage, Storage
-from batchgen.storage.manifest import write_atomic
+from batchgen.storage.whole_file import write_atomic
 
 SAVE_SECONDS = 10.0  # between two times that a running job saves the file
 Status = Literal["running", "complete", "stopped", "failed", "killed"]

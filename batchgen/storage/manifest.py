@@ -1,19 +1,15 @@
 """The manifest of an output folder: what decides its content, and how another job differs."""
 
 import json
-import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
-from batchgen.leases.fsync import fsync_path
-from batchgen.util.errors import ConfigError, JobError
-from batchgen.util.temporary import temporary_name
+from batchgen.util.errors import ConfigError
 
 FORMAT_VERSION = 2
 _PACKAGES = ("torch", "transformers", "datasets", "pyarrow", "xgrammar", "triton")
@@ -106,8 +102,8 @@ class Manifest:
                 f"{name} is not a manifest of batchgen ({error}): choose another output.dir"
             ) from None
         raise ConfigError(
-            f"{name} has format version {found}, this batchgen writes {FORMAT_VERSION}: choose "
-            "another output.dir, or finish the job with the version that started it"
+            f"{name} has format version {found}, this batchgen reads and writes {FORMAT_VERSION}: "
+            "use the version that started the job, or for a new job another output.dir"
         )
 
     def text(self) -> str:
@@ -141,6 +137,13 @@ class Manifest:
         if changed := self._changed_rows(new, digests, changed_row):
             lines.append(changed)
         return lines
+
+    def digests(self, stop: int) -> list[str] | None:
+        """Digests of the first `stop` rows, as far as this manifest has them."""
+        rows, found = self.growing.get(ROWS), self.row_digests
+        if found is None or rows is None:
+            return None
+        return [*found] if stop >= rows else [*found[: stop // _BLOCK]]
 
     def grown(self, new: "Manifest") -> list[str]:
         """A line `key: old → new` for everything that may change and has changed."""
@@ -262,30 +265,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write a file so that it is either whole or not there, whenever the program is killed. Several
-    processes may do so at once; one of them wins."""
-    with whole_file(path) as file:
-        file.write(text)
-
-
-@contextmanager
-def whole_file(path: Path, newline: str | None = None) -> Iterator[TextIO]:
-    """A text file that takes its name once it is written and synced. JobError if that fails."""
-    temporary = temporary_name(path)
-    try:
-        with temporary.open("w", encoding="utf-8", newline=newline) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-        fsync_path(path.parent)
-    except OSError as error:
-        raise JobError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
