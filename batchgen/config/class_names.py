@@ -9,42 +9,42 @@ user's own has its import path.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 OWN = "batchgen."
 """How import paths of batchgen's own classes begin."""
 CLASSES: Mapping[str, Mapping[str, str]] = {
     "rows": {
-        "Filter": "batchgen.steps.choose.Filter",
-        "Keep": "batchgen.steps.choose.Keep",
-        "Balance": "batchgen.steps.choose.Balance",
-        "Dedupe": "batchgen.steps.dedupe.Dedupe",
-        "Against": "batchgen.steps.against.Against",
-        "Explode": "batchgen.steps.split.Explode",
-        "Chunk": "batchgen.steps.chunk.Chunk",
-        "Join": "batchgen.steps.join.Join",
-        "Pick": "batchgen.steps.pieces.Pick",
-        "Cross": "batchgen.steps.pieces.Cross",
-        "OrderChoices": "batchgen.grading.choices.OrderChoices",
+        "Filter": "batchgen.steps.choose:Filter",
+        "Keep": "batchgen.steps.choose:Keep",
+        "Balance": "batchgen.steps.choose:Balance",
+        "Dedupe": "batchgen.steps.dedupe:Dedupe",
+        "Against": "batchgen.steps.against:Against",
+        "Explode": "batchgen.steps.split:Explode",
+        "Chunk": "batchgen.steps.chunk:Chunk",
+        "Join": "batchgen.steps.join:Join",
+        "Pick": "batchgen.steps.pieces:Pick",
+        "Cross": "batchgen.steps.pieces:Cross",
+        "OrderChoices": "batchgen.grading.choices:OrderChoices",
     },
     "post": {
-        "Extract": "batchgen.grading.extract.Extract",
-        "Grade": "batchgen.grading.grade.Grade",
-        "ParseScore": "batchgen.grading.parse_score.ParseScore",
-        "ChoiceScore": "batchgen.grading.parse_score.ChoiceScore",
+        "Extract": "batchgen.grading.extract:Extract",
+        "Grade": "batchgen.grading.grade:Grade",
+        "ParseScore": "batchgen.grading.parse_score:ParseScore",
+        "ChoiceScore": "batchgen.grading.parse_score:ChoiceScore",
     },
     "strategy": {
-        "ar": "batchgen.strategies.ar.strategy.ARStrategy",
-        "ar_spec": "batchgen.strategies.ar_spec.strategy.ARSpecStrategy",
-        "dllm": "batchgen.strategies.dllm.strategy.DLLMStrategy",
+        "ar": "batchgen.strategies.ar.strategy:ARStrategy",
+        "ar_spec": "batchgen.strategies.ar_spec.strategy:ARSpecStrategy",
+        "dllm": "batchgen.strategies.dllm.strategy:DLLMStrategy",
     },
     "launcher": {
-        "local": "batchgen.launchers.local.LocalLauncher",
-        "ray": "batchgen.launchers.ray_launcher.RayLauncher",
-        "slurm": "batchgen.launchers.slurm.SlurmLauncher",
+        "local": "batchgen.launchers.local:LocalLauncher",
+        "ray": "batchgen.launchers.ray_launcher:RayLauncher",
+        "slurm": "batchgen.launchers.slurm:SlurmLauncher",
     },
 }
-"""By the key under which they stand: short name → where the class is now."""
+"""By the key under which they stand: short name → where the class is, as `module:Class`."""
 _FIRST_PATHS = {
     "Filter": "steps.choose.Filter",
     "Keep": "steps.choose.Keep",
@@ -70,11 +70,13 @@ _FIRST_PATHS = {
 }
 """Short name → import path, below `batchgen.`, in version 0.1.0, whose folders and files go on to
 be read. It never changes; classes that came later are not in it."""
-_PATHS = {name: path for classes in CLASSES.values() for name, path in classes.items()}
+_PATHS = {
+    name: path.replace(":", ".") for classes in CLASSES.values() for name, path in classes.items()
+}
 _SHORT = {path: name for name, path in _PATHS.items()}
 _SHORT |= {OWN + path: name for name, path in _FIRST_PATHS.items()}
-_SHORT_AT_FIRST = frozenset(CLASSES["rows"]) - {"OrderChoices"}
-"""Steps that had short names in identities of version 0.1.0."""
+_WITHOUT = {"OrderChoices", *CLASSES["post"]} & _FIRST_PATHS.keys()
+"""Steps that had no short names in identities of version 0.1.0."""
 
 
 def short_name(target: str) -> str:
@@ -99,6 +101,13 @@ def lasting_name(target: str) -> str:
     return OWN + _FIRST_PATHS[name] if name in _FIRST_PATHS else name
 
 
+def lasting_step_name(target: str) -> str:
+    """What fingerprints and identities call a step of `rows`: its short name if it had one in
+    version 0.1.0 or came later, else as of `lasting_name`."""
+    name = short_name(target)
+    return lasting_name(name) if name in _WITHOUT else name
+
+
 def with_lasting_names(groups: Mapping[str, Any]) -> dict[str, Any]:
     """The plain groups of a configuration with their steps and strategy as identities and addresses
     have them, which must be equal in all versions."""
@@ -113,22 +122,25 @@ def with_lasting_names(groups: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lasting_step(step: Mapping[str, Any]) -> Mapping[str, Any]:
-    (name, *others) = step
-    if others or name in _SHORT_AT_FIRST or (name not in _FIRST_PATHS):
-        return step
-    return {"_target_": lasting_name(name), **step[name]}
+    name = next(iter(step))
+    return {"_target_": lasting_name(name), **step[name]} if name in _WITHOUT else step
 
 
 def with_short_names(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain groups of a configuration, or of an identity, of any version with short names."""
+    """The plain groups of a configuration of any version, or of an identity, with short names.
+    What is no class or step stays: files of strangers may hold anything."""
     found = dict(groups)
     for key in ("strategy", "launcher"):
-        if isinstance(group := found.get(key), Mapping) and isinstance(group.get("_target_"), str):
+        if _names_class(group := found.get(key)):
             found[key] = {**group, "_target_": short_name(group["_target_"])}
     for key in ("rows", "post"):
         if isinstance(steps := found.get(key), list):
-            found[key] = [step_values(step) if "_target_" in step else step for step in steps]
+            found[key] = [step_values(step) if _names_class(step) else step for step in steps]
     return found
+
+
+def _names_class(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping) and isinstance(value.get("_target_"), str)
 
 
 def step_values(step: Mapping[str, Any]) -> dict[str, Any]:
