@@ -26,6 +26,7 @@ from batchgen.compose.overrides import names_worker
 from batchgen.config.config_keys import choice_values, choices
 from batchgen.config.job_config import JobConfig
 from batchgen.storage.open_storage import job_metrics
+from batchgen.storage.whole_file import write_atomic
 from batchgen.texts.text_table import columns
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
@@ -170,7 +171,7 @@ def record(folder: Path, options: Options) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump({"arguments": _arguments(options)}, allow_unicode=True)
-        (folder / _ARGUMENTS).write_text(text, encoding="utf-8")
+        write_atomic(folder / _ARGUMENTS, text)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror}") from None
 

@@ -67,6 +67,7 @@ class JobParts:
             for the grades; only in a folder of this machine.
         predict: what an attempt will take, from its engine, its answers and its seconds so far.
         title: what the bar begins with; empty for a job by itself.
+        contract: what decides the bits of rows besides models, data and configuration, by name.
         watch: is called every few seconds while rows are computed; an error that it raises ends the
             job.
         elsewhere: the attempts of other jobs that share this one's budget.
@@ -92,6 +93,7 @@ class JobParts:
     grades_at_once: bool = False
     predict: Callable[[Engine, int, float], Forecast | None] = lambda *_: None
     title: str = ""
+    contract: Callable[[], Mapping[str, str]] = dict
     watch: Callable[[], None] = lambda: None
     elsewhere: Callable[[], Attempts] = tuple
 
@@ -133,6 +135,7 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         images=opened.images,
         close=partial(_close, opened),
         predict=partial(_predict, config, opened),
+        contract=partial(opened.contract, config),
     )
 
 

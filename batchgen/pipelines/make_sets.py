@@ -2,99 +2,100 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from batchgen.leases.folder_lock import FolderLock
 from batchgen.pipelines.open_pipeline import OpenPipeline
-from batchgen.pipelines.written_sets import EXPORTS, MADE, Export, settings
+from batchgen.pipelines.record.export_record import (
+    EXPORTS,
+    ExportRecord,
+    MadeExport,
+    content_digest,
+)
+from batchgen.pipelines.written_sets import Export, settings
 from batchgen.publish.data_folder import request_digest
-from batchgen.publish.finished_rows import open_rows
+from batchgen.publish.finished_rows import FinishedRows, open_rows
 from batchgen.publish.trainers.text_export import export_text
-from batchgen.publish.trainers.trainer_export import export_for
-from batchgen.storage.manifest import write_atomic
+from batchgen.publish.trainers.trainer_export import Exported, export_for
+from batchgen.storage.whole_file import publish
 from batchgen.util.errors import ConfigError, JobError
-
-_WAIT = 3600.0
-"""Seconds that a worker waits for another one that writes the exports."""
+from batchgen.util.temporary import delete_temporaries
 
 
 def make_exports(opened: OpenPipeline) -> list[str]:
-    """Write the exports that are not there as they would be made now; returns a line for each."""
-    exports = opened.pipeline.exports
-    if not exports:
-        return []
+    """Write the exports that are not there as they would be made now; returns a line for each.
+
+    Raises:
+        ConfigError: a file is there that the pipeline has not written.
+        JobError: rows are damaged, or an export cannot be written.
+    """
     folder = Path(opened.pipeline.out) / EXPORTS
-    with _alone(folder):
-        made = _made(folder)
-        lines = []
-        for one in exports:
-            source = opened.folder(one.step)
-            digest = request_digest({**settings(one), "rows": open_rows(source).digest})
-            if made.get(one.out) == digest and (folder / one.out).exists():
-                lines.append(f"{folder / one.out}: has these rows already")
-                continue
-            _remove(folder / one.out, is_ours=one.out in made)
-            lines.append(_export(one, source, folder / one.out))
-            made[one.out] = digest
-            write_atomic(folder / MADE, json.dumps(made, indent=2) + "\n")
-        return lines
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """No other process writes exports meanwhile."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FolderLock(folder / ".lock", wait=_WAIT)
+        folder.mkdir(exist_ok=True)
     except OSError as error:
         raise JobError(f"cannot write {folder}: {error.strerror or error}") from None
-    with lock:
-        yield
+    delete_temporaries(folder)
+    record = ExportRecord.read(folder)
+    return [_made(one, opened.folder(one.step), record) for one in opened.pipeline.exports]
 
 
-def _made(folder: Path) -> dict[str, str]:
-    """What each export was made of, by its name."""
-    try:
-        found = json.loads((folder / MADE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError):
-        raise JobError(f"{folder / MADE} is damaged: remove it and what lies beside it") from None
-    return found if isinstance(found, dict) else {}
+def refuse_foreign_exports(opened: OpenPipeline) -> None:
+    """Raise ConfigError for a file in the place of an export that the pipeline has not written."""
+    record = ExportRecord.read(Path(opened.pipeline.out) / EXPORTS)
+    for one in opened.pipeline.exports:
+        _own_digest(record, one.out)
 
 
-def _remove(path: Path, *, is_ours: bool) -> None:
-    """Remove an export that was made of other rows."""
-    if path.is_symlink() or (path.exists() and not is_ours):
+def _own_digest(record: ExportRecord, name: str) -> str | None:
+    """The digest of an export as it is; None if it is not there, or has lost all that it held."""
+    path, known = record.folder / name, record.made.get(name)
+    if path.is_symlink():
+        raise ConfigError(f"export: {path} is a link, and what a pipeline writes is not: remove it")
+    if path.is_file() and not path.stat().st_size:
+        return None
+    there = content_digest(path)
+    if there is not None and (known is None or not known.is_own(there)):
         raise ConfigError(
-            f"export: {path} is there already, and is not of this pipeline: remove it"
+            f"export: {path} is there already, and is not what this pipeline has written: move it "
+            "away, or give the export another `out`"
         )
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    return there
 
 
-def _export(one: Export, source: str, path: Path) -> str:
-    """Write an export; returns what is said of it."""
-    # A file that a kill has left half-written never has the name that readers know.
-    new = path if not path.suffix else path.with_name(f".new-{path.name}")
-    new.unlink(missing_ok=True)
-    left_out: Mapping[str, int] = {}
-    if one.to is None:
-        options: dict[str, Any] = {key: one.options.get(key) for key in ("columns", "where")}
-        rows = export_text(source, new, **options)
-    else:
-        done = export_for(open_rows(source), one.asked(), new)
-        rows, left_out = done.rows, done.left_out
-    new.replace(path)
-    why = "".join(f"; {count:,} left out {reason}" for reason, count in left_out.items())
-    return f"{path}: {rows:,} rows{why}"
+def _made(one: Export, source: str, record: ExportRecord) -> str:
+    """Write an export unless it is there; returns what is said of it."""
+    rows = open_rows(source)
+    request = request_digest({**settings(one), "rows": rows.digest})
+    path, known = record.folder / one.out, record.made.get(one.out)
+    there = _own_digest(record, one.out)
+    if known is not None and known.request == request and known.digests[:1] == (there,):
+        return f"{path}: has these rows already"
+    # One name: what a kill has left of a folder is deleted when it is written again.
+    new = path.with_name(f".{path.name}.new.tmp")
+    try:
+        done = _write(one, rows, path, new)
+        made = content_digest(new)
+        assert made is not None
+        digests = (made,) if there is None else (made, there)
+        of = source.rpartition("/")[2]
+        record.write(one.out, MadeExport(request, digests, of, settings(one)))
+        if path.is_dir():
+            shutil.rmtree(path)
+        publish(new, path)
+    except OSError as error:
+        raise JobError(f"cannot write {path}: {error.strerror or error}") from error
+    why = "".join(f"; {count:,} left out {reason}" for reason, count in done.left_out.items())
+    return f"{path}: {done.rows:,} rows{why}"
+
+
+def _write(one: Export, rows: FinishedRows, path: Path, new: Path) -> Exported:
+    """Write an export under another name."""
+    if one.to is not None:
+        return export_for(rows, one.asked(), path, at=new)
+    options: dict[str, Any] = {key: one.options.get(key) for key in ("columns", "where")}
+    return Exported(export_text(rows.given, path, at=new, **options), {})
 
 
 def push_all(opened: OpenPipeline, say: Callable[[str], None]) -> list[str]:

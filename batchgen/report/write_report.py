@@ -23,7 +23,7 @@ from batchgen.report.token_facts import token_facts
 from batchgen.rows.grade_columns import MARK
 from batchgen.rows.row_page import CSS, RowPage
 from batchgen.storage.job_storage import Storage
-from batchgen.storage.manifest import write_atomic
+from batchgen.storage.whole_file import write_atomic
 from batchgen.texts.safe_text import templates
 from batchgen.texts.text_table import counted
 from batchgen.texts.tokens.decode_tokens import job_decode

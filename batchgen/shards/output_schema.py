@@ -22,6 +22,7 @@ from batchgen.shards.enough import (
     Enough,
 )
 from batchgen.shards.parsed.parsed_column import ParsedColumn
+from batchgen.texts.row_json import AS_GIVEN
 from batchgen.util.errors import ConfigError
 
 SCHEMA_VERSION = "1"
@@ -205,7 +206,7 @@ class OutputSchema:
         taken.remove(TEXT)
         _check_clashes(passthrough.names, taken, text_column)
         # The metadata of the whole input schema is dropped: it describes the input's columns alone.
-        meaning = {"meaning": "as in the input"}
+        meaning = {"meaning": AS_GIVEN.decode()}
         given = [f.with_metadata(meaning | _strings(f.metadata)) for f in passthrough]
         metadata = {b"batchgen.schema": SCHEMA_VERSION.encode()}
         metadata |= {} if enough is None else enough.metadata

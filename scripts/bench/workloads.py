@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from shapes import MODELS
@@ -69,7 +69,7 @@ def prompt_vocab(vocab_size: int) -> int:
     return vocab_size - 2_000 if vocab_size > 4_000 else vocab_size
 
 
-def write_config(model: str, folder: Path, **changes: int) -> Path:
+def write_config(model: str, folder: Path, **changes: Any) -> Path:
     """Write the config.json of a model, with changed entries, into a folder; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODELS[model] | changes))
@@ -84,7 +84,7 @@ def dummy_model(
     *,
     quantization: Quantization | None = None,
     vision: bool = False,
-    **changes: int,
+    **changes: Any,
 ) -> CausalLM:
     """Make a model of `MODELS` with random weights, in bfloat16 on a GPU and float32 on a CPU, with
     changed entries of config.json such as `vocab_size=300`. With `vision` it reads images."""

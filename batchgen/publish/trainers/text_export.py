@@ -26,6 +26,7 @@ def export_text(
     columns: Sequence[str] | None = None,
     where: str | None = None,
     quote: bool = False,
+    at: Path | None = None,
 ) -> int:
     """Write the columns of a job's rows, or of a set's, and return how many rows there are.
 
@@ -33,6 +34,7 @@ def export_text(
         path: a new file; None for standard output.
         form: one of WRITERS; by default as the name of the file says.
         where: an expression over the rows that are written; the job must be complete then.
+        at: where the file is written instead, to get its name later.
         quote: whether to put an apostrophe before what spreadsheets take for formulas.
     """
     form = form or format_of(path)
@@ -41,7 +43,7 @@ def export_text(
     source = _columns_of(given, form, columns, where)
     if form == "txt" and len(source.schema) != 1:
         raise ConfigError("export --format txt writes one column: name one in --columns")
-    with text_file(path) as file:
+    with text_file(path, at) as file:
         write = (spreadsheet if quote else WRITERS[form])(file, source.schema.names)
         count = 0
         for row in source.rows:

@@ -37,20 +37,23 @@ class Exported:
     made: bool = True
 
 
-def export_for(rows: FinishedRows, asked: Asked, out: Path | None) -> Exported:
+def export_for(
+    rows: FinishedRows, asked: Asked, out: Path | None, *, at: Path | None = None
+) -> Exported:
     """Write rows in the format that is asked for.
 
     Args:
         out: a new file, .parquet or .jsonl, compressed if it ends in .gz; a new folder, if its name
             has no suffix; None for JSON lines on standard output.
+        at: where it is written instead, to get its name later.
 
     Raises:
         ConfigError: an option does not fit, a row cannot be made, or `out` is there.
     """
-    form = _form(asked, out)
+    form, place = _form(asked, out), at or out
     if asked.to == "openai":
         lines = OpenAILines(rows, asked.where, asked.reasoning)
-        with text_file(out) as file:
+        with text_file(out, at) as file:
             return Exported(write_lines(lines, file), lines.left_out)
     of_tokens = asked.to in TOKEN_FORMATS
     made = TokenRows(rows, asked) if of_tokens else TrainerRows(rows, asked)
@@ -60,14 +63,14 @@ def export_for(rows: FinishedRows, asked: Asked, out: Path | None) -> Exported:
             "folder, whose name has no suffix"
         )
     if form == "jsonl":
-        with text_file(out) as file:
+        with text_file(out, at) as file:
             return Exported(write_lines(made, file), made.left_out)
-    assert out is not None
+    assert out is not None and place is not None
     if form == "parquet":
         told = json.dumps({"asked": asdict(asked), "of": rows.given, "digest": rows.digest})
-        count = write_parquet(made, made.schema, out, {TOLD.decode(): told})
+        count = write_parquet(made, made.schema, place, {TOLD.decode(): told})
         return Exported(count, made.left_out)
-    return _folder(rows, asked, made, out)
+    return _folder(rows, asked, made, out, place)
 
 
 def _form(asked: Asked, out: Path | None) -> str:
@@ -86,10 +89,12 @@ def _form(asked: Asked, out: Path | None) -> str:
     )
 
 
-def _folder(rows: FinishedRows, asked: Asked, made: TrainerRows | TokenRows, out: Path) -> Exported:
+def _folder(
+    rows: FinishedRows, asked: Asked, made: TrainerRows | TokenRows, out: Path, place: Path
+) -> Exported:
     lineage = [job_lineage(rows)]
     request = request_digest({"asked": asdict(asked), "jobs": [one["digest"] for one in lineage]})
-    if is_there(out, request):
+    if is_there(place, request):
         return Exported(0, {}, made=False)
     facts = {
         "format": SET_FORMAT,
@@ -111,5 +116,5 @@ def _folder(rows: FinishedRows, asked: Asked, made: TrainerRows | TokenRows, out
             made.schema,
         )
 
-    count = write_folder(out, made.schema, tables(made, made.schema), facts, card)
+    count = write_folder(place, made.schema, tables(made, made.schema), facts, card)
     return Exported(count, made.left_out)

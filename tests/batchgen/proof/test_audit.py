@@ -205,5 +205,11 @@ def test_a_set_is_audited_by_what_it_knows_of_its_jobs(
 
     rewrite(tmp_path / "set" / "data" / "part-00000.parquet", change)
     assert run_command(["audit", str(tmp_path / "set"), "--rows", "50"]) == 1
+    assert "its rows are not those that were written" in capsys.readouterr().err
+    facts = tmp_path / "set" / "selection.json"
+    values = json.loads(facts.read_text())
+    del values["digest"]  # as somebody would who wants to pass them off as chosen
+    facts.write_text(json.dumps(values))
+    assert run_command(["audit", str(tmp_path / "set"), "--rows", "50"]) == 1
     line = capsys.readouterr().out.splitlines()[0]
     assert line.startswith("row job/r3#1: response is '") and line.endswith("!' there")
