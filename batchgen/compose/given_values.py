@@ -70,7 +70,7 @@ class Given:
             name = key.partition(".")[0]
             raise ConfigError(
                 f"{start}{name} is a list of steps and has no keys: give all of it, "
-                f"{name}=[{{_target_: …, KEY: VALUE}}, …]"
+                f"{name}=[{{NAME: {{KEY: VALUE}}}}, …]"
             )
         self.steps[key] = value
 

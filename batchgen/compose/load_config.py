@@ -13,7 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.compose.trust import Trust
 from batchgen.compose.value_references import refuse_resolvers
-from batchgen.config.config_keys import ROW_STEPS, STEP_LISTS, choice_values, launcher_target
+from batchgen.config.class_names import CLASSES, step_values, with_lasting_names
+from batchgen.config.config_keys import STEP_LISTS, choice_values, launcher_target
 from batchgen.config.constraint_config import (
     CONSTRAINT_KINDS,
     ConstraintConfig,
@@ -135,7 +136,7 @@ def resolved(config: JobConfig) -> dict[str, Any]:
     for name in ("strategy", "launcher"):
         groups[name] = _with_target(groups[name] or {"target": None, "options": {}})
     for name in STEP_LISTS:
-        groups[name] = [_step_values(step) for step in groups[name]]
+        groups[name] = [step_values(_with_target(step)) for step in groups[name]]
     return {name: plain_value(group) for name, group in groups.items()}
 
 
@@ -147,7 +148,7 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
     ended there. Where data, models, and the `fingerprinted` files of the strategy lie is not: the
     fingerprints of their content are compared.
     """
-    groups = resolved(config)
+    groups = with_lasting_names(resolved(config))
     groups["engine"] = {"max_model_len": groups["engine"]["max_model_len"]}
     if isinstance(config.constraint, NoConstraintConfig):
         del groups["constraint"]  # a job without one says no more about it than that
@@ -233,37 +234,34 @@ def _target_and_options(values: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 def step_configs(values: Any, key: str) -> tuple[StepConfig, ...]:
     """The steps of one of STEP_LISTS."""
-    short = "[{Filter: {where: …}}] or " if key == "rows" else ""
-    form = f"{key} must be a list of steps such as {short}[{{_target_: package.module.Class}}]"
+    example = "Filter: {where: …}" if key == "rows" else "Extract: {methods: [boxed]}"
+    form = (
+        f"{key} must be a list of steps such as [{{{example}}}] or "
+        "[{_target_: package.module.Class}]"
+    )
     if not isinstance(values, list | None):
         raise ConfigError(f"{form}, got {values!r}")
     steps = []
     for number, step in enumerate(values or ()):
         if not isinstance(step, dict):
             raise ConfigError(f"{form}, got {step!r} in it")
-        if key == "rows" and len(step) == 1 and "_target_" not in step:
-            step = _long_form(step, f"{key}[{number}]")
+        if len(step) == 1 and "_target_" not in step:
+            step = _long_form(step, key, f"{key}[{number}]")
         steps.append(StepConfig(**_target_and_options(step, f"{key}[{number}].")))
     return tuple(steps)
 
 
-def _long_form(step: dict[str, Any], place: str) -> dict[str, Any]:
-    """A step that is written by its short name as it is written by its class."""
+def _long_form(step: dict[str, Any], key: str, place: str) -> dict[str, Any]:
+    """A step that is written `{NAME: options}` with `_target_` among its options."""
     ((name, options),) = step.items()
-    if name not in ROW_STEPS:
+    if name not in CLASSES[key]:
         raise ConfigError(
-            f"{place}: there is no step {name!r}: choose among {', '.join(ROW_STEPS)}, or name a "
-            "class with _target_ (batchgen --help rows)"
+            f"{place}: there is no step {name!r}: choose among {', '.join(CLASSES[key])}, or name "
+            f"a class with _target_ (batchgen --help {key})"
         )
     if options is not None and not isinstance(options, dict):
         raise ConfigError(f"{place}.{name} must be a mapping of options, got {options!r}")
-    return {"_target_": ROW_STEPS[name], **(options or {})}
-
-
-def _step_values(step: Mapping[str, Any]) -> dict[str, Any]:
-    """A step of STEP_LISTS as users write it: by its short name if it has one."""
-    short = {target: name for name, target in ROW_STEPS.items()}.get(step["target"])
-    return _with_target(step) if short is None else {short: dict(step["options"])}
+    return {"_target_": name, **(options or {})}
 
 
 def _with_target(values: Mapping[str, Any]) -> dict[str, Any]:

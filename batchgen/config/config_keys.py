@@ -29,20 +29,7 @@ from batchgen.config.workers_config import BudgetConfig, WorkersConfig
 from batchgen.util.errors import ConfigError
 
 STEP_LISTS = ("rows", "post")
-"""The keys of a job that are no groups: each is a list of steps `{_target_: …, KEY: VALUE}`."""
-ROW_STEPS = {
-    "Filter": "batchgen.steps.choose.Filter",
-    "Keep": "batchgen.steps.choose.Keep",
-    "Balance": "batchgen.steps.choose.Balance",
-    "Dedupe": "batchgen.steps.dedupe.Dedupe",
-    "Against": "batchgen.steps.against.Against",
-    "Explode": "batchgen.steps.split.Explode",
-    "Chunk": "batchgen.steps.chunk.Chunk",
-    "Join": "batchgen.steps.join.Join",
-    "Pick": "batchgen.steps.pieces.Pick",
-    "Cross": "batchgen.steps.pieces.Cross",
-}
-"""Steps of `rows` that have a short name: `{Filter: {where: …}}` for `{_target_: …, where: …}`."""
+"""The keys of a job that are no groups: each is a list of steps `{NAME: {KEY: VALUE}}`."""
 PARTS = tuple(field.name for field in dataclasses.fields(JobConfig))
 """The groups and the lists of steps, in the order in which a job file has them."""
 GROUPS = tuple(name for name in PARTS if name not in STEP_LISTS)

@@ -70,7 +70,7 @@ def test_job_files_from_before_launchers_were_classes(old: dict[str, object]) ->
     assert compose({"launcher": old}).launcher == new
     groups = compose_groups({}).groups
     config = checked({**groups, "launcher": {**old, "restarts": 3}}, Trust((Path("job.yaml"),)))
-    assert config.launcher == new is not None and new.target == target
+    assert config.launcher == new is not None and new.target == "local"
     assert compose({}, ["launcher.kind=local", "launcher.workers=2"]).launcher == new
     assert compose({"launcher": {"kind": "none"}}).launcher is None
     with pytest.raises(ConfigError, match=r"launcher\.kind: launcher has no choice loca: did you"):
