@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from batchgen.compose.trust import Trust
 from batchgen.compose.value_references import refuse_resolvers
 from batchgen.config.class_names import CLASSES, step_values, with_lasting_names
-from batchgen.config.config_keys import STEP_LISTS, choice_values, choices, launcher_target
+from batchgen.config.config_keys import STEP_LISTS, choice_values, choices
 from batchgen.config.constraint_config import (
     CONSTRAINT_KINDS,
     ConstraintConfig,
@@ -257,9 +257,6 @@ def _build_prompt(values: dict[str, Any]) -> PromptConfig:
 
 
 def _build_launcher(values: dict[str, Any]) -> LauncherConfig | None:
-    if "kind" in values:  # as in folders of jobs from before launchers were named by their class
-        values = {"_target_": launcher_target(values["kind"]), **values}
-        del values["kind"]
     if values.get("_target_", MISSING) is None:
         check_keys(values, known=["_target_"], required=[], prefix="launcher.")
         return None
