@@ -30,6 +30,10 @@ class Batch(NamedTuple):
     patches: Tensor | None = None
     grids: Tensor | None = None
 
+    def to(self, device: torch.device) -> Batch:
+        """The same rows on a device."""
+        return Batch(*(part if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
+
 
 class Recipe(NamedTuple):
     """How a model is made.

@@ -238,8 +238,8 @@ def test_prompts_with_pictures_are_what_the_chat_template_gives() -> None:
     parts: list[dict[str, str]] = []
     for index, text in enumerate(problem.text.split("\0")):
         parts += [{"type": "image"}] * bool(index) + [{"type": "text", "text": text}]
-    messages = [{"role": "user", "content": parts}]
-    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    messages: Any = [{"role": "user", "content": parts}]
+    prompt: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     for tokens in ("2", "6"):
         prompt = prompt.replace("<|image_pad|>", "#" * int(tokens), 1)
     ids = tokenizer.encode(prompt.replace("#", "<|image_pad|>"), add_special_tokens=False)
