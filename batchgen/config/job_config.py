@@ -98,7 +98,7 @@ class StrategyConfig(StepConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineGroup(EngineConfig):
-    """How the work is laid out on the device. Only `max_model_len` can change the output."""
+    """How the work is laid out on the device. Only `max_model_len` decides the output."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
 
