@@ -32,7 +32,8 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> Batch:
         """The same rows on a device."""
-        return Batch(*(part if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
+        moved: Any = (None if part is None else part.to(device) for part in self)
+        return Batch(*moved)
 
 
 class Recipe(NamedTuple):
