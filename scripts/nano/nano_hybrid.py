@@ -32,6 +32,7 @@ class MTP(nn.Module):
         self.pre_fc_norm_embedding = Qwen3_5MoeRMSNorm(size, eps=eps)
         self.pre_fc_norm_hidden = Qwen3_5MoeRMSNorm(size, eps=eps)
         self.fc = nn.Linear(2 * size, size, bias=False)
+        assert config.layer_types is not None
         full = config.layer_types.index("full_attention")
         self.layers = nn.ModuleList([Qwen3_5MoeDecoderLayer(config, full)])
         self.norm = Qwen3_5MoeRMSNorm(size, eps=eps)
@@ -69,9 +70,8 @@ class Hybrid:
             logits = self.module.lm_head(drafted)
             loss = loss + DRAFT_WEIGHT * answer_loss(logits, batch, ahead=2, skip=index + 1)
         real = torch.arange(batch.ids.shape[1], device=hidden.device) < batch.lens[:, None]
-        uneven = torch.stack([
-            load_balancing_loss_func((routed,), *self._experts, real) for routed in self._routed
-        ])  # fmt: skip
+        losses = (load_balancing_loss_func((each,), *self._experts, real) for each in self._routed)
+        uneven = torch.stack([torch.as_tensor(each) for each in losses])
         return loss + BALANCE_WEIGHT * (uneven[:-DRAFTS].mean() + uneven[-DRAFTS:].mean())
 
     def passes(self, hidden: Tensor, ids: Tensor) -> Iterator[Tensor]:

@@ -30,6 +30,11 @@ class Batch(NamedTuple):
     patches: Tensor | None = None
     grids: Tensor | None = None
 
+    def to(self, device: torch.device) -> Batch:
+        """The same rows on a device."""
+        moved: Any = (None if part is None else part.to(device) for part in self)
+        return Batch(*moved)
+
 
 class Recipe(NamedTuple):
     """How a model is made.

@@ -66,11 +66,11 @@ def train(recipe: Recipe, config: dict[str, Any], seed: int) -> tuple[Any, float
         cosine = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
         for group in optimizer.param_groups:
             group["lr"] = recipe.lr * min(step / WARMUP_STEPS, cosine)
-        batch = Batch(*(None if part is None else part.to(device) for part in rows))
+        batch = rows.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = learner.loss(batch)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         losses.append(loss.detach())

@@ -140,7 +140,7 @@ def batch_loss(learner: Any, batch: Batch) -> float:
 
 
 def test_prompts_are_what_the_chat_template_gives() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(DATA / "nano_sdar")  # type: ignore[no-untyped-call]
+    tokenizer = AutoTokenizer.from_pretrained(DATA / "nano_sdar")
     batch = make_batch(0, 0, 0.0, 2)
     stream = itertools.islice(problems("train", "0.0"), 2)
     for index, problem in enumerate(stream):
@@ -215,7 +215,7 @@ def test_pictures_are_cut_and_attend_as_transformers_does_it(
     visual = PictureModel(config_of("nano_vl")).module.model.visual.eval()
     rows = [*itertools.islice(picture_problems("train", ((32, 64), (64, 96)), "1"), 3)]
     batch = collate(rows)
-    assert batch.patches is not None
+    assert batch.patches is not None and batch.grids is not None
     says = json.loads((DATA / "nano_vl" / "preprocessor_config.json").read_text())
     processor = Qwen2VLImageProcessorPil(**says)
     images = [np.asarray(draw(picture)) for row in rows for picture in row.pictures]
@@ -233,13 +233,15 @@ def test_pictures_are_cut_and_attend_as_transformers_does_it(
 
 
 def test_prompts_with_pictures_are_what_the_chat_template_gives() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(DATA / "nano_vl")  # type: ignore[no-untyped-call]
+    tokenizer = AutoTokenizer.from_pretrained(DATA / "nano_vl")
     (problem,) = itertools.islice(picture_problems("train", PAIRS[3], "1"), 1)
     parts: list[dict[str, str]] = []
     for index, text in enumerate(problem.text.split("\0")):
         parts += [{"type": "image"}] * bool(index) + [{"type": "text", "text": text}]
-    messages = [{"role": "user", "content": parts}]
-    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    messages: Any = [{"role": "user", "content": parts}]
+    prompt: Any = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
     for tokens in ("2", "6"):
         prompt = prompt.replace("<|image_pad|>", "#" * int(tokens), 1)
     ids = tokenizer.encode(prompt.replace("#", "<|image_pad|>"), add_special_tokens=False)
