@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
+from batchgen.config.class_names import with_short_names
 from batchgen.util.errors import ConfigError
 
 FORMAT_VERSION = 2
@@ -200,7 +201,7 @@ class Manifest:
     def _compared(self) -> dict[str, str]:
         others = {name: text for name, text in self.fingerprints.items() if name != _DATASET}
         columns = {f"column {name}": kind for name, kind in self.columns.items()}
-        return _flat(self.identity) | _flat(others, "fingerprint.") | columns
+        return _flat(with_short_names(self.identity)) | _flat(others, "fingerprint.") | columns
 
     def _changed_rows(
         self, new: "Manifest", digests: RowDigests, changed_row: ChangedRow
