@@ -86,3 +86,15 @@ def test_what_a_contract_names() -> None:
     found = contract(torch.device("cpu"), torch.bfloat16, 2)
     assert (found["dtype"], found["ranks"], found["device"]) == ("bfloat16", "2", "cpu")
     assert found["torch"] == torch.__version__ and found["sources"] == sources_digest()
+
+
+@pytest.mark.parametrize("others", [{}, {"model": "another"}])
+def test_an_audit_knows_when_nothing_but_the_contract_differs(others: dict[str, str]) -> None:
+    def made(found: Mapping[str, str], **prints: str) -> Manifest:
+        of_contract = {f"{CONTRACT}{name}": text for name, text in found.items()}
+        return Manifest.build({}, {"model": "fake", **of_contract, **prints})
+
+    old, new = made(H100), made(H200, **others)
+    lines = old.differences(new, lambda _: None)
+    assert (lines == old.other_contract(new)) == (not others)
+    assert not old.differences(made({}), lambda _: None) and not old.other_contract(made({}))

@@ -134,6 +134,33 @@ def test_steps_of_any_width_agree(accepted: int) -> None:
     close(wide.state[1], plain.state[1], 1e-6)
 
 
+@pytest.mark.parametrize("fold", [1, 4])
+def test_a_token_has_the_same_bits_in_steps_of_any_width(fold: int) -> None:
+    """Whatever of the drafts before it was accepted, and wherever a state is written back."""
+    shape, tokens = TINY, 14
+    inputs = shape.inputs(tokens + 6, seed=3)
+    found = []
+    for cuts in (
+        [(1, 1)] * tokens,
+        [(5, 2), (3, 3), (6, 6), (2, 1), (4, 2)],
+        [(6, 6), (6, 6), (2, 2)],
+    ):
+        both, out, done = Both(shape, 3, most=6, fold=fold), [], 0
+        both.state[1] = 0.1
+        for width, accepted in cuts:
+            step = both.pending.rows([1], width)
+            given = take(inputs, slice(done, done + width))
+            out.append(delta_step_triton(given, both.state, both.records, step)[:accepted])
+            both.pending.accept({1: accepted})
+            done += accepted
+        none = take(inputs, slice(0, 0))
+        delta_step_triton(none, both.state, both.records, both.pending.settle([1]))
+        assert done == tokens
+        found.append((torch.cat(out), both.state[1].clone()))
+    for out, state in found[1:]:
+        assert torch.equal(out, found[0][0]) and torch.equal(state, found[0][1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ragged_prefill_is_that_of_the_reference(shape: Shape, dtype: torch.dtype) -> None:
