@@ -181,10 +181,9 @@ class Probe:
         for _ in range(schedule.steps):
             step()
         # The penalties let the row repeat itself, so that drafts hold.
-        penalties = {} if self._diffuses else {"presence_penalty": -2, "frequency_penalty": -2}
-        params = SamplingParams(
-            temperature=0, max_new_tokens=_NEW_TOKENS, logprobs=True, **penalties
-        )
+        params = SamplingParams(temperature=0, max_new_tokens=_NEW_TOKENS, logprobs=True)
+        if not self._diffuses:
+            params = replace(params, presence_penalty=-2, frequency_penalty=-2)
         engine.add_request("probe", self.prompt, params)
         add(schedule.after, "after")
         preempted = schedule.preempted

@@ -157,8 +157,8 @@ def test_a_token_has_the_same_bits_in_steps_of_any_width(fold: int) -> None:
         delta_step_triton(none, both.state, both.records, both.pending.settle([1]))
         assert done == tokens
         found.append((torch.cat(out), both.state[1].clone()))
-    for out, state in found[1:]:
-        assert torch.equal(out, found[0][0]) and torch.equal(state, found[0][1])
+    for made, state in found[1:]:
+        assert torch.equal(made, found[0][0]) and torch.equal(state, found[0][1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
