@@ -61,10 +61,10 @@ class PipelineJob:
         """Be a worker until the pipeline is complete."""
         receive = EnginePort.receive
 
-        def received(port: EnginePort, request_id: str, output: RequestOutput) -> None:
+        def received(port: EnginePort, output: RequestOutput) -> None:
             with self.log.open("a") as file:
-                file.write(f"{port.name} {request_id}\n")
-            receive(port, request_id, output)
+                file.write(f"{port.name} {output.request_id}\n")
+            receive(port, output)
 
         with patch.object(EnginePort, "receive", received):
             given = read_pipeline(self.values(), {}, self.arguments)
