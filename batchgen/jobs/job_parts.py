@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 
-def all_is_answer(output: RequestOutput) -> SplitOutput:
-    """An output in which nothing stands beside the answer."""
+def all_is_answer() -> Callable[[RequestOutput], SplitOutput]:
+    """What takes all of an output for the answer."""
     from batchgen.shards.output_schema import SplitOutput  # it loads pyarrow
 
-    return SplitOutput(output)
+    return SplitOutput
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class JobParts:
             for the grades; only in a folder of this machine.
         predict: what an attempt will take, from its engine, its answers and its seconds so far.
         title: what the bar begins with; empty for a job by itself.
+        contract: what decides the bits of rows besides models, data and configuration, by name.
         watch: is called every few seconds while rows are computed; an error that it raises ends the
             job.
         elsewhere: the attempts of other jobs that share this one's budget.
@@ -83,7 +84,7 @@ class JobParts:
     strategy: Strategy | None = None
     answer: Callable[[Row], list[int]] | None = None
     choices: Callable[[Constraint | None], list[list[int]]] = lambda _: []
-    split: Callable[[RequestOutput], SplitOutput] = all_is_answer
+    split: Callable[[RequestOutput], SplitOutput] = field(default_factory=all_is_answer)
     beside: Sequence[pa.Field] = ()
     decode: Callable[[list[int]], str] | None = None
     decode_all: Callable[[list[int]], str] | None = None
@@ -92,6 +93,7 @@ class JobParts:
     grades_at_once: bool = False
     predict: Callable[[Engine, int, float], Forecast | None] = lambda *_: None
     title: str = ""
+    contract: Callable[[], Mapping[str, str]] = dict
     watch: Callable[[], None] = lambda: None
     elsewhere: Callable[[], Attempts] = tuple
 
@@ -126,13 +128,14 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         strategy=opened.strategy,
         answer=None if opened.answer is None else opened.answer.token_ids,
         choices=_choices(config, opened),
-        split=all_is_answer if opened.reasoning is None else opened.reasoning.split,
+        split=all_is_answer() if opened.reasoning is None else opened.reasoning.split,
         beside=() if opened.reasoning is None else opened.reasoning.fields,
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),
         images=opened.images,
         close=partial(_close, opened),
         predict=partial(_predict, config, opened),
+        contract=partial(opened.contract, config),
     )
 
 

@@ -89,8 +89,8 @@ NULL_STEP = 0.05  # seconds of a step of the null engine
 
 def steps(method: str | None, target: str) -> list[dict[str, Any]]:
     """Steps that grade the last number of an answer."""
-    extract = {"_target_": "batchgen.grading.extract.Extract", "methods": ["last_number"]}
-    grade = {"_target_": "batchgen.grading.grade.Grade", "method": method, "target": target}
+    extract = {"Extract": {"methods": ["last_number"]}}
+    grade = {"Grade": {"method": method, "target": target}}
     return [extract, grade] if method else []
 
 
