@@ -39,7 +39,8 @@ def sample_params(
 ) -> SamplingParams:
     """The parameters of one sample of a row: those of all rows with the sample's own seed, and with
     what the row has of its `own`, such as a constraint."""
-    return replace(params, seed=derive_seed(params.seed, row_id, sample_index), **own)
+    seed = derive_seed(params.seed, row_id, sample_index)
+    return replace(params, seed=seed, **own) if own else params.with_seed(seed)
 
 
 def check_params(

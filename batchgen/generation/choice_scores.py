@@ -45,6 +45,9 @@ class ChoiceScorer:
 
     def add_request(self, request_id: str, asked: RowRequest) -> None:
         """Queue a row and its choices. Raises RequestError if it can never be served."""
+        if not self._is_on and not asked.images:
+            self._engine.add_request(request_id, asked.prompt, asked.params, asked.answer)
+            return
         # If the longest can be served, all can.
         longest_first = sorted(enumerate(asked.choices), key=lambda pair: -len(pair[1]))
         more = {"images": [each.image for each in asked.images]} if asked.images else {}

@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 
-def all_is_answer(output: RequestOutput) -> SplitOutput:
-    """An output in which nothing stands beside the answer."""
+def all_is_answer() -> Callable[[RequestOutput], SplitOutput]:
+    """What takes all of an output for the answer."""
     from batchgen.shards.output_schema import SplitOutput  # it loads pyarrow
 
-    return SplitOutput(output)
+    return SplitOutput
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class JobParts:
     strategy: Strategy | None = None
     answer: Callable[[Row], list[int]] | None = None
     choices: Callable[[Constraint | None], list[list[int]]] = lambda _: []
-    split: Callable[[RequestOutput], SplitOutput] = all_is_answer
+    split: Callable[[RequestOutput], SplitOutput] = field(default_factory=all_is_answer)
     beside: Sequence[pa.Field] = ()
     decode: Callable[[list[int]], str] | None = None
     decode_all: Callable[[list[int]], str] | None = None
@@ -128,7 +128,7 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         strategy=opened.strategy,
         answer=None if opened.answer is None else opened.answer.token_ids,
         choices=_choices(config, opened),
-        split=all_is_answer if opened.reasoning is None else opened.reasoning.split,
+        split=all_is_answer() if opened.reasoning is None else opened.reasoning.split,
         beside=() if opened.reasoning is None else opened.reasoning.fields,
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),
