@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from modes.determinism import ON_CPU, run_schedules
+from modes.determinism import LAYERS, ON_CPU, run_schedules
 from torch import Tensor
 
 from batchgen.engine.layers.feed_forward import mlp as mlp_layer
 from batchgen.kernels.layers.activation import silu_and_mul
+
+TOP = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-hybrid", "tiny-sdar"])
@@ -28,3 +33,18 @@ def test_the_first_operation_that_depends_on_the_batch_is_named() -> None:
         found = run_schedules("tiny", 6, ON_CPU)
     assert set(found["by_cause"]) == {"silu of layer 0, prompt"}
     assert sum(found["by_kind"].values()) == sum(found["by_cause"].values())
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("model", LAYERS)
+def test_a_row_keeps_its_bits_on_a_gpu(model: str) -> None:
+    """In a process of its own: how the library computes is settled by its first product."""
+    run = [sys.executable, "scripts/bench/bench_engine.py", "determinism", "--deterministic"]
+    ended = subprocess.run(
+        [*run, "--models", model, "--schedules", "12"], capture_output=True, text=True, cwd=TOP
+    )
+    assert f"{model}, {LAYERS[model]} layers: 12 of 12 schedules equal" in ended.stdout, (
+        ended.stdout[-2000:] + ended.stderr[-2000:]
+    )
+    assert "'other scores': 0" in ended.stdout

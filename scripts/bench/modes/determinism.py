@@ -297,6 +297,7 @@ def run_schedules(
                 if cause := first_difference(tape, reference, found, len(probe.prompt)):
                     by_cause[cause] += 1
                     by_kind[kind] += 1
+            print(f"{name}, {kind}: {by_kind[kind]} schedules with other bits", flush=True)
             del probe
             gc.collect()
             if on_gpu:
