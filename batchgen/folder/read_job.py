@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
+from batchgen.config.class_names import with_short_names
 from batchgen.folder.row_funnel import IndexFacts
 from batchgen.folder.whole_shards import WholeShards, check_columns, check_job, whole_shards
 from batchgen.leases.failure_detector import read_beat
@@ -80,9 +81,11 @@ class JobFolderReader:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration by group, as in config.yaml; empty if the job was killed before."""
+        """The configuration by group, as in config.yaml, with short names of classes; empty if the
+        job was killed before."""
         content = self.storage.read(self.path / "config.yaml")
-        return {} if content is None else yaml.safe_load(content.decode("utf-8"))
+        found = {} if content is None else yaml.safe_load(content.decode("utf-8"))
+        return with_short_names(found) if isinstance(found, dict) else found
 
     @property
     def manifest(self) -> dict[str, Any]:

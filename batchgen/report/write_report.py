@@ -172,8 +172,8 @@ def _status(job: JobSummary) -> str:
 
 def _strategy(job: JobSummary) -> str:
     """How tokens were chosen, in a line."""
-    sampling, target = job.group("sampling"), job.strategy_path
-    names = [target[-3]] if len(target) > 2 else []
+    sampling, name = job.group("sampling"), job.strategy_name
+    names = [name] if name else []
     if sampling:
         greedy = not sampling.get("temperature")
         names.append("greedy" if greedy else f"temperature {sampling['temperature']:g}")

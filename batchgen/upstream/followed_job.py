@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.compose.load_config import step_configs
+from batchgen.config.class_names import is_own
 from batchgen.config.job_config import JobConfig, StepConfig
-from batchgen.config.named_code import OWN
 from batchgen.costs.chain_costs import all_steps
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.folder.whole_shards import FinishedShard, ends_of
@@ -65,7 +65,7 @@ class Promise:
         if not path.exists():
             return None
         post = step_configs(reader.config.get("post") or [], "post")
-        if odd := [step.target for step in post if not step.target.startswith(OWN)]:
+        if odd := [step.target for step in post if not is_own(step.target)]:
             raise ConfigError(
                 f"dataset.follow: {reader.storage.shown} is graded by {odd[0]}, which is not "
                 "batchgen's own, so that nothing is known of the grades before they are there: "

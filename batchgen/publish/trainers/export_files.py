@@ -78,13 +78,14 @@ def write_parquet(rows: Rows, schema: pa.Schema, path: Path, about: Mapping[str,
 
 
 @contextmanager
-def text_file(path: Path | None) -> Iterator[TextIO]:
-    """A new text file, compressed if its name ends in .gz, or standard output."""
+def text_file(path: Path | None, at: Path | None = None) -> Iterator[TextIO]:
+    """A new text file, compressed if its name ends in .gz, or standard output; `at` is where it is
+    written instead, to get its name later."""
     if path is None:
         yield sys.stdout
         return
     with ExitStack() as stack:
-        temporary = stack.enter_context(whole_file(path, f"--out {path}"))
+        temporary = stack.enter_context(whole_file(at or path, f"--out {path}"))
         file: Any = stack.enter_context(temporary.open("wb"))
         if path.suffix == ".gz":  # equal rows make equal bytes: no name and no time is in it
             file = stack.enter_context(gzip.GzipFile("", "wb", fileobj=file, mtime=0))
