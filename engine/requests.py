@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
+from collections.abc import Hashable
 from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -133,7 +134,7 @@ class Requests:
 
     def sequence(
         self,
-        request_id: str,
+        request_id: Hashable,
         prompt: list[int],
         params: SamplingParams,
         answer: list[int] | None = None,

@@ -19,7 +19,6 @@ from huggingface_hub.utils import logging as hub_logging
 
 from batchgen.config.dataset_config import STDIN, DatasetConfig
 from batchgen.tables.json_tables import JsonColumns
-from batchgen.tables.json_values import has_json
 from batchgen.tables.local_files import check_reading, local_rows
 from batchgen.tables.read_errors import READ_ERRORS, unreadable
 from batchgen.tables.stdin_table import called_stdin, spooled_stdin
@@ -151,7 +150,7 @@ def _load_files(files: Sequence[Path], config: DatasetConfig, split: str) -> Loa
     fingerprint = _content(split, files, kind, config)
     try:
         local = local_rows(kind, files, config, split, _cache_dir(fingerprint, _CACHE_VERSION))
-        if local.json is not None and any(map(has_json, local.json.features.values())):
+        if local.is_mixed:
             fingerprint = fingerprint_text(fingerprint, "each value is what its row says")
         data = _read(local.builder, config)[split]
         return LoadedDataset(data, fingerprint, tuple(files), local.json)

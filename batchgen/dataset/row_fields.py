@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import pyarrow as pa
 from datasets import Features
 
 from batchgen.tables.json_tables import ROW_TEXT, JsonColumns, parse_rows
+from batchgen.tables.json_values import has_json
 from batchgen.texts.row_json import value_reader
 
 
@@ -41,17 +42,20 @@ class ArrowFields:
             for name, described in features.to_dict().items()
             if (read := value_reader(described)) is not None
         }
+        self._json = {name for name, feature in features.items() if has_json(feature)}
 
     def of_table(self, table: pa.Table) -> list[dict[str, Any]]:
         """See `RowFields`."""
-        return self.of_rows(table.to_pylist())
+        readers = {
+            name: read
+            for name, read in self._readers.items()
+            if name in self._json or any(map(_has_padding, table[name].chunks))
+        }
+        return _read(table.to_pylist(), readers)
 
-    def of_rows(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    def of_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The fields of rows, as Python has what is in their columns."""
-        found = list(rows)
-        for fields in found if self._readers else ():
-            fields |= {n: read(fields[n]) for n, read in self._readers.items() if n in fields}
-        return found
+        return _read(rows, self._readers)
 
     def typed(self, table: pa.Table) -> pa.Table:
         """See `RowFields`."""
@@ -79,3 +83,23 @@ class JsonFields:
     def typed(self, table: pa.Table) -> pa.Table:
         """See `RowFields`."""
         return self._json.table(table[ROW_TEXT].to_pylist()).rename_columns(list(self._names))
+
+
+def _read(
+    rows: list[dict[str, Any]], readers: Mapping[str, Callable[[Any], Any]]
+) -> list[dict[str, Any]]:
+    for fields in rows if readers else ():
+        fields |= {name: read(fields[name]) for name, read in readers.items() if name in fields}
+    return rows
+
+
+def _has_padding(array: pa.Array) -> bool:
+    """Whether a struct in an array has a field that is null. It costs much less than to look into
+    each value."""
+    kind = array.type
+    if pa.types.is_struct(kind):
+        parts = array.flatten()  # null where the struct is
+        return any(part.null_count > array.null_count or _has_padding(part) for part in parts)
+    if pa.types.is_nested(kind) and not pa.types.is_map(kind):
+        return _has_padding(array.flatten())
+    return False

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from batchgen.prompts.row_request import RowRequest
 from batchgen.reuse.row_reuse import RowReuse
 from batchgen.shards.output_schema import FinishedRow, SplitOutput
 from batchgen.shards.output_writer import OutputWriter
+from batchgen.util.request_id import RequestId
 from batchgen.util.signals import StopSignals
 from batchgen.waves.sample_waves import EverySample
 from batchgen.workers.shard_queue import ShardQueue
@@ -52,8 +53,9 @@ class _Request:
         is_copied: bool = False,
     ) -> FinishedRow:
         place, asked = (self.row_id, self.row_index, self.sample_index), self.asked
-        has_none = isinstance(asked, RequestError)
-        images = None if has_none else [image.reference for image in asked.images]
+        images = None
+        if not isinstance(asked, RequestError):
+            images = [image.reference for image in asked.images]
         return FinishedRow(
             *place, self.fields, output, error, beside or {}, self.key, is_copied, images=images
         )
@@ -75,10 +77,12 @@ class Generation:
         spending: Spending,
         costs: CostRecorder,
         reuse: RowReuse | None = None,
+        job: str = "",
     ) -> None:
         """Prepare to run rows. `request` says what the requests of a row ask for, or raises
         RequestError; `split` leaves the answer alone in an output's text; `waves` says
-        which samples begin when."""
+        which samples begin when; `job` names it among those that share the engine."""
+        self._job = job
         self._source = source
         self._request, self._split = request, split
         self._has_images = PROMPT_IMAGES in writer.schema.arrow.names
@@ -97,7 +101,7 @@ class Generation:
         self._first = FailFast(enabled, writer.others_have_rows)
         # Twice as many as can run: a step that finishes all running rows finds the next ones there.
         self._window = 2 * engine.max_num_seqs
-        self._in_flight: dict[str, _Request] = {}
+        self._in_flight: dict[Hashable, _Request] = {}
 
     def turns(
         self,
@@ -201,7 +205,7 @@ class Generation:
 
     def _submit(self, request: _Request, of_row: RowRequest) -> FinishedRow | None:
         """Queue a request, or return its row if it was refused or could be copied."""
-        request_id = f"{request.row_index}.{request.sample_index}"
+        request_id = RequestId(self._job, request.row_index, request.sample_index)
         asked = of_row.of_sample(request.row_id, request.sample_index, self._stream)
         if self._reuse is not None:
             key = self._reuse.key(asked)

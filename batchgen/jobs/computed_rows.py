@@ -43,6 +43,7 @@ def compute_rows(attempt: JobAttempt) -> Turns[JobResult | None]:
         attempt.spending,
         CostRecorder(storage, config.output.rows_per_shard, attempt.worker.number),
         reuse,
+        parts.name,
     )
     of_rows = config.sampling.column is not None  # which may have longer answers than the job
     shown = Progress(

@@ -53,6 +53,7 @@ class JobParts:
         fingerprints: digests of what decides the answers besides configuration and data set, by
             name: the files of the models, the dtype, the constraint.
         check_params: raises ValueError for parameters of a row that cannot be honoured.
+        name: which of the jobs that share an engine this is; empty for one alone.
         build_engine: loads the weights. It is called last, and only if there are rows to compute.
         strategy: declares counts per row, which become columns, and lines for the job's summary.
         choices: makes the token ids of each choice of a row's constraint, if choices are scored.
@@ -84,6 +85,7 @@ class JobParts:
     strategy: Strategy | None = None
     answer: Callable[[Row], list[int]] | None = None
     choices: Callable[[Constraint | None], list[list[int]]] = lambda _: []
+    name: str = ""
     split: Callable[[RequestOutput], SplitOutput] = field(default_factory=all_is_answer)
     beside: Sequence[pa.Field] = ()
     decode: Callable[[list[int]], str] | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 from batchgen.folder.open_folder import open_job
 from batchgen.forecast.forecast import Range
-from batchgen.pipelines.make_sets import refuse_foreign_exports
+from batchgen.pipelines.make_sets import refuse_wrong_exports
 from batchgen.pipelines.open_pipeline import OpenPipeline
 from batchgen.pipelines.pipeline import Pipeline
 from batchgen.pipelines.run_steps import of_step
@@ -114,7 +114,7 @@ def show_steps(pipeline: Pipeline) -> int:
     """Print the dry run of each step whose rows are known; returns the gravest exit code."""
     codes = [0]
     with OpenPipeline(pipeline) as opened:
-        refuse_foreign_exports(opened)
+        refuse_wrong_exports(opened)
         for name in pipeline.steps:
             print(f"── step {name}: {opened.folder(name)}")
             if waits := waits_for(opened, name):

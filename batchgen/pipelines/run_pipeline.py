@@ -8,7 +8,7 @@ from pathlib import Path
 
 from batchgen.pipelines.facts.funnel import StepCounts, funnel, funnel_table
 from batchgen.pipelines.facts.told_pipeline import write_report
-from batchgen.pipelines.make_sets import make_exports, push_all, refuse_foreign_exports
+from batchgen.pipelines.make_sets import make_exports, push_all, refuse_wrong_exports
 from batchgen.pipelines.open_pipeline import OpenPipeline
 from batchgen.pipelines.pipeline import Pipeline
 from batchgen.pipelines.run_steps import run_steps
@@ -33,7 +33,7 @@ def run_pipeline(pipeline: Pipeline) -> PipelineResult:
         JobError: a step cannot go on, or has too many errors. Finished rows are safe.
     """
     with OpenPipeline(pipeline) as opened:
-        refuse_foreign_exports(opened)
+        refuse_wrong_exports(opened)
         opened.write()
         try:
             results = run_steps(opened)

@@ -23,5 +23,5 @@ class RowRequest(NamedTuple):
     def of_sample(self, row_id: str, sample_index: int, stream: str | None) -> RowRequest:
         """The request of one sample of the row, with its own seed in a job's `stream`."""
         seed = derive_seed(stream_seed(self.params.seed, stream), row_id, sample_index)
-        prompt, params, *others = self
-        return RowRequest(prompt, params.with_seed(seed), *others)
+        prompt, params, answer, choices, images = self
+        return RowRequest(prompt, params.with_seed(seed), answer, choices, images)

@@ -103,16 +103,24 @@ def has_json(feature: Any) -> bool:
 
 
 def storage_type(kind: pa.DataType) -> pa.DataType:
-    """The Arrow type in which plain strings take the place of JSON, at every depth."""
+    """The Arrow type that keeps the values of another one, at every depth: text for JSON and UUIDs,
+    and what older readers know for the views and runs that newer writers make."""
+    types = pa.types
     if isinstance(kind, pa.BaseExtensionType):
-        return kind.storage_type
-    if pa.types.is_struct(kind):
+        return pa.string() if kind.extension_name == "arrow.uuid" else kind.storage_type
+    if types.is_string_view(kind):
+        return pa.string()
+    if types.is_binary_view(kind):
+        return pa.binary()
+    if types.is_run_end_encoded(kind) or types.is_dictionary(kind):
+        return storage_type(kind.value_type)
+    if types.is_struct(kind):
         return pa.struct([pa.field(f.name, storage_type(f.type)) for f in kind])
-    if pa.types.is_list(kind):
+    if types.is_list(kind) or types.is_list_view(kind):
         return pa.list_(storage_type(kind.value_type))
-    if pa.types.is_large_list(kind):
+    if types.is_large_list(kind) or types.is_large_list_view(kind):
         return pa.large_list(storage_type(kind.value_type))
-    if pa.types.is_fixed_size_list(kind):
+    if types.is_fixed_size_list(kind):
         return pa.list_(storage_type(kind.value_type), kind.list_size)
     return kind
 

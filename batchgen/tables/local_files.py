@@ -12,8 +12,10 @@ import pyarrow as pa
 from datasets import DatasetBuilder
 
 from batchgen.config.dataset_config import DatasetConfig
+from batchgen.tables.arrow_tables import ArrowFiles
 from batchgen.tables.encodings import as_utf8, is_utf8
 from batchgen.tables.json_tables import JsonColumns, json_columns, json_tables
+from batchgen.tables.json_values import has_json
 from batchgen.tables.table_builder import TableBuilder
 from batchgen.tables.table_formats import TEXT_FORMATS, is_json_lines, json_list_as_lines
 from batchgen.tables.text_tables import CsvReader, text_tables
@@ -32,10 +34,16 @@ def check_reading(config: DatasetConfig, kind: str) -> None:
 
 @dataclass(frozen=True)
 class LocalRows:
-    """What reads the rows of files, and the columns of rows that it leaves as JSON text."""
+    """What reads the rows of files.
+
+    Attributes:
+        json: the columns of rows that it leaves as JSON text.
+        is_mixed: whether values of a column have several types, of which none holds all.
+    """
 
     builder: DatasetBuilder
     json: JsonColumns | None = None
+    is_mixed: bool = False
 
 
 def local_rows(
@@ -50,7 +58,11 @@ def local_rows(
         parts = [json_list_as_lines(part, cache, i) or part for i, part in enumerate(parts)]
         if all(map(is_json_lines, parts)):
             columns = json_columns(parts, cache)
-            return LocalRows(TableBuilder(lambda: json_tables(parts), split, str(cache)), columns)
+            builder = TableBuilder(lambda: json_tables(parts), split, str(cache))
+            return LocalRows(builder, columns, any(map(has_json, columns.features.values())))
+    if kind in ("parquet", "arrow"):
+        arrow = ArrowFiles.of(parts)
+        return LocalRows(TableBuilder(arrow.tables, split, str(cache)), is_mixed=arrow.is_mixed)
     read = _reader(kind, parts, config)
     if read is not None:
         return LocalRows(TableBuilder(read, split, str(cache)))

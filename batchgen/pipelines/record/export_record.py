@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from batchgen.pipelines.record.pipeline_record import step_of
 from batchgen.storage.whole_file import write_atomic
-from batchgen.util.errors import JobError
+from batchgen.util.errors import ConfigError, JobError
 
 EXPORTS, MADE = "export", "exports.json"
 """The folder of a pipeline's exports, and the file in it that says of what each was made."""
@@ -73,6 +73,22 @@ class ExportRecord:
                 f"{path} is not a record of batchgen ({type(error).__name__}: {error}): move the "
                 "folder away, and run the pipeline again, which writes the exports anew"
             ) from None
+
+    def own_digest(self, name: str) -> str | None:
+        """The digest of an export as it is; None if it is not there, or has lost all that it held.
+        ConfigError if something else is in its place."""
+        path, known = self.folder / name, self.made.get(name)
+        if path.is_symlink():
+            raise ConfigError(f"export: {path} is a link, and no export is: remove it")
+        if path.is_file() and not path.stat().st_size:
+            return None
+        there = content_digest(path)
+        if there is not None and (known is None or not known.is_own(there)):
+            raise ConfigError(
+                f"export: {path} is there already, and is not what this pipeline has written: move "
+                "it away, or give the export another `out`"
+            )
+        return there
 
     def write(self, name: str, one: MadeExport) -> None:
         """Say of what an export is made."""

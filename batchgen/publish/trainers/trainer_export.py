@@ -51,18 +51,8 @@ def export_for(
         ConfigError: an option does not fit, a row cannot be made, or `out` is there.
     """
     form, place = _form(asked, out), at or out
-    if asked.to == "openai":
-        lines = OpenAILines(rows, asked.where, asked.reasoning)
-        with text_file(out, at) as file:
-            return Exported(write_lines(lines, file), lines.left_out)
-    of_tokens = asked.to in TOKEN_FORMATS
-    made = TokenRows(rows, asked) if of_tokens else TrainerRows(rows, asked)
-    if form == "jsonl" and (names := binary_columns(made.schema)):
-        raise ConfigError(
-            f"--to {asked.to} has bytes in {', '.join(names)}: name a .parquet file in --out, or a "
-            "folder, whose name has no suffix"
-        )
-    if form == "jsonl":
+    made = lines_of(rows, asked, out)
+    if isinstance(made, OpenAILines) or form == "jsonl":
         with text_file(out, at) as file:
             return Exported(write_lines(made, file), made.left_out)
     assert out is not None and place is not None
@@ -71,6 +61,24 @@ def export_for(
         count = write_parquet(made, made.schema, place, {TOLD.decode(): told})
         return Exported(count, made.left_out)
     return _folder(rows, asked, made, out, place)
+
+
+def lines_of(
+    rows: FinishedRows, asked: Asked, out: Path | None
+) -> OpenAILines | TrainerRows | TokenRows:
+    """What makes the lines of a format; ConfigError for all that can be refused before there is a
+    row."""
+    form = _form(asked, out)
+    if asked.to == "openai":
+        return OpenAILines(rows, asked.where, asked.reasoning)
+    of_tokens = asked.to in TOKEN_FORMATS
+    made = TokenRows(rows, asked) if of_tokens else TrainerRows(rows, asked)
+    if form == "jsonl" and (names := binary_columns(made.schema)):
+        raise ConfigError(
+            f"--to {asked.to} has bytes in {', '.join(names)}: name a .parquet file in --out, or a "
+            "folder, whose name has no suffix"
+        )
+    return made
 
 
 def _form(asked: Asked, out: Path | None) -> str:
