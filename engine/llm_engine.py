@@ -6,7 +6,7 @@ from collections import abc, deque
 from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -201,7 +201,7 @@ class LLMEngine:
         self._launcher.timer = timer
         self._costs = StepCosts(timer, self.max_num_seqs)
 
-    def take_costs(self, *, wait: bool = False) -> list[tuple[Hashable, float]]:
+    def take_costs(self, *, wait: bool = False) -> list[tuple[Any, float]]:
         """Return the seconds of the device that requests took, by their ids, of those that have
         ended and whose last step was read. With `wait` it waits for all steps that were launched,
         and tells of requests that have not ended what they took so far; what they take from then on
@@ -240,7 +240,7 @@ class LLMEngine:
         return self.scheduler.running.generated
 
     @property
-    def running_ids(self) -> list[Hashable]:
+    def running_ids(self) -> list[Any]:
         """The ids of these rows, in the order of `running_lengths`."""
         return [seq.request_id for seq in self.scheduler.running.rows]
 

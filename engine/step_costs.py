@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -86,10 +86,10 @@ class StepCosts:
         if account is not None:  # else no step has computed it
             self._ended.append((self._shared + len(self._steps), request_id, account))
 
-    def take(self, *, running: bool = False) -> list[tuple[Hashable, float]]:
+    def take(self, *, running: bool = False) -> list[tuple[Any, float]]:
         """Return costs in seconds by request, and forget them: those that are final, and with
         `running` what requests took so far that have not ended."""
-        found: list[tuple[Hashable, float]] = []
+        found: list[tuple[Any, float]] = []
         while self._ended and self._ended[0][0] <= self._shared:
             _, request_id, account = self._ended.popleft()
             found.append((request_id, float(self._seconds[account])))

@@ -111,5 +111,5 @@ class SamplingParams(SharedSampling):
 _NAMES = [field.name for field in fields(SamplingParams)]
 _VALUES = attrgetter(*_NAMES)
 _WRITERS = [getattr(SamplingParams, name).__set__ for name in _NAMES]
-_WRITE_SEED = SamplingParams.seed.__set__  # type: ignore[misc]
+_WRITE_SEED = _WRITERS[_NAMES.index("seed")]
 """What reads and writes the slots of frozen parameters."""

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -63,12 +61,12 @@ Form = tuple[Tensor | None, AttentionMetadata]
 """The indices [n] int64 of tokens, None for all, and the part that they are."""
 
 
-def are_replayed(query_lens: Sequence[int], replayed: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """[T] bool, which tokens of rows of `query_lens` [B] tokens are among the last `replayed` [B]
-    of their rows."""
-    again = np.array(replayed, np.int64)
-    first = np.array(query_lens, np.int64) - again
-    return np.repeat(np.tile([False, True], len(again)), np.stack((first, again), 1).ravel())
+def are_replayed(query_lens: Sequence[int], replayed: Sequence[int]) -> Tensor:
+    """[T] bool on the host, which tokens of rows of `query_lens` [B] tokens are among the last
+    `replayed` [B] of their rows."""
+    again = torch.tensor(replayed)
+    counts = torch.stack((torch.tensor(query_lens) - again, again), 1).flatten()
+    return torch.tensor([False, True]).repeat(len(again)).repeat_interleave(counts)
 
 
 def in_forms(meta: AttentionMetadata) -> list[Form]:
@@ -83,17 +81,17 @@ def in_forms(meta: AttentionMetadata) -> list[Form]:
 
 def _divided(meta: AttentionMetadata, replayed: tuple[int, ...]) -> list[Form]:
     assert meta.decode_width is None and meta.tiles is None
-    again = np.array(replayed, np.int64)
-    lens, contexts = np.array(meta.query_lens), np.array(meta.context_lens)
+    again = torch.tensor(replayed)
+    lens, contexts = torch.tensor(meta.query_lens), torch.tensor(meta.context_lens)
     is_again, length = are_replayed(meta.query_lens, replayed), meta.block_length
     assert not (again % length).any(), "blocks are read as a whole"
     found: list[Form] = []
     if (lens > again).any():
-        rows = np.flatnonzero(lens > again)
-        tokens = np.flatnonzero(~is_again)
+        rows = (lens > again).nonzero().flatten()
+        tokens = (~is_again).nonzero().flatten()
         found.append(_part(meta, tokens, rows, lens - again, contexts - again, None))
-    rows, widths = np.repeat(np.arange(len(again)), again // length), np.full(len(again), length)
-    tokens = np.flatnonzero(is_again)
+    rows = torch.arange(len(again)).repeat_interleave(again // length)
+    widths, tokens = torch.full_like(again, length), is_again.nonzero().flatten()
     for start in range(0, len(rows), _MOST_ROWS):
         some = slice(start, start + _MOST_ROWS)
         own = tokens[start * length : (start + _MOST_ROWS) * length]
@@ -103,17 +101,17 @@ def _divided(meta: AttentionMetadata, replayed: tuple[int, ...]) -> list[Form]:
 
 def _part(
     meta: AttentionMetadata,
-    tokens: npt.NDArray[np.int64],
-    rows: npt.NDArray[np.int64],
-    lens: npt.NDArray[np.int64],
-    contexts: npt.NDArray[np.int64],
+    tokens: Tensor,
+    rows: Tensor,
+    lens: Tensor,
+    contexts: Tensor,
     width: int | None,
 ) -> Form:
     """Make the part of the tokens with these indices [n] and of these rows [R], which may be there
-    more than once."""
+    more than once. `lens` and `contexts` [B] are those of all rows; all are int64 on the host."""
     device, windows = meta.positions.device, meta.window_tables
-    index = upload(torch.from_numpy(tokens), device)
-    places = upload(torch.from_numpy(rows), device)
+    index = upload(tokens, device)
+    places = upload(rows, device)
     return index, replace(
         meta,
         positions=meta.positions[index],

@@ -21,11 +21,11 @@ from batchgen.config.compose.trust import TYPED
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.jobs.run.shared_engine import EnginePort
 from batchgen.pipelines.run import make_sets
-from batchgen.pipelines.run.make_sets import publish
 from batchgen.pipelines.run.pipeline import compose_pipeline
 from batchgen.pipelines.run.pipeline_file import read_pipeline
 from batchgen.pipelines.run.run_pipeline import PipelineResult, run_pipeline
 from batchgen.storage.folder.export_record import ExportRecord, content_digest
+from batchgen.storage.stores.whole_file import publish
 
 _ENGINE_ROWS = 8
 """Rows in flight of the engine."""

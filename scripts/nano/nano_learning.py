@@ -31,7 +31,7 @@ class Batch(NamedTuple):
     grids: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """The same rows on a device."""
+        """Copy the rows to a device."""
         moved: Any = (None if part is None else part.to(device) for part in self)
         return Batch(*moved)
 

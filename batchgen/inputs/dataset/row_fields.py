@@ -20,7 +20,8 @@ class RowFields(Protocol):
         columns: the columns that are read for the fields, as the data set calls them.
     """
 
-    columns: Sequence[str]
+    @property
+    def columns(self) -> Sequence[str]: ...
 
     def of_table(self, table: pa.Table) -> list[dict[str, Any]]:
         """The fields of each row of a table that has the `columns`."""

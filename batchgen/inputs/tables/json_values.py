@@ -33,7 +33,9 @@ class SeenValues:
         types = set(map(type, values))
         self._types |= types
         for kind in types:
-            some = values if len(types) == 1 else [v for v in values if type(v) is kind]
+            some: Collection[Any] = (
+                values if len(types) == 1 else [v for v in values if type(v) is kind]
+            )
             if kind is dict:
                 self._keys |= set(map(frozenset, set(map(tuple, some))))
                 if self._is_struct:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -84,7 +84,7 @@ class Engine(TakesRequests, Protocol):
         """Begin to measure what requests take of the device; see `take_costs`."""
         ...
 
-    def take_costs(self, *, wait: bool = False) -> list[tuple[Hashable, float]]:
+    def take_costs(self, *, wait: bool = False) -> list[tuple[Any, float]]:
         """Seconds by request, each once: of those that have ended, and with `wait` of all."""
         ...
 

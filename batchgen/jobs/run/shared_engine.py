@@ -22,7 +22,7 @@ class DivisibleEngine(Engine, Protocol):
     """What several jobs need of an engine that they share."""
 
     @property
-    def running_ids(self) -> list[Hashable]:
+    def running_ids(self) -> list[Any]:
         """The ids of the requests that run, in the order of `running_lengths`."""
         ...
 
@@ -86,7 +86,7 @@ class EnginePort:
     ) -> None:
         self.name, self._engine = name, engine
         self._collect_costs = collect_costs
-        self.costs: list[tuple[Hashable, float]] = []
+        self.costs: list[tuple[Any, float]] = []
         self.waiting: set[Hashable] = set()
         self._finished: list[RequestOutput] = []
         self._tokens = 0
@@ -111,7 +111,7 @@ class EnginePort:
     def measure_costs(self) -> None:
         """Costs are measured for all jobs since the engine was built."""
 
-    def take_costs(self, *, wait: bool = False) -> list[tuple[Hashable, float]]:
+    def take_costs(self, *, wait: bool = False) -> list[tuple[Any, float]]:
         """What the job's own requests cost, as of the engine."""
         self._collect_costs(wait)
         found, self.costs = self.costs, []

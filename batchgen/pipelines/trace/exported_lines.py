@@ -12,6 +12,7 @@ import gzip
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -188,7 +189,7 @@ def _lines(rows: FinishedRows, recipe: Recipe, path: Path) -> Iterator[Line]:
         # As Parquet gives it back: lists and fields of their types.
         table = None if is_json else pa.Table.from_pylist([one], schema=lines.schema)
         places = list(lines.made_of)
-        yield one if table is None else table.to_pylist()[0], lambda at=places: _at(rows, at)
+        yield one if table is None else table.to_pylist()[0], partial(_at, rows, places)
 
 
 def _of_columns(

@@ -142,8 +142,9 @@ def check_job(
         return None
     answers = metrics.get("rows", 0)
     if is_copy:
-        is_known = rows is not None and samples is not None and UNTIL_VALID not in growing
-        answers = int(rows) * int(samples) if is_known else None
+        answers = None
+        if rows is not None and samples is not None and UNTIL_VALID not in growing:
+            answers = int(rows) * int(samples)
     found = whole_shards(storage, given, answers, "manifest.json" if is_copy else "metrics.json")
     check_columns(storage, found.schema, output["text_column"])
     return found

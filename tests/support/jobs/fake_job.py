@@ -230,7 +230,7 @@ class FakeEngine:
     def running_ids(self) -> list[RequestId]:
         return list(self._running)[: self.num_running]
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: RequestId) -> bool:
         return self._running.pop(request_id, None) is not None
 
     @property

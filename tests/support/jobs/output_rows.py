@@ -9,6 +9,7 @@ from batchgen.engine.interface.outputs import RequestError
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.storage.shards.output_schema import FinishedRow, OutputSchema
 from batchgen.storage.shards.output_writer import OutputWriter
+from batchgen.util.request_id import RequestId
 from tests.support.jobs.fake_job import LOGPROBS, TOP_LOGPROBS, FakeSource, outcome
 
 SCHEMA = OutputSchema.build(FakeSource.schema, (LOGPROBS, TOP_LOGPROBS), (), prompt_token_ids=True)
@@ -20,7 +21,9 @@ def finished_row(index: int, sample: int) -> FinishedRow:
     row_id = f"id{index}"
     if index % 7 == 3:
         return FinishedRow(row_id, index, sample, fields, error=RequestError("bad", "is bad"))
-    output = outcome("", [index] * (index % 4), SamplingParams(seed=sample))
+    output = outcome(
+        RequestId("", index, sample), [index] * (index % 4), SamplingParams(seed=sample)
+    )
     return FinishedRow(row_id, index, sample, fields, output=output)
 
 

@@ -150,11 +150,6 @@ def test_the_config_of_an_output_is_the_job(tmp_path: Path) -> None:
     assert list(values) == list(PARTS)
 
 
-def test_the_config_of_an_older_output_is_a_job() -> None:
-    old = {**resolved(compose({})), "defaults": ["_self_"], "hydra": {"run": {"dir": "."}}}
-    assert compose(old) == compose({})
-
-
 def test_choices_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sampling").mkdir()
     (tmp_path / "sampling/mine.yaml").write_text("temperature: 0.25\nn: 7\n")

@@ -33,6 +33,7 @@ from batchgen.jobs.run.job_parts import job_parts
 from batchgen.jobs.run.run_job import run_job
 from batchgen.storage.stores.manifest import Manifest
 from batchgen.util.errors import ConfigError
+from batchgen.util.request_id import RequestId
 from tests.support.jobs.fake_job import FakeEngine, FakeJob
 from tests.support.jobs.forked import run_forked
 from tests.support.jobs.real_job import VOCAB, overrides, save_tokenizer
@@ -312,11 +313,11 @@ def test_rows_share_what_is_made_of_equal_cells(monkeypatch: pytest.MonkeyPatch)
 
 @dataclass
 class RecordingEngine(FakeEngine):
-    asked: dict[str, Constraint | None] = field(default_factory=dict)
+    asked: dict[RequestId, Constraint | None] = field(default_factory=dict)
 
     def add_request(
         self,
-        request_id: str,
+        request_id: RequestId,
         prompt_token_ids: list[int],
         params: SamplingParams,
         answer_token_ids: list[int] | None = None,
@@ -326,7 +327,7 @@ class RecordingEngine(FakeEngine):
         super().add_request(request_id, prompt_token_ids, params)
 
 
-def _run(job: FakeJob) -> tuple[dict[str, Constraint | None], list[dict[str, Any]], str]:
+def _run(job: FakeJob) -> tuple[dict[RequestId, Constraint | None], list[dict[str, Any]], str]:
     engine = RecordingEngine(job)
     result = run_job(job.config(), replace(job.parts(), build_engine=lambda: engine))
     return engine.asked, pq.read_table(Path(job.out) / "data").to_pylist(), result.message
@@ -338,7 +339,7 @@ def test_bad_cells_are_error_rows_and_the_others_reach_the_engine(tmp_path: Path
     job = FakeJob(str(tmp_path), rows=9, bad=False, constraint=constraint, answers=answers)
     asked, rows, _ = _run(job)
     only_a = Constraint.make("choice", ["a"])
-    assert asked == {f"{i}.{s}": only_a for i in (1, 4, 7) for s in range(2)}
+    assert asked == {RequestId("", i, s): only_a for i in (1, 4, 7) for s in range(2)}
     for row in rows:
         is_good = row["tags"] == ["a"]
         assert row["constraint_satisfied"] is (True if is_good else None)

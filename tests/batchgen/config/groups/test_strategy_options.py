@@ -56,7 +56,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("users_module.NotAStrategy", "name, step_inputs, decide"),
         ("subprocess.Popen", "name, step_inputs, decide"),
         ("batchgen.engine.strategy.Strategy", "name, step_inputs, decide"),
-        ("batchgen.strategies.base.strategy.BaseStrategy", "name, step_inputs, decide"),
+        ("batchgen.engine.strategy.Strategy", "name, step_inputs, decide"),
     ],
 )
 def test_a_class_that_is_no_strategy_is_never_called(target: str, lacks: str) -> None:

@@ -110,7 +110,7 @@ def test_integers_beside_floats(values: list[Any], kind: pa.DataType) -> None:
 
 @BOTH
 def test_columns_that_are_null_empty_or_not_there_in_another_file(streaming: bool) -> None:
-    first = {"v": "1", "c": [], "d": None, "s": {"a": None}}
+    first: dict[str, Any] = {"v": "1", "c": [], "d": None, "s": {"a": None}}
     second = {"v": "2", "c": ["z"], "d": "text", "s": {"a": {"b": 1}}, "more": 1}
     jsonl("d/a.jsonl", [first])
     jsonl("d/b.jsonl", [second])
@@ -131,11 +131,14 @@ def test_the_digest_tells_what_the_text_tells() -> None:
 
     several = [digest({"v": v}, {"v": [1]}) for v in ("7", 7, 7.0, "null", [7], {"a": 1, "b": 2})]
     assert len({str(one) for one in several}) == len(several)
-    mixed = [
+    mixed: list[dict[str, Any]] = [
         {"m": [{"content": "é/x"}], "k": {"a": 0.5, "c": [{"z": None, "y": "w"}]}},
         {"m": [{"content": [{"type": "text"}]}], "k": {"b": []}},
     ]
-    plain = [{"v": "a/b", "n": [1, None], "m": {"x": 1.5}}, {"v": None, "n": [], "m": {"x": 2.0}}]
+    plain: list[dict[str, Any]] = [
+        {"v": "a/b", "n": [1, None], "m": {"x": 1.5}},
+        {"v": None, "n": [], "m": {"x": 2.0}},
+    ]
     # As an older version had them: its jobs go on.
     assert digest(*plain) == ["68dbd9c317b2fb378a003afe29e1990a"]
     assert digest(*mixed) == ["d44d8e98235c2e4674910f58e9da512a"]

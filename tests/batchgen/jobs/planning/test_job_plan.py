@@ -31,6 +31,7 @@ from batchgen.jobs.resolve.opened_job import open_job
 from batchgen.jobs.run.job_parts import job_parts
 from batchgen.storage.stores.manifest import Manifest
 from batchgen.util.errors import ConfigError
+from batchgen.util.request_id import RequestId
 from tests.support.jobs.real_job import VOCAB, contents, overrides, save_tokenizer
 
 
@@ -65,8 +66,8 @@ def test_a_plan_says_what_the_job_then_is(config: JobConfig) -> None:
 def test_the_engine_knows_how_long_its_rows_are(config: JobConfig) -> None:
     engine = job_parts(config).build_engine()
     params = replace(config.params, max_new_tokens=9, ignore_eos=True)
-    for name, prompt in (("a", [1, 2, 3]), ("b", [4])):
-        engine.add_request(name, prompt, params)
+    for row, prompt in enumerate(([1, 2, 3], [4])):
+        engine.add_request(RequestId("", row, 0), prompt, params)
     assert engine.running_lengths.tolist() == []
     for tokens in range(1, 9):
         engine.step()

@@ -24,6 +24,7 @@ from batchgen.jobs.run.job_parts import JobParts
 from batchgen.jobs.run.run_job import run_job
 from batchgen.storage.shards.journal import Journal
 from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.request_id import RequestId
 from tests.support.jobs.fake_job import (
     BAD_PROMPT,
     BAD_REQUEST,
@@ -79,7 +80,8 @@ def test_every_sample_of_every_row_once_and_in_order(
             error = {"type": "kv_cache_too_small", "message": message}
         else:
             seed = derive_seed(0, row["row_id"], sample)
-            expected = outcome("", [index, index + 1, 2], SamplingParams(seed=seed))
+            request_id = RequestId("", index, sample)
+            expected = outcome(request_id, [index, index + 1, 2], SamplingParams(seed=seed))
             assert row["error"] is None
             assert row["token_ids"] == expected.token_ids
             assert row["logprobs"] == expected.columns["logprobs"].tolist()

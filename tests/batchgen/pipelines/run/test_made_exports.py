@@ -13,6 +13,7 @@ import pytest
 from batchgen.pipelines.run import make_sets
 from batchgen.storage.folder.export_record import ExportRecord, MadeExport, content_digest
 from batchgen.storage.folder.step_folders import find_record
+from batchgen.storage.stores.whole_file import publish
 from batchgen.util.errors import JobError
 from tests.support.jobs.forked import Forked
 from tests.support.jobs.pipeline_job import folders, run, values, written
@@ -133,7 +134,7 @@ def test_a_kill_between_record_and_file_ends_well(
     more: list[str],
 ) -> None:  # fmt: skip
     """At each export, before and after it gets its name; then the same pipeline, or another."""
-    publish, calls = make_sets.publish, []
+    calls: list[Path] = []
 
     def killed(new: Path, path: Path) -> None:
         calls.append(path)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.storage.stores import whole_file as module
 from batchgen.storage.stores.whole_file import whole_file, write_atomic
 from batchgen.util.errors import ConfigError, JobError
 
@@ -45,7 +44,7 @@ def test_a_new_file_never_takes_the_place_of_another(
         raise PermissionError
 
     if not links:
-        monkeypatch.setattr(module.os, "link", no_link)
+        monkeypatch.setattr(os, "link", no_link)
     path = tmp_path / "file"
     write_atomic(path, "first", "-o file")
     with pytest.raises(ConfigError, match="-o file is there already"):
