@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
+from collections.abc import Hashable
 from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.base.outputs import OutputColumn, RequestError, RequestOutput
-from batchgen.engine.images.image import Image
-from batchgen.engine.images.image_span import ImageRules, ImageSpan, find_spans
+from batchgen.engine.interface.outputs import OutputColumn, RequestError, RequestOutput
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import IncrementalDecoder, StopRule, decode
 from batchgen.engine.sampling.sampler import requested_columns
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
+from batchgen.engine.vision.image import Image
+from batchgen.engine.vision.image_span import ImageRules, ImageSpan, find_spans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +40,8 @@ def sample_params(
 ) -> SamplingParams:
     """The parameters of one sample of a row: those of all rows with the sample's own seed, and with
     what the row has of its `own`, such as a constraint."""
-    return replace(params, seed=derive_seed(params.seed, row_id, sample_index), **own)
+    seed = derive_seed(params.seed, row_id, sample_index)
+    return replace(params, seed=seed, **own) if own else params.with_seed(seed)
 
 
 def check_params(
@@ -132,7 +134,7 @@ class Requests:
 
     def sequence(
         self,
-        request_id: str,
+        request_id: Hashable,
         prompt: list[int],
         params: SamplingParams,
         answer: list[int] | None = None,

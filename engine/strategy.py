@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.outputs import HostOutput, OutputColumn, RowCount, StepOutput
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
+from batchgen.engine.interface.outputs import HostOutput, OutputColumn, RowCount, StepOutput
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch, PrefillBatch
@@ -109,6 +109,11 @@ class Strategy(Pacing, ABC):
     def proposes_from_guide(self) -> bool:
         """Whether `propose` uses the matchers of constrained rows. If so, the engine reads all
         earlier steps before `propose`, and not only before `decide`."""
+        return False
+
+    @property
+    def depends_on_drafts(self) -> bool:
+        """Whether tokens depend on how drafts came about, and not only on what they are."""
         return False
 
     def propose(self, batch: DecodeBatch) -> None:

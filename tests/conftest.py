@@ -91,7 +91,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     `max_shard_size` saves it in shards. The same arguments give the same folder, which tests must
     not change.
     """
-    from tiny_models import name_sdar, random_model
+    from tests.support.engine.tiny_models import name_sdar, random_model
 
     made: dict[str, Path] = {}
 
@@ -137,7 +137,7 @@ def run_paged() -> RunPaged:
     from batchgen.engine.caches.forward_context import ForwardContext, RowMetadata
     from batchgen.engine.caches.model_caches import CacheSizes
     from batchgen.engine.memory.model_use import ModelUse
-    from batchgen.kernels.attention.attention import AttentionMetadata
+    from batchgen.kernels.attention.metadata import AttentionMetadata
 
     def run(model: CausalLM, ids: Sequence[int], chunks: Sequence[int]) -> Tensor:
         assert sum(chunks) == len(ids)

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen.engine.base.engine_config import ResolvedConfig
 from batchgen.engine.caches.model_caches import CacheSizes
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
-from batchgen.engine.layers.vision.vision_tower import VisionTower
+from batchgen.engine.interface.engine_config import ResolvedConfig
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.token_model import TokenModel
+from batchgen.engine.vision.vision_tower import VisionTower
 
 GRAPH_BYTES = 8 * 2**20
 """A bound on the memory of one captured graph: the driver's record of it and its outputs."""
@@ -96,8 +96,8 @@ def _scratch_inputs(
 def scratch_runner(use: ModelUse, config: ResolvedConfig) -> ModelRunner:
     """Make a runner of the model whose caches hold little more than the scratch block."""
     # With the records that the engine keeps, because kernels are compiled for their number.
-    sizes = CacheSizes(2, config.block_size, num_rows=0, most_pending=config.most_pending)
-    return ModelRunner(use.model, use.caches(sizes))
+    sizes = CacheSizes(2, config.block_size, num_rows=0, fold=config.fold)
+    return ModelRunner(use.model, use.caches(sizes), rules=config.rules)
 
 
 def largest_prefill(runner: ModelRunner, use: ModelUse, config: ResolvedConfig) -> None:

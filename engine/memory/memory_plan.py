@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from batchgen.engine.base.engine_config import ResolvedConfig
-from batchgen.engine.base.host_limits import available_memory
 from batchgen.engine.caches.model_caches import (
     row_bytes,
     state_bytes,
 )
+from batchgen.engine.device.host_limits import available_memory
+from batchgen.engine.interface.engine_config import ResolvedConfig
 from batchgen.engine.memory.largest_steps import activation_bytes
 from batchgen.engine.memory.model_use import ModelUse, cache_token_bytes, weight_bytes
 from batchgen.engine.memory.window_plan import window_blocks, window_needs
@@ -178,7 +178,7 @@ def _image_bytes(use: ModelUse, config: ResolvedConfig) -> int:
 def _row_state_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     """Return the bytes for the states and records of all rows in flight and of the scratch slot."""
     specs = use.model.cache_specs
-    per_row = row_bytes(specs, max(use.widths), config.most_pending)
+    per_row = row_bytes(specs, max(use.widths), config.fold)
     return (1 + config.max_num_seqs) * per_row
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.base.outputs import FinishReason, OutputColumn, RequestError
 from batchgen.engine.caches.context_columns import ContextRows
 from batchgen.engine.constraint.matcher import Matcher
-from batchgen.engine.images.image_span import ImageSpan
+from batchgen.engine.interface.outputs import FinishReason, OutputColumn, RequestError
 from batchgen.engine.rows.stopping import StopRule
 from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.vision.image_span import ImageSpan
 
 
 class ColumnBuffer:
@@ -56,7 +56,7 @@ class Sequence:
     `num_computed_tokens`, which they have read or will have once the launched forwards have run, is
     in the blocks of `block_table`. Further KV slots of those blocks are reserved."""
 
-    request_id: str
+    request_id: Hashable
     token_ids: list[int]
     params: SamplingParams
     stop: StopRule

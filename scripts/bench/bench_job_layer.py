@@ -1,12 +1,7 @@
-"""Measure what a job costs beside its engine: rows, grading, steps of a pipeline, pages.
+"""Measure what a job costs beside its engine: rows and grading.
 
 python scripts/bench/bench_job_layer.py job [--rows 200000] [--grade] [--report] [--rounds 3]
 python scripts/bench/bench_job_layer.py grading [--integers 100000] [--math 4000]
-python scripts/bench/bench_job_layer.py steps [--rows 1000000] [--without-dedupe]
-python scripts/bench/bench_job_layer.py until [--rows 100] [--valid 2] [--most 16]
-python scripts/bench/bench_job_layer.py pipeline [--rows 500] [--batch 64] [--rounds 3]
-python scripts/bench/bench_job_layer.py view [--rows 2000000] [--folder FOLDER]
-python scripts/bench/bench_job_layer.py images [--rows 10000] [--width 640] [--height 480]
 """
 
 from __future__ import annotations
@@ -24,18 +19,14 @@ from statistics import median
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from image_rows import add_image_arguments, run_images
-from interleaved_steps import add_pipeline_arguments, run_pipelines
 from measuring import Mode, run_mode
-from modes import pages, until
-from stepped_rows import add_steps_arguments, run_steps
 from synthetic_job import InstantEngine, instant_job, integer_steps, must_be_flat
 
-from batchgen.grading.extract import Extract
-from batchgen.grading.grade import Grade
-from batchgen.grading.grade_rows import Grader
-from batchgen.jobs.graded_job import scores_of
-from batchgen.jobs.run_job import run_job
+from batchgen.evals.graders.extract import Extract
+from batchgen.evals.graders.grade import Grade
+from batchgen.evals.graders.grade_rows import Grader
+from batchgen.jobs.run.graded_job import scores_of
+from batchgen.jobs.run.run_job import run_job
 
 KINDS = ("plain", "grades", "report", "grades and report")
 
@@ -76,7 +67,7 @@ def run_null_job(folder: Path, rows: int, per_step: int, kind: str, *, shown: bo
             grading += time.perf_counter() - began
 
     started, cpu = time.perf_counter(), sum(os.times()[:4])
-    with patch("batchgen.jobs.run_job.scores_of", timed_scores):
+    with patch("batchgen.jobs.run.run_job.scores_of", timed_scores):
         result = run_job(config, parts)
     took = Took(time.perf_counter() - started, sum(os.times()[:4]) - cpu, grading)
     assert result.exit_code == 0, result.message
@@ -208,11 +199,6 @@ def run_grading(options: argparse.Namespace) -> list[Any]:
 MODES = {
     "job": Mode(add_job_arguments, run_jobs),
     "grading": Mode(add_grading_arguments, run_grading),
-    "steps": Mode(add_steps_arguments, run_steps),
-    "until": Mode(until.add_arguments, until.run),
-    "images": Mode(add_image_arguments, run_images),
-    "pipeline": Mode(add_pipeline_arguments, run_pipelines),
-    "view": Mode(pages.add_arguments, pages.run),
 }
 
 

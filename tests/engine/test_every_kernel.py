@@ -29,8 +29,8 @@ import pytest
 import torch
 from triton.runtime import KernelInterface
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
@@ -180,7 +180,7 @@ RUNS = (
 )
 ELSEWHERE = (
     "fp8.", "mxfp4.mxfp4_dequantise_triton.", "parallel.", "moe.persistent_triton.",
-    "moe.moe_align_triton.", "sampling.token_mask.", "linear_attention.delta_replay.",
+    "moe.moe_align_triton.", "sampling.token_mask.", "layers.narrow_linear_triton.",
     "layers.cache_plane.", "attention.kv_gather.", "moe.experts_triton._sum_slots",
 )  # fmt: skip
 """How the names of kernels begin that these runs do not need; tests/kernels runs them."""

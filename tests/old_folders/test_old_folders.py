@@ -67,7 +67,8 @@ def test_the_same_command_computes_nothing(
     assert before
     assert run(COMMANDS[name]) == (3 if name in BAD_ROWS else 0), capsys.readouterr()
     assert rows_of(folder / name) == before
-    assert {path.name for path in (folder / name).iterdir()} == names
+    left = {path.name for path in (folder / name).iterdir()}
+    assert left - {".lock"} == names - {".lock"}, "pipelines had none"
 
 
 @pytest.mark.parametrize("name", [name for name in JOBS_HERE if name != "demo"])

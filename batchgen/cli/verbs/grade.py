@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from batchgen.cli.job_outcome import exit_code
 from batchgen.cli.verb_table import Parser
-from batchgen.scoring.graded_folder import GradedJob, scoring
+from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.paths import user_path
 
@@ -19,8 +19,7 @@ of these, are replaced, it says how many marks that changes, and shows the first
 
   batchgen grade OUT
   batchgen grade OUT +experiment=gsm8k
-  batchgen grade OUT 'post=[{_target_: batchgen.grading.extract.Extract, methods: [boxed]},
-                            {_target_: batchgen.grading.grade.Grade, method: math}]'
+  batchgen grade OUT 'post=[{Extract: {methods: [boxed]}}, {Grade: {method: math}}]'
 """
 
 
@@ -55,14 +54,14 @@ def _grade(arguments: Sequence[str]) -> int:
     config = scoring(job, given.override, given.trust)
     if not config.post:
         raise ConfigError(
-            f"the job in {given.out} has no `post` steps: give some with post=[{{_target_: …}}] or "
+            f"the job in {given.out} has no `post` steps: give some with post=[{{Extract: …}}] or "
             "take those of a ready job with +experiment=NAME"
         )
-    from batchgen.grades.changed_marks import ChangedMarks
-    from batchgen.grading.build_steps import check_scored, post_steps
-    from batchgen.jobs.graded_job import save_scores, score
-    from batchgen.report.write_report import renew_report
-    from batchgen.scoring.samples import Samples
+    from batchgen.evals.graders.build_steps import check_scored, post_steps
+    from batchgen.evals.grades.changed_marks import ChangedMarks
+    from batchgen.evals.scores.samples import Samples
+    from batchgen.jobs.run.graded_job import save_scores, score
+    from batchgen.pages.report.write_report import renew_report
 
     check_scored(post_steps(config.post), config.score, job.columns)
     with job.locked(), _added_to(given.changes) as write:
@@ -79,7 +78,7 @@ def _grade(arguments: Sequence[str]) -> int:
     print(f"{count:,} rows graded" if count else "All rows have these grades already.")
     if scores is not None:
         job.warn_of_copies()
-        from batchgen.texts.text_table import score_lines, table
+        from batchgen.util.text.text_table import score_lines, table
 
         print(table(score_lines(scores)))
     return 0

@@ -9,7 +9,7 @@ import math
 from collections import abc
 from typing import Any, NoReturn
 
-from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.interface.constraint_error import ConstraintError
 
 WHITESPACE = " \t\n\r"
 """The characters that JSON allows between its tokens; there are no others."""
@@ -86,7 +86,11 @@ def equality_key(value: Any) -> abc.Hashable:
 
 def has_lone_surrogate(text: str) -> bool:
     """Whether a string has half of a UTF-16 pair (U+D800 to U+DFFF), which UTF-8 cannot encode."""
-    return any("\ud800" <= char <= "\udfff" for char in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _loads(text: str, **hooks: Any) -> Any:

@@ -9,18 +9,18 @@ from pkgutil import resolve_name
 
 import pytest
 
-import batchgen.grading
-import batchgen.steps
+import batchgen.evals.graders
+import batchgen.inputs.steps
 from batchgen.__main__ import run_command
-from batchgen.cli.step_help import STEPS
-from batchgen.config.config_keys import ROW_STEPS
-from batchgen.steps.table_step import TableStep
+from batchgen.config.groups.class_names import CLASSES, class_path
+from batchgen.config.groups.config_keys import STEP_LISTS
+from batchgen.inputs.steps.table_step import TableStep
 
 
 def _steps() -> set[str]:
     """The import paths of all classes that have what a step has."""
     found = set()
-    for room in (batchgen.grading, batchgen.steps):
+    for room in (batchgen.evals.graders, batchgen.inputs.steps):
         for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
             for name, cls in vars(import_module(module.name)).items():
                 own = isinstance(cls, type) and cls.__module__ == module.name
@@ -35,20 +35,18 @@ def _is_stable(cls: type) -> bool:
 
 
 def test_all_steps_are_listed() -> None:
-    assert _steps() == {target for targets in STEPS.values() for target in targets}
+    assert _steps() == {class_path(name) for key in STEP_LISTS for name in CLASSES[key]}
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_a_list_of_steps(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["--help", name]) == 0
+@pytest.mark.parametrize("key", STEP_LISTS)
+def test_a_list_of_steps(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--help", key]) == 0
     text = capsys.readouterr().out
-    short = {target: name for name, target in ROW_STEPS.items()}
-    titles = {target: short.get(target, f"_target_: {target}") for target in STEPS[name]}
-    for target in STEPS[name]:
-        step = text.partition(f"\n{titles[target]}\n")[2]
-        for title in titles.values():
+    for name in CLASSES[key]:
+        step = text.partition(f"\n{name}\n")[2]
+        for title in CLASSES[key]:
             step = step.partition(f"\n{title}\n")[0]
-        cls = resolve_name(target)
+        cls = resolve_name(class_path(name))
         assert cls.__doc__.split("\n")[0] in step
         keys = [line.partition(":")[0].strip() for line in step.split("\n") if line[2:3] != " "]
         fields = [field.name.rstrip("_") for field in dataclasses.fields(cls)]

@@ -15,14 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from alone_rows import Alone
-from engine_rows import Request, expect_short_rows
-from forced_drafts import ForcedStrategy, some_slow
 from torch import Tensor
 
-from batchgen.engine.base import engine_config
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.interface import engine_config
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
@@ -34,6 +31,9 @@ from batchgen.kernels.linear_attention.delta_rule import delta_step
 from batchgen.kernels.linear_attention.state_rows import StepRows
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from tests.support.engine.alone_rows import Alone
+from tests.support.engine.engine_rows import Request, expect_short_rows
+from tests.support.engine.forced_drafts import ForcedStrategy, some_slow
 
 CPU = torch.device("cpu")
 ROUTE = "routed_experts"
@@ -147,12 +147,12 @@ def test_drafts_that_fall_anywhere_are_taken_back(alone: Alone, folder: Path) ->
     check_forced(alone, folder, k=3)
 
 
-@pytest.mark.parametrize("most", [1, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fold", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_states_that_are_written_back_later(
-    alone: Alone, folder: Path, monkeypatch: pytest.MonkeyPatch, most: int
+    alone: Alone, folder: Path, monkeypatch: pytest.MonkeyPatch, fold: int
 ) -> None:
     """As on a GPU, where records stay pending."""
-    monkeypatch.setattr(engine_config, "most_pending", lambda device: most)
+    monkeypatch.setattr(engine_config, "folded_at_once", lambda device: fold)
     check_forced(alone, folder, k=3)
 
 
@@ -194,7 +194,7 @@ def folded_states(engine: LLMEngine) -> list[Tensor]:
     for cache in states.layers:
         window, matrix = cache.state["window"], cache.state["matrix"]
         slot = torch.ones(1, dtype=torch.int64)
-        step = StepRows(slot, cache.pending, cache.first, 0, most_pending=0)
+        step = StepRows(slot, cache.pending, cache.first, 0, fold=1)
         nothing = torch.zeros(0, window.shape[-1])
         weight, none = torch.zeros(window.shape[-1], 4), torch.zeros(0, 4)
         causal_conv_step(nothing, weight, window, cache.records["inputs"], step)

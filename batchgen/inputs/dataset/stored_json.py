@@ -1,0 +1,27 @@
+"""What the fields of output columns say of the columns of the data set."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pyarrow as pa
+from datasets import Features
+
+_KEY = "feature"
+
+
+def stored_field(name: str, feature: Any, type: pa.DataType) -> pa.Field:
+    """The Arrow field of an output column; its metadata keeps the feature of the data set's
+    column."""
+    described = json.dumps(Features({name: feature}).to_dict())
+    return pa.field(name, type, metadata={_KEY: described})
+
+
+def stored_feature(field: pa.Field) -> Any:
+    """The feature that the data set's column had from which an output column was copied."""
+    described = (field.metadata or {}).get(_KEY.encode())
+    if described is None:
+        return Features.from_arrow_schema(pa.schema([field]))[field.name]
+    (feature,) = Features.from_dict(json.loads(described)).values()
+    return feature
