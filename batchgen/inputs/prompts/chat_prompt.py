@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import UndefinedError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
 from batchgen.config.groups.prompt_config import ChatPromptConfig
 from batchgen.engine.constraint.harmony import HarmonyTokens
@@ -17,6 +18,7 @@ from batchgen.inputs.images.image_sources import ImageSource
 from batchgen.inputs.images.row_images import RowImage, RowImages
 from batchgen.inputs.prompts.chat_templates import bound_chat_templates, on_day, today
 from batchgen.inputs.prompts.image_places import ImagePlaces, refuse_template_without_images
+from batchgen.inputs.prompts.message_forms import ADVICE, MessageForms, texts_of
 from batchgen.inputs.prompts.messages import checked_messages, known_roles
 from batchgen.inputs.prompts.prompt_tokens import TextTokens, text_bytes
 from batchgen.inputs.prompts.tools import checked_tools
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from batchgen.inputs.dataset.source import Row
 
 Messages = list[dict[str, Any]]
+_STAND_IN = "zqz"
+"""The content of a message without one while it is rendered, so that its place is found."""
 EFFORTS = ("low", "medium", "high")
 """The reasoning efforts that models of Harmony were trained with; the template takes any text."""
 
@@ -60,6 +64,7 @@ class ChatPrompt:
         source = self._chat_template()
         self.day = _day(config.date, source, day)
         self._roles = known_roles(source)
+        self._forms = MessageForms(self._render, source)
         if config.messages_column is not None:
             self._path = named_path("prompt.messages_column", config.messages_column, columns)
         if config.tools_column is not None:
@@ -109,7 +114,7 @@ class ChatPrompt:
         messages, sources = self._placed(row)
         if self._turns:
             for message in messages:
-                for text in _texts(message):
+                for text in texts_of(message):
                     self._tokens.refuse_long(text)  # before it is copied for each mark
         text = self._rendered(messages, self._tools(row))
         return self._tokens.of(text, add_special_tokens=False), sources
@@ -127,7 +132,7 @@ class ChatPrompt:
             assert self._places is not None
             beside += sum(self._places.images.tokens(sources))
         if self._turns:
-            return beside + sum(text_bytes(text) for each in messages for text in _texts(each))
+            return beside + sum(text_bytes(text) for each in messages for text in texts_of(each))
         return beside + text_bytes(str(messages))
 
     def text(self, row: Row) -> str:
@@ -149,13 +154,30 @@ class ChatPrompt:
         return turns
 
     def _rendered(self, messages: Messages, tools: Sequence[Any] | None) -> str:
-        """The text of a conversation, or RequestError if the chat template does not take it."""
+        """The text of a conversation, or RequestError if the chat template does not take it, or
+        leaves out a part of it."""
+        messages = self._forms.formed(messages, tools)
+        last, inner = messages[-1].get("content"), None
+        if self._config.continue_ and isinstance(last, str):
+            # Templates trim: white space around a message that goes on is put back behind them.
+            inner = last.strip() or _STAND_IN
+            messages = [*messages[:-1], {**messages[-1], "content": inner}]
         try:
             with template_errors("the model's chat template"):
-                return self._render(messages, tools)
+                text = self._render(messages, tools)
         except UndefinedError as error:
-            text = f"the model's chat template: {error.message}"
-            raise RequestError("template_error", text) from None
+            why = f"the model's chat template: {error.message}"
+            raise RequestError("template_error", why) from None
+        self._forms.check(messages, text)
+        if inner is None:
+            return text
+        if not text.endswith(inner):
+            raise RequestError(
+                "template_error",
+                "prompt.continue: the model's chat template changes the last message, so that it "
+                "cannot be continued: use prompt=text and write the whole prompt",
+            )
+        return f"{text.removesuffix(inner)}{last}"
 
     def _messages(self, row: Row) -> Messages:
         """The conversation of a row, with the system message."""
@@ -194,18 +216,25 @@ class ChatPrompt:
         return checked_tools(value_at(row.fields, self._tools_path), column)
 
     def _render(self, messages: Messages, tools: Sequence[Any] | None = None) -> str:
+        """The text that the chat template makes; RENDER_ERRORS if it takes no such conversation.
+
+        `apply_chat_template` would take keys that are null out of messages, and there are templates
+        that need a content that is null.
+        """
         goes_on = self._config.continue_
-        given: dict[str, Any] = {**self._kwargs, **({} if tools is None else {"tools": tools})}
+        given = dict(self._kwargs)
+        listed = None if tools is None else list(tools)
+        template = self._tokenizer.get_chat_template(given.pop("chat_template", None), listed)
         with on_day(self.day):
-            text = self._tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
+            found = chat_template_utils.render_jinja_template(
+                conversations=[messages],
+                tools=listed,
+                chat_template=template,
                 add_generation_prompt=not goes_on,
                 continue_final_message=goes_on,
-                **given,
+                **{**self._tokenizer.special_tokens_map, **given},
             )
-        assert isinstance(text, str)
-        return text
+        return str(found[0][0])  # of texts and masks
 
     def _chat_template(self) -> str:
         """The source of the chat template; of one with several parts, that of all of them."""
@@ -232,12 +261,15 @@ class ChatPrompt:
     def _try_roles(self) -> None:
         """Refuse a conversation before the job starts, if the chat template takes none such."""
         roles = [role for role, _ in self._turns] or ["user"]
+        keys = [template.key for _, template in self._turns] or ["prompt"]
         if self._config.continue_ and not self._turns:
-            roles.append("assistant")
-        roles = ["system"] * (self._system is not None) + roles
+            roles, keys = [*roles, "assistant"], [*keys, "prompt"]
+        if self._system is not None:
+            roles, keys = ["system", *roles], ["prompt.system", *keys]
         image = [{"type": "image"}, {"type": "text", "text": "text"}]
         try:
-            self._render([{"role": role, "content": "text"} for role in roles])
+            messages = [{"role": role, "content": "text"} for role in roles]
+            self._render(messages)
             if self._places is not None and "user" in roles:
                 text = self._render([{"role": "user", "content": image}])
                 mark = str(self._tokenizer.decode([self._places.images.image_token_id]))
@@ -253,6 +285,12 @@ class ChatPrompt:
                 f"prompt: the model's chat template cannot take the roles {' and '.join(roles)}: "
                 f"{why}"
             ) from None
+        if (left_out := self._forms.left_out(messages)) is not None:
+            at = left_out[0]
+            raise ConfigError(
+                f"{keys[at]}: the model's chat template leaves out a message of the role "
+                f"{roles[at]} here: {ADVICE}"
+            )
 
 
 def _day(given: str | None, source: str, of_job: Callable[[], str]) -> str | None:
@@ -262,14 +300,6 @@ def _day(given: str | None, source: str, of_job: Callable[[], str]) -> str | Non
     if given is not None:
         raise ConfigError("prompt.date: the model's chat template writes no date: leave it out")
     return None
-
-
-def _texts(message: Mapping[str, Any]) -> list[str]:
-    """The texts of a message, whose content is one or has parts."""
-    content = message["content"]
-    if isinstance(content, str):
-        return [content]
-    return [part["text"] for part in content if "text" in part]
 
 
 def _template(key: str, source: str | None, columns: Mapping[str, Any]) -> RowTemplate | None:

@@ -28,8 +28,9 @@ def checked_messages(
     """The messages of a row, each with a role and a content, or tool calls instead of a content.
 
     Messages of ShareGPT, which have `from` and `value`, are turned into such. Entries that are null
-    are left out: Arrow adds them where messages have different keys. With `images` a content may be
-    a list of parts, which `checked_parts` has put into one form.
+    are left out: Arrow adds them where messages have different keys. A message with tool calls has
+    the content None if it has none. A content that is a list of parts is the text of these; with
+    `images` it stays a list, which `checked_parts` has put into one form.
 
     Raises:
         RequestError: bad_messages: the value is no list of such messages, or a role is unknown.
@@ -44,19 +45,22 @@ def checked_messages(
         message = {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else {}
         if "from" in message and "role" not in message:
             message = _of_sharegpt(message)
-        content = message.get("content", "" if "tool_calls" in message else None)
-        role = message.get("role")
-        where = f"column {column!r}, message {position}"
-        if images and isinstance(content, list):
-            content = message["content"] = checked_parts(content, where)
-        elif (kind := _other_part(content)) is not None:
-            raise RequestError(
-                "bad_messages",
-                f"{where}: content has a part of type {kind}, and only text is read here",
-            )
-        if not isinstance(role, str) or not isinstance(content, (str, list) if images else str):
+        role, where = message.get("role"), f"column {column!r}, message {position}"
+        if calls := message.pop("tool_calls", None):
+            message["tool_calls"] = _checked_calls(calls, where)
+        content = message.setdefault("content", None)
+        if isinstance(content, list):
+            content = message["content"] = _checked_content(content, where, images)
+        no_content = content is None and calls
+        if not isinstance(role, str) or not (no_content or isinstance(content, str | list)):
             raise RequestError(
                 "bad_messages", f"{where}: role and content must be strings, got {short(item)}"
+            )
+        if "function_call" in message:
+            raise RequestError(
+                "bad_messages",
+                f"{where}: function_call is not read: write it as one of tool_calls, which is a "
+                "list of {type: function, function: {name, arguments}}",
             )
         if role not in roles:
             raise RequestError(
@@ -66,13 +70,41 @@ def checked_messages(
     return messages
 
 
-def _other_part(content: Any) -> str | None:
-    """The type of the first part of a content that is no text, such as an image; None if there is
-    none, or if the content does not consist of parts."""
-    if not isinstance(content, list):
-        return None
-    types = (part.get("type") for part in content if isinstance(part, dict))
-    return next((short(kind) for kind in types if kind not in (None, "text")), None)
+def _checked_content(content: list[Any], where: str, images: bool) -> str | list[dict[str, Any]]:
+    """The parts of a content; where no images are read, the text that they make one after another,
+    as templates that take parts write them."""
+    parts = checked_parts(content, where)
+    if images:
+        return parts
+    if any(part["type"] == "image" for part in parts):
+        raise RequestError(
+            "bad_messages", f"{where}: content has an image, and only text is read here"
+        )
+    return "".join(part["text"] for part in parts)
+
+
+def _checked_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """The tool calls of a message, each {function: {name, arguments}} or {name, arguments} with
+    arguments that are an object or its text."""
+    if not isinstance(calls, list):
+        raise RequestError(
+            "bad_messages", f"{where}: tool_calls must be a list, got {short(calls)}"
+        )
+    found = []
+    for number, item in enumerate(calls):
+        call = {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else {}
+        function = call.get("function", call)
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not isinstance(
+            function.get("arguments"), str | dict | None
+        ):
+            raise RequestError(
+                "bad_messages",
+                f"{where}: tool call {number} must be {{type: function, function: {{name, "
+                f"arguments}}}} with an object or its text as arguments, got {short(item)}",
+            )
+        found.append(call)
+    return found
 
 
 def checked_parts(content: list[Any], where: str) -> list[dict[str, Any]]:

@@ -48,11 +48,12 @@ def image_columns(config: JobConfig, model: OpenedModel) -> Collection[str]:
 
 
 def row_images(config: JobConfig, model: OpenedModel, source: Source) -> RowImages | None:
-    """What makes the images of the job's rows; None if rows have none.
+    """What makes the images of the job's rows; None if rows have none, or the model reads none:
+    then a row with images becomes an error row.
 
     Raises:
-        ConfigError: rows have images, and the model reads none or Pillow is not there; or the
-            model's folder does not say how large images may be.
+        ConfigError: all conversations have images, and the model reads none; Pillow is not there;
+            or the model's folder does not say how large images may be.
     """
     prompt, columns = config.prompt, source.features
     if not isinstance(prompt, ChatPromptConfig | OpenAIPromptConfig):
@@ -60,12 +61,12 @@ def row_images(config: JobConfig, model: OpenedModel, source: Source) -> RowImag
     parts = _parts_in(prompt, source)
     vision = model.config.vision
     if vision is None:
-        if parts:
+        if parts and all(parts) and isinstance(prompt, ChatPromptConfig):
             raise ConfigError(
                 f"the conversations of the rows have images, and {_reads_text_only(model)}"
             )
         return None
-    if not parts:
+    if not any(parts):
         if not isinstance(prompt, ChatPromptConfig):
             return None
         usual = prompt.image_column is None and prompt.images is None
@@ -86,14 +87,14 @@ def _reads_text_only(model: OpenedModel) -> str:
     )
 
 
-def _parts_in(prompt: ChatPromptConfig | OpenAIPromptConfig, source: Source) -> bool:
-    """Whether the conversations of the data set have parts that are images, by the first rows."""
+def _parts_in(prompt: ChatPromptConfig | OpenAIPromptConfig, source: Source) -> list[bool]:
+    """Which of the first conversations of the data set have parts that are images."""
     body = isinstance(prompt, OpenAIPromptConfig)
     column = prompt.body_column if isinstance(prompt, OpenAIPromptConfig) else None
     if isinstance(prompt, ChatPromptConfig):
         column = prompt.messages_column
     if column is None:
-        return False
+        return []
     from batchgen.inputs.dataset.source import Following
 
     key = "prompt.body_column" if body else "prompt.messages_column"
@@ -109,13 +110,14 @@ def _parts_in(prompt: ChatPromptConfig | OpenAIPromptConfig, source: Source) -> 
         return value.get("messages") if isinstance(value, Mapping) else value
 
     conversations = (messages(value_at(row.fields, path)) for row in rows)
-    parts = (
-        part
+    return [
+        any(
+            _is_image(part)
+            for message in _mappings(conversation)
+            for part in _mappings(message.get("content"))
+        )
         for conversation in conversations
-        for message in _mappings(conversation)
-        for part in _mappings(message.get("content"))
-    )
-    return any(map(_is_image, parts))
+    ]
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:

@@ -39,7 +39,7 @@ class RowTemplate:
             keep_trailing_newline=True,
             finalize=_not_null,
         )
-        self._key = key
+        self.key = key
         try:
             tree = env.parse(source)
             self._template = env.from_string(source)
@@ -69,14 +69,14 @@ class RowTemplate:
         if self._only is not None and type(value := fields.get(self._only)) is str:
             return value
         try:
-            with template_errors(self._key):
+            with template_errors(self.key):
                 return self._template.render({"row": fields, "row_index": row_index, **fields})
         except UndefinedError as error:
             from batchgen.engine.interface.outputs import RequestError  # brings torch
 
             has = some_names(fields)
             raise RequestError(
-                "missing_field", f"{self._key}: {error.message}; the row has {has}"
+                "missing_field", f"{self.key}: {error.message}; the row has {has}"
             ) from None
         except _NullOutput:
             from batchgen.engine.interface.outputs import RequestError
@@ -88,7 +88,7 @@ class RowTemplate:
             ]
             raise RequestError(
                 "missing_field",
-                f"{self._key} prints a value that is null ({', '.join(null) or 'see the row'}): "
+                f"{self.key} prints a value that is null ({', '.join(null) or 'see the row'}): "
                 "write {{ name or '' }} where that is meant",
             ) from None
 

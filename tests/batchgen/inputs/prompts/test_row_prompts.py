@@ -75,10 +75,13 @@ def test_messages_that_end_with_the_assistants_get_a_further_turn() -> None:
 
 
 def test_roles_that_the_chat_template_asks_for_are_known() -> None:
-    template = "{% for m in messages %}{% if m['role'] == 'critic' %}C{% endif %}{% endfor %}x"
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'critic' %}C{% endif %}{{ m.content }}"
+        "{% endfor %}x"
+    )
     kwargs = {"chat_template": template}
     prompt = build(ChatPromptConfig(messages_column="messages", template_kwargs=kwargs))
-    assert shown(prompt, messages=[{"role": "critic", "content": "a"}]) == "Cx"
+    assert shown(prompt, messages=[{"role": "critic", "content": "a"}]) == "Cax"
     with pytest.raises(RequestError, match=r"use system, user, .*, developer, critic$"):
         prompt.token_ids(row(messages=[{"role": "poet", "content": "a"}]))
 
@@ -181,7 +184,7 @@ def test_rows_are_not_changed_and_prompts_repeat() -> None:
 
 
 def test_prompts_name_the_day_of_the_job() -> None:
-    tokenizer = byte_tokenizer("{{ strftime_now('%d %b %Y %H:%M') }}")
+    tokenizer = byte_tokenizer("{{ strftime_now('%d %b %Y %H:%M') }}{{ messages[0].content }}")
     columns = {"q": Value("string"), "body": Value("string")}
     body = {"messages": [{"role": "user", "content": "x"}]}
     asked: list[tuple[ChatPromptConfig | OpenAIPromptConfig, Row]] = [
@@ -193,5 +196,5 @@ def test_prompts_name_the_day_of_the_job() -> None:
         for each, of_job in ((dated, "1999-01-01"), (config, "2026-03-04")):
             day = partial(str, of_job)
             made = build_prompt(each, tokenizer, vocab_size=300, columns=columns, day=day)
-            assert made.day == "2026-03-04" and made.text(asking) == "04 Mar 2026 00:00"
+            assert made.day == "2026-03-04" and made.text(asking) == "04 Mar 2026 00:00x"
     assert chat("{{ messages }}").day is None

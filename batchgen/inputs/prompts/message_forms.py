@@ -1,0 +1,321 @@
+"""Which form of messages a chat template takes, and what it leaves out of them.
+
+Templates were trained on one of two forms of a tool call's arguments, an object or its text in
+JSON, and write the other one wrong in silence. And a template may leave out whole messages: roles
+that it does not know, tool calls, tools. Both are found by rendering a conversation of the same
+shape whose texts are words that are in no template, once for each shape.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from batchgen.engine.constraint.json_schema.json_text import parse_unique_json
+from batchgen.engine.interface.outputs import RequestError
+from batchgen.util.shorten import beginning
+from batchgen.util.templates.template_bounds import TemplateLimit
+from batchgen.util.templates.template_sandbox import RENDER_ERRORS
+
+Messages = list[dict[str, Any]]
+Tools = Sequence[Mapping[str, Any]] | None
+Render = Callable[[Messages, Tools], str]
+ADVICE = (
+    "write it into a message that the template takes, or give another template with "
+    "prompt.template_kwargs={chat_template: …}"
+)
+_MOST_SHAPES = 4096
+"""Shapes of conversations that are kept. Most data sets have a few; others are looked at again."""
+_QUOTED = re.compile(r"""'((?:[^'\\\n]|\\.){2,80})'|"((?:[^"\\\n]|\\.){2,80})\"""")
+
+
+ABSENT = "\0absent"
+"""Stands for a content whose key is not there."""
+
+
+class _Form(NamedTuple):
+    """How messages of one shape are rendered: the arguments of tool calls as objects, as texts or
+    as they are (None); the content of messages that have tool calls instead (ABSENT: no such key);
+    and which message the template leaves out all the same, in words with its index, None if none.
+    """
+
+    as_objects: bool | None
+    no_content: str | None
+    left_out: tuple[int, str] | None
+
+
+class MessageForms:
+    """Puts messages into the form that a chat template takes, and refuses what it leaves out.
+
+    Args:
+        render: the text of a conversation; raises RENDER_ERRORS if the template takes none such.
+        source: of the template.
+    """
+
+    def __init__(self, render: Render, source: str) -> None:
+        self._render, self._source = render, source
+        self._forms: dict[Any, _Form] = {}
+
+    def formed(self, messages: Messages, tools: Tools) -> Messages:
+        """A conversation in the form that the template takes.
+
+        Raises:
+            RequestError: template_error: the template leaves out messages of such a conversation.
+                bad_messages: arguments of a tool call are no JSON object, and the template needs
+                one.
+        """
+        form = self._form(messages, tools)
+        if form is None:
+            return messages
+        if form.left_out is not None:
+            raise _left_out(form.left_out[1])
+        return [_without_absent(_formed(message, form)) for message in messages]
+
+    def check(self, messages: Messages, text: str) -> None:
+        """Raise RequestError (template_error) if a content is not in the text that the template has
+        made of the messages."""
+        for index, message in enumerate(messages):
+            for content in texts_of(message):
+                if content.strip() not in text and not self._is_kept(content, message, text):
+                    shown = beginning(content, 60)
+                    raise _left_out(f"or changes {_named(index, message)}, {shown!r}")
+
+    def left_out(self, messages: Messages) -> tuple[int, str] | None:
+        """The index of a message that the template leaves out, and which it is in words; None if
+        it leaves out none, or does not take the conversation."""
+        form = self._form(messages, None)
+        return None if form is None else form.left_out
+
+    def _form(self, messages: Messages, tools: Tools) -> _Form | None:
+        """The form of a conversation; None if the template takes none of its shape."""
+        shape = (tools is not None, *map(_shape, messages))
+        if (known := self._forms.get(shape)) is None:
+            try:
+                known = self._decide(messages, tools)
+            except TemplateLimit as error:
+                text = f"the model's chat template: {error}"
+                raise RequestError("template_error", text) from None
+            # What no form renders may be due to this row alone, such as an id that is too long.
+            if known is not None:
+                if len(self._forms) >= _MOST_SHAPES:
+                    self._forms.clear()
+                self._forms[shape] = known
+        return known
+
+    def _decide(self, messages: Messages, tools: Tools) -> _Form | None:
+        """Try the forms of a conversation's shape, the one that it has at first."""
+        calling = [message for message in messages if message.get("tool_calls")]
+        empty = [message["content"] for message in calling if not message["content"]]
+        # What transformers renders for null is a message without the key.
+        contents = [ABSENT, None, ""] if empty and empty[0] is None else ["", ABSENT, None]
+        worst: _Form | None = None
+        for content in contents if empty else contents[:1]:
+            forms = [_Form(kind, content, None) for kind in ((True, False) if calling else (None,))]
+            tried = [self._try(messages, tools, form) for form in forms]
+            found = [form for form in tried if form is not None]
+            good = [form for form in found if form.left_out is None]
+            if good:
+                return good[0] if len(good) == 1 else good[0]._replace(as_objects=None)
+            worst = worst or (found[0] if found else None)
+        if worst is not None and empty and self._knows_no_content(messages, tools):
+            return worst._replace(no_content=None, left_out=None)
+        return worst
+
+    def _knows_no_content(self, messages: Messages, tools: Tools) -> bool:
+        """Whether the template names no tool calls, and yet writes a message that has them instead
+        of a content otherwise than an empty one: it was made for such messages."""
+        if "tool_calls" in self._source:
+            return False
+        forms = (_Form(None, content, None) for content in (None, ""))
+        texts = [self._probed(messages, tools, form, []) for form in forms]
+        return None not in texts and texts[0] != texts[1] and "None" not in str(texts[0])
+
+    def _try(self, messages: Messages, tools: Tools, form: _Form) -> _Form | None:
+        """The form with what the template leaves out of it; None if it does not take it."""
+        words: list[_Word] = []
+        text = self._probed(messages, tools, form, words)
+        if text is None:
+            return None
+        for word in words:
+            if word.text not in text or (word.is_key and _is_miswritten(word.text, text)):
+                return form._replace(left_out=(word.message, word.what))
+        if form.no_content in (None, ABSENT) and "None" in text:
+            instead = self._try(messages, tools, form._replace(no_content=""))
+            if instead is not None and instead.left_out is None:
+                return instead  # the template writes None where there is no content
+        return form
+
+    def _probed(
+        self, messages: Messages, tools: Tools, form: _Form, words: list[_Word]
+    ) -> str | None:
+        """The text of a conversation of the same shape in a form, whose texts are `words`; None if
+        the template does not take it."""
+        probes = [_probe(at, message, form, words) for at, message in enumerate(messages)]
+        named = None
+        if tools is not None:
+            words += [_Word(-1, f"zq{at}tqz", f"tool {at}") for at in range(len(tools))]
+            named = [_named_tool(tool, f"zq{at}tqz") for at, tool in enumerate(tools)]
+        try:
+            return self._render([_without_absent(probe) for probe in probes], named)
+        except TemplateLimit:
+            raise
+        except RENDER_ERRORS:
+            return None
+
+    def _is_kept(self, content: str, message: Mapping[str, Any], text: str) -> bool:
+        """Whether a content that is not in the text as it is has only lost what the template names:
+        thoughts of earlier turns, switches such as /no_think."""
+        escaped = (json.dumps(content.strip(), ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+        if any(each in text for each in escaped):
+            return True
+        pieces = self._marks.split(content)
+        if len(pieces) == 1:
+            return False
+        kept = pieces[-1:] if message["role"] == "assistant" else pieces
+        return all(piece.strip() in text for piece in kept)
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        """The texts that the template writes or looks for."""
+        found = {a or b for a, b in _QUOTED.findall(self._source)}
+        texts = {text.replace("\\n", "\n").strip() for text in found}
+        longest = sorted(map(re.escape, filter(None, texts)), key=len, reverse=True)
+        return re.compile("|".join(longest) or r"(?!)")
+
+
+def texts_of(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message, whose content is one, has parts, or is None."""
+    content = message.get("content")
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if "text" in part]
+
+
+def _left_out(what: str) -> RequestError:
+    return RequestError("template_error", f"the model's chat template leaves out {what}: {ADVICE}")
+
+
+def _named(index: int, message: Mapping[str, Any]) -> str:
+    return f"message {index} ({message['role']})"
+
+
+def _shape(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What decides how a template treats a message, but for its texts."""
+    content = message["content"]
+    if isinstance(content, list):
+        content = tuple((part["type"], _says(part.get("text"))) for part in content)
+    elif content is not None:
+        content = bool(content), _says(content)
+    calls = tuple("function" in call for call in message.get("tool_calls") or ())
+    return message["role"], content, calls, tuple(message)
+
+
+class _Word(NamedTuple):
+    """A word that stands for a text of a message, by its index, and for what. A key is one of
+    arguments."""
+
+    message: int
+    text: str
+    what: str
+    is_key: bool = False
+
+
+def _is_miswritten(key: str, text: str) -> bool:
+    """Whether the arguments with this key are written as JSON in JSON, or as Python."""
+    return f'\\"{key}' in text or f"'{key}':" in text
+
+
+def _probe(index: int, message: dict[str, Any], form: _Form, words: list[_Word]) -> dict[str, Any]:
+    """A message of the same shape in a form, whose texts are words of their own, put to `words`."""
+    named = _named(index, message)
+
+    def word(name: str, what: str = "", is_key: bool = False) -> str:
+        words.append(_Word(index, f"zq{index}{name}qz", f"{what}{named}", is_key))
+        return words[-1].text
+
+    probe, content = dict(message), message["content"]
+    if isinstance(content, list):
+        probe["content"] = [
+            {**part, "text": word(f"p{at}", f"part {at} of ")} if _says(part.get("text")) else part
+            for at, part in enumerate(content)
+        ]
+    elif _says(content):
+        probe["content"] = word("")
+    if calls := message.get("tool_calls"):
+        if not content:
+            probe |= {"content": form.no_content}
+        probe["tool_calls"] = []
+        for at, call in enumerate(calls):
+            of = f"tool call {at} of "
+            key = word(f"k{at}", f"the arguments of {of}", is_key=True)
+            arguments = {key: word(f"v{at}", f"the arguments of {of}")}
+            made = arguments if form.as_objects else json.dumps(arguments)
+            probe["tool_calls"].append(_named_call(call, f"zq{index}n{at}qz", made))
+    return probe
+
+
+def _without_absent(message: dict[str, Any]) -> dict[str, Any]:
+    if message["content"] != ABSENT:
+        return message
+    return {key: value for key, value in message.items() if key != "content"}
+
+
+def _says(text: str | None) -> bool:
+    return text is not None and bool(text.strip())
+
+
+def _named_call(call: Mapping[str, Any], name: str, arguments: Any) -> dict[str, Any]:
+    other = {"name": name, "arguments": arguments}
+    return (
+        {**call, "function": {**call["function"], **other}}
+        if "function" in call
+        else {**call, **other}
+    )
+
+
+def _named_tool(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if "function" in tool:
+        return {**tool, "function": {**tool["function"], "name": name}}
+    return {**tool, "name": name}
+
+
+def _formed(message: dict[str, Any], form: _Form) -> dict[str, Any]:
+    """A message in a form: its tool calls' arguments, and a content that is not there."""
+    if not (calls := message.get("tool_calls")):
+        return message
+    content = message["content"] or form.no_content
+    formed = [_formed_call(call, form.as_objects) for call in calls]
+    return {**message, "content": content, "tool_calls": formed}
+
+
+def _formed_call(call: Mapping[str, Any], as_object: bool | None) -> Mapping[str, Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":
+        arguments = {}
+    if as_object is False and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif as_object and isinstance(arguments, str):
+        arguments = _object(arguments)
+    changed = {**function, "arguments": arguments}
+    return {**call, "function": changed} if "function" in call else changed
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """The object that a text of arguments spells."""
+    try:
+        found = parse_unique_json(arguments)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise RequestError(
+            "bad_messages",
+            "the model's chat template takes the arguments of a tool call as an object, and "
+            f"{beginning(arguments, 80)!r} is no JSON of one",
+        )
+    return found
