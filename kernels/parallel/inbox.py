@@ -60,9 +60,7 @@ def clear(memory: Tensor) -> None:
     memory.view(torch.int16).fill_(_EMPTY[2])
 
 
-def row_chunks(
-    rows: int, most: int, lane: int, peers: PeerMemory
-) -> Iterator[tuple[int, slice]]:
+def row_chunks(rows: int, most: int, lane: int, peers: PeerMemory) -> Iterator[tuple[int, slice]]:
     """Divide rows into launches of at most `most`; yield the lane and the rows of each."""
     assert lane != peers.spare and most > 0, "the inboxes are too small for one row"
     for index, start in enumerate(range(0, rows, most)):

@@ -11,7 +11,8 @@
     python scripts/bench/bench_engine.py dllm [--model sdar-8b] [--lengths 4,32]
     python scripts/bench/bench_engine.py determinism [--models qwen3-0.6b] [--schedules 200]
     python scripts/bench/bench_engine.py images [--model qwen3-vl-8b] [--rows 1000]
-    python scripts/bench/bench_engine.py tensor-parallel [--model qwen3-30b-a3b] [--cache-gib 10]
+    python scripts/bench/bench_engine.py tensor-parallel [--model qwen3-30b-a3b] [--ranks 1,2,4]
+    python scripts/bench/bench_engine.py collectives [--ranks 2,4] [--kib 8,512,16384]
 
 All modes take random weights, in bfloat16 on a GPU, or in FP8 with `--quantization fp8`, and in
 float32 on a CPU. Prompts are random, and EOS is ignored. Every mode writes its figures with `--json
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 import triton
 from measuring import Mode, Rates, commas, measure_rates, process_age, run_mode
-from modes import determinism, dllm, images, scoring, speculation, tensor_parallel
+from modes import collectives, determinism, dllm, images, scoring, speculation, tensor_parallel
 from modes.engine_runs import Bench, Run
 from modes.routing import ROUTINGS
 from shapes import MODELS
@@ -224,6 +225,7 @@ MODES = {
     "determinism": Mode(determinism.add_arguments, determinism.run),
     "dllm": Mode(dllm.add_arguments, dllm.run),
     "images": Mode(images.add_arguments, images.run),
+    "collectives": Mode(collectives.add_arguments, collectives.run),
     "tensor-parallel": Mode(tensor_parallel.add_arguments, tensor_parallel.run),
 }
 
