@@ -88,9 +88,9 @@ def _run_options(options: Options) -> int:
     if {"--multirun", "--dry-run"} <= options.flags:
         raise ConfigError("--dry-run shows one job: leave out --multirun and give one value each")
     if "--multirun" in options.flags:
-        from batchgen.cli.sweep import run_sweep
+        from batchgen.cli.hydra_app import run_hydra
 
-        return run_sweep(options, lambda config: report(lambda: run_configured(config)))
+        return run_hydra(options)
     config = composed(options)
     if "--dry-run" in options.flags:
         from batchgen.planning.dry_run import show

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig, Sizes, most_pending
+from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig, Sizes, folded_at_once
 from batchgen.engine.base.host_limits import available_memory
 from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.caches.cache_specs import StateSpec
 from batchgen.engine.caches.model_caches import row_bytes
+from batchgen.engine.layers.linear import Linear, RowParallelLinear
 from batchgen.engine.memory.memory_plan import CPU_SHARE
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
+from batchgen.engine.parallel.tensor_parallel import summed
 from batchgen.engine.strategy import TARGET, Head, Strategy
+from batchgen.kernels.library import Product, first_unsteady
 
 _ACTIVATIONS = 3 * 2**30
 """The bytes that steps need besides weights and caches, as a guess before it is measured."""
@@ -105,6 +109,35 @@ def _check_beside(name: str, model: CausalLM, target: CausalLM, max_model_len: i
         )
 
 
+@torch.inference_mode()
+def check_products(model: CausalLM) -> None:
+    """Check that the products of linear layers keep the bits of rows, or raise ValueError."""
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    products = [made for layer in layers for made in _products(layer)]
+    once = {product.name: product for product in products}.values()
+    if (found := first_unsteady(once, model.device)) is not None:
+        raise ValueError(
+            f"deterministic is true, and the GPU's library computes a row otherwise beside other "
+            f"rows ({found}): make the engine before anything else computes on the GPU in this "
+            "process, or set deterministic to false"
+        )
+
+
+def _products(layer: Linear) -> Iterator[Product]:
+    """Yield the products of a layer: by itself, and added to a residual where it may be."""
+    width, depth = layer.weight.shape
+    biased = "" if layer.bias is None else " and a bias"
+    name = f"a product with a weight of {width}×{depth}{biased} in {layer.weight.dtype}"
+    yield Product(name, depth, layer)
+    if isinstance(layer, RowParallelLinear):
+        ones = torch.ones((1, width), dtype=torch.bfloat16, device=layer.weight.device)
+
+        def added(x: Tensor) -> Tensor:
+            return summed(layer.add_to(ones.repeat(len(x), 1), x))
+
+        yield Product(f"{name}, added to a residual", depth, added)
+
+
 def chosen_columns(model: CausalLM, names: abc.Sequence[str]) -> tuple[OutputColumn, ...]:
     """Find the model's columns of context scope by their names. Raises ValueError if the model has
     no column of one of these names."""
@@ -139,6 +172,6 @@ def sizes_of(target: CausalLM, strategy: Strategy, config: EngineConfig) -> Size
         weights_per_token=target.weight_bytes_per_token,
         memory=parallel.least(memory),
         width=width,
-        row_states=row_bytes(specs, width, most_pending(device)),
+        row_states=row_bytes(specs, width, folded_at_once(device)),
         cache_room=parallel.least(max(room, 0)),
     )

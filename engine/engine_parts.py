@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections import abc
 from typing import TYPE_CHECKING
 
-from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig, bit_rules
 from batchgen.engine.base.step_timing import StepTimer
 from batchgen.engine.base.transfer import release_cached_memory
 from batchgen.engine.caches.model_caches import CacheSizes
 from batchgen.engine.caches.state_slots import StateSlots
-from batchgen.engine.engine_models import chunk_multiple, planned_uses
+from batchgen.engine.engine_models import check_products, chunk_multiple, planned_uses
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
 from batchgen.engine.execution.model_runner import ModelRunner
 from batchgen.engine.memory.largest_steps import score_rows
@@ -28,6 +28,7 @@ from batchgen.engine.scheduling.scheduler import Scheduler
 from batchgen.engine.scheduling.window_blocks import WindowBlocks
 from batchgen.engine.step_launcher import StepLauncher
 from batchgen.engine.strategy import TARGET, Limits, Strategy
+from batchgen.kernels.rules import BY_ROW
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +59,10 @@ class EngineParts:
         self._strategy = strategy
         # This raises an error if the strategy does not fit the model.
         self._block_length = strategy.block_length(model.config)
-        model.pack()
+        rules = bit_rules(config.deterministic, model.device)
+        model.pack(rules)
+        if rules is BY_ROW:
+            check_products(model)
         uses, self.config = planned_uses(model, others, strategy, config, context_columns)
         max_num_seqs, max_model_len = self.config.max_num_seqs, self.config.max_model_len
         release_cached_memory(model.device)
@@ -86,7 +90,9 @@ class EngineParts:
         strategy.attach(self.runners)
         rows, windows = score_rows(model, self.config), manager.window is not None
         runner = self.runners[TARGET]
-        self.launcher = StepLauncher(strategy, runner, rows, timer, self.images, windows=windows)
+        self.launcher = StepLauncher(
+            strategy, runner, rows, timer, self.images, windows=windows, rules=self.config.rules
+        )
 
     def _block_manager(self, model: CausalLM, uses: list[ModelUse]) -> BlockManager:
         config, states, window = self.config, None, None
@@ -104,6 +110,7 @@ class EngineParts:
             chunk_multiple(model),
             max(role.tokens_ahead for role in self._strategy.models.values()),
             window,
+            prompts_only=config.rules.replay,
         )
 
     def _scheduler(self, manager: BlockManager, model: CausalLM, use: ModelUse) -> Scheduler:
@@ -135,10 +142,10 @@ class EngineParts:
             config.block_size,
             config.max_num_seqs,
             memory.num_checkpoints,
-            config.most_pending,
+            config.fold,
             memory.num_window_blocks,
         )
-        runner = ModelRunner(use.model, use.caches(sizes), self._block_length)
+        runner = ModelRunner(use.model, use.caches(sizes), self._block_length, config.rules)
         if config.cuda_graph:
             runner.capture(use.graph_shapes(config))
         return runner

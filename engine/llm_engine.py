@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import abc, deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -103,7 +103,7 @@ class LLMEngine:
         self._requests, self._launcher = parts.requests, parts.launcher
         self._runners, self._runner = parts.runners, parts.runners[TARGET]
         self._costs: StepCosts | None = None
-        self._live: dict[str, Sequence] = {}
+        self._live: dict[Hashable, Sequence] = {}
         special_ids = (*eos_token_ids, *model.config.never_generated)
         self._compiling = CompileQueue(compiler, tokenizer, self.vocab_size, special_ids)
         # Both hold rows that have ended and were not returned yet. Those in `_leaving` wait for
@@ -131,7 +131,7 @@ class LLMEngine:
 
     def add_request(
         self,
-        request_id: str,
+        request_id: Hashable,
         prompt_token_ids: abc.Sequence[int],
         params: SamplingParams,
         answer_token_ids: abc.Sequence[int] | None = None,
@@ -164,7 +164,7 @@ class LLMEngine:
             known = [image.without_pixels() for image in images]
             self._leader.post(Add(request_id, prompt, params, answer, known))
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: Hashable) -> bool:
         """Drop a request. Returns False if there is no unfinished request with this id."""
         seq = self._live.pop(request_id, None)
         if seq is None:
@@ -201,7 +201,7 @@ class LLMEngine:
         self._launcher.timer = timer
         self._costs = StepCosts(timer, self.max_num_seqs)
 
-    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+    def take_costs(self, *, wait: bool = False) -> list[tuple[Hashable, float]]:
         """Return the seconds of the device that requests took, by their ids, of those that have
         ended and whose last step was read. With `wait` it waits for all steps that were launched,
         and tells of requests that have not ended what they took so far; what they take from then on
@@ -240,7 +240,7 @@ class LLMEngine:
         return self.scheduler.running.generated
 
     @property
-    def running_ids(self) -> list[str]:
+    def running_ids(self) -> list[Hashable]:
         """The ids of these rows, in the order of `running_lengths`."""
         return [seq.request_id for seq in self.scheduler.running.rows]
 

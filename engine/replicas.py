@@ -9,7 +9,7 @@ a digest of the tokens so far, by which a rank that has come apart is found.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Add(NamedTuple):
     """A request was added; the fields are the arguments of `LLMEngine.add_request`."""
 
-    request_id: str
+    request_id: Hashable
     prompt_token_ids: list[int]
     params: SamplingParams
     answer_token_ids: list[int] | None
@@ -37,7 +37,7 @@ class Add(NamedTuple):
 class Abort(NamedTuple):
     """A request was dropped."""
 
-    request_id: str
+    request_id: Hashable
 
 
 class Step(NamedTuple):
@@ -45,7 +45,7 @@ class Step(NamedTuple):
 
     # The requests whose constraints rank 0 has compiled since the last step, each with the error
     # that it ends with, or None.
-    compiled: list[tuple[str, str | None]]
+    compiled: list[tuple[Hashable, str | None]]
     digest: int  # of all tokens that rank 0 has read so far
 
 
@@ -80,7 +80,7 @@ class Leader:
                 self._interrupted = True
                 raise
 
-    def begin(self, compiled: Sequence[tuple[str, str | None]], digest: int) -> None:
+    def begin(self, compiled: Sequence[tuple[Hashable, str | None]], digest: int) -> None:
         """Let the other ranks begin the step that rank 0 begins."""
         self._posted.append(Step(list(compiled), digest))
         posted, self._posted = self._posted, []
@@ -105,14 +105,14 @@ class Follower(Protocol):
 
     def add_request(
         self,
-        request_id: str,
+        request_id: Hashable,
         prompt_token_ids: list[int],
         params: SamplingParams,
         answer_token_ids: list[int] | None,
         images: Sequence[Image],
     ) -> None: ...
 
-    def abort(self, request_id: str) -> bool: ...
+    def abort(self, request_id: Hashable) -> bool: ...
 
     def follow(self, step: Step) -> None: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
+from collections.abc import Hashable
 from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,7 +40,8 @@ def sample_params(
 ) -> SamplingParams:
     """The parameters of one sample of a row: those of all rows with the sample's own seed, and with
     what the row has of its `own`, such as a constraint."""
-    return replace(params, seed=derive_seed(params.seed, row_id, sample_index), **own)
+    seed = derive_seed(params.seed, row_id, sample_index)
+    return replace(params, seed=seed, **own) if own else params.with_seed(seed)
 
 
 def check_params(
@@ -132,7 +134,7 @@ class Requests:
 
     def sequence(
         self,
-        request_id: str,
+        request_id: Hashable,
         prompt: list[int],
         params: SamplingParams,
         answer: list[int] | None = None,

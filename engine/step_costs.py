@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import numpy as np
@@ -47,12 +48,12 @@ class StepCosts:
         self._timer = timer
         self._steps: deque[_Shares] = deque()  # those that were begun and not shared
         self._shared = 0  # the number of steps that were
-        self._accounts: dict[str, int] = {}  # of requests that have not ended
+        self._accounts: dict[Hashable, int] = {}  # of requests that have not ended
         self._of_slot = np.zeros(capacity, np.int64)
         self._seconds = np.zeros(capacity)  # by account
         self._free = list(range(capacity))
         # Requests that have ended: how many steps must be shared before the costs are final.
-        self._ended: deque[tuple[int, str, int]] = deque()
+        self._ended: deque[tuple[int, Hashable, int]] = deque()
 
     def begin(self, batch: ScheduledBatch) -> None:
         """Note the rows of a step that is launched next."""
@@ -79,16 +80,16 @@ class StepCosts:
                 self._seconds[accounts] += seconds * tokens / tokens.sum()
             self._shared += 1
 
-    def end(self, request_id: str) -> None:
+    def end(self, request_id: Hashable) -> None:
         """Note that a request has left the engine."""
         account = self._accounts.pop(request_id, None)
         if account is not None:  # else no step has computed it
             self._ended.append((self._shared + len(self._steps), request_id, account))
 
-    def take(self, *, running: bool = False) -> list[tuple[str, float]]:
+    def take(self, *, running: bool = False) -> list[tuple[Hashable, float]]:
         """Return costs in seconds by request, and forget them: those that are final, and with
         `running` what requests took so far that have not ended."""
-        found: list[tuple[str, float]] = []
+        found: list[tuple[Hashable, float]] = []
         while self._ended and self._ended[0][0] <= self._shared:
             _, request_id, account = self._ended.popleft()
             found.append((request_id, float(self._seconds[account])))

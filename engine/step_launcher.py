@@ -31,6 +31,7 @@ from batchgen.engine.scheduling.prefill_inputs import (
 from batchgen.engine.scorer import Scorer, sampling_inputs
 from batchgen.engine.step_inputs import JoiningRows
 from batchgen.engine.strategy import Strategy
+from batchgen.kernels.rules import BY_BATCH, BitRules
 
 Launched = tuple[PrefillBatch | DecodeBatch | ScoreBatch, StepOutput]
 """A batch, or the part of one, that yields tokens or scores them, and what it produces on the
@@ -46,6 +47,7 @@ class StepLauncher:
         timer: measures the steps; None measures nothing.
         images: the images that rows are about to read; None if the model reads none.
         windows: whether some model has layers with a window.
+        rules: what the bits of a row may depend on.
     """
 
     def __init__(
@@ -57,9 +59,10 @@ class StepLauncher:
         images: ImageStore | None = None,
         *,
         windows: bool = False,
+        rules: BitRules = BY_BATCH,
     ) -> None:
         self._strategy, self._runner, self.timer = strategy, runner, timer
-        self._images, self._windows = images, windows
+        self._images, self._windows, self._replay = images, windows, rules.replay
         self._scorer = Scorer(runner, score_rows)
 
     def launch(self, batch: ScheduledBatch, catch_up: Callable[[], None]) -> list[Launched]:
@@ -114,9 +117,19 @@ class StepLauncher:
         state.step_decode(step)
         return step
 
+    def _steps_from(self, seq: Sequence) -> int:
+        """Return how many of the row's first tokens a prefill reads in its own way. An answer is
+        read as it was when it was generated, so that its scores have the bits of that time; on a
+        GPU, where this is slow, only if a rule says so."""
+        if self._replay or self._runner.device.type == "cpu":
+            multiple = self._strategy.prefill_multiple
+            return seq.answer_start // multiple * multiple
+        return seq.num_prompt_tokens
+
     def _prefill_inputs(self, batch: PrefillBatch) -> PrefillInputs | None:
         """Make the inputs of a prefill's forward, and put the rows' states in place."""
-        seqs, states = batch.seqs, self._runner.states
+        seqs, states, device = batch.seqs, self._runner.states, self._runner.device
+        steps_from = self._steps_from if states is not None or self._replay else None
         if states is not None:
             started = [seq for seq in seqs if seq.restore_from is not None]
             if started:
@@ -124,10 +137,12 @@ class StepLauncher:
                 states.copy(sources, np.array([seq.state_slot for seq in started], np.int64))
                 for seq in started:
                     seq.restore_from = None
+            assert steps_from is not None
+            read = [max(seq.num_computed_tokens - steps_from(seq), 0) for seq in seqs]
             slots = [seq.state_slot for seq in seqs]
-            states.begin(upload(slots, torch.int64, self._runner.device))
-        hidden, device = self._strategy.needs_hidden, self._runner.device
-        return prefill_inputs(batch, device, states is not None, hidden, self._windows)
+            states.begin(upload(slots, torch.int64, device), upload(read, torch.int32, device))
+        hidden = self._strategy.needs_hidden
+        return prefill_inputs(batch, device, states is not None, hidden, self._windows, steps_from)
 
     def _with_images(
         self, inputs: PrefillInputs | None, batch: PrefillBatch

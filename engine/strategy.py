@@ -111,6 +111,11 @@ class Strategy(Pacing, ABC):
         earlier steps before `propose`, and not only before `decide`."""
         return False
 
+    @property
+    def depends_on_drafts(self) -> bool:
+        """Whether tokens depend on how drafts came about, and not only on what they are."""
+        return False
+
     def propose(self, batch: DecodeBatch) -> None:
         """Complete the inputs of the step's forward, for example with drafts."""
 

@@ -137,7 +137,7 @@ def run_paged() -> RunPaged:
     from batchgen.engine.caches.forward_context import ForwardContext, RowMetadata
     from batchgen.engine.caches.model_caches import CacheSizes
     from batchgen.engine.memory.model_use import ModelUse
-    from batchgen.kernels.attention.attention import AttentionMetadata
+    from batchgen.kernels.attention.metadata import AttentionMetadata
 
     def run(model: CausalLM, ids: Sequence[int], chunks: Sequence[int]) -> Tensor:
         assert sum(chunks) == len(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -12,12 +13,13 @@ from typing import Any
 from batchgen.batch_files.batch_lines import BadLine, Request, batch_lines
 from batchgen.compose.compose_config import compose
 from batchgen.config.job_config import JobConfig
-from batchgen.storage.manifest import whole_file
+from batchgen.storage.whole_file import whole_file
 from batchgen.texts.row_json import json_text
 from batchgen.util.errors import ConfigError, JobError
-from batchgen.util.temporary import temporary_name
 
 _ROWS_AT_ONCE = 1000
+_BEGINNING, _MOST_BEGINNING = b'{"id": "batch_req_', 100
+"""How each result line begins, and how many bytes of the first one are looked at."""
 _OURS = ("dataset", "prompt", "rows")
 _FREE = ("prompt.template_kwargs", "prompt.date", "prompt.too_long")
 _FIXED = ("sampling.column", "output.dir", "output.text_column")
@@ -72,6 +74,24 @@ class BatchPaths:
         return self.results.with_name(f"{self.results.name}.requests.parquet")
 
 
+def refuse_other_file(paths: BatchPaths, shown: str) -> None:
+    """Refuse to write over a file that no earlier run of this batch has written; ConfigError."""
+    results = paths.results
+    if not os.path.lexists(results):
+        return
+    if results.is_symlink() or not results.is_file():
+        raise ConfigError(f"batch: {shown} is a link or no file: name another OUT")
+    if results.samefile(paths.given):
+        raise ConfigError(f"batch: {shown} is both read and written: name another OUT")
+    with results.open("rb") as file:
+        first = file.readline(_MOST_BEGINNING)
+    if first and not (paths.requests.is_file() and first.startswith(_BEGINNING)):
+        raise ConfigError(
+            f"batch: {shown} is there already, and no result of this batch: is it IN (batch IN "
+            "OUT)? Name another OUT, or delete it first"
+        )
+
+
 def write_requests(paths: BatchPaths) -> Asked:
     """Write the requests of the file as the data set of a job, and tell what they ask for."""
     import pyarrow as pa
@@ -79,25 +99,21 @@ def write_requests(paths: BatchPaths) -> Asked:
 
     asked = Asked()
     schema = pa.schema([(name, pa.string()) for name in ("custom_id", "url", "body")])
-    temporary = temporary_name(paths.requests)
-    try:
-        with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
-            rows: list[dict[str, str]] = []
-            for line in batch_lines(paths.given):
-                asked.add(line)
-                if isinstance(line, Request):
-                    body = {"custom_id": line.custom_id, "url": line.url, "body": line.text}
-                    rows.append(body)
-                if len(rows) == _ROWS_AT_ONCE:
-                    writer.write_table(pa.Table.from_pylist(rows, schema))
-                    rows.clear()
-            if rows:
+    with (
+        whole_file(paths.requests) as temporary,
+        pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
+    ):
+        rows: list[dict[str, str]] = []
+        for line in batch_lines(paths.given):
+            asked.add(line)
+            if isinstance(line, Request):
+                body = {"custom_id": line.custom_id, "url": line.url, "body": line.text}
+                rows.append(body)
+            if len(rows) == _ROWS_AT_ONCE:
                 writer.write_table(pa.Table.from_pylist(rows, schema))
-        temporary.rename(paths.requests)
-    except OSError as error:
-        raise JobError(f"cannot write {paths.requests}: {error.strerror or error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+                rows.clear()
+        if rows:
+            writer.write_table(pa.Table.from_pylist(rows, schema))
     return asked
 
 
@@ -142,7 +158,10 @@ def write_results(paths: BatchPaths, config: JobConfig, *, any_rows: bool) -> tu
     """
     answered = failed = 0
     results = _results(paths, config) if any_rows else iter(())
-    with whole_file(paths.results, newline="") as file:
+    with (
+        whole_file(paths.results) as temporary,
+        temporary.open("w", encoding="utf-8", newline="") as file,
+    ):
         for number, line in enumerate(batch_lines(paths.given)):
             if isinstance(line, BadLine):
                 found = _error_line(line, number)

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 from batchgen.cli.conf_files import Entry, read_choice
 from batchgen.cli.options import FLAGS
-from batchgen.cli.step_help import STEPS, steps_help
+from batchgen.cli.step_help import steps_help
 from batchgen.cli.verb_table import VERBS
+from batchgen.config.class_names import CLASSES
 from batchgen.config.config_keys import (
     EXPERIMENT,
     GROUPS,
+    STEP_LISTS,
     all_keys,
     choices,
     default_choices,
@@ -61,7 +63,7 @@ def _overview() -> str:
     rows = [(group, ", ".join(_default_first(group))) for group in _GROUPS]
     title = "Groups and their choices, the default first (batchgen --help GROUP)"
     parts.append(_table(title, rows))
-    rows = [(name, ", ".join(map(_class_name, steps))) for name, steps in STEPS.items()]
+    rows = [(name, ", ".join(CLASSES[name])) for name in STEP_LISTS]
     parts.append(_table("Lists of steps (batchgen --help rows, --help post)", rows))
     rows = [(key, _sentence(_entry(key))) for key in _COMMON]
     parts.append(_table("Some keys (batchgen --help KEY; a group's help has all of its)", rows))
@@ -74,7 +76,7 @@ def _about(word: str) -> str:
     group, equals, choice = word.partition("=")
     if word in _GROUPS:
         return _group_help(word)
-    if word in STEPS:
+    if word in STEP_LISTS:
         return steps_help(word)
     if equals and group in _GROUPS:
         if choice not in choices(group):
@@ -83,7 +85,7 @@ def _about(word: str) -> str:
         return _choice_help(group, choice)
     if word in all_keys():
         return "\n".join(_entry_lines(_entry(word), word))
-    guess = nearest(word, (*GROUPS, *STEPS)) or nearest_key(word)
+    guess = nearest(word, (*GROUPS, *STEP_LISTS)) or nearest_key(word)
     raise ConfigError(
         f"--help {word}: there is no such group or key: "
         + (f"did you mean {guess}?" if guess else f"groups are {', '.join(GROUPS)}")
@@ -135,10 +137,6 @@ def _entry(key: str) -> Entry:
 def _default_first(group: str) -> list[str]:
     default = default_choices().get(group)
     return sorted(choices(group), key=lambda name: name != default)
-
-
-def _class_name(target: str) -> str:
-    return target.rpartition(".")[2]
 
 
 def _sentence(entry: Entry) -> str:

@@ -1,6 +1,7 @@
-"""Runs the command as a Hydra application, for those who use its launchers and sweepers.
+"""Runs sweeps, and whatever names Hydra's launchers and sweepers, as a Hydra application.
 
-`batchgen --multirun hydra/launcher=submitit_slurm sampling.seed=1,2` hands the jobs to Slurm. What
+`batchgen --multirun sampling.seed=1,2` runs a job after the other in this process, and `batchgen
+--multirun hydra/launcher=submitit_slurm sampling.seed=1,2` hands the jobs to Slurm. What
 the jobs are is read as without a launcher; Hydra decides where and in which order they run.
 """
 
@@ -27,7 +28,15 @@ from batchgen.cli.hydra_arguments import HydraArguments, hydra_argument, hydra_a
 from batchgen.cli.job_outcome import be_quiet, report
 from batchgen.cli.options import Options
 from batchgen.cli.run_options import choice_folders, trust_of
-from batchgen.cli.sweep import SweepJob, dated_folder, folder_name, record, table, worst
+from batchgen.cli.sweep import (
+    SweepJob,
+    dated_folder,
+    folder_name,
+    record,
+    swept_values,
+    table,
+    worst,
+)
 from batchgen.compose.load_config import load_config
 from batchgen.compose.trust import Trust
 from batchgen.compose.value_references import RESOLVERS_OF_HYDRA
@@ -50,6 +59,10 @@ _PLUGINS = {
     "colorlog": "hydra-colorlog",
 }
 """Choices of Hydra's own groups that come with a package of their own."""
+
+
+_QUIET = ("hydra/hydra_logging=none", "hydra/job_logging=none")
+"""A plain sweep says itself which job it runs."""
 
 
 class SweepJobFailed(CompactHydraException):
@@ -130,9 +143,12 @@ def run_hydra(options: Options) -> int:
     _check_choices(options)
     mode = _value(options.hydra, "hydra.mode")
     sweep = "--multirun" in options.flags or (mode or "").upper() == "MULTIRUN"
+    if not options.hydra:
+        for argument in options.overrides:
+            swept_values(argument)  # Hydra's basic sweeper takes none that cannot be counted
     arguments = hydra_arguments(options, sweep)
     task = HydraTask(arguments, _below(options, arguments, sweep), trust)
-    given = [*arguments.fixed, *arguments.swept, *options.hydra]
+    given = [*arguments.fixed, *arguments.swept, *(options.hydra or _QUIET)]
     if sweep and _value(options.hydra, "hydra.sweep.dir") is None:
         if task.below == "sweep.dir":
             folder = dated_folder(options)
@@ -144,7 +160,8 @@ def run_hydra(options: Options) -> int:
     if not task.jobs:
         return code
     if sweep:
-        print(table(task.jobs))
+        others = list(arguments.names.values())[len(task.jobs) :]
+        print(table([*task.jobs, *(SweepJob(name or ".", None) for name in others)]))
     return worst([code, *(job.code for job in task.jobs if job.code is not None)])
 
 

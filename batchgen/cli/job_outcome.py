@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -49,8 +51,11 @@ def be_quiet() -> None:
 
 def exit_code(work: Callable[[], int]) -> int:
     """Do the work of a verb and return its exit code; mistakes and errors are printed. A reader
-    that wants no more (`batchgen show OUT | head`) and Ctrl-C end it without a word."""
+    that wants no more (`batchgen show OUT | head`), Ctrl-C and SIGTERM end it without a word, and
+    with nothing left of files that it was writing."""
+    is_main = threading.current_thread() is threading.main_thread()
     try:
+        before = signal.signal(signal.SIGTERM, _end) if is_main else None
         code = work()
         sys.stdout.flush()
     except (ConfigError, JobError) as error:
@@ -61,7 +66,14 @@ def exit_code(work: Callable[[], int]) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
     return code
+
+
+def _end(number: int, _: object) -> None:
+    sys.exit(128 + number)
 
 
 def verb(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:

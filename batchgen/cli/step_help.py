@@ -9,18 +9,8 @@ import re
 from pkgutil import resolve_name
 from typing import Any
 
-from batchgen.config.config_keys import ROW_STEPS
+from batchgen.config.class_names import CLASSES, class_path
 
-STEPS = {
-    "rows": (*ROW_STEPS.values(), "batchgen.grading.choices.OrderChoices"),
-    "post": (
-        "batchgen.grading.extract.Extract",
-        "batchgen.grading.grade.Grade",
-        "batchgen.grading.parse_score.ParseScore",
-        "batchgen.grading.parse_score.ChoiceScore",
-    ),
-}
-"""List of steps → the import paths of those that come with batchgen."""
 _ABOUT = {
     "rows": """\
 rows: a list of steps that choose, split and join the rows of the data set, or add columns to them,
@@ -36,23 +26,23 @@ rows: a list of steps that choose, split and join the rows of the data set, or a
     "post": """\
 post: a list of steps that make columns of a finished row, such as its mark, in their order.
     In a job file and on the command line:
-        post: [{_target_: batchgen.grading.extract.Extract, KEY: VALUE}]
-        'post=[{_target_: batchgen.grading.extract.Extract, KEY: VALUE}]'
-    `batchgen grade OUT post=…` runs them over a finished job. A class of your own needs what
-    batchgen.grading.step.PostStep lists, and where a file names it, `--trust FILE`.""",
+        post: [{Extract: {methods: [boxed]}}, {Grade: {method: math}}]
+        'post=[{Extract: {methods: [boxed]}}, {Grade: {method: math}}]'
+    `batchgen grade OUT post=…` runs them over a finished job. A class of your own is named by
+    `_target_`: [{_target_: package.module.Class, KEY: VALUE}]. It needs what batchgen.PostStep
+    lists, and where a file names it, `--trust FILE`.""",
 }
 
 
 def steps_help(name: str) -> str:
     """What the list of steps `name` is, and its steps with their keys and defaults."""
-    return "\n\n".join([_ABOUT[name], *map(_step_help, STEPS[name])])
+    return "\n\n".join([_ABOUT[name], *map(_step_help, CLASSES[name])])
 
 
-def _step_help(target: str) -> str:
-    cls = resolve_name(target)
+def _step_help(name: str) -> str:
+    cls = resolve_name(class_path(name))
     about, _, attributes = inspect.cleandoc(cls.__doc__).partition("\nAttributes:\n")
-    short = {path: name for name, path in ROW_STEPS.items()}.get(target)
-    lines = [f"_target_: {target}" if short is None else short]
+    lines = [name]
     lines += [f"    {line}".rstrip() for line in about.rstrip().split("\n")]
     said = _said(attributes)
     for field in dataclasses.fields(cls):

@@ -7,28 +7,24 @@ the date and time for its name; the same command finds it again by the arguments
 
 from __future__ import annotations
 
-import itertools
 import re
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
 from batchgen.cli.options import Options
-from batchgen.cli.run_options import compose_options, trust_of
-from batchgen.compose.compose_config import checked
 from batchgen.compose.overrides import names_worker
-from batchgen.config.config_keys import choice_values, choices
+from batchgen.config.config_keys import choices
 from batchgen.config.job_config import JobConfig
 from batchgen.storage.open_storage import job_metrics
+from batchgen.storage.whole_file import write_atomic
 from batchgen.texts.text_table import columns
 from batchgen.util.errors import ConfigError
-from batchgen.util.paths import is_url
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override as HydraOverride
@@ -40,33 +36,12 @@ _LONGEST_NAME = 100
 
 @dataclass
 class SweepJob:
-    """One job of a sweep: what it sets and others set otherwise, its configuration or why it was
+    """One job of a sweep: what it sets and others set otherwise, its configuration if it was not
     refused, and its exit code once it has run."""
 
     name: str
     config: JobConfig | None
-    refusal: str = ""
     code: int | None = None
-
-
-def run_sweep(options: Options, run: Callable[[JobConfig], int]) -> int:
-    """Run all jobs of a sweep with `run`, which returns an exit code, and return the gravest."""
-    jobs, dated = _jobs(options)
-    if all(job.refusal and job.refusal == jobs[0].refusal for job in jobs):
-        raise ConfigError(jobs[0].refusal)
-    if dated is not None and any(job.config is not None for job in jobs):
-        record(dated, options)
-    for number, job in enumerate(jobs, 1):
-        print(f"── job {number} of {len(jobs)}: {job.name}", flush=True)
-        if job.config is None:
-            print(f"batchgen: {job.refusal}", file=sys.stderr)
-            job.code = 2
-        else:
-            job.code = run(job.config)
-        if job.code > 128:  # a signal ends the sweep; after any other failure its next job runs
-            break
-    print(table(jobs))
-    return worst([job.code for job in jobs if job.code is not None])
 
 
 def worst(codes: Sequence[int]) -> int:
@@ -111,46 +86,6 @@ def swept(argument: str) -> HydraOverride | None:
     return override if override.is_sweep_override() else None
 
 
-def _jobs(options: Options) -> tuple[list[SweepJob], Path | None]:
-    """The jobs of a sweep, and the folder of a sweep for which no output.dir is given."""
-    values_of = [swept_values(argument) for argument in options.overrides]
-    listed = [
-        values or [argument] for values, argument in zip(values_of, options.overrides, strict=True)
-    ]
-    varied = [values is not None for values in values_of]
-    own_dir = any(
-        values and values[0].lstrip("+").startswith("output.dir=") for values in values_of
-    )
-    names = FolderNames()
-    jobs: list[SweepJob] = []
-    dated: Path | None = None
-    for overrides in itertools.product(*listed):
-        name = names.of(list(itertools.compress(overrides, varied)))
-        try:
-            groups = compose_options(options, overrides).groups
-            given = groups["output"]["dir"]
-            if given == choice_values("output", "parquet")["dir"]:
-                dated = dated or dated_folder(options)
-                groups["output"]["dir"] = str(dated / name)
-            elif not own_dir:
-                groups["output"]["dir"] = _own_folder(given, name, len(jobs))
-            jobs.append(SweepJob(name or ".", checked(groups, trust_of(options, overrides))))
-        except ConfigError as error:
-            jobs.append(SweepJob(name or ".", None, str(error), None))
-    return jobs, dated
-
-
-def _own_folder(given: Any, name: str, number: int) -> Any:
-    """The folder of a job of which output.dir is given for all."""
-    if not isinstance(given, str):
-        return given
-    numbered = re.sub(r"\$\{hydra[.:]job\.num\}", str(number), given)
-    # With a reference to another key the folders differ as the user has said.
-    if "${" in given:
-        return numbered
-    return f"{given.rstrip('/')}/{name}" if is_url(given) else str(Path(given) / name)
-
-
 def dated_folder(options: Options) -> Path:
     """The folder of a sweep without output.dir: an earlier one with the same arguments, or new."""
     arguments = _arguments(options)
@@ -170,7 +105,7 @@ def record(folder: Path, options: Options) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump({"arguments": _arguments(options)}, allow_unicode=True)
-        (folder / _ARGUMENTS).write_text(text, encoding="utf-8")
+        write_atomic(folder / _ARGUMENTS, text)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror}") from None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.compose.group_choices import inferred_choice
-from batchgen.compose.overrides import OLD_NAMES, Override, unknown_group, unknown_key
+from batchgen.compose.overrides import Override, unknown_group, unknown_key
 from batchgen.config.config_keys import (
     EXPERIMENT,
     GROUPS,
@@ -23,8 +23,6 @@ from batchgen.util.errors import ConfigError
 
 CHOICE = "choice"
 """The key of a group in a job file that says which of its choices is taken."""
-_OF_OLD_FILES = ("hydra", "defaults")
-"""What the config.yaml of older versions has besides groups."""
 
 
 @dataclass
@@ -48,7 +46,7 @@ class Given:
 
     def add_values(self, values: Mapping[str, Any]) -> None:
         for key, value in values.items():
-            key, value = OLD_NAMES.get(key, key), plain_value(value)
+            value = plain_value(value)
             group = key.partition(".")[0] if isinstance(key, str) else ""
             if key == EXPERIMENT:
                 for name in value if isinstance(value, list) else [value]:
@@ -56,8 +54,7 @@ class Given:
             elif group in STEP_LISTS:
                 self._add_steps(str(key), value, self.at(str(key)))
             elif group not in GROUPS:
-                if key not in _OF_OLD_FILES:
-                    raise ConfigError(self.at(str(key)) + unknown_group(group or repr(key)))
+                raise ConfigError(self.at(str(key)) + unknown_group(group or repr(key)))
             elif key != group:
                 self._add_key(key, value)
             elif isinstance(value, dict):
@@ -70,15 +67,12 @@ class Given:
             name = key.partition(".")[0]
             raise ConfigError(
                 f"{start}{name} is a list of steps and has no keys: give all of it, "
-                f"{name}=[{{_target_: …, KEY: VALUE}}, …]"
+                f"{name}=[{{NAME: {{KEY: VALUE}}}}, …]"
             )
         self.steps[key] = value
 
     def _add_group(self, group: str, values: dict[str, Any]) -> None:
-        if group == "launcher" and "kind" in values:  # as older job files have it
-            choice = values.pop("kind")
-            self.choices[group] = self._known(group, choice, self.at("launcher.kind"))
-        elif CHOICE in values:
+        if CHOICE in values:
             choice = values.pop(CHOICE)
             self.choices[group] = self._known(group, choice, self.at(f"{group}.{CHOICE}"))
         elif values.get("_target_") is not None and inferred_choice(group, values) is None:

@@ -13,7 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.compose.trust import Trust
 from batchgen.compose.value_references import refuse_resolvers
-from batchgen.config.config_keys import ROW_STEPS, STEP_LISTS, choice_values, launcher_target
+from batchgen.config.class_names import CLASSES, step_values, with_lasting_names
+from batchgen.config.config_keys import STEP_LISTS, choice_values, choices
 from batchgen.config.constraint_config import (
     CONSTRAINT_KINDS,
     ConstraintConfig,
@@ -40,26 +41,50 @@ from batchgen.config.sampling_config import SamplingConfig
 from batchgen.config.workers_config import BudgetConfig, WorkersConfig
 from batchgen.util.errors import ConfigError
 
-_NOT_DECIDING = {
+_NOT_DECIDING: Mapping[str, Collection[str]] = {
     "model": {"name", "path", "revision"},
     "dataset": {"path", "limit", "follow"},
     "prompt": {"image_root"},
     "sampling": {"n"},
+    "engine": {
+        *("device", "tensor_parallel", "max_num_seqs", "max_batched_tokens", "chunk_tokens"),
+        *("image_tokens", "block_size", "prefix_caching", "kv_cache_gib", "state_checkpoints"),
+        *("row_tokens", "gpu_memory_utilization", "cuda_graph", "overlap"),
+        "deterministic",  # the contract of a job with it is a fingerprint
+    },
     "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report", "reuse"},
 }
-"""Keys of each group that decide nothing about the content of a row."""
-_NEWER = {
-    "model": ("quantization",),
-    "dataset": ("rename", "rows", "best", "where", "text_as", "errors"),
-    "prompt": (
-        *("messages", "continue", "tools_column", "answer", "date"),
-        *("image_column", "images", "max_images", "max_pixels"),
-    ),
-    "sampling": ("column", "stream", "until"),
-    "output": ("reasoning_end", "reasoning_start", "whole_text"),
-    "constraint": ("scores", "scores_end"),
+"""Keys of each group that decide nothing about the content of a row, up to rounding on a GPU."""
+_FIRST: Mapping[str, Collection[str]] = {
+    "model": {"dtype", "load_format", "trust_remote_code"},
+    "dataset": {
+        *("kind", "name", "split", "revision", "streaming", "id_column", "columns", "types"),
+        *("delimiter", "encoding"),
+    },
+    "prompt": {
+        *("kind", "user", "user_file", "system", "system_file", "messages_column"),
+        *("template_kwargs", "text", "text_file", "add_special_tokens", "token_ids_column"),
+        *("answer_ids_column", "body_column", "too_long"),
+    },
+    "sampling": {
+        *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+        *("frequency_penalty", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids"),
+        *("ignore_eos", "seed"),
+    },
+    "strategy": {
+        *("_target_", "proposer", "num_spec_tokens", "verifier", "adaptive", "ngram_min"),
+        *("ngram_max", "ngram_pool", "draft_model", "acceptance_floor", "block_length"),
+        *("unmasking", "confidence_threshold", "denoising_steps", "fused_commit"),
+    },
+    "constraint": {
+        *("kind", "column", "start_after", "schema", "max_whitespace", "pattern", "choices"),
+        *("grammar", "tag"),
+    },
+    "engine": {"max_model_len"},
+    "output": {"columns", "top_logprobs", "logprobs_mode", "rows_per_shard", "text_column"},
 }
-"""Keys that came later: without a value they are no part of a job's identity."""
+"""Keys that identities have at any value, since those of version 0.1.0 have them. All others are in
+an identity only at another value than their default; this table gets no new ones."""
 _READ_TABLES = ("Join", "Against")
 """Steps of `rows` whose `path` says where a table lies."""
 _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
@@ -135,7 +160,7 @@ def resolved(config: JobConfig) -> dict[str, Any]:
     for name in ("strategy", "launcher"):
         groups[name] = _with_target(groups[name] or {"target": None, "options": {}})
     for name in STEP_LISTS:
-        groups[name] = [_step_values(step) for step in groups[name]]
+        groups[name] = [step_values(_with_target(step)) for step in groups[name]]
     return {name: plain_value(group) for name, group in groups.items()}
 
 
@@ -143,32 +168,50 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
     """The part of `resolved` that decides what is in the output files.
 
     Two jobs with the same identity, model files and data write the same rows, as far as both have
-    them. Of the group `engine` only `max_model_len` is part of it, because rows are refused, cut or
-    ended there. Where data, models, and the `fingerprinted` files of the strategy lie is not: the
-    fingerprints of their content are compared.
+    them. A key is part of it unless it is among _NOT_DECIDING; at its default it is not, so that a
+    key that a later version adds changes no identity (but see _FIRST). Where data, models, and the
+    `fingerprinted` files of the strategy lie is no part: the fingerprints of their content are
+    compared.
     """
-    groups = resolved(config)
-    groups["engine"] = {"max_model_len": groups["engine"]["max_model_len"]}
+    groups, defaults = with_lasting_names(resolved(config)), _defaults(config)
     if isinstance(config.constraint, NoConstraintConfig):
         del groups["constraint"]  # a job without one says no more about it than that
-    groups["strategy"] = {k: v for k, v in groups["strategy"].items() if k not in fingerprinted}
-    for name, keys in _NOT_DECIDING.items():
-        groups[name] = {key: value for key, value in groups[name].items() if key not in keys}
     if config.rows:
         groups["rows"] = [_without_place(step) for step in groups["rows"]]
     else:
         del groups["rows"]
     if config.sampling.until is not None:  # how many samples there are can grow
         groups["sampling"]["until"] = {"where": config.sampling.until.where}
-    for name, newer in _NEWER.items():  # folders of jobs from before there were the keys lack them
-        group = groups.get(name, {})
-        for key in newer:
-            if not group.get(key):
-                group.pop(key, None)
     # What becomes of finished rows does not change them.
     for name in ("post", "score", "budget", "progress", "workers", "launcher"):
         del groups[name]
+    for name in groups.keys() - {"rows"}:
+        left_out = {*_NOT_DECIDING.get(name, ()), *(fingerprinted if name == "strategy" else ())}
+        groups[name] = {
+            key: value
+            for key, value in groups[name].items()
+            if key not in left_out
+            and (key in _FIRST[name] or not _is_default(value, defaults[name].get(key, MISSING)))
+        }
     return groups
+
+
+def _defaults(config: JobConfig) -> dict[str, dict[str, Any]]:
+    """The defaults of all keys that have one, by group. Those of a strategy of the user's own are
+    not known: its keys are there only if they are given."""
+    found = {}
+    for part in dataclasses.fields(config):
+        if dataclasses.is_dataclass(value := getattr(config, part.name)):
+            fields = [f for f in dataclasses.fields(value) if f.default is not dataclasses.MISSING]
+            found[part.name] = {key_of(f.name): plain_value(f.default) for f in fields}
+    own = config.strategy.target in choices("strategy")
+    found["strategy"] = choice_values("strategy", config.strategy.target) if own else {}
+    return found
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether a key has its default; where that is none, an empty value says the same."""
+    return bool(value == default) or (default is None and value in ("", [], {}))
 
 
 def _without_place(step: dict[str, Any]) -> dict[str, Any]:
@@ -214,9 +257,6 @@ def _build_prompt(values: dict[str, Any]) -> PromptConfig:
 
 
 def _build_launcher(values: dict[str, Any]) -> LauncherConfig | None:
-    if "kind" in values:  # as in folders of jobs from before launchers were named by their class
-        values = {"_target_": launcher_target(values["kind"]), **values}
-        del values["kind"]
     if values.get("_target_", MISSING) is None:
         check_keys(values, known=["_target_"], required=[], prefix="launcher.")
         return None
@@ -233,37 +273,34 @@ def _target_and_options(values: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 def step_configs(values: Any, key: str) -> tuple[StepConfig, ...]:
     """The steps of one of STEP_LISTS."""
-    short = "[{Filter: {where: …}}] or " if key == "rows" else ""
-    form = f"{key} must be a list of steps such as {short}[{{_target_: package.module.Class}}]"
+    example = "Filter: {where: …}" if key == "rows" else "Extract: {methods: [boxed]}"
+    form = (
+        f"{key} must be a list of steps such as [{{{example}}}] or "
+        "[{_target_: package.module.Class}]"
+    )
     if not isinstance(values, list | None):
         raise ConfigError(f"{form}, got {values!r}")
     steps = []
     for number, step in enumerate(values or ()):
         if not isinstance(step, dict):
             raise ConfigError(f"{form}, got {step!r} in it")
-        if key == "rows" and len(step) == 1 and "_target_" not in step:
-            step = _long_form(step, f"{key}[{number}]")
+        if len(step) == 1 and "_target_" not in step:
+            step = _long_form(step, key, f"{key}[{number}]")
         steps.append(StepConfig(**_target_and_options(step, f"{key}[{number}].")))
     return tuple(steps)
 
 
-def _long_form(step: dict[str, Any], place: str) -> dict[str, Any]:
-    """A step that is written by its short name as it is written by its class."""
+def _long_form(step: dict[str, Any], key: str, place: str) -> dict[str, Any]:
+    """A step that is written `{NAME: options}` with `_target_` among its options."""
     ((name, options),) = step.items()
-    if name not in ROW_STEPS:
+    if name not in CLASSES[key]:
         raise ConfigError(
-            f"{place}: there is no step {name!r}: choose among {', '.join(ROW_STEPS)}, or name a "
-            "class with _target_ (batchgen --help rows)"
+            f"{place}: there is no step {name!r}: choose among {', '.join(CLASSES[key])}, or name "
+            f"a class with _target_ (batchgen --help {key})"
         )
     if options is not None and not isinstance(options, dict):
         raise ConfigError(f"{place}.{name} must be a mapping of options, got {options!r}")
-    return {"_target_": ROW_STEPS[name], **(options or {})}
-
-
-def _step_values(step: Mapping[str, Any]) -> dict[str, Any]:
-    """A step of STEP_LISTS as users write it: by its short name if it has one."""
-    short = {target: name for name, target in ROW_STEPS.items()}.get(step["target"])
-    return _with_target(step) if short is None else {short: dict(step["options"])}
+    return {"_target_": name, **(options or {})}
 
 
 def _with_target(values: Mapping[str, Any]) -> dict[str, Any]:

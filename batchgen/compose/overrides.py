@@ -14,8 +14,6 @@ from batchgen.util.errors import ConfigError
 WORKER = "worker"
 """What names this process among the workers of a job, as `+worker=3`; it is no group."""
 _WORKER_NAME = "workers.name"
-OLD_NAMES = {"launcher.kind": "launcher"}
-"""Keys of earlier versions and what they are called now."""
 _ARGUMENT = re.compile(r"(\+\+|\+|~|)([\w./@-]+)(?:=(.*))?", re.DOTALL)
 
 
@@ -76,7 +74,6 @@ def parse_override(argument: str) -> Override:
     sign, key, text = match.groups()
     if key == WORKER:
         sign, key = "", _WORKER_NAME
-    key = OLD_NAMES.get(key, key)
     if re.match(r"hydra\b", key):
         raise ConfigError(
             f"{argument}: keys of Hydra itself are for the command line only: output.dir says "

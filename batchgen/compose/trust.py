@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from batchgen.compose.overrides import parse_override
+from batchgen.config.class_names import is_own
 from batchgen.config.config_keys import EXPERIMENT, GROUPS, STEP_LISTS, choice_values, choices
 from batchgen.config.launcher_config import launcher_class
-from batchgen.config.named_code import OWN
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_path
 
@@ -84,10 +84,10 @@ def foreign_code(groups: Mapping[str, Any]) -> Iterator[Named]:
         classes |= {f"{name}[{i}]": step for i, step in enumerate(groups.get(name) or ())}
     for place, values in classes.items():
         for below, target in _targets(values, place):
-            if below != f"{place}.{_TARGET}" or not target.startswith(OWN):
+            if below != f"{place}.{_TARGET}" or not is_own(target):
                 yield below, target
     # What a stranger's class does with its keys is not known.
-    own = str(starter).startswith(OWN)
+    own = is_own(str(starter))
     for key in launcher_class(starter).running_keys if own else launcher:
         if launcher.get(key):
             yield f"launcher.{key}", repr(launcher[key])

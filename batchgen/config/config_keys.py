@@ -26,23 +26,9 @@ from batchgen.config.job_config import (
 from batchgen.config.named_code import named_code
 from batchgen.config.sampling_config import SamplingConfig
 from batchgen.config.workers_config import BudgetConfig, WorkersConfig
-from batchgen.util.errors import ConfigError
 
 STEP_LISTS = ("rows", "post")
-"""The keys of a job that are no groups: each is a list of steps `{_target_: …, KEY: VALUE}`."""
-ROW_STEPS = {
-    "Filter": "batchgen.steps.choose.Filter",
-    "Keep": "batchgen.steps.choose.Keep",
-    "Balance": "batchgen.steps.choose.Balance",
-    "Dedupe": "batchgen.steps.dedupe.Dedupe",
-    "Against": "batchgen.steps.against.Against",
-    "Explode": "batchgen.steps.split.Explode",
-    "Chunk": "batchgen.steps.chunk.Chunk",
-    "Join": "batchgen.steps.join.Join",
-    "Pick": "batchgen.steps.pieces.Pick",
-    "Cross": "batchgen.steps.pieces.Cross",
-}
-"""Steps of `rows` that have a short name: `{Filter: {where: …}}` for `{_target_: …, where: …}`."""
+"""The keys of a job that are no groups: each is a list of steps `{NAME: {KEY: VALUE}}`."""
 PARTS = tuple(field.name for field in dataclasses.fields(JobConfig))
 """The groups and the lists of steps, in the order in which a job file has them."""
 GROUPS = tuple(name for name in PARTS if name not in STEP_LISTS)
@@ -137,15 +123,6 @@ def _launchers() -> list[type]:
     """The classes of launchers; those of strategies load torch, so that nobody may ask for them."""
     targets = [choice_values("launcher", choice)["_target_"] for choice in choices("launcher")]
     return [named_code(target, "launcher._target_") for target in targets if target is not None]
-
-
-def launcher_target(kind: str) -> str | None:
-    """The class of a launcher by its name, as older job files have it (`kind: local`)."""
-    if kind not in choices("launcher"):
-        names = ", ".join(choices("launcher"))
-        raise ConfigError(f"launcher.kind must be one of {names}, got {kind!r}")
-    target: str | None = choice_values("launcher", kind)["_target_"]
-    return target
 
 
 def has_escapes(key: str) -> bool:

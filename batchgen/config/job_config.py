@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from batchgen.config.class_names import CLASSES, short_name
 from batchgen.config.constraint_config import (
     ChoiceConstraintConfig,
     ConstraintConfig,
@@ -61,11 +62,18 @@ class ModelGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConfig:
-    """A class by its import path, which users write as `_target_`, and its arguments by name: an
-    entry of `rows` or `post`."""
+    """A class and its arguments by name: an entry of `rows` or `post`.
+
+    Attributes:
+        target: the short name of `config.class_names`, whichever spelling was given, or the import
+            path of a class of the user's own.
+    """
 
     target: str
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target", short_name(self.target))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,18 +86,19 @@ class StrategyConfig(StepConfig):
     """The decoding paradigm."""
 
     def __post_init__(self) -> None:
-        parts = self.target.split(".")
+        StepConfig.__post_init__(self)
+        parts, names = self.target.split("."), CLASSES["strategy"]
         check(
-            len(parts) > 1 and all(part.isidentifier() for part in parts),
+            self.target in names or (len(parts) > 1 and all(part.isidentifier() for part in parts)),
             "strategy._target_",
-            "the import path of a class",
+            f"{', '.join(names)} or the import path of a class",
             self.target,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineGroup(EngineConfig):
-    """How the work is laid out on the device. Only `max_model_len` can change the output."""
+    """How the work is laid out on the device. Only `max_model_len` decides the output."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
 

@@ -14,20 +14,20 @@ from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any
 
+from batchgen.config.class_names import OWN, class_path
 from batchgen.config.convert_value import Unsupported, check_keys, convert
 from batchgen.util.errors import ConfigError
 
-OWN = "batchgen."
-"""How import paths of batchgen's own classes begin."""
 
-
-def named_code(path: str, place: str) -> Any:
-    """What has an import path `package.module.Class`; the user's own modules may be in the working
-    directory, too. `place` is where the path stands, for error messages.
+def named_code(name: str, place: str) -> Any:
+    """What has a short name of `config.class_names` or an import path `package.module.Class`; the
+    user's own modules may be in the working directory, too. `place` is where the name stands, for
+    error messages.
 
     Raises ConfigError if there is nothing, or it is none of batchgen's own where the path says so:
     `batchgen.jobs.run_job.os.system` is not.
     """
+    path = class_path(name)
     is_own = path.startswith(OWN)
     if not is_own and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -12,9 +12,8 @@ from batchgen.config.constraint_config import (
     constraint_column,
 )
 from batchgen.constraint.timed_checks import TimedConstraints
-from batchgen.dataset.dataset_columns import feature_at, named_path, value_at
+from batchgen.dataset.dataset_columns import named_path, value_at
 from batchgen.dataset.source import Row
-from batchgen.dataset.stored_json import without_filled_nulls
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.constraint.constraint import Constraint
@@ -43,7 +42,6 @@ class RowConstraints:
             return
         assert not isinstance(config, NoConstraintConfig)
         self._path = named_path("constraint.column", self._column, features)
-        self._feature = feature_at(features, self._path)
         # Many rows often hold the same constraint, and a schema takes time to check.
         self._made = lru_cache(MAX_CACHED)(TimedConstraints(config).make)
 
@@ -53,16 +51,15 @@ class RowConstraints:
         if self._column is None:
             return None
         try:
-            text = cell_text(self._kind, value_at(row.fields, self._path), self._feature)
+            text = cell_text(self._kind, value_at(row.fields, self._path))
             return None if text is None else self._made(text)
         except ConstraintError as error:
             raise RequestError("bad_constraint", f"column {self._column!r}: {error}") from None
 
 
-def cell_text(kind: str, cell: Any, feature: Any) -> str | None:
+def cell_text(kind: str, cell: Any) -> str | None:
     """What the constraint column holds for one row, as text; None if it holds nothing. A list of
-    choices, a schema and a tag become JSON text. `feature` is the column's type, as the library
-    datasets says it.
+    choices, a schema and a tag become JSON text.
 
     Raises:
         ConstraintError: the cell is neither text nor what else may stand there for this kind.
@@ -71,7 +68,7 @@ def cell_text(kind: str, cell: Any, feature: Any) -> str | None:
         return cell
     try:
         if isinstance(cell, dict) and kind in ("json_schema", "structural_tag"):
-            return compact_json(without_filled_nulls(cell, feature))
+            return compact_json(cell)
         if isinstance(cell, list) and kind == "choice":
             return compact_json(cell)
     except RecursionError:

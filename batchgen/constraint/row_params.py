@@ -13,8 +13,7 @@ from batchgen.config.prompt_config import ChatPromptConfig, OpenAIPromptConfig
 from batchgen.constraint.row_constraints import MAX_CACHED, RowConstraints
 from batchgen.constraint.row_options import BAD_OPTION, RowOptions
 from batchgen.constraint.timed_checks import TimedConstraints
-from batchgen.dataset.dataset_columns import feature_at, named_path, value_at
-from batchgen.dataset.json_cells import json_cell
+from batchgen.dataset.dataset_columns import json_cell, named_path, value_at
 from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.sampling.sampling_params import SamplingParams
@@ -39,7 +38,6 @@ class RowParams:
         if self._column is None:
             return
         self._path = named_path("sampling.column", self._column, features)
-        self._feature = feature_at(features, self._path)
         marker = config.constraint_marker
         schemas = TimedConstraints(
             JsonSchemaConstraintConfig(column=self._column, start_after=marker or None)
@@ -61,7 +59,7 @@ class RowParams:
         if self._column is None:
             return self._job
         try:
-            given = json_cell(value_at(row.fields, self._path), self._feature)
+            given = json_cell(value_at(row.fields, self._path))
         except ValueError as error:
             raise RequestError(BAD_OPTION, f"column {self._column!r}: {error}") from None
         if given is None:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from batchgen.shards.row_order import KEYS
 from batchgen.shards.shard_files import read_columns
 from batchgen.storage.job_storage import Storage
-from batchgen.util.temporary import temporary_name
+from batchgen.storage.whole_file import whole_file
 
 COST = "cost"
 SECONDS = "seconds"
@@ -71,10 +71,6 @@ def write_costs(storage: Storage, path: Path, costs: Mapping[tuple[int, int], fl
     keys = sorted(costs)
     columns = [[key[0] for key in keys], [key[1] for key in keys], [costs[key] for key in keys]]
     arrays = [pa.array(values, f.type) for values, f in zip(columns, SCHEMA, strict=True)]
-    temporary = temporary_name(path)
-    try:
+    with whole_file(path) as temporary:
         pq.write_table(pa.table(arrays, schema=SCHEMA), temporary, compression="zstd")
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     storage.upload(path)

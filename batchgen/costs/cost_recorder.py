@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 from batchgen.costs.cost_files import COST, Costs, cost_path, read_costs, write_costs
 from batchgen.storage.job_storage import Storage
 from batchgen.util.errors import JobError
+from batchgen.util.request_id import RequestId
 
 SAVE_SECONDS = 30.0
 
@@ -32,11 +33,11 @@ class CostRecorder:
         self.seconds = 0.0
         storage.make_folder(storage.path / COST)
 
-    def add(self, costs: Iterable[tuple[str, float]]) -> None:
-        """Add the seconds of requests, whose ids are `ROW.SAMPLE`, or `ROW.SAMPLE/K` for what is
-        computed beside a row."""
+    def add(self, costs: Iterable[tuple[Hashable, float]]) -> None:
+        """Add the seconds of requests, each to its row, whose choices count with it."""
         for request_id, seconds in costs:
-            row, sample = map(int, request_id.partition("/")[0].split("."))
+            assert isinstance(request_id, RequestId)
+            _, row, sample, _ = request_id
             shard = row // self._rows_per_shard
             if shard not in self._known:
                 self._known[shard] = self._on_disk(shard)

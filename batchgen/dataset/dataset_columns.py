@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from batchgen.engine.constraint.json_schema.json_text import parse_unique_json
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
@@ -53,6 +54,22 @@ def value_at(fields: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
+
+
+def json_cell(value: Any) -> Any:
+    """The JSON of a cell, of which a text is parsed.
+
+    Raises:
+        ValueError: the cell holds text that is no JSON, or names a key twice.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_unique_json(value)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"it is not JSON: {error}") from None
 
 
 def renamed(rename: Mapping[str, str], columns: Iterable[str]) -> dict[str, str]:

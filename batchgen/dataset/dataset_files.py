@@ -18,7 +18,8 @@ from huggingface_hub import DatasetCard
 from huggingface_hub.utils import logging as hub_logging
 
 from batchgen.config.dataset_config import STDIN, DatasetConfig
-from batchgen.tables.local_files import check_reading, file_builder
+from batchgen.tables.json_tables import JsonColumns
+from batchgen.tables.local_files import check_reading, local_rows
 from batchgen.tables.read_errors import READ_ERRORS, unreadable
 from batchgen.tables.stdin_table import called_stdin, spooled_stdin
 from batchgen.tables.table_formats import SUPPORTED, TEXT_FORMATS, format_of, reason
@@ -29,6 +30,8 @@ from batchgen.util.paths import short_user_path
 
 _READING_VERSION = 2
 """Another number where the same files give other rows than in an older version of batchgen."""
+_CACHE_VERSION = "rows-3"
+"""Another name where rows are kept otherwise in the cache than by an older version."""
 _FILE_KEYS = {"config_name", "data_files", "data_dir", "default"}
 """Keys of a configuration in a README.md that only say which files have its rows."""
 DEMO = Path(__file__).parents[1] / "data" / "demo.jsonl"
@@ -37,11 +40,13 @@ DEMO = Path(__file__).parents[1] / "data" / "demo.jsonl"
 @dataclass(frozen=True)
 class LoadedDataset:
     """All rows of one split. The fingerprint differs if the content of any row differs; `files` are
-    the local files that it is read from, none for the hub."""
+    the local files that it is read from, none for the hub. `json` are the columns of rows that
+    `data` keeps as JSON text."""
 
     data: Dataset | IterableDataset
     fingerprint: str
     files: tuple[Path, ...] = ()
+    json: JsonColumns | None = None
 
 
 def load_split(config: DatasetConfig) -> LoadedDataset:
@@ -144,8 +149,11 @@ def _load_files(files: Sequence[Path], config: DatasetConfig, split: str) -> Loa
     check_reading(config, kind)
     fingerprint = _content(split, files, kind, config)
     try:
-        builder = file_builder(kind, files, config, split, _cache_dir(fingerprint))
-        return LoadedDataset(_read(builder, config)[split], fingerprint, tuple(files))
+        local = local_rows(kind, files, config, split, _cache_dir(fingerprint, _CACHE_VERSION))
+        if local.is_mixed:
+            fingerprint = fingerprint_text(fingerprint, "each value is what its row says")
+        data = _read(local.builder, config)[split]
+        return LoadedDataset(data, fingerprint, tuple(files), local.json)
     except ConfigError:
         raise
     except READ_ERRORS as error:
@@ -288,5 +296,5 @@ def _content(split: str, files: Sequence[Path], kind: str, config: DatasetConfig
         raise ConfigError(f"dataset.path: cannot read {error.filename}: {error.strerror}") from None
 
 
-def _cache_dir(fingerprint: str) -> Path:
-    return Path(datasets.config.HF_DATASETS_CACHE) / "batchgen" / fingerprint
+def _cache_dir(*names: str) -> Path:
+    return Path(datasets.config.HF_DATASETS_CACHE).joinpath("batchgen", *names)

@@ -1,10 +1,9 @@
-"""What the columns of a data set hold, and which Arrow type keeps it."""
+"""What the columns of a data set hold."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pyarrow as pa
 from datasets import ClassLabel, Image, Value
 from datasets.features import Json, LargeList, List, Translation, TranslationVariableLanguages
 
@@ -38,10 +37,6 @@ def holds_bytes(feature: Any) -> bool:
     return any(map(holds_bytes, _inner(feature) or ()))
 
 
-def has_json(feature: Any) -> bool:
-    return isinstance(feature, Json) or any(map(has_json, _inner(feature) or ()))
-
-
 def _inner(feature: Any) -> list[Any] | None:
     """The features of which a struct or a list consists; None of any other feature."""
     if isinstance(feature, dict):
@@ -49,18 +44,3 @@ def _inner(feature: Any) -> list[Any] | None:
     if isinstance(feature, (List, LargeList)):
         return [feature.feature]
     return feature if isinstance(feature, list) else None
-
-
-def storage_type(kind: pa.DataType) -> pa.DataType:
-    """The Arrow type in which plain strings take the place of JSON, at every depth."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return kind.storage_type
-    if pa.types.is_struct(kind):
-        return pa.struct([pa.field(f.name, storage_type(f.type)) for f in kind])
-    if pa.types.is_list(kind):
-        return pa.list_(storage_type(kind.value_type))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(storage_type(kind.value_type))
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(storage_type(kind.value_type), kind.list_size)
-    return kind

@@ -13,17 +13,14 @@ from datasets.features import Json
 from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.dataset_columns import column_path, feature_at, renamed, value_at
 from batchgen.dataset.dataset_files import LoadedDataset, load_split, quiet
-from batchgen.dataset.feature_types import (
-    has_json,
-    holds_bytes,
-    is_image,
-    is_plain,
-    storage_type,
-)
+from batchgen.dataset.feature_types import holds_bytes, is_image, is_plain
+from batchgen.dataset.row_fields import ArrowFields, JsonFields, RowFields
 from batchgen.dataset.row_ids import IdSet, check_unique, duplicate_error
 from batchgen.dataset.source import Left, ReadJob, Row
 from batchgen.dataset.stored_json import stored_field
 from batchgen.engine.base.outputs import RequestError
+from batchgen.engine.constraint.json_schema.json_text import has_lone_surrogate
+from batchgen.tables.json_values import has_json, json_encoder, storage_type
 from batchgen.tables.read_errors import READ_ERRORS, unreadable
 from batchgen.tables.table_formats import check_width, reason
 from batchgen.util.errors import ConfigError, JobError
@@ -57,8 +54,8 @@ class RowSource:
         features: what the columns hold, in the terms of datasets.
         schema: the Arrow schema of the columns that are copied to the output. If a stream has no
             features, its first 1000 rows tell them, and a later row that does not fit becomes an
-            error row (bad_row). A column with JSON values of several types holds JSON text, of
-            whose numbers datasets keeps ten decimals.
+            error row (bad_row). A column with JSON values of several types holds JSON text; one
+            of integers and floats holds floats, if each of them tells which it was.
         num_rows: how many rows there are, None for a stream.
         fingerprint: equal for equal rows on every machine. Data of the hub is known by its commit.
     """
@@ -71,16 +68,18 @@ class RowSource:
     ) -> None:
         self._config, self._files = config, loaded.files
         self.fingerprint = loaded.fingerprint
-        data, features = loaded.data, loaded.data.features
-        self._cast = features is None
+        data, json = loaded.data, loaded.json
+        features = data.features if json is None else json.features
+        self._streams_rows = features is None
+        self._checked = self._streams_rows or (json is not None and json.has_halves)
         if features is None:
             with self._reading("its first rows"):
                 features = _features_of(list(data.take(FIRST_ROWS)))
         check_width(len(features), config.shown)
-        if config.rename:
-            names = renamed(config.rename, features)
+        names = renamed(config.rename or {}, features)
+        if config.rename and json is None:
             data = data.rename_columns(dict(config.rename))
-            features = Features({names[name]: feature for name, feature in features.items()})
+        features = Features({names[name]: feature for name, feature in features.items()})
         odd = [
             name
             for name, feature in features.items()
@@ -92,12 +91,21 @@ class RowSource:
         self._check_columns(features, odd, of_images)
         self._id_path = self._find_id({name: features[name] for name in self.columns})
         self._data = data.select_columns(list(self.columns)) if odd else data
-        self._json = Features({n: features[n] for n in self.columns if has_json(features[n])})
         self.features = Features({name: features[name] for name in self.columns})
+        self._kept: RowFields = ArrowFields(self.features)
+        stored = self.features.arrow_schema
+        if json is not None:
+            self._kept = JsonFields(json, {new: name for name, new in names.items()})
+            stored = pa.schema([field.with_name(names[field.name]) for field in json.schema])
         copied = config.columns
         if copied is None:
             copied = tuple(name for name in self.columns if name not in of_images)
-        self.schema = pa.schema([self._field(name) for name in copied])
+        self.schema = pa.schema([self._field(stored.field(name)) for name in copied])
+        self._encoders = {
+            field.name: encode
+            for field in self.schema
+            if (encode := json_encoder(self.features[field.name], field.type)) is not None
+        }
         self.num_rows: int | None = None
         if isinstance(data, Dataset):
             self.num_rows = min(len(data), config.limit or len(data))
@@ -125,22 +133,25 @@ class RowSource:
         places = iter(indices)
         with self._reading("its rows"):
             for batch in data.iter(batch_size=self._batch):
-                for fields in batch.to_pylist():
-                    if self._json:
-                        fields |= self._json.decode_example({n: fields[n] for n in self._json})
+                for fields in self._kept.of_table(batch):
                     index = next(places)
                     yield Row(index, self._id(index, fields), fields)
 
     def passthrough(self, row: Row) -> dict[str, Any]:
         """The values of the columns that are copied to the output, or RequestError (bad_row)."""
         values = {name: row.fields.get(name) for name in self.schema.names}
-        json = {name: values[name] for name in self._json if name in values}
-        if json:
-            values |= Features({name: self._json[name] for name in json}).encode_example(json)
-        if self._cast:
+        values |= {name: encode(values[name]) for name, encode in self._encoders.items()}
+        if self._checked:
             for field in self.schema:
                 try:
                     pa.array([values[field.name]], type=field.type)
+                except UnicodeEncodeError:
+                    raise RequestError(
+                        "bad_row",
+                        f"column {field.name!r} has half of a UTF-16 pair (such as \\ud83d), which "
+                        "no file can hold: cut texts between characters, or leave the column out "
+                        "of dataset.columns",
+                    ) from None
                 except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
                     raise RequestError(
                         "bad_row", f"column {field.name!r} is not {field.type}: {reason(error)}"
@@ -152,11 +163,12 @@ class RowSource:
         assert isinstance(self._data, Dataset)
         data = self._data.select(range(stop)).with_format("arrow")
         with self._reading("its rows"):
-            yield from data.iter(batch_size=size)
+            yield from map(self._kept.typed, data.iter(batch_size=size))
 
-    def _field(self, name: str) -> pa.Field:
-        kind = storage_type(self.features.arrow_schema.field(name).type)
-        if name in self._json:
+    def _field(self, stored: pa.Field) -> pa.Field:
+        """The output column of a column, of which the data set keeps `stored`."""
+        name, kind = stored.name, storage_type(stored.type)
+        if has_json(self.features[name]):
             return stored_field(name, self.features[name], kind)
         return pa.field(name, kind)
 
@@ -167,32 +179,31 @@ class RowSource:
                 batch = next(batches, None)
             if batch is None:
                 return
-            for fields in batch if limit is None else batch[: limit - index]:
-                if self._json:
-                    fields |= self._json.decode_example({n: fields[n] for n in self._json})
-                yield fields
+            yield from batch if limit is None else batch[: limit - index]
             index += len(batch)
 
     def _batches(self, start: int) -> Iterator[list[dict[str, Any]]]:
         data = self._data
-        if self._cast:  # rows may differ in type, so they do not fit into an Arrow batch
-            return ([row] for row in data)
+        if self._streams_rows:  # rows may differ in type, so they do not fit into an Arrow batch
+            assert isinstance(self._kept, ArrowFields)
+            return (self._kept.of_rows([row]) for row in data)
         if isinstance(data, Dataset):
             if start >= len(data):
                 return iter(())  # `select` refuses to start at the end
             data = data.select(range(start, len(data)))
-        return (
-            batch.to_pylist() for batch in data.with_format("arrow").iter(batch_size=self._batch)
-        )
+        return map(self._kept.of_table, data.with_format("arrow").iter(batch_size=self._batch))
 
     def _ids(self) -> Iterator[str]:
-        column, index = self._id_path[0], 0
         assert isinstance(self._data, Dataset)
-        json = Features({column: self._json[column]} if column in self._json else {})
-        data = self._data.select(range(self.num_rows or 0)).select_columns([column])
-        for batch in data.with_format("arrow").iter(batch_size=100 * BATCH):
-            for fields in batch.to_pylist():
-                yield self._id(index, json.decode_example(fields) if json else fields)
+        data, kept = self._data.select(range(self.num_rows or 0)), self._kept
+        if isinstance(kept, ArrowFields):
+            column = self._id_path[0]
+            data = data.select_columns([column])
+            kept = ArrowFields(Features({column: self.features[column]}))
+        index = 0
+        for batch in data.with_format("arrow").iter(batch_size=10 * BATCH):
+            for fields in kept.of_table(batch):
+                yield self._id(index, fields)
                 index += 1
 
     def _id(self, index: int, fields: dict[str, Any]) -> str:
@@ -209,6 +220,11 @@ class RowSource:
             raise ConfigError(
                 f"dataset.id_column: row {index} holds {value!r:.50} in "
                 f"{self._config.id_column!r}: ids must be strings or integers"
+            )
+        if self._checked and has_lone_surrogate(str(value)):
+            raise ConfigError(
+                f"dataset.id_column: the id {value!a} of row {index} has half of a UTF-16 pair, "
+                "which no file can hold: choose another column, or null to number the rows"
             )
         return str(value)
 

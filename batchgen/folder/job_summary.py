@@ -109,9 +109,9 @@ class JobSummary:
         return model.get("name") or model.get("path") or "a model"
 
     @property
-    def strategy_path(self) -> list[str]:
-        """The parts of the dotted name of the strategy's class."""
-        return str(self.group("strategy").get("_target_", "")).split(".")
+    def strategy_name(self) -> str:
+        """The short name of the strategy, or the name of its class; empty if that is not known."""
+        return str(self.group("strategy").get("_target_", "")).rpartition(".")[2]
 
 
 def tokens_per_s(attempt: Mapping[str, Any]) -> float:

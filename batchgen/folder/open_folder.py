@@ -14,11 +14,23 @@ from batchgen.util.paths import folder_here, is_url, user_folder, user_path
 
 
 def open_job(given: str) -> JobFolderReader:
-    """The reader of a job's folder, which OUT/STEP names too, or a ConfigError that names the jobs
-    below it."""
+    """The reader of a job's folder, which OUT/STEP names too. All who read a job come in by this
+    door, which a complete job passes only with all its shards.
+
+    Raises:
+        ConfigError: the folder is not one of a job; the message names the jobs below it.
+        JobError: a job that says it is complete lacks rows, or a file is damaged.
+    """
     if is_url(given):
         storage = open_storage(step_folder(user_folder(given, "OUT")), WorkersConfig())
-        return JobFolderReader(storage.path, storage)
+        reader = JobFolderReader(storage.path, storage)
+    else:
+        reader = _open_here(given)
+    reader.check()
+    return reader
+
+
+def _open_here(given: str) -> JobFolderReader:
     path = Path(step_folder(str(user_path(given, "OUT"))))
     try:
         return JobFolderReader(path)

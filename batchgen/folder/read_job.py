@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
+from batchgen.config.class_names import with_short_names
 from batchgen.folder.row_funnel import IndexFacts
+from batchgen.folder.whole_shards import WholeShards, check_columns, check_job, whole_shards
 from batchgen.leases.failure_detector import read_beat
 from batchgen.leases.lease_files import DATA, JOURNAL, WORKERS, parse_worker
 from batchgen.leases.own_files import LOCK, ROW_INDEX, refuse_links
@@ -27,6 +30,7 @@ from batchgen.shards.journal import journal_files, read_file
 from batchgen.shards.row_order import KEYS, RowsInOrder, first_key, row_keys
 from batchgen.shards.shard_files import shard_files, shard_path
 from batchgen.storage.job_storage import FolderStorage, Storage, names_in
+from batchgen.storage.manifest import Manifest
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.shorten import some_names
 
@@ -58,12 +62,30 @@ class JobFolderReader:
             raise ConfigError(
                 f"{self.storage.shown} is not the output of a job ({what}): give a job's output.dir"
             )
+        self._whole: WholeShards | None = None
+
+    def check(self) -> None:
+        """Raise JobError for a job that says it is complete and lacks rows; see `check_job`."""
+        manifest = self.manifest  # before the metrics: a job that grows changes these first
+        shown, metrics, facts = self.storage.shown, self.metrics, self.row_facts
+        self._whole = check_job(self.storage, shown, manifest, metrics, facts)
+
+    @property
+    def whole(self) -> WholeShards:
+        """The shards of a complete job; ConfigError or JobError as of `whole_shards`."""
+        if self._whole is None:
+            shown = self.storage.shown
+            self._whole = whole_shards(self.storage, shown, self.metrics.get("rows"))
+            check_columns(self.storage, self._whole.schema, self.text_column)
+        return self._whole
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration by group, as in config.yaml; empty if the job was killed before."""
+        """The configuration by group, as in config.yaml, with short names of classes; empty if the
+        job was killed before."""
         content = self.storage.read(self.path / "config.yaml")
-        return {} if content is None else yaml.safe_load(content.decode("utf-8"))
+        found = {} if content is None else yaml.safe_load(content.decode("utf-8"))
+        return with_short_names(found) if isinstance(found, dict) else found
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -72,8 +94,7 @@ class JobFolderReader:
         content = self.storage.read(path)
         if content is None:
             raise FileNotFoundError(errno.ENOENT, "the job is gone", str(path))
-        found: dict[str, Any] = json.loads(content)
-        return found
+        return asdict(Manifest.parse(content, str(path)))
 
     @property
     def row_facts(self) -> IndexFacts | None:
@@ -201,6 +222,8 @@ class JobFolderReader:
             if written is not None:
                 path = shard_path(self.path / DATA, number)
                 is_there = self.storage.exists(path)
+                if not is_there and not written:
+                    raise JobError(f"{path} is gone: nothing of its rows is left in the folder")
                 return Shard(self.storage.parquet(path) if is_there else None, written)
 
     @property

@@ -62,7 +62,7 @@ class EngineEstimate:
     def row_bytes(self) -> int:
         """The states and records of a row over all models; 0 without recurrent layers."""
         return sum(
-            row_bytes(use.model.cache_specs, max(use.widths), self.settings.most_pending)
+            row_bytes(use.model.cache_specs, max(use.widths), self.settings.fold)
             for use in self.uses.values()
         )
 

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from batchgen.forecast.calibration import Calibration, Ints
-from batchgen.forecast.simulation import MOST_SIMULATED, Places, Played, play
+from batchgen.forecast.run_time import Places, run_time
 from batchgen.forecast.step_cost import StepCost
 from batchgen.util.duration import duration
-from batchgen.util.random_bits import random_below
 
 _FASTER, _SLOWER = {True: 0.75, False: 0.6}, {True: 1.5, False: 2.0}
 """The model of a step was right within these factors where it was compared with runs, on a GPU and
@@ -104,7 +103,7 @@ class Work:
 
 
 def forecast(cost: StepCost, work: Work) -> Forecast:
-    """Play the job three times, with short, likely and longest answers."""
+    """Estimate the job with short, likely and longest answers."""
     factor = None if work.seen is None else work.seen.factor(cost, work.width)
     gpu = cost.device.is_gpu
     known = Range(1 / _STEADY, 1, _STEADY)
@@ -112,13 +111,14 @@ def forecast(cost: StepCost, work: Work) -> Forecast:
     cost = cost if factor is None else cost.scaled(factor)
     answers, of_answers = _answers(work)
     per_forward, of_forwards = _per_forward(work)
-    most_rows = max(MOST_SIMULATED // work.samples, 1)
-    prompts = _drawn(work.prompts, min(work.rows, most_rows), seed=1)
     runs, generated = [], []
     spread = (work.spread.low, work.spread.likely, work.spread.bound)
     for lengths, tokens, share in zip(answers, per_forward, spread, strict=True):
         total = max(round(work.rows * work.samples * share), 1)
-        runs.append(_play(cost, work, prompts, lengths, tokens, total))
+        run = run_time(
+            cost, work.places, work.prompts, lengths, total, per_forward=tokens, width=work.width
+        )
+        runs.append(run)
         generated.append(float(lengths.mean()) * total)
     start = _start(cost, work)
     low, likely, bound = (run.seconds for run in runs)
@@ -145,23 +145,6 @@ def forecast(cost: StepCost, work: Work) -> Forecast:
             *([_NOT_COMPILED] if cost.device.is_gpu and not work.compiled else []),
             *work.notes,
         ),
-    )
-
-
-def _play(
-    cost: StepCost, work: Work, prompts: Ints, lengths: Ints, per_forward: float, total: int
-) -> Played:
-    """Play the job with some distribution of `total` answers."""
-    every = np.repeat(prompts, work.samples)
-    answers = _drawn(lengths, len(every), seed=2)
-    return play(
-        cost,
-        work.places,
-        every,
-        answers,
-        total=total,
-        per_forward=per_forward,
-        width=work.width,
     )
 
 
@@ -261,14 +244,6 @@ def _of_speed(cost: StepCost, work: Work, factor: float | None) -> str:
         f"{device.name} reads {device.bandwidth / 1e9:,.0f} GB/s and multiplies at {rate:,.3g} "
         f"TFLOP/s ({how}), of which the engine reaches what it did where it was measured"
     )
-
-
-def _drawn(values: Ints, number: int, seed: int) -> Ints:
-    """All values if there are `number` of them; else as many, drawn with a seed."""
-    if len(values) == number:
-        return values
-    drawn: Ints = values[random_below(len(values), seed, (number,))]
-    return drawn
 
 
 def _rounded(value: Range, digits: int) -> dict[str, float]:

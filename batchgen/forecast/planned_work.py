@@ -1,4 +1,4 @@
-"""From an opened job to the work that `forecast` plays."""
+"""From an opened job to the work that `forecast` estimates."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from batchgen.forecast.calibration import Calibration, Ints
 from batchgen.forecast.devices import Device, measured_cpu, this_gpu
 from batchgen.forecast.engine_estimate import EngineEstimate
 from batchgen.forecast.forecast import Work
+from batchgen.forecast.run_time import Places
 from batchgen.forecast.samples_per_row import SamplesPerRow
-from batchgen.forecast.simulation import Places
 from batchgen.forecast.step_cost import StepCost
 
 if TYPE_CHECKING:

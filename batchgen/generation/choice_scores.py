@@ -14,6 +14,7 @@ from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.generation.job_engine import TakesRequests
 from batchgen.prompts.row_request import RowRequest
+from batchgen.util.request_id import RequestId
 
 _SCORED = SamplingParams(max_new_tokens=0)
 
@@ -40,16 +41,20 @@ class ChoiceScorer:
     def __init__(self, engine: TakesRequests, is_on: bool) -> None:
         self._engine, self._is_on = engine, is_on
         # By the id of a row's request: what has ended of the row and of its choices, by number.
-        self._open: dict[str, dict[int, RequestOutput]] = {}
-        self._counts: dict[str, int] = {}
+        self._open: dict[RequestId, dict[int | None, RequestOutput]] = {}
+        self._counts: dict[RequestId, int] = {}
 
-    def add_request(self, request_id: str, asked: RowRequest) -> None:
+    def add_request(self, request_id: RequestId, asked: RowRequest) -> None:
         """Queue a row and its choices. Raises RequestError if it can never be served."""
+        if not self._is_on and not asked.images:
+            self._engine.add_request(request_id, asked.prompt, asked.params, asked.answer)
+            return
         # If the longest can be served, all can.
         longest_first = sorted(enumerate(asked.choices), key=lambda pair: -len(pair[1]))
         more = {"images": [each.image for each in asked.images]} if asked.images else {}
         for number, ids in longest_first:
-            self._engine.add_request(f"{request_id}/{number}", asked.prompt, _SCORED, ids, **more)
+            of_choice = request_id._replace(choice=number)
+            self._engine.add_request(of_choice, asked.prompt, _SCORED, ids, **more)
         self._engine.add_request(request_id, asked.prompt, asked.params, asked.answer, **more)
         if self._is_on:
             self._open[request_id] = {}
@@ -61,14 +66,15 @@ class ChoiceScorer:
             return self._engine.step()
         finished = []
         for output in self._engine.step():
-            request_id, _, number = output.request_id.partition("/")
+            assert isinstance(output.request_id, RequestId)
+            request_id = output.request_id._replace(choice=None)
             parts = self._open.get(request_id)
             if parts is None:  # a choice of a row that was refused
                 continue
-            parts[int(number) if number else -1] = output
+            parts[output.request_id.choice] = output
             if len(parts) == 1 + self._counts[request_id]:
                 del self._open[request_id], self._counts[request_id]
-                row = parts.pop(-1)
+                row = parts.pop(None)
                 finished.append(_with_scores(row, [parts[i] for i in range(len(parts))]))
         return finished
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,19 +12,19 @@ from batchgen.costs.cost_recorder import CostRecorder
 from batchgen.dataset.seed_stream import stream_of
 from batchgen.dataset.source import Row, Source
 from batchgen.engine.base.outputs import RequestError, RequestOutput
-from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.generation.choice_scores import ChoiceScorer
 from batchgen.generation.fail_fast import FailFast
 from batchgen.generation.job_engine import Engine
 from batchgen.generation.progress import Progress
 from batchgen.generation.turns import Turns
 from batchgen.images.image_column import PROMPT_IMAGES
-from batchgen.images.row_images import RowImage, without_pixels
+from batchgen.images.row_images import without_pixels
 from batchgen.metrics.job_metrics import Metrics
 from batchgen.prompts.row_request import RowRequest
 from batchgen.reuse.row_reuse import RowReuse
 from batchgen.shards.output_schema import FinishedRow, SplitOutput
 from batchgen.shards.output_writer import OutputWriter
+from batchgen.util.request_id import RequestId
 from batchgen.util.signals import StopSignals
 from batchgen.waves.sample_waves import EverySample
 from batchgen.workers.shard_queue import ShardQueue
@@ -34,19 +34,14 @@ _IDLE_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """One sample of one row, from before it is queued until it is finished; with an error it has
-    no prompt."""
+    """One sample of one row, from before it is queued until it is finished; `asked` is the error of
+    a row that has no prompt."""
 
     row_id: str
     row_index: int
     sample_index: int
     fields: Mapping[str, Any]
-    prompt: list[int]
-    params: SamplingParams
-    answer: list[int] | None
-    choices: Sequence[list[int]]
-    images: Sequence[RowImage]
-    error: RequestError | None
+    asked: RowRequest | RequestError
     key: bytes | None = None
 
     def finished(
@@ -57,8 +52,10 @@ class _Request:
         error: RequestError | None = None,
         is_copied: bool = False,
     ) -> FinishedRow:
-        place = self.row_id, self.row_index, self.sample_index
-        images = None if self.error else [image.reference for image in self.images]
+        place, asked = (self.row_id, self.row_index, self.sample_index), self.asked
+        images = None
+        if not isinstance(asked, RequestError):
+            images = [image.reference for image in asked.images]
         return FinishedRow(
             *place, self.fields, output, error, beside or {}, self.key, is_copied, images=images
         )
@@ -80,13 +77,14 @@ class Generation:
         spending: Spending,
         costs: CostRecorder,
         reuse: RowReuse | None = None,
+        job: str = "",
     ) -> None:
         """Prepare to run rows. `request` says what the requests of a row ask for, or raises
         RequestError; `split` leaves the answer alone in an output's text; `waves` says
-        which samples begin when."""
+        which samples begin when; `job` names it among those that share the engine."""
+        self._job = job
         self._source = source
         self._request, self._split = request, split
-        self._params = config.params
         self._has_images = PROMPT_IMAGES in writer.schema.arrow.names
         self._stream = stream_of(config.sampling.stream, source.jobs)
         self._writer = writer
@@ -103,7 +101,7 @@ class Generation:
         self._first = FailFast(enabled, writer.others_have_rows)
         # Twice as many as can run: a step that finishes all running rows finds the next ones there.
         self._window = 2 * engine.max_num_seqs
-        self._in_flight: dict[str, _Request] = {}
+        self._in_flight: dict[Hashable, _Request] = {}
 
     def turns(
         self,
@@ -195,9 +193,9 @@ class Generation:
             request = next(requests, None)
             if request is None:
                 break
-            if request.error is not None:
-                done.append(request.finished(error=request.error))
-            elif (row := self._submit(request)) is not None:
+            if isinstance(request.asked, RequestError):
+                done.append(request.finished(error=request.asked))
+            elif (row := self._submit(request, request.asked)) is not None:
                 done.append(row)
         return done
 
@@ -205,11 +203,9 @@ class Generation:
         """Whether the engine could run more requests than it has."""
         return len(self._in_flight) < self._engine.max_num_seqs
 
-    def _submit(self, request: _Request) -> FinishedRow | None:
+    def _submit(self, request: _Request, of_row: RowRequest) -> FinishedRow | None:
         """Queue a request, or return its row if it was refused or could be copied."""
-        request_id = f"{request.row_index}.{request.sample_index}"
-        given = request.answer, request.choices, request.images
-        of_row = RowRequest(request.prompt, request.params, *given)
+        request_id = RequestId(self._job, request.row_index, request.sample_index)
         asked = of_row.of_sample(request.row_id, request.sample_index, self._stream)
         if self._reuse is not None:
             key = self._reuse.key(asked)
@@ -231,18 +227,19 @@ class Generation:
                 yield None
                 continue
             row, samples = task
-            asked = RowRequest([], self._params)
-            fields: Mapping[str, Any] = dict.fromkeys(self._source.schema.names)
-            failure: RequestError | None = None
+            fields: Mapping[str, Any] | None = None
+            asked: RowRequest | RequestError
             try:
                 fields = self._source.passthrough(row)
                 if self._has_images:
                     fields = without_pixels(fields)
                 asked = self._request(row)
             except RequestError as error:
-                failure = error
+                asked = error
+            if fields is None:
+                fields = dict.fromkeys(self._source.schema.names)
             for sample in samples:
-                yield _Request(row.id, row.index, sample, fields, *asked, failure)
+                yield _Request(row.id, row.index, sample, fields, asked)
 
     def _count(self, finished: Sequence[FinishedRow]) -> None:
         self._metrics.tally.add(finished)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.images.image import Image
 from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.util.request_id import RequestId
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -23,7 +24,7 @@ class TakesRequests(Protocol):
 
     def add_request(
         self,
-        request_id: str,
+        request_id: RequestId,
         prompt_token_ids: list[int],
         params: SamplingParams,
         answer_token_ids: list[int] | None = None,
@@ -83,7 +84,7 @@ class Engine(TakesRequests, Protocol):
         """Begin to measure what requests take of the device; see `take_costs`."""
         ...
 
-    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+    def take_costs(self, *, wait: bool = False) -> list[tuple[Hashable, float]]:
         """Seconds by request, each once: of those that have ended, and with `wait` of all."""
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.folder.read_job import BATCH
+from batchgen.folder.whole_shards import FinishedShard, WholeShards
 from batchgen.grades.folder_grades import GRADES
 from batchgen.grades.grade_files import ROW_KEYS, SHARD_KEY, STEPS_KEY, bytes_digest
 from batchgen.leases.lease_files import DATA
@@ -22,28 +23,6 @@ from batchgen.shards.shard_files import shard_files, shard_path
 from batchgen.storage.job_storage import Storage
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.fingerprint import fingerprint_text
-
-_TYPES = {
-    "row_id": pa.string(),
-    "row_index": pa.int64(),
-    "sample_index": pa.int32(),
-    "finish_reason": pa.string(),
-}
-
-
-@dataclass(frozen=True)
-class FinishedShard:
-    """A shard as it was when its folder was opened.
-
-    Attributes:
-        first: how many rows stand in the shards before it.
-        ends: behind which of its rows each of its row groups ends.
-        digest: of all that the file holds.
-    """
-
-    first: int
-    ends: tuple[int, ...]
-    digest: str
 
 
 class GradedShards(ABC):
@@ -72,7 +51,7 @@ class GradedShards(ABC):
     @property
     def fingerprint(self) -> str:
         """Another one if any byte of the rows is another one."""
-        return fingerprint_text(*(shard.digest for shard in self.shards))
+        return fingerprint_text(*(shard.digest or "" for shard in self.shards))
 
     @abstractmethod
     def _check_grades(self) -> None:
@@ -95,17 +74,6 @@ class GradedShards(ABC):
             stop = int(np.searchsorted(wanted, first + self.shards[number].ends[-1]))
             yield from self.tables(number, [*columns, *KEYS], grades, wanted[at:stop] - first)
             at = stop
-
-    def check_job(self, text_column: str, rows: object) -> None:
-        """Raise JobError unless there are as many `rows` as a job counted, with its columns."""
-        for name, kind in {**_TYPES, text_column: pa.string()}.items():
-            if name not in self.schema.names or self.schema.field(name).type != kind:
-                raise damaged(self._source(DATA, 0), f"it has no column {name} of {kind}")
-        if rows != self.total:
-            raise JobError(
-                f"{self.given}: its shards hold {self.total:,} answers, and metrics.json says "
-                f"{rows}: shards are missing or of another job; run its command again"
-            )
 
     def tables(
         self,
@@ -194,15 +162,15 @@ class GradedShards(ABC):
 class FinishedShards(GradedShards):
     """The shards of a complete job, or of a set of rows, which do not change any more."""
 
-    def __init__(self, storage: Storage, given: str) -> None:
-        """Look at the ends of all files.
-
-        Raises:
-            ConfigError: there are no rows.
-            JobError: a file is damaged, or not there.
-        """
+    def __init__(self, storage: Storage, given: str, whole: WholeShards) -> None:
+        """Take the shards that the folder has, as `whole_shards` found them, and look at the ends
+        of its grades."""
         super().__init__(storage, given)
-        self.shards, self.schema = self._look_at_shards()
+        self.shards, self.schema = whole.shards, whole.schema
+        for number, shard in enumerate(self.shards):
+            if shard.digest is None:
+                with CheckedFile(self._source(DATA, number)) as file:
+                    self.shards[number] = replace(shard, digest=file.content_digest())
         self.grade_schema, self._grades_fault = self._look_at_grades()
 
     @cached_property
@@ -222,26 +190,6 @@ class FinishedShards(GradedShards):
 
     def _check_grades(self) -> None:
         assert self.grades_digest
-
-    def _look_at_shards(self) -> tuple[list[FinishedShard], pa.Schema]:
-        count = len(files := self._files(DATA))
-        if not files:
-            raise ConfigError(f"{self.given} has no rows: there are no shards in data/")
-        if files != list(range(count)):
-            raise JobError(
-                f"{self.given}: shards are missing in data/ ({count} are there): run its command "
-                "again, which computes what is not there"
-            )
-        shards, schema, first = list[FinishedShard](), pa.schema([]), 0
-        for number in files:
-            source = self._source(DATA, number)
-            with CheckedFile(source) as file:
-                schema = schema if number else file.schema
-                if not file.schema.equals(schema):
-                    raise damaged(source, "it has other columns than the shards before it")
-                shards.append(FinishedShard(first, ends_of(file), file.content_digest()))
-            first += shards[-1].ends[-1]
-        return shards, schema
 
     def _look_at_grades(self) -> tuple[pa.Schema, str | None]:
         """The columns of the grades, and why they cannot be used, if they cannot."""
@@ -279,10 +227,3 @@ def _taken(
         first, at = first + batch.num_rows, stop
         if at == len(places):
             return
-
-
-def ends_of(file: CheckedFile) -> tuple[int, ...]:
-    """Behind which of a shard's rows each of its row groups ends."""
-    meta = file.metadata
-    sizes = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
-    return tuple(np.cumsum([0, *sizes]).tolist()[1:] or (0,))

@@ -19,11 +19,9 @@ from batchgen.grades.changed_marks import ChangedMarks
 from batchgen.grades.grade_files import ROW_KEYS, SHARD_KEY, STEPS_KEY, Part
 from batchgen.grading.grade_rows import Grader
 from batchgen.grading.step import arrow_schema
-from batchgen.leases.fsync import fsync_path
 from batchgen.shards.checked_file import CheckedFile, read_schema, seal
-from batchgen.shards.shard_files import publish_shard, unwritable
+from batchgen.storage.whole_file import whole_file
 from batchgen.texts.row_json import json_readers
-from batchgen.util.temporary import temporary_name
 
 _BATCH = 1024
 _REASON = "finish_reason"
@@ -186,12 +184,11 @@ class GradingPass:
 
     def _write(self, part: Part, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> int:
         """Write the grades of one shard; returns their number."""
-        temporary = temporary_name(part.path)
         count = 0
         changes = self.changes
         before = None if changes is None else changes.replaced(part, schema)
         after: list[pa.RecordBatch] = []
-        try:
+        with whole_file(part.path) as temporary:
             # Dictionaries take longer to make than what zstd saves without them.
             with (
                 pa.OSFile(str(temporary), "wb") as sink,
@@ -203,12 +200,8 @@ class GradingPass:
                     if before is not None:
                         after.append(batch.select(before.column_names))
             seal(temporary)
-            fsync_path(temporary)
-        except OSError as error:
-            raise unwritable(part.path, error) from error
-        if changes is not None and before is not None and after:
-            changes.add(before, pa.Table.from_batches(after))
-        publish_shard(temporary, part.path)
+            if changes is not None and before is not None and after:
+                changes.add(before, pa.Table.from_batches(after))
         return count
 
     def _schema(self, part: Part, rows: pa.Schema) -> pa.Schema:

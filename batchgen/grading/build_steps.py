@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import is_dataclass
 from typing import Any, Protocol
 
+from batchgen.config.class_names import lasting_name
 from batchgen.config.convert_value import plain_value
 from batchgen.config.job_config import ScoreConfig, StepConfig
 from batchgen.config.named_code import named_code, strategy_options
@@ -41,9 +42,14 @@ def post_steps(configs: Sequence[StepConfig]) -> tuple[PostStep, ...]:
 
 
 def described(configs: Sequence[StepConfig], steps: Sequence[_Versioned]) -> list[dict[str, Any]]:
-    """Each step's class, options and version as plain values: what its columns follow from."""
+    """Each step's class, options and version as plain values: what its columns follow from. They
+    are compared with those of other versions of batchgen."""
     return [
-        {"_target_": config.target, "version": step.version, **plain_value(config.options)}
+        {
+            "_target_": lasting_name(config.target),
+            "version": step.version,
+            **plain_value(config.options),
+        }
         for config, step in zip(configs, steps, strict=True)
     ]
 

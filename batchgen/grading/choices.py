@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from math import factorial
 from typing import Any, Literal, Protocol, TypeVar
 
 from batchgen.grading.step import Column
@@ -59,12 +59,15 @@ def shuffle_choices(choices: Sequence[T], key: str) -> list[T]:
     """The choices in an order that follows from the key alone, all orders equally likely.
 
     The order is number d of all orders in lexicographic order, where d is the SHA-256 digest of the
-    key (UTF-8), read as one big-endian integer, modulo their number. At most 9 choices.
+    key (UTF-8), read as one big-endian integer, modulo their number.
     """
-    assert len(choices) <= 9, "the orders of more choices are too many to list"
     digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-    orders = list(permutations(range(len(choices))))
-    return [choices[i] for i in orders[int.from_bytes(digest, "big") % len(orders)]]
+    rest = int.from_bytes(digest, "big") % factorial(len(choices))
+    left, order = list(choices), []
+    while left:  # the digits of the number in the factorial base
+        at, rest = divmod(rest, factorial(len(left) - 1))
+        order.append(left.pop(at))
+    return order
 
 
 def letter_of(choices: Sequence[str], right: str) -> str:
@@ -82,11 +85,13 @@ def letter_of(choices: Sequence[str], right: str) -> str:
 class OrderChoices:
     """A row step that writes the choices of a question in order, and the letter of the right one.
 
-    Its columns are `choices` (a list of texts) and `target` (a letter).
+    Its columns are `choices` (a list of texts) and `target` (a letter). Of choices that are equal
+    to the right one, the first gives the letter; method `choice` of `Grade` takes the others as
+    right, too. A row with more than 26 choices has no letters for them and becomes an error row.
 
     Attributes:
-        columns: the columns of the choices, the right one first. Must be empty with
-            `choices_column`.
+        columns: the columns of the choices, the right one first; each holds one text or number.
+            Must be empty with `choices_column`.
         choices_column: the column that holds a list of all choices.
         target_column: with `choices_column`, the column that holds the letter or the position (from
             0) of the right one.
@@ -153,13 +158,21 @@ class OrderChoices:
     def _choices(self, fields: Mapping[str, Any]) -> tuple[list[str], str]:
         """The choices as the row has them, and the text of the right one."""
         if self.choices_column is None:
-            given = [str(self._value(fields, name)) for name in self.columns]
-            return given, given[0]
+            given = [_text(self._value(fields, name), name) for name in self.columns]
+            return _lettered(given), given[0]
         assert self.target_column is not None
-        given = [str(choice) for choice in self._value(fields, self.choices_column)]
+        listed, name = self._value(fields, self.choices_column), self.choices_column
+        if not isinstance(listed, list | tuple):
+            raise BadChoices(
+                f"column {name!r} must hold a list of choices, got {type(listed).__name__}: name "
+                "the columns of the single choices with `columns`, or the list's own column"
+            )
+        given = _lettered([_text(choice, name) for choice in listed])
         target = self._value(fields, self.target_column)
-        at = LETTERS.find(target) if isinstance(target, str) and len(target) == 1 else target
-        if not isinstance(at, int) or not 0 <= at < len(given):
+        at = target
+        if isinstance(target, str) and len(target) == 1:
+            at = LETTERS.find(target.upper())
+        if type(at) is not int or not 0 <= at < len(given):
             raise BadChoices(
                 f"column {self.target_column!r} must be the letter or the position of one of "
                 f"{len(given)} choices, got {target!r}"
@@ -172,3 +185,19 @@ class OrderChoices:
         if value is None:
             raise BadChoices(f"the row has no value in column {name!r}")
         return value
+
+
+def _text(choice: Any, column: str) -> str:
+    """The text of one choice."""
+    if choice is None or isinstance(choice, list | tuple | Mapping):
+        raise BadChoices(
+            f"column {column!r} must hold a text or a number for each choice, got {choice!r:.100}: "
+            "a list of all choices is named with choices_column"
+        )
+    return str(choice)
+
+
+def _lettered(choices: list[str]) -> list[str]:
+    if len(choices) > len(LETTERS):
+        raise BadChoices(f"there are {len(choices)} choices, and only {len(LETTERS)} letters")
+    return choices

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from batchgen.engine.constraint.json_schema.json_text import NotJson, parse_json
 from batchgen.grading.latex import Span, boxes, stripped
+from batchgen.grading.letters import letter_spans
 from batchgen.grading.step import AnswerRow, AnswerRows, Column, GradeFailure, TextStep
 from batchgen.util.errors import ConfigError
 
@@ -22,14 +23,11 @@ Method = Literal["boxed", "last_number", "letter", "regex", "json_path", "whole"
 METHODS = ("boxed", "last_number", "letter", "regex", "json_path", "whole")
 Which = Literal["first", "last"]
 
+_SPACED = r"\d{1,3}(?:(?:[\u00a0\u2009\u202f]\d{3})+|(?: \d{3}){2,}| 0\d{2})(?!\d)"
 _NUMBER = re.compile(
-    r"(?<![\w.])(?:(?<![\w)\]}.])[-−+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.A
-)
-# Quantifiers over overlapping characters are bounded, so that no text takes quadratic time.
-_BEFORE_LETTER = r"(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{|[\s*_:\"'$({\[]){0,12}"
-_LABEL = (
-    r"(?:\b(?:[Aa]nswer|ANSWER|[Cc]hoice|CHOICE|[Oo]ption|OPTION)\b[\s*_]{0,4}(?:is\b|IS\b|[:=：])?"
-    r"|(?:答案|选项|选择|选)[\s*_]{0,4}(?:应该|应)?[是为]?[:：]?)"
+    r"(?<![\w.])(?:(?<![\w)\]}.])[-−–+])?"
+    rf"(?:{_SPACED}|\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+(?!\w)|(?::\d+)+)?(?!\.?\d)",
+    re.A,
 )
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 _FENCE = re.compile(r"```(?:json)?[ \t]{0,8}\n(.*?)```", re.S)
@@ -44,10 +42,12 @@ class Extract(TextStep):
     something wins.
 
     - `boxed`: the content of a box (`\boxed{…}`).
-    - `last_number`: a number with its sign, thousands and decimals.
-    - `letter`: one of `letters` after a label ("Answer: C", "the answer is (C)", "答案：C"),
-      else in a box, else at the start of the answer ("C", "(C)", "C. because"). A small letter
-      must end its line. Two letters ("A, B") are none.
+    - `last_number`: a number with its sign, thousands (`1,000`, `1 000 000`), decimals and power of
+      ten (`1e6`); a time or ratio (`10:30`) is one whole.
+    - `letter`: one of `letters`: where an answer is stated ("Answer: C", "the answer is (C)",
+      "option B is correct", "答案：C"), else in a box, else a first or last line of its own ("C",
+      "(C)"), else where one is decided for ("it must be C"), else at the start of the answer
+      ("C. because"), else behind a bare label ("option C"). Two letters ("A, B") are none.
     - `regex`: group `group` of `pattern`.
     - `json_path`: the value at `path`, such as `$.result[0].answer`, in the JSON that the answer
       is or holds. Strings are taken as they are, other values as JSON text. Its span is that of the
@@ -61,8 +61,6 @@ class Extract(TextStep):
             template begins the reasoning, so that a text that was cut has no mark in it.
         prefix: put before the names of the columns.
     """
-
-    version = 2
 
     methods: tuple[Method, ...] = ("boxed",)
     which: Which = "last"
@@ -105,6 +103,11 @@ class Extract(TextStep):
             raise ConfigError(f"Extract: pattern is no regular expression: {error}") from None
         if not 0 <= self.group <= groups:
             raise ConfigError(f"Extract: group {self.group}: the pattern has {groups} groups")
+
+    @property
+    def version(self) -> int:
+        """Grows for the methods whose answers change, so that other grades stay as they are."""
+        return 3 if "letter" in self.methods else 2
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
@@ -223,18 +226,7 @@ class Extract(TextStep):
         return self._pick([span for span in spans if span[0] >= 0])
 
     def _letter(self, text: str) -> Span | None:
-        letter = one_letter(self.letters)
-        labelled = re.compile(_LABEL + _BEFORE_LETTER + letter)
-        if span := self._pick([m.span(1) for m in labelled.finditer(text)]):
-            return span
-        alone = re.compile(
-            rf"[\s*_$({{\[]{{0,8}}(?:\\text\{{)?[\s(]{{0,4}}{letter}(?=[\s*_$)}}\].:,]*\Z|[)\].:])"
-        )
-        boxed = (alone.match(text, *box) for box in boxes(text))
-        if span := self._pick([m.span(1) for m in boxed if m]):
-            return span
-        match = alone.match(text)
-        return match.span(1) if match else None
+        return self._pick(letter_spans(text, self.letters))
 
     def _json_path(self, text: str) -> tuple[str, Span] | None:
         assert self.path is not None
@@ -252,14 +244,6 @@ class Extract(TextStep):
         if value is None:
             return None
         return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)), span
-
-
-def one_letter(letters: str) -> str:
-    """A pattern whose group 1 is one of the letters A to Z given, where it stands for a choice."""
-    joined = r"\s{0,4}(?:\)?\s{0,4}(?:[,;/&、和或]|and\b|or\b)\s{0,4}\(?)"
-    another = rf"{joined}[{letters}](?=[\s.,;)*\]}}$]{{0,4}}(?:\n|and\b|or\b|\Z|[,;)]))"
-    small_end = r"(?=\)|[*.\]}$]{0,4}\s{0,4}(?:\n|\Z))"
-    return rf"([{letters}](?![A-Za-z0-9'])(?!{another})|[{letters.lower()}]{small_end})"
 
 
 def _json_in(text: str) -> tuple[Any, Span] | None:

@@ -27,6 +27,9 @@ _NEXT_LETTER = r"\s*\(?[A-Za-z](?![A-Za-z])"
 _LETTER_FIRST = re.compile(
     rf"\(?([A-Za-z])(?:[).:](?!\s*(?:[,;]|and\b|or\b){_NEXT_LETTER})|,(?!{_NEXT_LETTER})).*", re.S
 )
+_LETTERS = re.compile(
+    r"\(?[A-Za-z][).:]?(?:\s*(?:[,;/&+、]|,?\s*and\b|,?\s*und\b|和)\s*\(?[A-Za-z][).:]?)+", re.I
+)
 _LABEL = re.compile(
     r"(?:(?:the\s+)?(?:correct\s+)?(?:answer|option|choice)(?:\s+is)?|答案|选项?)[是为]?\s*[:：]?\s*"
     r"(?=\(?[A-Za-z]\b)",
@@ -40,8 +43,10 @@ class Grade:
 
     - `integer`: both are the same whole number, as `normal_integer` reads them.
     - `math`: both are mathematically the same, as `batchgen.same_math` compares them.
-    - `choice`: the answer is the letter of the target, or the text of that choice.
-    - `exact`: the same text, apart from white space at the ends and runs of it.
+    - `choice`: the answer is the letter of the target, or the text of that choice or of an equal
+      one; of several letters ("A, C") all, in any order.
+    - `exact`: the same text, apart from white space at the ends and runs of it. A target true or
+      false is meant in any case.
     - `regex`: the target is a regular expression that matches the whole answer.
     - `json_schema`: the answer is JSON that is valid against `schema`, or against the target.
     - `function`: what `function` returns: true or false, or a number from 0 to 1.
@@ -178,22 +183,24 @@ class Grade:
                 failures[place] = failure
         return dict(zip(self._names, (marks, keys, against), strict=True))
 
-    def _values(self, answer: Any, value: Any, choices: Sequence[str] | None) -> _Values:
+    def _values(self, answer: Any, value: Any, choices: Any) -> _Values:
         """The values of the columns for a row's answer, its target and the texts of its choices."""
-        target = self._target(value)
+        texts = choices if isinstance(choices, list | tuple) else ()
+        target = self._target(value, texts)
         if answer is None:
             return 0.0, None, target
-        right, key = self._compare(str(answer), target, choices or ())
+        ignore_case = self.ignore_case or isinstance(value, bool)
+        right, key = self._compare(str(answer), target, texts, ignore_case)
         return float(right), key, target
 
-    def _target(self, value: Any) -> str | None:
+    def _target(self, value: Any, choices: Sequence[Any] = ()) -> str | None:
         """The text of the target, or GradeFailure if the row has none; None where the method needs
         none."""
         if value is None:
             if self.method == "function" or self.schema is not None:
                 return None
             raise GradeFailure("no_target", f"the row has no value in column {self.target!r}")
-        text = str(value)
+        text = str(value) if self.method == "function" else self._text_of(value, choices)
         if self.target_pattern is not None:
             found = [match[1] for match in re.finditer(self.target_pattern, text)]
             if not found or found[-1] is None:
@@ -203,8 +210,31 @@ class Grade:
             text = found[-1].strip()
         return text
 
+    def _text_of(self, value: Any, choices: Sequence[Any]) -> str:
+        """The text of a target that may be of another type."""
+        if isinstance(value, Mapping) and self.method == "json_schema":
+            return repr_json(value)
+        if isinstance(value, list) and self.method == "choice":
+            if value and all(isinstance(each, str) for each in value):
+                return ", ".join(value)  # the letters of several choices
+        if isinstance(value, Mapping) or (
+            isinstance(value, list) and not all(type(each) in (int, float) for each in value)
+        ):
+            raise GradeFailure(
+                "bad_target",
+                f"column {self.target!r} must hold one target, and holds {value!r:.100}: make one "
+                "text of it, or grade with method=function",
+            )
+        if self.method == "choice" and type(value) is int and str(value) not in map(str, choices):
+            raise GradeFailure(
+                "bad_target",
+                f"the target {value} is no letter and no text of a choice: the row step "
+                "OrderChoices makes the letter of a position",
+            )
+        return str(value)
+
     def _compare(
-        self, answer: str, target: str | None, choices: Sequence[str]
+        self, answer: str, target: str | None, choices: Sequence[Any], ignore_case: bool
     ) -> tuple[bool, str | None]:
         """Whether the answer is right, and its normal form."""
         if self.method == "json_schema":
@@ -222,12 +252,12 @@ class Grade:
             # All ways to write the right answer are one answer where votes are counted.
             return right, forms(target if right else answer).shortest
         if self.method == "choice":
-            key = choice_letter(answer, choices)
-            return key == choice_letter(target, choices), key
-        given = normal_text(answer, self.ignore_case)
+            key, wanted = choice_letter(answer, choices), choice_letter(target, choices)
+            return key == wanted or _are_equal(key, wanted, choices), key
+        given = normal_text(answer, ignore_case)
         if self.method == "exact":
-            return given == normal_text(target, self.ignore_case), given
-        flags = re.IGNORECASE if self.ignore_case else 0
+            return given == normal_text(target, ignore_case), given
+        flags = re.IGNORECASE if ignore_case else 0
         try:
             pattern = re.compile(target, flags)
         except re.error as error:
@@ -269,18 +299,35 @@ def normal_text(text: str, ignore_case: bool = False) -> str:
     return joined.casefold() if ignore_case else joined
 
 
-def choice_letter(answer: str, choices: Sequence[str]) -> str:
+def choice_letter(answer: str, choices: Sequence[Any]) -> str:
     """The letter that an answer names alone (`b`, `(B)`, `Option B`), or the letter of the choice
-    whose text it is, or the letter before a text (`B. iron`); else the answer's own text."""
+    whose text it is, or the letter before a text (`B. iron`), or several letters in their order
+    (`A, C` for `C and A`); else the answer's own text."""
     text = plain(answer)
     text = _LABEL.sub("", text, count=1) if _LABEL.match(text) else text
     if match := _LETTER.fullmatch(text):
         return match[1].upper()
-    for letter, choice in zip(LETTERS, choices, strict=False):
-        if normal_text(text, True) == normal_text(plain(str(choice)), True):
-            return letter
+    for ignore_case in (False, True):  # `Aa` and `aa` may be two choices
+        for letter, choice in zip(LETTERS, choices, strict=False):
+            if normal_text(text, ignore_case) == normal_text(plain(str(choice)), ignore_case):
+                return letter
+    if _LETTERS.fullmatch(text):
+        named = re.findall(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])", text)
+        return ", ".join(sorted({letter.upper() for letter in named}))
+    if text.isascii() and text.isalpha() and set(text) <= set(LETTERS[: len(choices)]):
+        return ", ".join(sorted(set(text)))  # `CA`
     match = _LETTER_FIRST.fullmatch(text)
     return match[1].upper() if match else normal_text(text)
+
+
+def _are_equal(one: str, other: str, choices: Sequence[Any]) -> bool:
+    """Whether two letters are those of choices with the same text."""
+    texts = [
+        normal_text(str(choices[at]))
+        for letter in (one, other)
+        if len(letter) == 1 and 0 <= (at := LETTERS.find(letter)) < len(choices)
+    ]
+    return len(texts) == 2 and texts[0] == texts[1]
 
 
 def _valid_json(answer: str, schema: Any) -> tuple[bool, str]:

@@ -55,7 +55,7 @@ class StepChain:
         elif before:
             todo = f"choose among {', '.join(before)}, or put a step before it that writes {name!r}"
         else:
-            todo = "put a step before it that does (batchgen.grading.extract.Extract writes answer)"
+            todo = "put a step before it that does (Extract writes answer)"
         raise ConfigError(
             f"post[{number}]: {type(self.steps[number]).__name__} reads the column {name!r}, "
             f"which no step before it writes: {todo}"

@@ -22,10 +22,10 @@ def normal_integer(answer: str) -> str | None:
     r"""The whole number that an answer says, in its shortest form; None if it says no such number.
 
     Understood are signs, thousands (`1,000`, `1 000`, `1{,}000`), decimals that are all zero
-    (`18.00`), leading zeros (`018`), a currency or `x =` before it, a unit or a percent sign after
-    it (`18 \text{ dollars}`, `90^\circ`), powers of ten in words (`5 million`), and what only lays
-    it out. `-0` is `0`. What must be computed is no number (`9 + 9`), and neither are `3 or 4` and
-    `3x`. Digits alone may be any number of them.
+    (`18.00`), leading zeros (`018`), a currency, `x =` or `m + n =` before it, a unit or a percent
+    sign after it (`18 \text{ dollars}`, `90^\circ`), powers of ten (`5 million`, `1e6`), and what
+    only lays it out. `-0` is `0`. What must be computed is no number (`9 + 9`), and neither are
+    `3 or 4` and `3x`. Digits alone may be any number of them.
     """
     if _SIMPLE.fullmatch(answer):
         return answer

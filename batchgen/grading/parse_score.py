@@ -8,44 +8,63 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from batchgen.grading.latex import number
+from batchgen.grading.latex import Span, number
 from batchgen.grading.step import AnswerRow, Column, TextStep
 from batchgen.util.errors import ConfigError
 
-_LABELLED = (
-    r"(?i:\b(?:score|rating|grade|mark)\b)[\s*_\"']{0,4}(?:is\b|[:=])?[\s*_\"'\[(]{0,6}"
-    r"([-+]?\d{1,15}(?:\.\d{1,15})?)"
+_LABEL = r"(?:\b(?:score|rating|grade|mark)\b|评分|得分|打分|总分|分数)"
+_SCALE = r"(?:\([^()\n]{1,60}\)|\[[^\[\]\n]{1,40}\]|\d{1,4}\s?(?:-|–|to)\s?\d{1,4})"
+_NUMBER = r"(?P<number>[-+]?\d{1,15}(?:\.\d{1,15})?)"
+_OPENS = r"[\s*_\"'\[(]{0,6}"
+_SCORES = re.compile(
+    rf"(?P<most>\b(?:max|maximum|minimum|min|highest|lowest|best|worst|possible|perfect|passing|"
+    rf"average|mean|total\spossible)\s(?:possible\s)?)?{_LABEL}[\s*_\"'>]{{0,4}}"
+    rf"(?:{_SCALE}[\s*_]{{0,4}}(?=[:=：]|is\b))?"
+    rf"(?P<says>is\b|[:=：]|-\s|(?<=[\s*])of\b|(?<=>))?{_OPENS}{_NUMBER}(?P<behind>[\s*_\"'\])]{{0,6}}"
+    r"(?:(?:/|out\sof)[\s*_]{0,4}(?P<scale>\d{1,6})|(?P<percent>%)|"
+    r"(?P<range>(?:-|–|—|~|to\b|or\b)\s?\d|(?<=\d),\d))?)",
+    re.I,
 )
+"""What names a score and its number: of the best or the average score (`most`), with a word or sign
+that says it (`says`), on a scale, in percent, or as a range of numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParseScore(TextStep):
     """Reads a score between `low` and `high` from the text of a judge.
 
-    The last match of `pattern` counts; the default finds "Score: 7", "rating is **7**" and
-    "[[7]]"-like forms after such a word. A number outside of the bounds is no score.
+    Without `pattern` it is the last one that is said ("Score: 7", "rating is **7**", "Score (1-10):
+    7", "评分：7"), else the last that stands behind such a word ("grade 7", "score [[7]]"). A scale
+    or the best possible score is none, and neither is a number of another scale ("4/5" where `high`
+    is 10) or outside of the bounds. A range ("7-8") leaves the text without a score, unless one
+    follows.
 
     Attributes:
-        pattern: a regular expression whose group 1 is the number.
+        pattern: a regular expression whose group 1 is the number; its last match counts.
         prefix: put before the names of the columns.
     """
 
-    version = 1
-
     low: float = 0.0
     high: float = 10.0
-    pattern: str = _LABELLED
+    pattern: str | None = None
     prefix: str = ""
 
     def __post_init__(self) -> None:
         if not self.low < self.high:
             raise ConfigError(f"ParseScore: low must be below high, got {self.low} and {self.high}")
+        if self.pattern is None:
+            return
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:
             raise ConfigError(f"ParseScore: pattern is no regular expression: {error}") from None
         if groups < 1:
             raise ConfigError("ParseScore: pattern must have a group around the number")
+
+    @property
+    def version(self) -> int:
+        """Grows for scores without a pattern of the user's own."""
+        return 2 if self.pattern is None else 1
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -63,17 +82,41 @@ class ParseScore(TextStep):
 
     @property
     def isolated(self) -> bool:
-        return self.pattern != _LABELLED
+        return self.pattern is not None
 
     def apply(self, row: AnswerRow) -> dict[str, Any]:
+        span = self._said(row.text) if self.pattern is None else self._matched(row.text)
         values: tuple[Any, ...] = (None, None, None, None)
-        for match in re.finditer(self.pattern, row.text):
-            exact = number(match[1] or "")
-            if exact is not None and self.low <= exact <= self.high:
-                score = float(exact)
-                mark = (score - self.low) / (self.high - self.low)
-                values = (score, *match.span(1), mark)
+        if span is not None:
+            score = float(row.text[slice(*span)])
+            values = (score, *span, (score - self.low) / (self.high - self.low))
         return {c.name: value for c, value in zip(self.columns, values, strict=True)}
+
+    def _matched(self, text: str) -> Span | None:
+        """The last match of the pattern that is a score."""
+        assert self.pattern is not None
+        spans = (match.span(1) for match in re.finditer(self.pattern, text))
+        return next((span for span in reversed(list(spans)) if self._is_score(text, span)), None)
+
+    def _said(self, text: str) -> Span | None:
+        """The last score that the text says, else the last behind a bare label."""
+        found: dict[bool, Span | None] = {}
+        for match in _SCORES.finditer(text):
+            says = match["says"] is not None and match["says"].lower() != "of"
+            if match["most"]:
+                continue
+            if match["range"]:
+                if says:
+                    found[says] = None
+                continue
+            scale = 100.0 if match["percent"] else float(match["scale"] or self.high)
+            if scale == self.high and self._is_score(text, match.span("number")):
+                found[says] = match.span("number")
+        return found.get(True, found.get(False))
+
+    def _is_score(self, text: str, span: Span) -> bool:
+        exact = number(text[slice(*span)]) if span[0] >= 0 else None
+        return exact is not None and self.low <= exact <= self.high
 
 
 _CHOICE_SCORES = "choice_scores"

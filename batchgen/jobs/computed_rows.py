@@ -43,6 +43,7 @@ def compute_rows(attempt: JobAttempt) -> Turns[JobResult | None]:
         attempt.spending,
         CostRecorder(storage, config.output.rows_per_shard, attempt.worker.number),
         reuse,
+        parts.name,
     )
     of_rows = config.sampling.column is not None  # which may have longer answers than the job
     shown = Progress(
@@ -81,11 +82,14 @@ def _waves(attempt: JobAttempt) -> EverySample:
 
 def _note_engine(attempt: JobAttempt, engine: Engine) -> None:
     """Record what the answers depend on in writer, metrics and manifest; show the memory."""
-    # A GPU rounds sums differently in batches of another size, and so do other numbers of ranks,
+    # A GPU may round sums differently in batches of another size, and so do other numbers of ranks,
     # which workers may have.
-    on_one_cpu = engine.memory.total is None and attempt.config.engine.tensor_parallel == 1
-    attempt.writer.set_exact(on_one_cpu and engine.batch_dependence is None)
+    options = attempt.config.engine
+    keeps_bits = engine.memory.total is None or options.deterministic
+    alone = options.tensor_parallel == 1
+    attempt.writer.set_exact(keeps_bits and alone and engine.batch_dependence is None)
     attempt.metrics.attempt.memory = asdict(engine.memory)
+    attempt.metrics.attempt.contract = attempt.parts.contract()
     attempt.metrics.attempt.batch_dependence = engine.batch_dependence
     show_memory(engine.memory)
     if engine.batch_dependence is not None:

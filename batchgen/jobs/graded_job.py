@@ -15,7 +15,7 @@ from batchgen.grades.changed_marks import ChangedMarks
 from batchgen.grades.folder_grades import JobGrades
 from batchgen.shards.checked_file import read_schema
 from batchgen.shards.shard_files import shard_files
-from batchgen.storage.manifest import write_atomic
+from batchgen.storage.whole_file import write_atomic
 from batchgen.util.signals import JobStopped, StopSignals
 
 if TYPE_CHECKING:

@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 
-def all_is_answer(output: RequestOutput) -> SplitOutput:
-    """An output in which nothing stands beside the answer."""
+def all_is_answer() -> Callable[[RequestOutput], SplitOutput]:
+    """What takes all of an output for the answer."""
     from batchgen.shards.output_schema import SplitOutput  # it loads pyarrow
 
-    return SplitOutput(output)
+    return SplitOutput
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class JobParts:
         fingerprints: digests of what decides the answers besides configuration and data set, by
             name: the files of the models, the dtype, the constraint.
         check_params: raises ValueError for parameters of a row that cannot be honoured.
+        name: which of the jobs that share an engine this is; empty for one alone.
         build_engine: loads the weights. It is called last, and only if there are rows to compute.
         strategy: declares counts per row, which become columns, and lines for the job's summary.
         choices: makes the token ids of each choice of a row's constraint, if choices are scored.
@@ -67,6 +68,7 @@ class JobParts:
             for the grades; only in a folder of this machine.
         predict: what an attempt will take, from its engine, its answers and its seconds so far.
         title: what the bar begins with; empty for a job by itself.
+        contract: what decides the bits of rows besides models, data and configuration, by name.
         watch: is called every few seconds while rows are computed; an error that it raises ends the
             job.
         elsewhere: the attempts of other jobs that share this one's budget.
@@ -83,7 +85,8 @@ class JobParts:
     strategy: Strategy | None = None
     answer: Callable[[Row], list[int]] | None = None
     choices: Callable[[Constraint | None], list[list[int]]] = lambda _: []
-    split: Callable[[RequestOutput], SplitOutput] = all_is_answer
+    name: str = ""
+    split: Callable[[RequestOutput], SplitOutput] = field(default_factory=all_is_answer)
     beside: Sequence[pa.Field] = ()
     decode: Callable[[list[int]], str] | None = None
     decode_all: Callable[[list[int]], str] | None = None
@@ -92,6 +95,7 @@ class JobParts:
     grades_at_once: bool = False
     predict: Callable[[Engine, int, float], Forecast | None] = lambda *_: None
     title: str = ""
+    contract: Callable[[], Mapping[str, str]] = dict
     watch: Callable[[], None] = lambda: None
     elsewhere: Callable[[], Attempts] = tuple
 
@@ -126,13 +130,14 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         strategy=opened.strategy,
         answer=None if opened.answer is None else opened.answer.token_ids,
         choices=_choices(config, opened),
-        split=all_is_answer if opened.reasoning is None else opened.reasoning.split,
+        split=all_is_answer() if opened.reasoning is None else opened.reasoning.split,
         beside=() if opened.reasoning is None else opened.reasoning.fields,
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),
         images=opened.images,
         close=partial(_close, opened),
         predict=partial(_predict, config, opened),
+        contract=partial(opened.contract, config),
     )
 
 

@@ -18,7 +18,7 @@ from batchgen.metrics.peers import Peers, added, attempt_of, seconds
 from batchgen.metrics.tally import Tally
 from batchgen.metrics.timeline import Timeline, metrics_text
 from batchgen.storage.job_storage import FolderStorage, Storage
-from batchgen.storage.manifest import write_atomic
+from batchgen.storage.whole_file import write_atomic
 
 SAVE_SECONDS = 10.0  # between two times that a running job saves the file
 Status = Literal["running", "complete", "stopped", "failed", "killed"]
@@ -43,6 +43,8 @@ class Attempt:
         session: a text that is the same for workers that ran beside each other.
         batch_dependence: why a token's bits depend on what else is in the batch, as was found out
             on this CPU; None if they do not, and on a GPU.
+        contract: what decided the bits of its rows besides models, data and configuration, by name,
+            such as the type of GPU; empty without an engine.
         images: the images of its rows' prompts, once for each sample.
         image_tokens: the tokens of these, which are prompt tokens, too.
         devices: between how many its model is divided.
@@ -66,6 +68,7 @@ class Attempt:
     engine: Mapping[str, Any] = field(default_factory=dict)
     start_s: float = 0.0
     batch_dependence: str | None = None
+    contract: Mapping[str, str] = field(default_factory=dict)
     device_s: float = 0.0
     worker: int = 0
     session: str = ""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from batchgen.engine.base.contract import contract, refuse_unkept
 from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.engine_models import planned_uses
@@ -24,6 +25,7 @@ from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.engine.replicas import Leader, follow
 from batchgen.engine.strategy import Strategy
+from batchgen.kernels.library import keep_one_order
 from batchgen.model.open_model import (
     DeviceName,
     DtypeName,
@@ -57,9 +59,17 @@ class EngineRecipe:
     threads: int | None = None
 
     def check(self) -> None:
-        """Check before any weights load that they can be divided between the ranks, or raise
-        ValueError."""
+        """Check before any weights load that they can be divided between the ranks, and that rows
+        keep their bits if they are to, or raise ValueError."""
         size = self.config.tensor_parallel
+        if self.config.deterministic:
+            refuse_unkept(
+                device_of(self.device),
+                self.model.dtype(self.dtype, self.device),
+                size,
+                reads_images=self.model.with_vision,
+                rejection=self.strategy.depends_on_drafts,
+            )
         if size == 1:
             return
         kind = device_of(self.device).type
@@ -71,6 +81,11 @@ class EngineRecipe:
         for opened in (self.model, *self.others.values()):
             bare(opened, torch.float32, heads if opened is self.model else [], size)
 
+    def contract(self) -> dict[str, str]:
+        """Return what decides the bits of rows besides the models, see `contract`."""
+        dtype = self.model.dtype(self.dtype, self.device)
+        return contract(device_of(self.device), dtype, self.config.tensor_parallel)
+
     def start(self) -> Ranks:
         """Start the processes of the other ranks, if there are any.
 
@@ -78,10 +93,10 @@ class EngineRecipe:
             ValueError: the weights cannot be divided, or this process has ranks already.
             RuntimeError: a process has ended before it was ready.
         """
+        self.check()
         size = self.config.tensor_parallel
         if size == 1:
             return Ranks(self, None)
-        self.check()
         kind, recipe = device_of(self.device).type, self
         if kind == "cpu":
             limit_threads()
@@ -93,6 +108,8 @@ class EngineRecipe:
     def load(self, parallel: TensorParallel = ALONE) -> CausalLM:
         """Load the target's weights, or this rank's share; ValueError if a tensor is missing or
         wrong."""
+        if self.config.deterministic and device_of(self.device).type == "cuda":
+            keep_one_order()
         heads = strategy_heads(self.strategy, self.model)
         return self.model.load(self.dtype, self.device, heads, parallel)
 

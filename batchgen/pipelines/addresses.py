@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from batchgen.compose.load_config import identity, resolved
+from batchgen.config.class_names import with_lasting_names
+from batchgen.config.job_config import JobConfig
 from batchgen.pipelines.pipeline import Step
 from batchgen.pipelines.record.pipeline_record import Version
 from batchgen.util.fingerprint import fingerprint_text
@@ -47,16 +49,21 @@ def _decides_rows(step: Step, prints: Prints) -> Any:
     models = [name for name in prints if name.endswith("_model")]
     decides = [identity(config, models), dict(prints)]
     if config.sampling.until is not None:  # these steps may say when a row has enough samples
-        decides.append(resolved(config)["post"])
+        decides.append(_resolved(config)["post"])
     return decides
 
 
 def _decides_answers(step: Step) -> Any:
     """What decides which answers a step shows to its readers, and is no part of its address: more
     samples come between others, and other grades choose other rows."""
-    groups = resolved(step.config)
+    groups = _resolved(step.config)
     sampling = {key: groups["sampling"][key] for key in ("n", "until")}
     return [{key: value for key, value in sampling.items() if value}, groups["post"]]
+
+
+def _resolved(config: JobConfig) -> dict[str, Any]:
+    """All keys, with classes under names that give one address in all versions."""
+    return with_lasting_names(resolved(config))
 
 
 def _digest(value: Any) -> str:

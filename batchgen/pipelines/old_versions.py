@@ -10,7 +10,7 @@ from batchgen.folder.read_job import JobFolderReader
 from batchgen.leases.folder_lock import FolderLock
 from batchgen.leases.own_files import LOCK, LOCKS, LOGS, MANIFEST, OWN
 from batchgen.pipelines.record.pipeline_record import RECORD, PipelineRecord, folder_name
-from batchgen.pipelines.record.step_folders import read_record
+from batchgen.pipelines.record.step_folders import locked_record, read_record
 from batchgen.storage.job_storage import Storage
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError
@@ -70,11 +70,11 @@ class OldVersions:
     def _forget(self, version: OldVersion) -> None:
         """Take the version out of pipeline.json, as that is now."""
         with closing(open_storage(self._out, WorkersConfig())) as storage:
-            record = read_record(storage) or self._record
-            known = record.steps[version.step]
-            left = {at: one for at, one in known.versions.items() if at != version.address}
-            steps = {**record.steps, version.step: replace(known, versions=left)}
-            storage.write(storage.path / RECORD, replace(record, steps=steps).text())
+            with locked_record(storage) as record:
+                known = record.steps[version.step]
+                left = {at: one for at, one in known.versions.items() if at != version.address}
+                steps = {**record.steps, version.step: replace(known, versions=left)}
+                storage.write(storage.path / RECORD, replace(record, steps=steps).text())
 
     def _folder(self, step: str, address: str) -> str:
         return f"{self._out}/{folder_name(step, address)}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
 
@@ -20,10 +21,10 @@ from batchgen.pipelines.record.pipeline_record import (
     StepVersions,
     folder_name,
 )
-from batchgen.pipelines.record.step_folders import read_record, refuse_linked
+from batchgen.pipelines.record.step_folders import locked_record, read_record, refuse_linked
 from batchgen.resolve.job_model import answers_depend_on
 from batchgen.storage.open_storage import open_storage
-from batchgen.util.errors import ConfigError
+from batchgen.util.errors import ConfigError, JobError
 
 METRICS = "metrics.json"
 
@@ -106,19 +107,37 @@ class OpenPipeline:
         return self._storage.exists(self._storage.path / name / MANIFEST)
 
     def write(self) -> None:
-        """Say in the folder what is current, and what is run."""
+        """Say in the folder what is current, and what is run. What other processes have said there
+        meanwhile stays among the versions."""
         storage = self._storage
         storage.make_folder(storage.path)
-        storage.write(storage.path / PIPELINE_FILE, self.pipeline.text())
-        storage.write(storage.path / RECORD, self.record.text())
+        with locked_record(storage) as self._before:
+            self.record = self._settled()
+            storage.write(storage.path / PIPELINE_FILE, self.pipeline.text())
+            storage.write(storage.path / RECORD, self.record.text())
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else writes the record or the exports meanwhile. JobError if another configuration
+        has taken the folder since, whose exports are the current ones."""
+        with locked_record(self._storage) as now:
+            mine = {name: self.record.current[name] for name in self.pipeline.steps}
+            for name, folder in mine.items():
+                if (other := now.current.get(name)) != folder:
+                    raise JobError(
+                        f"{self._storage.shown}: another configuration was started in this folder "
+                        f"meanwhile, by which step {name} is {other or 'left out'} and not "
+                        f"{folder}: its exports are the current ones. All rows of this one are "
+                        "there: run its command again to make it the current one"
+                    )
+            yield
 
     def new_edition(self, name: str) -> None:
         """Give a step another address, and those behind it, because the rows that it reads are not
-        those of its folder any more. What was read of pipeline.json when this process began counts,
-        so that workers who find the same choose the same."""
+        those of its folder any more. The next number of the version that it had counts, so that
+        workers who find the same choose the same."""
         version = self.record.steps[name].versions[self.address[name]]
         self._newer[name, version.base] = version.edition + 1
-        self.record = self._settled()
         self.write()
 
     def _settled(self) -> PipelineRecord:

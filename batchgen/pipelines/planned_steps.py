@@ -7,6 +7,7 @@ from typing import Any
 
 from batchgen.folder.open_folder import open_job
 from batchgen.forecast.forecast import Range
+from batchgen.pipelines.make_sets import refuse_wrong_exports
 from batchgen.pipelines.open_pipeline import OpenPipeline
 from batchgen.pipelines.pipeline import Pipeline
 from batchgen.pipelines.run_steps import of_step
@@ -113,6 +114,7 @@ def show_steps(pipeline: Pipeline) -> int:
     """Print the dry run of each step whose rows are known; returns the gravest exit code."""
     codes = [0]
     with OpenPipeline(pipeline) as opened:
+        refuse_wrong_exports(opened)
         for name in pipeline.steps:
             print(f"── step {name}: {opened.folder(name)}")
             if waits := waits_for(opened, name):
@@ -136,7 +138,7 @@ def _plan(opened: OpenPipeline, name: str, settings: PlanSettings) -> Plan:
 def _is_complete(folder: str) -> bool:
     try:
         return open_job(folder).metrics.get("status") == "complete"
-    except ConfigError:
+    except (ConfigError, JobError):  # it has not begun, or computes again what it has lost
         return False
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from batchgen.pipelines.facts.funnel import StepCounts, funnel, funnel_table
 from batchgen.pipelines.facts.told_pipeline import write_report
-from batchgen.pipelines.make_sets import make_exports, push_all
+from batchgen.pipelines.make_sets import make_exports, push_all, refuse_wrong_exports
 from batchgen.pipelines.open_pipeline import OpenPipeline
 from batchgen.pipelines.pipeline import Pipeline
 from batchgen.pipelines.run_steps import run_steps
@@ -33,6 +33,7 @@ def run_pipeline(pipeline: Pipeline) -> PipelineResult:
         JobError: a step cannot go on, or has too many errors. Finished rows are safe.
     """
     with OpenPipeline(pipeline) as opened:
+        refuse_wrong_exports(opened)
         opened.write()
         try:
             results = run_steps(opened)
@@ -42,7 +43,10 @@ def run_pipeline(pipeline: Pipeline) -> PipelineResult:
         last = results[-1]
         if last.stopped_by is not None or last.is_spent:
             return PipelineResult(last.exit_code, last.stopped_by, last.message)
-        lines = [funnel_table(counts(opened)), *make_exports(opened)]
+        lines = [funnel_table(counts(opened))]
+        if pipeline.exports:
+            with opened.alone():
+                lines += make_exports(opened)
         lines += push_all(opened, lambda line: print(line, file=sys.stderr))
         has_report = any(step.config.output.report for step in pipeline.steps.values())
         if has_report and not is_url(pipeline.out):

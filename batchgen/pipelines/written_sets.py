@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 from batchgen.compose.trust import Trust
 from batchgen.config.config_keys import nearest
 from batchgen.pipelines.pipeline_file import EXPORT, FROM, PUSH, GivenPipeline
+from batchgen.pipelines.record.export_record import EXPORTS, MADE
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
 
 if TYPE_CHECKING:
     from batchgen.publish.trainers.trainer_rows import Asked
 
-EXPORTS, MADE = "export", "exports.json"
-"""The folder of a pipeline's exports, and the file in it that says of what each was made."""
 _OUT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}")
 _BYTES = ("kd-packed", "rl")
 """Formats that JSON lines have no place for."""

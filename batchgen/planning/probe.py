@@ -22,6 +22,7 @@ from batchgen.util.errors import ConfigError
 if TYPE_CHECKING:
     from batchgen.engine.llm_engine import LLMEngine
 from batchgen.resolve.opened_job import OpenedJob
+from batchgen.util.request_id import RequestId
 
 _WARM_UP_TOKENS = 3
 _FULL_TOKENS = 16
@@ -106,7 +107,7 @@ class _Run:
                     min_new_tokens=min(read.params.min_new_tokens, longest),
                 )
                 try:
-                    request_id = f"{read.row.index}.{sample}"
+                    request_id = RequestId("", read.row.index, sample)
                     engine.add_request(request_id, read.ids, params, images=images)
                 except RequestError:  # the plan says it of the rows that were looked at
                     continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ class EngineThread:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._calls = SimpleQueue[Callable[[], None] | None]()
-        self._live: dict[str, tuple[_Asked, int]] = {}
+        self._live: dict[Hashable, tuple[_Asked, int]] = {}
         self._times = Counter[tuple[int, ...]]()
         self._ended = False
         self._thread = Thread(target=self._work, name="batchgen engine", daemon=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from batchgen.util.errors import ConfigError
 
@@ -43,21 +43,8 @@ class Asked:
         return self.prompt, repr(sorted(self.options.items()))
 
 
-Request = Scored | Asked
 R = TypeVar("R", Scored, Asked)
 T = TypeVar("T")
-
-
-class Answers(Protocol):
-    """Where the results of all requests of a call come from, in order."""
-
-    def score(self, requests: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """The log-probability of each answer, and whether greedy decoding would write it."""
-        ...
-
-    def generate(self, requests: Sequence[Asked]) -> list[str]:
-        """The text of each request, cut before its stop strings."""
-        ...
 
 
 class EngineAnswers:
@@ -67,7 +54,8 @@ class EngineAnswers:
         self._llm = llm
 
     def score(self, requests: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """Score as the protocol says; ConfigError names a request that cannot be scored."""
+        """The log-probability of each answer, and whether greedy decoding would write it;
+        ConfigError names a request that cannot be scored."""
         prompts, answers = [one.prompt for one in requests], [one.answer for one in requests]
         scores = self._llm.score(prompts, answers, top_logprobs=1)
         for one, score in zip(requests, scores, strict=True):
@@ -76,7 +64,8 @@ class EngineAnswers:
         return [(score.logprob, score.is_greedy) for score in scores]
 
     def generate(self, requests: Sequence[Asked]) -> list[str]:
-        """Generate as the protocol says; ConfigError names a request that cannot be served."""
+        """The text of each request, cut before its stop strings; ConfigError names a request that
+        cannot be served."""
         from batchgen.python.params import SamplingParams
 
         params = [SamplingParams(**one.options) for one in requests]

@@ -156,7 +156,9 @@ class BatchgenAPI(ModelAPI):  # type: ignore[misc]
         return SamplingParams(**options)
 
     def _choice(self, output: Output, config: GenerateConfig, tools: bool) -> ChatCompletionChoice:
-        text, calls = _tool_calls(output.text, output.request_id) if tools else (output.text, [])
+        text, calls = (
+            _tool_calls(output.text, str(output.request_id)) if tools else (output.text, [])
+        )
         reason = "max_tokens" if output.finish_reason == "length" else "stop"
         if len(output.prompt_token_ids) + len(output.token_ids) >= self._most:
             reason = "model_length"

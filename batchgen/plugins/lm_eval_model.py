@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
 from batchgen.plugins.harness_requests import (
-    Answers,
     Asked,
     EngineAnswers,
     cut_left,
@@ -47,7 +45,7 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
 
     def __init__(
         self,
-        answers: Answers,
+        answers: EngineAnswers,
         tokenizer: Any,
         max_length: int,
         name: str,
@@ -217,30 +215,6 @@ class BatchgenLM(TokenLM):
         super().__init__(EngineAnswers(llm), llm.tokenizer, most, pretrained, **own)
 
 
-class PhaseLM(TokenLM):
-    """A model without weights, for the phases of an evaluation that compute nothing."""
-
-    def __init__(self, pretrained: str, max_length: int | None = None, **others: Any) -> None:
-        from batchgen.engine.base.engine_config import EngineConfig
-        from batchgen.model.open_model import open_model
-
-        own, keys = split_arguments(max_length, others)
-        engine = {name: keys.pop(name) for name in list(keys) if name not in MODEL_KEYS}
-        opened = open_model(pretrained, keys.get("revision"), keys.get("load_format", "auto"))
-        config = EngineConfig(max_model_len=engine.get("max_model_len"))
-        most = config.model_len(opened.config.max_position_embeddings) - 1
-        job = {"model": {"choice": "hf", "path": pretrained, **keys}, "engine": engine}
-        super().__init__(self.answers_of(job), opened.tokenizer, most, pretrained, **own)
-
-    @abstractmethod
-    def answers_of(self, job: dict[str, Any]) -> Answers:
-        """Where answers come from; `job` has the keys of jobs that compute them."""
-
-
-MODEL_KEYS = ("revision", "dtype", "load_format", "quantization")
-"""Arguments of `LLM` that are keys of a job's group `model`; others are of the group `engine`."""
-
-
 def split_arguments(
     max_length: int | None, others: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -267,5 +241,5 @@ def _until(given: Mapping[str, Any]) -> list[str]:
 
 
 def _name(request: Instance) -> str:
-    """How messages and rows call a request: the task, the document, and which of its requests."""
+    """How messages call a request: the task, the document, and which of its requests."""
     return f"{request.task_name}/{request.doc_id}/{request.idx}"

@@ -10,7 +10,7 @@ from jinja2 import UndefinedError
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.config.prompt_config import ChatPromptConfig
-from batchgen.dataset.dataset_columns import feature_at, named_path, value_at
+from batchgen.dataset.dataset_columns import named_path, value_at
 from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.constraint.harmony import HarmonyTokens
 from batchgen.images.image_sources import ImageSource
@@ -64,7 +64,6 @@ class ChatPrompt:
             self._path = named_path("prompt.messages_column", config.messages_column, columns)
         if config.tools_column is not None:
             self._tools_path = named_path("prompt.tools_column", config.tools_column, columns)
-            self._tools_feature = feature_at(columns, self._tools_path)
             _refuse_no_tools(source)
         self._places = None if images is None else ImagePlaces(images, config, columns)
         self._system = _template("prompt.system", config.system, columns)
@@ -192,7 +191,7 @@ class ChatPrompt:
         column = self._config.tools_column
         if column is None:
             return None
-        return checked_tools(value_at(row.fields, self._tools_path), self._tools_feature, column)
+        return checked_tools(value_at(row.fields, self._tools_path), column)
 
     def _render(self, messages: Messages, tools: Sequence[Any] | None = None) -> str:
         goes_on = self._config.continue_

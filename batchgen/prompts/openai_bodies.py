@@ -9,8 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.config.prompt_config import ChatPromptConfig, OpenAIPromptConfig
-from batchgen.dataset.dataset_columns import feature_at, named_path, value_at
-from batchgen.dataset.json_cells import json_cell
+from batchgen.dataset.dataset_columns import json_cell, named_path, value_at
 from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import RequestError
 from batchgen.images.image_sources import ImageSource
@@ -43,7 +42,6 @@ class BodyPrompt:
     ) -> None:
         self._column, self._vocab_size = config.body_column, vocab_size
         self._path = named_path("prompt.body_column", config.body_column, columns)
-        self._feature = feature_at(columns, self._path)
         self._tokens = TextTokens(tokenizer, room)
         self._chat: ChatPrompt | None = None
         template = tokenizer.chat_template
@@ -113,7 +111,7 @@ class BodyPrompt:
     def _body(self, row: Row) -> dict[str, Any]:
         """The body of a row with either `messages` or a good `prompt`."""
         try:
-            found = json_cell(value_at(row.fields, self._path), self._feature)
+            found = json_cell(value_at(row.fields, self._path))
         except ValueError as error:
             raise self._bad(str(error)) from None
         if not isinstance(found, Mapping):

@@ -7,6 +7,7 @@ from functools import cached_property
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.engine.base.outputs import RequestError
+from batchgen.engine.constraint.json_schema.json_text import has_lone_surrogate
 
 _ALWAYS_BYTES = 2**21
 """Texts up to this size are always tokenised. Tokenising takes about 250 times their memory."""
@@ -23,9 +24,15 @@ class TextTokens:
         self._tokenizer, self._room = tokenizer, room
 
     def of(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids of a text, at least one; RequestError (prompt_too_long, empty_prompt)
-        otherwise."""
+        """The token ids of a text, at least one; RequestError (prompt_too_long, empty_prompt,
+        bad_text) otherwise."""
         self.refuse_long(text)
+        if not text.isascii() and has_lone_surrogate(text):
+            raise RequestError(
+                "bad_text",
+                "the prompt has half of a UTF-16 pair (such as \\ud83d), which is no character: "
+                "cut texts between characters, not between units of UTF-16",
+            )
         # Without `verbose=False` the tokenizer warns of long texts, which fit_prompt deals with.
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return not_empty(list(ids))

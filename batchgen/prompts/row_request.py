@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from batchgen.dataset.seed_stream import stream_seed
-from batchgen.engine.requests import sample_params
+from batchgen.engine.requests import derive_seed
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.images.row_images import RowImage
 
@@ -23,5 +22,6 @@ class RowRequest(NamedTuple):
 
     def of_sample(self, row_id: str, sample_index: int, stream: str | None) -> RowRequest:
         """The request of one sample of the row, with its own seed in a job's `stream`."""
-        shared = replace(self.params, seed=stream_seed(self.params.seed, stream))
-        return self._replace(params=sample_params(shared, row_id, sample_index))
+        seed = derive_seed(stream_seed(self.params.seed, stream), row_id, sample_index)
+        prompt, params, answer, choices, images = self
+        return RowRequest(prompt, params.with_seed(seed), answer, choices, images)

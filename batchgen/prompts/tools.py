@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchgen.dataset.json_cells import json_cell
+from batchgen.dataset.dataset_columns import json_cell
 from batchgen.engine.base.outputs import RequestError
 from batchgen.prompts.messages import short
 
 
-def checked_tools(value: Any, feature: Any, column: str) -> list[dict[str, Any]] | None:
+def checked_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
     """The tools of a cell, which holds a list of {type: function, function: {name, …}} or of bare
     functions {name, …}, or JSON text of such a list; None for a cell without any.
-
-    Null entries that Arrow adds where the tools of rows have different keys are left out. `feature`
-    is the column's type, as the library datasets says it.
 
     Raises:
         RequestError: bad_tools: the cell holds no such list.
     """
     try:
-        tools = json_cell(value, feature)
+        tools = json_cell(value)
     except ValueError as error:
         raise RequestError("bad_tools", f"column {column!r}: {error}") from None
     if tools is None or tools == []:

@@ -1,9 +1,8 @@
-"""A tree of digests over the rows of a folder, by which one row can be proven.
+"""One digest over the rows of a folder, whatever its files look like.
 
 A leaf is a digest of one row: of the names, types and values of its columns, to the bit. A node is
 a digest of two nodes or leaves; of an odd number the last one goes up as it is. The root of a shard
-stands over its rows, and the root of a folder over those of its shards. So whoever knows the root
-of a folder can be shown that a row is in it, by about log2(rows) digests.
+stands over its rows, and the root of a folder over those of its shards.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -23,13 +21,6 @@ SIZE = 32
 """Bytes of a digest, so that nobody finds two rows with one."""
 _LEAF, _NODE, _NONE = b"batchgen row", b"batchgen node", b"batchgen none"
 _BATCH = 256
-
-
-class Step(NamedTuple):
-    """One step from a leaf to its root: the digest beside it, and whether that stands before it."""
-
-    beside: Digest
-    is_before: bool
 
 
 def leaves(batch: pa.RecordBatch | pa.Table) -> Iterator[Digest]:
@@ -58,24 +49,6 @@ def root(digests: Sequence[Digest]) -> Digest:
     while len(level) > 1:
         level = _above(level)
     return level[0]
-
-
-def way_up(digests: Sequence[Digest], place: int) -> list[Step]:
-    """The steps from the digest at a place to the root."""
-    level, found = list(digests), list[Step]()
-    while len(level) > 1:
-        beside = place ^ 1
-        if beside < len(level):
-            found.append(Step(level[beside], is_before=beside < place))
-        level, place = _above(level), place // 2
-    return found
-
-
-def climbed(digest: Digest, way: Sequence[Step]) -> Digest:
-    """Where the steps lead from a digest."""
-    for step in way:
-        digest = _node(step.beside, digest) if step.is_before else _node(digest, step.beside)
-    return digest
 
 
 def _above(level: Sequence[Digest]) -> list[Digest]:

@@ -14,11 +14,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.folder.whole_shards import whole_shards
 from batchgen.leases.folder_lock import FolderLock
 from batchgen.leases.fsync import fsync_path
-from batchgen.publish.finished_rows import SET_FILE, set_facts
+from batchgen.publish.finished_rows import SET_FILE, rows_digest, set_facts, whole_set
 from batchgen.shards.checked_file import seal
 from batchgen.shards.shard_files import shard_path
+from batchgen.storage.job_storage import FolderStorage
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.paths import is_url, user_path
 
@@ -41,10 +43,12 @@ def new_folder(given: str) -> Path:
 
 
 def is_there(path: Path, request: str) -> bool:
-    """Whether a folder has what a request makes; ConfigError if it has anything else."""
+    """Whether a folder has what a request makes; ConfigError if it has anything else, JobError if
+    it has lost some of it."""
     if not os.path.lexists(path):
         return False
     if path.is_dir() and (path / SET_FILE).is_file() and set_facts(path)["request"] == request:
+        whole_set(path, str(path))
         return True
     if path.is_dir() and not any(path.iterdir()):
         return False
@@ -151,7 +155,9 @@ def write_folder(
         for table in tables:
             writer.add(table)
         writer.close()
-        texts = {SET_FILE: json.dumps({**facts, "rows": writer.rows}, indent=2, ensure_ascii=False)}
+        digest = rows_digest(whole_shards(FolderStorage(folder), str(path), writer.rows))
+        values = {**facts, "rows": writer.rows, "digest": digest}
+        texts = {SET_FILE: json.dumps(values, indent=2, ensure_ascii=False)}
         texts["README.md"] = card(writer.rows)
         for name, text in texts.items():
             (folder / name).write_text(text + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.folder.open_folder import open_job, refuse_incomplete
+from batchgen.folder.whole_shards import WholeShards, whole_shards
 from batchgen.grades.finished_shards import FinishedShards
 from batchgen.grades.visible_columns import VisibleColumns, Wanted
 from batchgen.leases.own_files import refuse_links
@@ -54,16 +55,14 @@ class FinishedRows(FinishedShards):
     """
 
     def __init__(
-        self, given: str, storage: Storage, config: Mapping[str, Any], text_column: str,
-        manifest: Mapping[str, Any], metrics: Mapping[str, Any],
+        self, given: str, storage: Storage, whole: WholeShards, config: Mapping[str, Any],
+        text_column: str, manifest: Mapping[str, Any], metrics: Mapping[str, Any],
         facts: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(storage, given)
+        super().__init__(storage, given, whole)
         self.config, self.text_column = config, text_column
         self.manifest, self.metrics, self.facts = manifest, metrics, facts
-        if facts is None:
-            self.check_job(text_column, metrics.get("rows"))
-        elif text_column not in self.schema.names:
+        if text_column not in self.schema.names:
             raise ConfigError(f"the rows of {given} have no column {text_column!r} of texts")
         grades = self.grade_schema.names if facts is None else ()
         self.columns = VisibleColumns(self.schema.names, grades)
@@ -118,7 +117,7 @@ def open_rows(given: str) -> FinishedRows:
     reader = open_job(given)
     refuse_incomplete(reader, given)
     facts = reader.text_column, reader.manifest, reader.metrics
-    return FinishedRows(given, reader.storage, reader.config, *facts)
+    return FinishedRows(given, reader.storage, reader.whole, reader.config, *facts)
 
 
 def set_facts(path: Path) -> dict[str, Any]:
@@ -143,8 +142,30 @@ def set_facts(path: Path) -> dict[str, Any]:
     raise JobError(f"{path / SET_FILE} cannot be read ({why}): make the set again")
 
 
-def _open_set(given: str, path: Path) -> FinishedRows:
+def whole_set(path: Path, given: str) -> tuple[dict[str, Any], WholeShards]:
+    """What the SET_FILE of a folder holds, and the shards, which are those that it names.
+
+    Raises:
+        ConfigError, JobError: as of `set_facts` and `whole_shards`, or other rows lie there.
+    """
     facts = set_facts(path)
+    whole = whole_shards(FolderStorage(path), given, facts.get("rows"), SET_FILE)
+    if facts.get("digest", found := rows_digest(whole)) != found:
+        raise JobError(
+            f"{given}: its rows are not those that were written: {SET_FILE} says which these are; "
+            "make the set again in another folder"
+        )
+    return facts, whole
+
+
+def rows_digest(whole: WholeShards) -> str:
+    """A digest of all rows of a set and of their columns, from the checksums of its shards."""
+    columns = [f"{field.name} {field.type}" for field in whole.schema]
+    return fingerprint_text(*columns, *(shard.digest or "" for shard in whole.shards))
+
+
+def _open_set(given: str, path: Path) -> FinishedRows:
+    facts, whole = whole_set(path, given)
     if facts["kind"] != "rows":
         raise ConfigError(
             f"{given} is an export for a trainer ({facts['kind']}): give the job or the set that "
@@ -155,4 +176,4 @@ def _open_set(given: str, path: Path) -> FinishedRows:
     is_one = configs and all(prompt == prompts[0] for prompt in prompts)
     config = configs[0] if is_one else {}
     text = facts.get("text_column", "")
-    return FinishedRows(given, FolderStorage(path), config, text, {}, {}, facts)
+    return FinishedRows(given, FolderStorage(path), whole, config, text, {}, {}, facts)

@@ -16,6 +16,7 @@ from batchgen.grades.visible_columns import Wanted
 from batchgen.publish.chosen_rows import Places
 from batchgen.publish.data_folder import ROWS_PER_SHARD
 from batchgen.publish.finished_rows import FinishedRows
+from batchgen.texts.row_json import AS_GIVEN
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
@@ -27,7 +28,6 @@ SOURCE_TYPE = pa.struct(
 )
 _BUCKETS = 256
 """How many shards are filled in one pass over the rows."""
-_INPUT = b"as in the input"
 _KEYS = ("row_id", "sample_index")
 
 
@@ -94,7 +94,7 @@ def _chosen(job: FinishedRows, named: Sequence[str] | None) -> list[tuple[str, b
         own = [
             field.name
             for place, field in enumerate(job.schema)
-            if (field.metadata or {}).get(b"meaning") == _INPUT or len(ROW_KEYS) <= place < text
+            if (field.metadata or {}).get(b"meaning") == AS_GIVEN or len(ROW_KEYS) <= place < text
         ]
         return [*((n, False) for n in (*own, job.text_column)), *((n, True) for n in grades)]
     found = []

@@ -12,23 +12,13 @@ from batchgen.config.convert_value import convert
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.model.open_model import DtypeName
 from batchgen.python.params import PARAMETER_NAMES, SamplingParams
-from batchgen.python.unknown_names import Names
-from batchgen.python.vllm_names import (
-    CALL_HARMLESS,
-    CALL_REFUSED,
-    CALL_SAME,
-    ENGINE_HARMLESS,
-    ENGINE_REFUSED,
-    ENGINE_SAME,
-)
+from batchgen.python.unknown_names import SAME, Names
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 """The parameters of all prompts of a call, or one for each of them; None is `SamplingParams()`."""
 _ENGINE_KEYS = tuple(field.name for field in fields(EngineConfig))
 _SWITCHES = ("enforce_eager", "kv_cache_memory_bytes")
-_ENGINE_NAMES = Names(
-    "LLM", (*_ENGINE_KEYS, *_SWITCHES), ENGINE_SAME, ENGINE_REFUSED, ENGINE_HARMLESS
-)
+_ENGINE_NAMES = Names("LLM", (*_ENGINE_KEYS, *_SWITCHES), SAME["LLM"])
 
 
 @dataclass(frozen=True)
@@ -61,7 +51,7 @@ def arguments_of(function: str, given: Mapping[str, Any], others: Mapping[str, A
     elsewhere = {
         name: f"write params=SamplingParams({name}=…)" for name in PARAMETER_NAMES - given.keys()
     }
-    names = Names(function, given.keys(), CALL_SAME, elsewhere | CALL_REFUSED, CALL_HARMLESS)
+    names = Names(function, given.keys(), SAME["call"], elsewhere)
     said = {name: value for name, value in given.items() if value is not None}
     return Arguments(**names.ours({**said, **others}))
 

@@ -12,14 +12,13 @@ from batchgen.config.convert_value import convert
 from batchgen.engine.sampling.sampling_params import LogprobsMode
 from batchgen.engine.sampling.sampling_params import SamplingParams as RequestParams
 from batchgen.python.given_constraints import ConstraintLike, as_constraint
-from batchgen.python.unknown_names import Names
-from batchgen.python.vllm_names import SAMPLING_HARMLESS, SAMPLING_REFUSED, SAMPLING_SAME
+from batchgen.python.unknown_names import SAME, Names
 
 NO_LIMIT = 2**31 - 1
 """The `max_new_tokens` that None stands for; no model has as many positions."""
 _HINTS = get_type_hints(RequestParams)
 _DEFAULTS = {f.name: f.default for f in fields(RequestParams) if f.default is not MISSING}
-_NAMES = Names("SamplingParams", ("n", *_HINTS), SAMPLING_SAME, SAMPLING_REFUSED, SAMPLING_HARMLESS)
+_NAMES = Names("SamplingParams", ("n", *_HINTS), SAME["SamplingParams"])
 PARAMETER_NAMES = frozenset((*_NAMES.own, *_NAMES.same))
 """What `SamplingParams` takes: our names, and those of vLLM's that mean the same."""
 _NULL_MEANS: dict[str, Any] = {

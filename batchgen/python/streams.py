@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
 from threading import RLock
 
@@ -41,7 +41,7 @@ class Streams:
         self._engine = engine
         self._lock = RLock()
         self._numbers = itertools.count()
-        self._waiting: dict[str, tuple[Request, deque[Finished]]] = {}
+        self._waiting: dict[Hashable, tuple[Request, deque[Finished]]] = {}
         self.closed = False
 
     @property

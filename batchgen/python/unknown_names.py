@@ -1,4 +1,4 @@
-"""The keyword arguments of the Python interface: our names, and those that vLLM's users type."""
+"""The keyword arguments of the Python interface: our names, and vLLM's for the same things."""
 
 from __future__ import annotations
 
@@ -7,7 +7,21 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_OFF = (None, False)
+SAME = {
+    "SamplingParams": {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"},
+    "LLM": {
+        "max_num_batched_tokens": "max_batched_tokens",
+        "enable_prefix_caching": "prefix_caching",
+        "async_scheduling": "overlap",
+        "tensor_parallel_size": "tensor_parallel",
+    },
+    "call": {
+        "sampling_params": "params",
+        "use_tqdm": "progress",
+        "chat_template_kwargs": "template_kwargs",
+    },
+}
+"""For parameters, engines and calls: names of vLLM → those of ours that mean the same."""
 
 
 @dataclass(frozen=True)
@@ -16,28 +30,20 @@ class Names:
 
     Attributes:
         same: maps names of vLLM's to those of ours that mean the same.
-        refused: maps names of vLLM's that mean something else, or something that batchgen has not,
-            to what to do instead.
-        harmless: maps such names to values that ask for what batchgen does anyway; None and False
-            always do.
+        elsewhere: maps names that belong to another function to what to write instead.
     """
 
     function: str
     own: Collection[str]
-    same: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
-    harmless: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    same: Mapping[str, str]
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
-    def ours(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The given keywords under our names, without harmless ones; ValueError if one is unknown
-        or refused, or two mean the same and differ."""
+    def ours(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords under our names; ValueError if one is unknown, or two mean the same and
+        differ."""
         ours: dict[str, Any] = {}
         typed: dict[str, str] = {}
-        for name, value in given.items():
-            if name in self.refused:
-                if not self._is_harmless(name, value):
-                    raise ValueError(f"{self.function}: {name}={value!r:.60}: {self.refused[name]}")
-                continue
+        for name, value in keywords.items():
             key = self.same.get(name, name)
             if key not in self.own:
                 raise ValueError(self._unknown(name))
@@ -48,12 +54,9 @@ class Names:
             ours[key], typed[key] = value, name
         return ours
 
-    def _is_harmless(self, name: str, value: Any) -> bool:
-        # By identity or type as well: 0 equals False, and 1 equals True.
-        return any(value is ok or (value == ok and type(value) is type(ok))
-                   for ok in self.harmless.get(name, _OFF))  # fmt: skip
-
     def _unknown(self, name: str) -> str:
+        if name in self.elsewhere:
+            return f"{self.function}: {name} is no argument: {self.elsewhere[name]}"
         known = [*self.own, *(name for name, own in self.same.items() if own in self.own)]
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(sorted(self.own))}"

@@ -23,7 +23,7 @@ from batchgen.report.token_facts import token_facts
 from batchgen.rows.grade_columns import MARK
 from batchgen.rows.row_page import CSS, RowPage
 from batchgen.storage.job_storage import Storage
-from batchgen.storage.manifest import write_atomic
+from batchgen.storage.whole_file import write_atomic
 from batchgen.texts.safe_text import templates
 from batchgen.texts.text_table import counted
 from batchgen.texts.tokens.decode_tokens import job_decode
@@ -172,8 +172,8 @@ def _status(job: JobSummary) -> str:
 
 def _strategy(job: JobSummary) -> str:
     """How tokens were chosen, in a line."""
-    sampling, target = job.group("sampling"), job.strategy_path
-    names = [target[-3]] if len(target) > 2 else []
+    sampling, name = job.group("sampling"), job.strategy_name
+    names = [name] if name else []
     if sampling:
         greedy = not sampling.get("temperature")
         names.append("greedy" if greedy else f"temperature {sampling['temperature']:g}")

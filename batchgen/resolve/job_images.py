@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from batchgen.config.dataset_config import STDIN, DatasetConfig
 from batchgen.config.job_config import JobConfig
 from batchgen.config.prompt_config import ChatPromptConfig, OpenAIPromptConfig
-from batchgen.dataset.dataset_columns import feature_at, named_path, value_at
+from batchgen.dataset.dataset_columns import json_cell, named_path, value_at
 from batchgen.images.image_sizes import image_sizes
 from batchgen.images.image_sources import ImageFolder
 from batchgen.images.row_images import MOST_IMAGES, RowImages
@@ -94,18 +94,16 @@ def _parts_in(prompt: ChatPromptConfig | OpenAIPromptConfig, source: Source) -> 
         column = prompt.messages_column
     if column is None:
         return False
-    from batchgen.dataset.json_cells import json_cell  # it loads the libraries of the data
     from batchgen.dataset.source import Following
 
     key = "prompt.body_column" if body else "prompt.messages_column"
     path = named_path(key, column, source.features)
     # Of a job that is followed there may be no more rows yet.
     rows = islice(source.rows(), 1 if isinstance(source, Following) else _PEEKED)
-    feature = feature_at(source.features, path)
 
     def messages(value: Any) -> Any:
         try:
-            value = json_cell(value, feature) if body else value
+            value = json_cell(value) if body else value
         except ValueError:  # the row's own error
             return None
         return value.get("messages") if isinstance(value, Mapping) else value

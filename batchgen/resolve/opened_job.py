@@ -25,7 +25,7 @@ from batchgen.engine.strategy import Strategy
 from batchgen.grading.build_steps import check_fields, post_steps
 from batchgen.images.row_images import RowImages
 from batchgen.model.engine_recipe import EngineRecipe
-from batchgen.model.open_model import OpenedModel
+from batchgen.model.open_model import OpenedModel, device_of
 from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.prompts.answer_text import Answer, build_answer
 from batchgen.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
@@ -40,6 +40,7 @@ from batchgen.resolve.build_strategy import build_strategy
 from batchgen.resolve.job_images import image_columns, row_images
 from batchgen.resolve.job_model import dtype_and_length, model_fingerprints, open_job_model
 from batchgen.resolve.likely_rows import likely_row_tokens
+from batchgen.storage.manifest import CONTRACT
 from batchgen.util.errors import mistakes_in
 
 if TYPE_CHECKING:
@@ -102,7 +103,13 @@ class OpenedJob:
         found = model_fingerprints(config, self.model, self.others, self.dtype)
         if self.images is not None:
             found["images"] = self.images.fingerprint
+        if config.engine.deterministic and device_of(config.engine.device).type == "cuda":
+            found |= {f"{CONTRACT}{name}": text for name, text in self.contract(config).items()}
         return {**found, **self.step_fingerprints}
+
+    def contract(self, config: JobConfig) -> dict[str, str]:
+        """What decides the bits of rows besides models, data and configuration, by name."""
+        return self.recipe(config).contract()
 
     def build_engine(self, config: JobConfig) -> LLMEngine:
         """Load the weights of all models and make the engine."""

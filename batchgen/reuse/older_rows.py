@@ -27,6 +27,7 @@ from batchgen.shards.output_schema import (
     SplitOutput,
 )
 from batchgen.shards.row_order import row_keys
+from batchgen.util.request_id import RequestId
 
 _OPEN_SHARDS, _KEPT_BATCHES = 4, 4
 _BACK = 64
@@ -60,7 +61,9 @@ class OlderRows:
                 return asked
         return None
 
-    def output(self, place: Place, request_id: str, request: RowRequest) -> SplitOutput | None:
+    def output(
+        self, place: Place, request_id: RequestId, request: RowRequest
+    ) -> SplitOutput | None:
         """The row at a place, as it was split, for a request of which it is the answer; None if
         another row is there, or none.
 

@@ -18,6 +18,16 @@ from batchgen.prompts.row_request import RowRequest
 KEY_BYTES = 16
 _ONLY_COLUMNS = ("logprobs", "top_logprobs", "columns")
 """Parameters that say which columns there are; whether a row has them its schema says."""
+_FIRST = frozenset(
+    (
+        *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+        *("frequency_penalty", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids"),
+        *("ignore_eos", "seed", "logprobs_mode", "constraint"),
+    )
+)
+"""Parameters that keys have at any value, since those of version 0.1.0 have them. All others are in
+a key only at another value than their default; this set gets no new ones."""
+_DEFAULTS = asdict(SamplingParams())
 _OF_ROWS = ("version of ", "rows[")
 """What the names of fingerprints begin with that are of steps of `rows`: these decide which prompts
 there are, and each key has the prompt itself."""
@@ -46,6 +56,8 @@ class RowKeys:
             [output.reasoning_start, output.reasoning_end, config.scores_choices],
             *(["whole_text"] if output.whole_text else []),
         ]
+        if more := {key: v for key, v in groups["engine"].items() if key != "max_model_len"}:
+            shared.append({"engine": more})
         text = json.dumps(shared, sort_keys=True, ensure_ascii=False)
         self._shared = blake2b(text.encode(), digest_size=KEY_BYTES).digest()
 
@@ -68,6 +80,10 @@ class RowKeys:
 @lru_cache(maxsize=1024)
 def _params_digest(params: SamplingParams) -> bytes:
     """A digest of parameters without their seed."""
-    values = {name: value for name, value in asdict(params).items() if name not in _ONLY_COLUMNS}
+    values = {
+        name: value
+        for name, value in asdict(params).items()
+        if name not in _ONLY_COLUMNS and (name in _FIRST or value != _DEFAULTS[name])
+    }
     text = json.dumps(values, sort_keys=True, ensure_ascii=False)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES).digest()

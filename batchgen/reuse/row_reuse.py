@@ -19,6 +19,7 @@ from batchgen.shards.output_schema import FinishedRow, OutputSchema, SplitOutput
 from batchgen.shards.row_order import KEYS, row_keys
 from batchgen.storage.job_storage import Storage
 from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.request_id import RequestId
 
 
 class OlderJobs:
@@ -64,7 +65,7 @@ class OlderJobs:
         """Whether a row with this key was finished in one of the jobs."""
         return bool(self._index.find(key))
 
-    def copy(self, key: bytes, request_id: str, request: RowRequest) -> SplitOutput | None:
+    def copy(self, key: bytes, request_id: RequestId, request: RowRequest) -> SplitOutput | None:
         """What the engine would return for a row; None if no job has it."""
         for place in self._index.find(key):
             folder, rows = self._folders[place.job]
@@ -91,7 +92,7 @@ class RowReuse:
         """The key of a request, in whose parameters the seed is the row's own."""
         return self._keys.key(request)
 
-    def copy(self, key: bytes, request_id: str, request: RowRequest) -> SplitOutput | None:
+    def copy(self, key: bytes, request_id: RequestId, request: RowRequest) -> SplitOutput | None:
         """What the engine would return for a row; None if no older job has it."""
         return self._older.copy(key, request_id, request)
 

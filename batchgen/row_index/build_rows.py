@@ -7,10 +7,10 @@ import keyword
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchgen.config.config_keys import ROW_STEPS
+from batchgen.config.class_names import CLASSES, lasting_step_name
 from batchgen.config.job_config import StepConfig
 from batchgen.config.named_code import named_code, strategy_options
-from batchgen.grading.build_steps import described, row_step
+from batchgen.grading.build_steps import row_step
 from batchgen.grading.choices import RowStep
 from batchgen.steps.table_step import TableStep
 from batchgen.util.errors import ConfigError
@@ -30,18 +30,16 @@ def changes_rows(steps: Sequence[Step]) -> bool:
 
 def step_fingerprints(configs: Sequence[StepConfig], steps: Sequence[Step]) -> dict[str, str]:
     """Versions of the steps and the content of what they read, by names for people."""
-    short = {target: name for name, target in ROW_STEPS.items()}
     found = {}
-    for number, (step, said) in enumerate(zip(steps, described(configs, steps), strict=True)):
-        target = said["_target_"]
-        found[f"version of {short.get(target, target)}"] = str(said["version"])
+    for number, (step, config) in enumerate(zip(steps, configs, strict=True)):
+        name = lasting_step_name(config.target)
+        found[f"version of {name}"] = str(step.version)
         if isinstance(step, TableStep):
             try:
                 given = step.fingerprints()
             except ConfigError as error:
                 raise ConfigError(f"rows[{number}] {type(step).__name__}: {error}") from None
-            step_name = short.get(target, target)
-            found |= {f"rows[{number}] {step_name}.{name}": one for name, one in given.items()}
+            found |= {f"rows[{number}] {name}.{what}": one for what, one in given.items()}
     return found
 
 
@@ -55,7 +53,7 @@ def _built(number: int, config: StepConfig) -> Step:
             f"{place}._target_: {config.target} must say `stable = True`: what it decides about a "
             "row may depend on the rows up to this one alone (batchgen.TableStep)"
         )
-    name = {target: f"{place}.{short}" for short, target in ROW_STEPS.items()}.get(config.target)
+    name = f"{place}.{config.target}" if config.target in CLASSES["rows"] else None
     try:
         step: TableStep = cls(**_options(cls, config.options, name or place))
     except ValueError as error:

@@ -19,10 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.folder.row_funnel import DroppedRow, IndexFacts
-from batchgen.leases.fsync import fsync_path
 from batchgen.leases.own_files import ROW_INDEX, ROWS
 from batchgen.row_index.chain import Failure, MadeRow
 from batchgen.steps.stored_values import Storing
+from batchgen.storage.whole_file import publish
 from batchgen.util.errors import JobError
 from batchgen.util.temporary import temporary_name
 
@@ -124,8 +124,7 @@ class IndexFile:
             return
         with self._writing():
             self._writer.close()
-            fsync_path(self._temporary)
-            self._temporary.rename(self._path)
+            publish(self._temporary, self._path)
         self._upload(self._path)
 
     @contextmanager

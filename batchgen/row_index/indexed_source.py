@@ -12,7 +12,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.dataset.feature_types import has_json
 from batchgen.dataset.source import Left, ReadJob, Row, Source
 from batchgen.dataset.stored_json import stored_field
 from batchgen.folder.row_funnel import IndexFacts
@@ -22,6 +21,7 @@ from batchgen.row_index.index_files import IndexFolder, IndexReader
 from batchgen.row_index.make_index import make_index
 from batchgen.steps.stored_values import Storing
 from batchgen.storage.job_storage import Storage
+from batchgen.tables.json_values import has_json
 from batchgen.util.errors import ConfigError, JobError
 
 _BATCH = 256

@@ -171,6 +171,7 @@ class JobRows:
         known = self._listing
         settled = max(stamps) < time.time_ns() - _SETTLED_NS
         if known is None or known.stamps != stamps or not settled:
+            self.reader.check()
             schema = self.reader.schema if known is None else known.schema or self.reader.schema
             known = Listing(stamps, self.reader.shards(), schema)
             self._listing = known

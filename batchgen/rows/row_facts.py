@@ -12,7 +12,7 @@ import pyarrow as pa
 from batchgen.images.image_column import PROMPT_IMAGES
 from batchgen.metrics.tally import constraint_outcome
 from batchgen.prompts.used_columns import used_columns
-from batchgen.texts.row_json import row_reader
+from batchgen.texts.row_json import AS_GIVEN, row_reader
 from batchgen.texts.safe_text import Span
 from batchgen.texts.text_table import row_name
 from batchgen.util.shorten import beginning
@@ -39,8 +39,7 @@ class RowColumns:
     def __init__(self, config: Mapping[str, Any], schema: pa.Schema) -> None:
         self.text: str = (config.get("output") or {}).get("text_column", "text")
         kinds = {field.name: (field.metadata or {}) for field in schema}
-        given = b"as in the input"
-        self.inputs = [n for n, meta in kinds.items() if meta.get(b"meaning") == given]
+        self.inputs = [n for n, meta in kinds.items() if meta.get(b"meaning") == AS_GIVEN]
         used = used_columns(config.get("prompt") or {})
         self.asked = [n for n in used if n in kinds] or self.inputs  # of the prompt
         has_images = PROMPT_IMAGES in kinds and PROMPT_IMAGES not in self.inputs

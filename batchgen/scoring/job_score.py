@@ -12,7 +12,7 @@ from batchgen.metrics.timeline import metrics_text
 from batchgen.scoring.marks import Marks
 from batchgen.scoring.samples import Samples, graded_rows
 from batchgen.scoring.scores import score
-from batchgen.storage.manifest import write_atomic
+from batchgen.storage.whole_file import write_atomic
 
 _TARGET = "graded_against"
 

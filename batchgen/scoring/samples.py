@@ -94,7 +94,7 @@ class Samples:
         if MARK not in grades.column_names:
             raise ConfigError(
                 f"the grades of {self.grades.job} have no column {MARK!r}: add a step that gives "
-                "marks, such as batchgen.grading.grade.Grade"
+                "marks, such as Grade"
             )
         # A judge's score has no answer to vote with, but a row that has one is not without answer.
         key = grades[_ANSWER_KEY if _ANSWER_KEY in grades.column_names else MARK]

@@ -103,10 +103,22 @@ class CheckedFile:
         with _told(self._source):
             return pa.concat_tables(tables or [self._file.read_row_groups([], names)])
 
+    def verify(self) -> None:
+        """Look at every byte of the rows."""
+        for group in range(self.metadata.num_row_groups):
+            with _told(self._source, group):
+                self._check(group, None)
+                if self._sums is None:
+                    self._file.read_row_group(group)
+
     @property
     def name(self) -> str:
         """The path or URL of the file."""
         return str(self._source)
+
+    def known_digest(self) -> str | None:
+        """The digest as of `content_digest`, if it is known without a pass over all bytes."""
+        return None if self._sums is None else self.content_digest()
 
     def content_digest(self) -> str:
         """32 hex digits, which are others if what the file holds is: over the checksums of its

@@ -80,8 +80,8 @@ class OpenShard:
 
     def missing(self, row_index: int) -> list[int]:
         """The samples of a row that are not done."""
-        missing: list[int] = np.flatnonzero(~self.done[row_index - self._first]).tolist()
-        return missing
+        done = self.done[row_index - self._first].tolist()
+        return [sample for sample, is_done in enumerate(done) if not is_done]
 
     def places(
         self, rows: pa.RecordBatch | pa.Table

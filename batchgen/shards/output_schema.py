@@ -1,8 +1,8 @@
 """The Arrow schema of the output, which is known before the first token, and rows in that form."""
 
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from batchgen.shards.enough import (
     Enough,
 )
 from batchgen.shards.parsed.parsed_column import ParsedColumn
+from batchgen.texts.row_json import AS_GIVEN
 from batchgen.util.errors import ConfigError
 
 SCHEMA_VERSION = "1"
@@ -205,7 +206,7 @@ class OutputSchema:
         taken.remove(TEXT)
         _check_clashes(passthrough.names, taken, text_column)
         # The metadata of the whole input schema is dropped: it describes the input's columns alone.
-        meaning = {"meaning": "as in the input"}
+        meaning = {"meaning": AS_GIVEN.decode()}
         given = [f.with_metadata(meaning | _strings(f.metadata)) for f in passthrough]
         metadata = {b"batchgen.schema": SCHEMA_VERSION.encode()}
         metadata |= {} if enough is None else enough.metadata
@@ -342,19 +343,22 @@ def _offsets(lengths: list[int]) -> npt.NDArray[np.int32]:
 
 def _id_lists(lists: list[list[int]]) -> pa.Array:
     offsets = _offsets([len(ids) for ids in lists])
-    values = np.fromiter(chain.from_iterable(lists), np.int32, count=int(offsets[-1]))
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+    values = array("i")  # it takes a list in a tenth of the time that NumPy takes
+    for ids in lists:
+        values.fromlist(ids)
+    flat = np.frombuffer(values, np.int32) if values else np.empty(0, np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
 
 
 def _lists(column: OutputColumn, outputs: list[RequestOutput | None]) -> pa.Array:
     """A per-token column: for each row a list of [num_tokens, *tail] values, empty on an error."""
     given = [o.columns[column.name] if o else None for o in outputs]
-    present = [array for array in given if array is not None]
-    for array in present:
-        assert array.shape[1:] == column.tail_shape, f"{column.name} has shape {array.shape}"
+    present = [values for values in given if values is not None]
+    for each in present:
+        assert each.shape[1:] == column.tail_shape, f"{column.name} has shape {each.shape}"
     flat = np.concatenate([a.reshape(-1) for a in present]) if present else np.empty(0)
     values = pa.array(np.ascontiguousarray(flat, column.dtype))
     for size in reversed(column.tail_shape):
         values = pa.FixedSizeListArray.from_arrays(values, size)
-    offsets = _offsets([0 if array is None else len(array) for array in given])
+    offsets = _offsets([0 if each is None else len(each) for each in given])
     return pa.ListArray.from_arrays(pa.array(offsets), values)

@@ -50,7 +50,7 @@ def run_jobs(
         def begin(jobs: Mapping[str, SharingJob]) -> None:
             for name, job in jobs.items():
                 stack.callback(job.parts.close)
-                parts = replace(job.parts, build_engine=partial(shared.port, name))
+                parts = replace(job.parts, name=name, build_engine=partial(shared.port, name))
                 running[name] = job.around(job_turns(job.config, parts, signals))
 
         results: dict[str, JobResult] = {}

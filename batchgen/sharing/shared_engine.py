@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -11,25 +10,23 @@ import numpy.typing as npt
 
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.generation.job_engine import Engine
+from batchgen.util.request_id import RequestId
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from batchgen.engine.memory.memory_plan import MemoryPlan
 
-_BEHIND_NAME = "\n"
-"""Stands between the name of a job and its own id of a request."""
-
 
 class DivisibleEngine(Engine, Protocol):
     """What several jobs need of an engine that they share."""
 
     @property
-    def running_ids(self) -> list[str]:
+    def running_ids(self) -> list[Hashable]:
         """The ids of the requests that run, in the order of `running_lengths`."""
         ...
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: Hashable) -> bool:
         """Drop a request."""
         ...
 
@@ -53,9 +50,9 @@ class SharedEngine:
     def _collect_costs(self, wait: bool) -> None:
         """Hand each job what its requests cost."""
         assert self._engine is not None
-        for name_and_id, seconds in self._engine.take_costs(wait=wait):
-            name, _, request_id = name_and_id.partition(_BEHIND_NAME)
-            self._ports[name].costs.append((request_id, seconds))
+        for request_id, seconds in self._engine.take_costs(wait=wait):
+            assert isinstance(request_id, RequestId)
+            self._ports[request_id.job].costs.append((request_id, seconds))
 
     @property
     def in_flight(self) -> int:
@@ -66,8 +63,8 @@ class SharedEngine:
         """Run one step, and hand each output to the job that asked for it."""
         assert self._engine is not None
         for output in self._engine.step():
-            name, _, request_id = output.request_id.partition(_BEHIND_NAME)
-            self._ports[name].receive(request_id, output)
+            assert isinstance(output.request_id, RequestId)
+            self._ports[output.request_id.job].receive(output)
 
     def close(self) -> None:
         """Stop what works in the background."""
@@ -79,30 +76,31 @@ class EnginePort:
     """A shared engine as one job sees it: its requests, and of the tokens those of its own.
 
     Attributes:
-        name: of the job.
-        waiting: the job's ids of its requests that are in the engine.
+        name: of the job, which is in the ids of all its requests.
+        waiting: the ids of the job's requests that are in the engine.
         costs: what requests of the job cost, until the job takes it.
     """
 
     def __init__(
         self, name: str, engine: DivisibleEngine, collect_costs: Callable[[bool], None]
     ) -> None:
-        self.name, self._prefix, self._engine = name, name + _BEHIND_NAME, engine
+        self.name, self._engine = name, engine
         self._collect_costs = collect_costs
-        self.costs: list[tuple[str, float]] = []
-        self.waiting: set[str] = set()
+        self.costs: list[tuple[Hashable, float]] = []
+        self.waiting: set[Hashable] = set()
         self._finished: list[RequestOutput] = []
         self._tokens = 0
 
-    def add_request(self, request_id: str, *asked: Any, **more: Any) -> None:
+    def add_request(self, request_id: RequestId, *asked: Any, **more: Any) -> None:
         """Queue a request; as of the engine."""
-        self._engine.add_request(self._prefix + request_id, *asked, **more)
+        assert request_id.job == self.name
+        self._engine.add_request(request_id, *asked, **more)
         self.waiting.add(request_id)
 
-    def receive(self, request_id: str, output: RequestOutput) -> None:
+    def receive(self, output: RequestOutput) -> None:
         """Keep a finished request until the job takes it."""
-        self.waiting.remove(request_id)
-        self._finished.append(dataclasses.replace(output, request_id=request_id))
+        self.waiting.remove(output.request_id)
+        self._finished.append(output)
         self._tokens += len(output.token_ids)
 
     def step(self) -> list[RequestOutput]:
@@ -113,7 +111,7 @@ class EnginePort:
     def measure_costs(self) -> None:
         """Costs are measured for all jobs since the engine was built."""
 
-    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+    def take_costs(self, *, wait: bool = False) -> list[tuple[Hashable, float]]:
         """What the job's own requests cost, as of the engine."""
         self._collect_costs(wait)
         found, self.costs = self.costs, []
@@ -122,7 +120,7 @@ class EnginePort:
     def close(self) -> None:
         """Take the requests that are left out of the engine, which goes on for other jobs."""
         for request_id in self.waiting:
-            self._engine.abort(self._prefix + request_id)
+            self._engine.abort(request_id)
         self.waiting = set()
 
     @property
@@ -138,7 +136,8 @@ class EnginePort:
     @property
     def running_lengths(self) -> npt.NDArray[np.int64]:
         """How many tokens each of the job's requests that run has generated so far."""
-        is_own = [one.startswith(self._prefix) for one in self._engine.running_ids]
+        ids = self._engine.running_ids
+        is_own = [isinstance(one, RequestId) and one.job == self.name for one in ids]
         return self._engine.running_lengths[np.array(is_own, np.bool_)]
 
     @property

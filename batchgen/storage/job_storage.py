@@ -19,7 +19,7 @@ from batchgen.leases.lease_files import LEASES, WORKERS
 from batchgen.leases.own_files import LOCK
 from batchgen.leases.patience import patiently
 from batchgen.leases.store_operations import Operation, Overwrite
-from batchgen.storage.manifest import write_atomic
+from batchgen.storage.whole_file import write_atomic
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.temporary import temporary_name
 

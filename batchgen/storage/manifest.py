@@ -1,19 +1,16 @@
 """The manifest of an output folder: what decides its content, and how another job differs."""
 
 import json
-import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
-from batchgen.leases.fsync import fsync_path
-from batchgen.util.errors import ConfigError, JobError
-from batchgen.util.temporary import temporary_name
+from batchgen.config.class_names import with_short_names
+from batchgen.util.errors import ConfigError
 
 FORMAT_VERSION = 2
 _PACKAGES = ("torch", "transformers", "datasets", "pyarrow", "xgrammar", "triton")
@@ -23,8 +20,14 @@ SAMPLES = "sampling.n"
 UNTIL_VALID, UNTIL_MOST = "sampling.until.valid", "sampling.until.most"
 READ_JOB = "read job"
 """What keys of `Manifest.fingerprints` begin with that are of other jobs, whose rows are read."""
+CONTRACT = "contract "
+"""What keys of `Manifest.fingerprints` begin with that decide the bits of rows, and nothing else
+about them: those of jobs with engine.deterministic=true on a GPU."""
 _DATASET = "dataset"
 _BLOCK = 1000  # of batchgen.dataset.row_digest, which is not imported: it comes with datasets
+
+_CONTRACT_KEY = f"fingerprint.{CONTRACT}"
+_GOES_ON = "engine.deterministic=false takes rows as they come"
 
 RowDigests = Callable[[int], list[str] | None]
 """Digests of some first rows of the data set, as `batchgen.dataset.row_digest` makes them."""
@@ -100,8 +103,8 @@ class Manifest:
                 f"{name} is not a manifest of batchgen ({error}): choose another output.dir"
             ) from None
         raise ConfigError(
-            f"{name} has format version {found}, this batchgen writes {FORMAT_VERSION}: choose "
-            "another output.dir, or finish the job with the version that started it"
+            f"{name} has format version {found}, this batchgen reads and writes {FORMAT_VERSION}: "
+            "use the version that started the job, or for a new job another output.dir"
         )
 
     def text(self) -> str:
@@ -117,6 +120,9 @@ class Manifest:
         names a row that changed.
         """
         olds, news = self._compared(), new._compared()
+        if not any(name.startswith(CONTRACT) for name in new.fingerprints):
+            # Without engine.deterministic a job goes on under any contract.
+            olds = {key: text for key, text in olds.items() if not key.startswith(_CONTRACT_KEY)}
         lines = [
             _difference(key, olds.get(key, "(not set)"), news.get(key, "(not set)"))
             for key in dict.fromkeys([*olds, *news])
@@ -133,6 +139,13 @@ class Manifest:
             lines.append(changed)
         return lines
 
+    def digests(self, stop: int) -> list[str] | None:
+        """Digests of the first `stop` rows, as far as this manifest has them."""
+        rows, found = self.growing.get(ROWS), self.row_digests
+        if found is None or rows is None:
+            return None
+        return [*found] if stop >= rows else [*found[: stop // _BLOCK]]
+
     def grown(self, new: "Manifest") -> list[str]:
         """A line `key: old → new` for everything that may change and has changed."""
         olds, news = _flat(self.growing), _flat(new.growing)
@@ -141,9 +154,30 @@ class Manifest:
             for key, value in news.items()
             if olds.get(key) != value
         ]
+        if self.contract and not new.contract:
+            lines.append("engine.deterministic: true → false")
         if not lines and self.fingerprints != new.fingerprints:
             lines.append("dataset: other files with the same rows")
         return lines
+
+    def other_contract(self, new: "Manifest") -> list[str]:
+        """The lines of `differences` that are of contracts."""
+        olds, news = self.contract, new.contract
+        return [
+            _difference(f"{_CONTRACT_KEY}{name}", *(_text(side.get(name)) for side in (olds, news)))
+            for name in dict.fromkeys([*olds, *news])
+            if news and olds.get(name) != news.get(name)
+        ]
+
+    @property
+    def contract(self) -> dict[str, str]:
+        """What decides the bits of the rows, by name; empty if they were not computed under one
+        contract."""
+        return {
+            name.removeprefix(CONTRACT): text
+            for name, text in self.fingerprints.items()
+            if name.startswith(CONTRACT)
+        }
 
     def goes_on(self, new: "Manifest", changed: Sequence[str], rows: int) -> "Manifest":
         """This manifest continued by another one, with an entry of history: what `changed`, after
@@ -167,7 +201,7 @@ class Manifest:
     def _compared(self) -> dict[str, str]:
         others = {name: text for name, text in self.fingerprints.items() if name != _DATASET}
         columns = {f"column {name}": kind for name, kind in self.columns.items()}
-        return _flat(self.identity) | _flat(others, "fingerprint.") | columns
+        return _flat(with_short_names(self.identity)) | _flat(others, "fingerprint.") | columns
 
     def _changed_rows(
         self, new: "Manifest", digests: RowDigests, changed_row: ChangedRow
@@ -206,12 +240,19 @@ class Manifest:
 
 def _difference(key: str, old: str, new: str) -> str:
     line = f"{key}: {old} → {new}"
+    if key.startswith(_CONTRACT_KEY):
+        name = key.removeprefix(_CONTRACT_KEY)
+        return f"contract of the rows' bits, {name}: {old} → {new} ({_GOES_ON})"
     if key.startswith("fingerprint.") and key.endswith("model"):
         name = key.removeprefix("fingerprint.")
         return f"{name}: a different model, or its files have changed ({line})"
     if key.startswith(f"fingerprint.{READ_JOB}"):
         return f"dataset.path: another job than the one whose rows were read ({line})"
     return line
+
+
+def _text(value: str | None) -> str:
+    return "(not set)" if value is None else json.dumps(value)
 
 
 def _versions() -> dict[str, str]:
@@ -225,30 +266,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write a file so that it is either whole or not there, whenever the program is killed. Several
-    processes may do so at once; one of them wins."""
-    with whole_file(path) as file:
-        file.write(text)
-
-
-@contextmanager
-def whole_file(path: Path, newline: str | None = None) -> Iterator[TextIO]:
-    """A text file that takes its name once it is written and synced. JobError if that fails."""
-    temporary = temporary_name(path)
-    try:
-        with temporary.open("w", encoding="utf-8", newline=newline) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-        fsync_path(path.parent)
-    except OSError as error:
-        raise JobError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

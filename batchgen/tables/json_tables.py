@@ -1,125 +1,166 @@
-"""Reads JSON lines as Arrow tables in which text that looks like a date stays text."""
+"""Reads JSON lines as the texts of their rows, each of which is parsed for itself, and finds the
+types that columns need which hold the values of all rows."""
 
 from __future__ import annotations
 
-import dataclasses
-import glob
 import io
 import json
+import re
+import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import pyarrow.json
-from datasets import Features, Value
-from datasets.features import Json, LargeList, List
-from datasets.packaged_modules.json.json import JsonConfig
+from datasets import Features
 from datasets.table import table_cast
 
 from batchgen.tables.encodings import open_bytes
+from batchgen.tables.json_values import SeenValues, has_json, json_encoder, storage_type
+from batchgen.tables.table_formats import check_width, unique_members
+from batchgen.util.temporary import temporary_name
 
-_CHUNK = 10 << 20
-"""Bytes that become a table."""
-
-
-def json_features(files: Sequence[Path], cache: Path) -> Features | None:
-    """What the columns of files of JSON lines hold, as datasets infers it from their first rows,
-    but with text where datasets takes text for a date; None if it cannot tell."""
-    known = {field.name for field in dataclasses.fields(JsonConfig)}
-    # Newer versions of datasets make other rows of what looks like the log of a coding agent.
-    options = {"parse_agent_traces": False} if "parse_agent_traces" in known else {}
-    builder = datasets.load_dataset_builder(
-        "json",
-        data_files=[glob.escape(str(file.absolute())) for file in files],
-        cache_dir=str(cache),
-        **options,
-    )
-    features = next(iter(builder.as_streaming_dataset().values())).features
-    return None if features is None else Features(_without_dates(dict(features)))
+ROW_TEXT = "row"
+"""The column with the text of each row."""
+_CHUNK = 1 << 20
+"""About how many bytes become a table."""
+_HALF_PAIR = re.compile(
+    r"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]"
+)
+_FEATURES, _HALVES = b"features", b"halves"
 
 
-def _without_dates(feature: Any) -> Any:
-    """The feature with strings in place of dates: JSON itself has none."""
-    if isinstance(feature, dict):
-        return {name: _without_dates(inner) for name, inner in feature.items()}
-    if isinstance(feature, (List, LargeList)):
-        return type(feature)(_without_dates(feature.feature))
-    if isinstance(feature, Value) and pa.types.is_temporal(feature.pa_type):
-        return Value("string")
-    return feature
+@dataclass(frozen=True)
+class JsonColumns:
+    """The columns that hold all rows of JSON lines.
+
+    Attributes:
+        features: what they hold in the terms of datasets: JSON where values have several types.
+        schema: the Arrow types that keep them.
+        has_halves: whether a text may hold half of a UTF-16 pair, which Arrow cannot keep.
+    """
+
+    features: Features
+    schema: pa.Schema
+    has_halves: bool
+
+    def table(self, texts: Sequence[str]) -> pa.Table:
+        """The rows of some texts as a table of the `features`, in which JSON is text."""
+        kinds = self.features.arrow_schema
+        if not self.has_halves and not any(map(has_json, self.features.values())):
+            lines = "\n".join(texts).encode()
+            size = len(lines) + 1  # one block: a row must not lie in two of them
+            return pyarrow.json.read_json(  # several times as fast
+                io.BytesIO(lines),
+                pyarrow.json.ReadOptions(use_threads=False, block_size=size),
+                pyarrow.json.ParseOptions(explicit_schema=kinds),
+            )
+        arrays, rows = [], parse_rows(texts)
+        for name, feature in self.features.items():
+            values = [row.get(name) for row in rows]
+            stored = storage_type(kinds.field(name).type)
+            if encode := json_encoder(feature, stored):
+                values = list(map(encode, values))
+            if self.has_halves:
+                values = list(map(_whole, values))
+            arrays.append(pa.array(values, stored))
+        table = pa.table(arrays, names=list(self.features))
+        return table_cast(table, kinds) if table.schema != kinds else table
 
 
-def json_tables(file: Path, features: Features) -> Iterator[pa.Table]:
-    """The rows of a file of JSON lines with these features; a row that does not fit raises
-    ValueError, as pyarrow's errors are."""
-    mixed = Features({name: kind for name, kind in features.items() if _has_json(kind)})
-    plain = {name: _json_as_text(kind) for name, kind in features.items()}
-    schema = Features(plain).arrow_schema
+def json_tables(files: Sequence[Path]) -> Iterator[pa.Table]:
+    """The rows of files of JSON lines as tables of their texts."""
+    for file in files:
+        for texts in _chunks(file):
+            yield pa.table({ROW_TEXT: pa.array(texts, pa.string())})
+
+
+def parse_rows(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows that texts from `json_tables` are, whose columns `json_columns` has looked at."""
+    rows: list[dict[str, Any]] = json.loads(f"[{','.join(texts)}]")
+    return rows
+
+
+def json_columns(files: Sequence[Path], cache: Path) -> JsonColumns:
+    """What the columns of all rows are, each of which is looked at once: the folder `cache`, which
+    belongs to these very files, keeps it.
+
+    Raises:
+        ValueError, RecursionError: a row is no JSON object, or has a key twice.
+        ConfigError: there are more columns than can be read.
+    """
+    kept = cache / "columns.arrow"
+    try:
+        return _unpacked(pa.ipc.read_schema(pa.py_buffer(kept.read_bytes())))
+    except (OSError, pa.ArrowException):
+        columns = _seen_columns(files)
+    with suppress(OSError):  # rows can be read without a cache
+        cache.mkdir(parents=True, exist_ok=True)
+        part = temporary_name(kept)
+        part.write_bytes(_packed(columns).serialize().to_pybytes())
+        part.replace(kept)
+    return columns
+
+
+def _seen_columns(files: Sequence[Path]) -> JsonColumns:
+    seen, has_halves = SeenValues(), False
+    for file in files:
+        for texts in _chunks(file):
+            seen.add_fields(_checked_rows(texts))
+            check_width(len(seen.fields), file)
+            has_halves = has_halves or any(map(_HALF_PAIR.search, filter(_has_pair, texts)))
+    features = Features({name: field.feature() for name, field in seen.fields.items()})
+    schema = pa.schema([(name, field.stored()) for name, field in seen.fields.items()])
+    return JsonColumns(features, schema, has_halves)
+
+
+def _checked_rows(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of which each text alone is one, or ValueError.
+
+    They are parsed at once, which takes half the time, and between them stands what no file can
+    have, so that no two texts are taken for one row.
+    """
+    mark = secrets.token_hex(16)
+    between = f',"{mark}",'
+    found = json.loads(f"[{between.join(texts)}]", object_pairs_hook=unique_members)
+    rows = found[::2]
+    if found[1::2] != [mark] * (len(texts) - 1) or set(map(type, rows)) != {dict}:
+        raise ValueError("a row is no JSON object on one line")
+    return rows
+
+
+def _has_pair(text: str) -> bool:
+    return "\\ud" in text or "\\uD" in text
+
+
+def _packed(columns: JsonColumns) -> pa.Schema:
+    features = json.dumps(columns.features.to_dict())
+    halves = str(int(columns.has_halves))
+    return columns.schema.with_metadata({_FEATURES: features, _HALVES: halves})
+
+
+def _unpacked(schema: pa.Schema) -> JsonColumns:
+    features = Features.from_dict(json.loads(schema.metadata[_FEATURES]))
+    halves = schema.metadata[_HALVES] == b"1"
+    return JsonColumns(features, schema.remove_metadata(), halves)
+
+
+def _chunks(file: Path) -> Iterator[list[str]]:
+    """The texts of a file's rows, without blank lines, many at a time."""
     with open_bytes(file) as data:
         while chunk := data.read(_CHUNK):
-            chunk += data.readline()
-            if mixed:
-                chunk = _with_json_as_text(chunk, mixed)
-            yield table_cast(_table(chunk, plain, schema), features.arrow_schema)
+            lines = (chunk + data.readline()).decode("utf-8-sig").split("\n")
+            if texts := [line for line in lines if line and not line.isspace()]:
+                yield texts
 
 
-def _table(chunk: bytes, features: dict[str, Any], schema: pa.Schema) -> pa.Table:
-    try:
-        return pyarrow.json.read_json(
-            io.BytesIO(chunk),
-            # One block: a row must not lie in two of them.
-            read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(chunk) + 1),
-            parse_options=pyarrow.json.ParseOptions(explicit_schema=schema),
-        )
-    except pa.ArrowInvalid:  # numbers where the first rows have text become text, as in datasets
-        rows = [_fitted(row, features) for row in _rows(chunk)]
-    try:
-        return pa.Table.from_pylist(rows, schema=schema)
-    except OverflowError as error:
-        raise ValueError(str(error)) from None
-
-
-def _fitted(value: Any, feature: Any) -> Any:
-    """The value with texts in place of what is no text, where the feature is a string."""
-    if value is None:
-        return None
-    if isinstance(feature, dict) and isinstance(value, dict):
-        for name in value:
-            if name not in feature:
-                raise ValueError(f"the first rows have no {name!r}, and a later one has")
-        return {name: _fitted(item, feature[name]) for name, item in value.items()}
-    if isinstance(feature, (List, LargeList)) and isinstance(value, list):
-        return [_fitted(item, feature.feature) for item in value]
-    if feature == Value("string") and isinstance(value, (bool, int, float)):
-        return json.dumps(value)
-    return value
-
-
-def _rows(chunk: bytes) -> Iterator[Any]:
-    lines = chunk.decode("utf-8-sig").split("\n")
-    return (json.loads(line) for line in lines if line.strip())
-
-
-def _with_json_as_text(chunk: bytes, mixed: Features) -> bytes:
-    """The lines with JSON text in place of the values of several types."""
-    out = io.StringIO()
-    for row in _rows(chunk):
-        found = Features({name: mixed[name] for name in mixed if row.get(name) is not None})
-        row |= found.encode_example({name: row[name] for name in found})
-        out.write(json.dumps(row, ensure_ascii=False) + "\n")
-    return out.getvalue().encode("utf-8", "surrogatepass")
-
-
-def _has_json(feature: Any) -> bool:
-    return bool(_json_as_text(feature) != feature)
-
-
-def _json_as_text(feature: Any) -> Any:
-    """The feature with strings in place of JSON of several types."""
-    if isinstance(feature, dict):
-        return {name: _json_as_text(inner) for name, inner in feature.items()}
-    if isinstance(feature, (List, LargeList)):
-        return type(feature)(_json_as_text(feature.feature))
-    return Value("string") if isinstance(feature, Json) else feature
+def _whole(value: Any) -> Any:
+    """The value with its halves of UTF-16 pairs spelled out, which Arrow cannot hold."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    return list(map(_whole, value)) if isinstance(value, list) else value

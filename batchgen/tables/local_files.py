@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -11,8 +12,10 @@ import pyarrow as pa
 from datasets import DatasetBuilder
 
 from batchgen.config.dataset_config import DatasetConfig
+from batchgen.tables.arrow_tables import ArrowFiles
 from batchgen.tables.encodings import as_utf8, is_utf8
-from batchgen.tables.json_tables import json_features, json_tables
+from batchgen.tables.json_tables import JsonColumns, json_columns, json_tables
+from batchgen.tables.json_values import has_json
 from batchgen.tables.table_builder import TableBuilder
 from batchgen.tables.table_formats import TEXT_FORMATS, is_json_lines, json_list_as_lines
 from batchgen.tables.text_tables import CsvReader, text_tables
@@ -29,28 +32,51 @@ def check_reading(config: DatasetConfig, kind: str) -> None:
             raise ConfigError(f"dataset.{key} is for {what}, and {config.path} is {kind}: drop it")
 
 
-def file_builder(
+@dataclass(frozen=True)
+class LocalRows:
+    """What reads the rows of files.
+
+    Attributes:
+        json: the columns of rows that it leaves as JSON text.
+        is_mixed: whether values of a column have several types, of which none holds all.
+    """
+
+    builder: DatasetBuilder
+    json: JsonColumns | None = None
+    is_mixed: bool = False
+
+
+def local_rows(
     kind: str, files: Sequence[Path], config: DatasetConfig, split: str, cache: Path
-) -> DatasetBuilder:
-    """What reads the rows of files of one format, in the order of the files; `cache` is a folder
-    for these files, read in this way."""
+) -> LocalRows:
+    """The rows of files of one format, in the order of the files; `cache` is a folder for these
+    files, read in this way."""
     parts = list(files)
     if config.encoding is not None and not is_utf8(config.encoding):
         parts = [as_utf8(file, config.encoding, cache, i) for i, file in enumerate(parts)]
     if kind == "json":
         parts = [json_list_as_lines(part, cache, i) or part for i, part in enumerate(parts)]
-    read = _reader(kind, parts, config, cache)
+        if all(map(is_json_lines, parts)):
+            columns = json_columns(parts, cache)
+            builder = TableBuilder(lambda: json_tables(parts), split, str(cache))
+            return LocalRows(builder, columns, any(map(has_json, columns.features.values())))
+    if kind in ("parquet", "arrow"):
+        arrow = ArrowFiles.of(parts)
+        return LocalRows(TableBuilder(arrow.tables, split, str(cache)), is_mixed=arrow.is_mixed)
+    read = _reader(kind, parts, config)
     if read is not None:
-        return TableBuilder(read, split, str(cache))
-    return datasets.load_dataset_builder(
+        return LocalRows(TableBuilder(read, split, str(cache)))
+    # One value of JSON over many lines is datasets' own idea of a table.
+    builder = datasets.load_dataset_builder(
         kind,
         data_files={split: [glob.escape(str(part.absolute())) for part in parts]},
         cache_dir=str(cache),
     )
+    return LocalRows(builder)
 
 
 def _reader(
-    kind: str, files: Sequence[Path], config: DatasetConfig, cache: Path
+    kind: str, files: Sequence[Path], config: DatasetConfig
 ) -> Callable[[], Iterator[pa.Table]] | None:
     """A function that reads all rows of text files; None if datasets shall read them."""
     if kind == "txt":
@@ -58,12 +84,7 @@ def _reader(
     if kind in _DELIMITERS:
         delimiter = config.delimiter or _DELIMITERS[kind]
         return lambda: _csv(files, CsvReader(delimiter, config.types or {}))
-    if kind != "json" or not all(map(is_json_lines, files)):
-        return None  # one value of JSON over many lines is datasets' own idea of a table
-    features = json_features(files, cache)
-    if features is None:
-        return None
-    return lambda: (table for file in files for table in json_tables(file, features))
+    return None
 
 
 def _csv(files: Sequence[Path], reader: CsvReader) -> Iterator[pa.Table]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from codecs import BOM_UTF8
 from pathlib import Path
+from typing import Any
 
+from batchgen.engine.constraint.json_schema.json_text import first_repeated
 from batchgen.tables.encodings import open_bytes
 from batchgen.util.errors import ConfigError
 from batchgen.util.temporary import temporary_name
@@ -74,7 +76,7 @@ def json_list_as_lines(file: Path, folder: Path, number: int) -> Path | None:
     if not lines.exists():
         part = temporary_name(lines)
         with part.open("w", encoding="utf-8") as out:
-            out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            out.writelines(json.dumps(row) + "\n" for row in rows)  # ASCII: half pairs, too
         part.replace(lines)
     return lines
 
@@ -103,6 +105,24 @@ def check_width(columns: int, file: Path | str) -> None:
         )
 
 
+def checked_row(text: str) -> Any:
+    """The value of a line of JSON; ValueError if it is no object, or if one in it has a key
+    twice."""
+    row = json.loads(text, object_pairs_hook=unique_members)
+    if not isinstance(row, dict):
+        raise ValueError("a row must be a JSON object {…}")
+    return row
+
+
+def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object of its keys and values; ValueError if a key stands twice."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        twice = first_repeated(name for name, _ in pairs)
+        raise ValueError(f"the key {twice!r:.100} stands twice in one object")
+    return members
+
+
 def first_bad_line(file: Path) -> str | None:
     """What is wrong with which line of a file of JSON lines; None if each is a JSON object."""
     number = 0
@@ -114,8 +134,8 @@ def first_bad_line(file: Path) -> str | None:
                 )
                 if number == 1 and (text.startswith("[") or text == "{"):
                     return None  # the file is one value over many lines
-                if text.strip() and not isinstance(json.loads(text), dict):
-                    return f"{file}, line {number}: a row must be a JSON object {{…}}"
+                if text.strip():
+                    checked_row(text)
     except UnicodeDecodeError as error:
         return (
             f"{file}, line {number}: not UTF-8: {error.reason} at byte {error.start}: set "
@@ -123,6 +143,8 @@ def first_bad_line(file: Path) -> str | None:
         )
     except json.JSONDecodeError as error:
         return f"{file}, line {number}: not JSON: {error.msg} at column {error.colno}"
+    except ValueError as error:
+        return f"{file}, line {number}: {error}"
     except RecursionError:
         return f"{file}, line {number}: nested too deeply"
     except (OSError, EOFError) as error:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pyarrow as pa
+
+AS_GIVEN = b"as in the input"
+"""What the metadata of an output column say of its meaning if it is one of the data set."""
 
 
 def json_text(value: Any) -> str:
@@ -30,42 +32,88 @@ def plain_text(value: Any) -> str:
     return str(json.loads(text)) if text.startswith('"') else text
 
 
-def json_readers(schema: pa.Schema) -> dict[str, Callable[[Any], Any]]:
-    """For each column that holds JSON as text, a function that reads a value of it back.
-
-    Columns of the data set whose values have no one type are such; the metadata of fields tell.
-    """
+def json_readers(schema: Iterable[pa.Field]) -> dict[str, Callable[[Any], Any]]:
+    """For each column of the data set whose values Arrow keeps in another form, a function that
+    makes the data's own value of one: JSON that is kept as text is parsed, and the fields that
+    Arrow adds to structs, because other rows have them, are left out. The metadata of fields tell
+    which columns these are."""
     readers: dict[str, Callable[[Any], Any]] = {}
     for field in schema:
-        if described := (field.metadata or {}).get(b"feature"):
+        said = field.metadata or {}
+        if described := said.get(b"feature"):
             (feature,) = json.loads(described).values()  # by the name that the column had then
-            readers[field.name] = partial(_read_back, feature=feature)
+            reader = value_reader(feature)
+        else:
+            reader = _without_padding if said.get(b"meaning") == AS_GIVEN else None
+            reader = reader if _has_struct(field.type) else None
+        if reader is not None:
+            readers[field.name] = reader
     return readers
 
 
-def row_reader(schema: pa.Schema) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """A function that parses the JSON in the columns of a row, or of a part of it."""
+def row_reader(schema: Iterable[pa.Field]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """A function that makes the data's own values of a row, or of a part of it."""
     readers = json_readers(schema)
     if not readers:
         return dict
     return lambda row: {n: r(v) if (r := readers.get(n)) else v for n, v in row.items()}
 
 
-def _read_back(value: Any, feature: Any) -> Any:
-    """The value with its JSON parsed. `feature` is what the library datasets writes for a type: a
-    mapping with `_type`, or a mapping or a list of such."""
-    if value is None:
-        return None
+def value_reader(feature: Any) -> Callable[[Any], Any] | None:
+    """A function that makes the data's own value of what Arrow has in a column; None if that is it.
+
+    `feature` is what the library datasets writes for a type: a mapping with `_type`, or a mapping
+    or a list of such.
+    """
     if isinstance(feature, list):
-        return [_read_back(item, feature[0]) for item in value]
+        return _list_reader(feature[0])
     kind = feature.get("_type")
     if kind == "Json":
-        return json.loads(value)
+        return _parsed
     if kind in ("List", "LargeList", "Sequence"):
-        return [_read_back(item, feature["feature"]) for item in value]
-    if isinstance(kind, str) or not isinstance(value, Mapping):
-        return value
-    return {key: _read_back(item, feature[key]) for key, item in value.items()}
+        return _list_reader(feature["feature"])
+    if isinstance(kind, str):
+        return None
+    readers = {name: value_reader(inner) for name, inner in feature.items()}
+    return lambda value: None if value is None else _struct(value, readers)
+
+
+def _list_reader(feature: Any) -> Callable[[Any], Any] | None:
+    read = value_reader(feature)
+    if read is None:
+        return None
+    return lambda items: None if items is None else list(map(read, items))
+
+
+def _struct(
+    value: Mapping[str, Any], readers: Mapping[str, Callable[[Any], Any] | None]
+) -> dict[str, Any]:
+    """A struct without the fields that are null: Arrow has those of all rows in each of them."""
+    return {
+        name: item if (read := readers[name]) is None else read(item)
+        for name, item in value.items()
+        if item is not None
+    }
+
+
+def _parsed(value: Any) -> Any:
+    if isinstance(value, str):
+        return json.loads(value)
+    # A column of numbers, of which the whole ones were integers.
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _without_padding(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _without_padding(item) for k, item in value.items() if item is not None}
+    return list(map(_without_padding, value)) if isinstance(value, list) else value
+
+
+def _has_struct(kind: pa.DataType) -> bool:
+    if pa.types.is_nested(kind):
+        fields = [kind.field(place) for place in range(kind.num_fields)]
+        return pa.types.is_struct(kind) or any(_has_struct(field.type) for field in fields)
+    return False
 
 
 def _plain(value: Any) -> str:

@@ -1,45 +1,59 @@
-"""Finds the rows that a line of an exported file was made of."""
+"""Finds the rows that a line of an exported file was made of.
+
+What a line was made of is said by the record of its export: the metadata of a Parquet file,
+selection.json of a folder, exports.json of a pipeline. By it the lines are made again, and the one
+that equals the line that is asked for tells the rows. A line that was edited since equals none, and
+nothing is said of it.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
-import yaml
+import pyarrow as pa
 
-from batchgen.leases.own_files import refuse_links
-from batchgen.pipelines.record.pipeline_record import PIPELINE_FILE
+from batchgen.pipelines.record.export_record import EXPORTS, ExportRecord
 from batchgen.pipelines.record.step_folders import find_record
-from batchgen.publish.finished_rows import FinishedRows, open_rows, set_facts
+from batchgen.publish.finished_rows import FinishedRows, open_rows, set_facts, whole_set
 from batchgen.publish.row_values import rows_where
 from batchgen.publish.trainers.export_files import JSON_NAMES
+from batchgen.publish.trainers.openai_lines import OpenAILines
 from batchgen.publish.trainers.token_rows import TOKEN_FORMATS, TokenRows
 from batchgen.publish.trainers.trainer_export import TOLD
 from batchgen.publish.trainers.trainer_rows import Asked, TrainerRows
+from batchgen.shards.checked_file import CheckedFile, read_schema
 from batchgen.shards.shard_files import shard_files
+from batchgen.texts.row_json import json_text
 from batchgen.trace.traced import TracedLine
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
 
-_ROW, _SAMPLE = "row_id", "sample_index"
-_TEXTS = ("chosen", "rejected", "completion", "response", "text")
+_ROW, _SAMPLE, _ID = "row_id", "sample_index", "id"
 _READ_BY_LINE = f"{', '.join(JSON_NAMES)} or .parquet"
 
 
 @dataclass(frozen=True)
-class Made:
-    """What a file was made of: a job or a set, and the options of the export, if they are known."""
+class Recipe:
+    """How a file was made: of which job or set, in which format of trainers, or None for columns as
+    they are, and by which options."""
 
-    of: str | None
-    asked: Asked | None
-    plain: Mapping[str, Any] | None = None  # an export of columns as they are
+    of: str
+    to: str | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> Asked:
+        """The options of a format of trainers."""
+        known = {field.name for field in fields(Asked)} - {"to"}
+        assert self.to is not None
+        return Asked(to=self.to, **{k: v for k, v in self.options.items() if k in known})
 
 
 @dataclass(frozen=True)
@@ -51,35 +65,52 @@ class Origin:
     sample: int | None
 
 
+Line = tuple[Mapping[str, Any], Callable[[], list[Origin]]]
+"""A line as it is made again, and what finds the rows that it is made of."""
+
+
 def exported_line(
     path: Path, given: str, line: int, of: str | None
 ) -> tuple[TracedLine, list[Origin]]:
     """A line of an exported file, counted from 1, and the rows that it was made of.
 
     Args:
-        of: the job or set that the file was made of, where it does not say that itself.
+        of: the job or set that the file was made of, where it does not say that itself, or where
+            that lies now.
 
     Raises:
         ConfigError: there is no such line, or it cannot be told what it was made of.
+        JobError: a file is damaged.
     """
     content = _line(path, line, given)
-    made = _made(path)
-    folder = of or made.of
+    recipe = _recipe(path)
+    folder = of or (None if recipe is None else recipe.of)
     if folder is None:
         raise ConfigError(
             f"{given} does not say what it was made of: name the job or the set with --of OUT"
         )
-    rows = open_rows(folder)
-    if made.asked is not None and made.asked.to != "openai":
-        places = _places(rows, made.asked, line, given)
-    else:
-        found = _by_id(rows, content) or (
-            [] if made.plain is None else _by_order(rows, made.plain, line)
+    rows, text = open_rows(folder), json_text(content)
+    if recipe is None:
+        return TracedLine(given, line, content), _of_columns(rows, content, given, line)
+    exact, others = list[Line](), list[Line]()
+    for number, made in enumerate(_lines(rows, recipe, path), start=1):
+        if json_text(dict(made[0])) == text:
+            if number == line:
+                exact = [made]
+                break
+            others = [*others[:1], made]
+    found = exact or others
+    if not found:
+        raise ConfigError(
+            f"{given}, line {line}: no row of {rows.given} gives this line: the file or the rows "
+            "have changed since it was written"
         )
-        if found:
-            return TracedLine(given, line, content), found
-        places = _by_texts(rows, content, given)
-    return TracedLine(given, line, content), [_origin(rows, folder, place) for place in places]
+    if len(found) > 1:
+        raise ConfigError(
+            f"{given}, line {line}: several rows of {rows.given} give this line, and the file is "
+            "in another order than it was written in: which one it is cannot be told"
+        )
+    return TracedLine(given, line, content), found[0][1]()
 
 
 def _line(path: Path, line: int, given: str) -> dict[str, Any]:
@@ -88,7 +119,7 @@ def _line(path: Path, line: int, given: str) -> dict[str, Any]:
         raise ConfigError(f"--line {line}: lines are counted from 1")
     found: Iterator[dict[str, Any]]
     if path.is_dir():
-        refuse_links(path)
+        whole_set(path, given)
         found = islice(_rows_of(list(shard_files(path / "data").values())), line - 1, None)
     elif path.name.endswith(".parquet"):
         found = islice(_rows_of([path]), line - 1, None)
@@ -111,129 +142,96 @@ def _line(path: Path, line: int, given: str) -> dict[str, Any]:
 
 def _rows_of(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
     for file in files:
-        for batch in pq.ParquetFile(file).iter_batches(256):
-            yield from batch.to_pylist()
+        with CheckedFile(file) as rows:
+            for batch in rows.batches(256):
+                yield from batch.to_pylist()
 
 
-def _made(path: Path) -> Made:
-    """What a file or folder says of how it was made, or what the pipeline says that wrote it."""
+def _recipe(path: Path) -> Recipe | None:
+    """How a file or folder was made, as its record says; None without one."""
     if path.is_dir():
         facts = set_facts(path)
         of = [one["path"] for one in facts["jobs"]]
-        return Made(
-            of[0] if len(of) == 1 else None, _asked({"to": facts["kind"], **facts["asked"]})
-        )
+        return Recipe(of[0], facts["kind"], facts["asked"]) if len(of) == 1 else None
     if path.name.endswith(".parquet"):
-        told = (pq.read_schema(path).metadata or {}).get(TOLD)
+        told = (read_schema(path).metadata or {}).get(TOLD)
         if told is not None:
             values = json.loads(told)
-            return Made(values["of"], _asked(values["asked"]))
-    return _of_pipeline(path)
-
-
-def _of_pipeline(path: Path) -> Made:
-    """What the pipeline says in whose folder a file is."""
+            return Recipe(values["of"], values["asked"]["to"], values["asked"])
     out = path.resolve().parent.parent
-    file = out / PIPELINE_FILE
-    record = find_record(str(out)) if file.is_file() else None
-    if record is None:
-        return Made(None, None)
-    exports = yaml.safe_load(file.read_text(encoding="utf-8")).get("export") or []
-    for one in exports:
-        if (
-            isinstance(one, dict)
-            and one.get("out") == path.name
-            and one.get("from") in record.current
-        ):
-            options = {key: value for key, value in one.items() if key not in ("from", "out", "to")}
-            of = str(out / record.current[one["from"]])
-            if one.get("to") is None:
-                return Made(of, None, options)
-            return Made(of, _asked({"to": one["to"], **options}))
-    return Made(None, None)
+    if path.resolve().parent.name != EXPORTS or find_record(str(out)) is None:
+        return None
+    known = ExportRecord.read(path.resolve().parent).made.get(path.name)
+    if known is None or not known.of:
+        return None
+    settings = known.settings
+    return Recipe(str(out / known.of), settings["to"], settings["options"])
 
 
-def _asked(values: Mapping[str, Any]) -> Asked:
-    known = {field.name for field in fields(Asked)}
-    return Asked(**{key: value for key, value in values.items() if key in known})
+def _lines(rows: FinishedRows, recipe: Recipe, path: Path) -> Iterator[Line]:
+    """The lines of an export as it would be made now."""
+    where = recipe.options.get("where")
+    if recipe.to is None:
+        names = recipe.options.get("columns") or rows.schema.names
+        own = [_ID] if rows.is_set else [_ROW, _SAMPLE]
+        for row in rows_where(rows, where, list(dict.fromkeys([*names, *own]))):
+            yield {name: row[name] for name in names}, _origins(rows, row)
+        return
+    if recipe.to == "openai":
+        for made in OpenAILines(rows, where, recipe.options.get("reasoning")):
+            yield made, _origins(rows, {_ROW: made["custom_id"], _SAMPLE: None})
+        return
+    asked = recipe.asked
+    lines = TokenRows(rows, asked) if asked.to in TOKEN_FORMATS else TrainerRows(rows, asked)
+    is_json = path.name.endswith(JSON_NAMES)
+    for one in lines:
+        # As Parquet gives it back: lists and fields of their types.
+        table = None if is_json else pa.Table.from_pylist([one], schema=lines.schema)
+        places = list(lines.made_of)
+        yield one if table is None else table.to_pylist()[0], lambda at=places: _at(rows, at)
 
 
-def _places(rows: FinishedRows, asked: Asked, line: int, given: str) -> list[tuple[int, int]]:
-    """The places of the rows that a line was made of, found by making the lines again."""
-    made = TokenRows(rows, asked) if asked.to in TOKEN_FORMATS else TrainerRows(rows, asked)
-    for _ in islice(made, line - 1, line):
-        return made.made_of
-    raise ConfigError(f"{given}: {rows.given} gives fewer lines now: it has changed since")
+def _of_columns(
+    rows: FinishedRows, content: Mapping[str, Any], given: str, line: int
+) -> list[Origin]:
+    """The row of which a line has columns as they are, its id among them."""
+    key = _ID if rows.is_set else _ROW
+    if key not in content or not set(content) <= {*rows.columns.names}:
+        raise ConfigError(
+            f"{given} does not say how it was made, and its lines are no rows of {rows.given} with "
+            f"their {key}: export a .parquet file or a folder, or in a pipeline, which keep that"
+        )
+    text = json_text(content)
+    own = [] if rows.is_set else [_SAMPLE]
+    found = [
+        row
+        for row in rows_where(rows, None, list(dict.fromkeys([*content, *own])))
+        if row[key] == content[key] and json_text({name: row[name] for name in content}) == text
+    ]
+    if len(found) != 1:
+        what = "no row" if not found else f"{len(found)} samples"
+        raise ConfigError(
+            f"{given}, line {line}: {what} of {rows.given} with the {key} {content[key]!r} "
+            f"{'have' if found else 'has'} what the line has: which one it is cannot be told"
+        )
+    return _origins(rows, found[0])()
 
 
-def _by_id(rows: FinishedRows, content: Mapping[str, Any]) -> list[Origin]:
-    """The row that a line names."""
+def _origins(rows: FinishedRows, row: Mapping[str, Any]) -> Callable[[], list[Origin]]:
+    """What names a row by its columns."""
     if rows.is_set:
-        found = content.get("id")
-        return [Origin(rows.given, found, None)] if isinstance(found, str) else []
-    row_id, sample = content.get(_ROW, content.get("custom_id")), content.get(_SAMPLE)
-    if not isinstance(row_id, str):
-        return []
-    return [Origin(rows.given, row_id, sample if isinstance(sample, int) else None)]
+        return lambda: [Origin(rows.given, row[_ID], None)]
+    return lambda: [Origin(rows.given, row[_ROW], row[_SAMPLE])]
 
 
-def _by_order(rows: FinishedRows, options: Mapping[str, Any], line: int) -> list[Origin]:
-    """The row of a line of columns as they are, which stand in the order of the rows."""
-    names = ["id"] if rows.is_set else [_ROW, _SAMPLE]
-    for row in islice(rows_where(rows, options.get("where"), names), line - 1, line):
-        if rows.is_set:
-            return [Origin(rows.given, row["id"], None)]
-        return [Origin(rows.given, row[_ROW], row[_SAMPLE])]
-    return []
-
-
-def _by_texts(rows: FinishedRows, content: Mapping[str, Any], given: str) -> list[tuple[int, int]]:
-    """The places of rows that have the answers of a line in one of their texts, those that have
-    most of its other texts."""
-    answers, others = _answers(content), set(_texts_in(content))
-    best: dict[str, tuple[int, list[tuple[int, int]]]] = {}
-    for row in rows.rows(rows.columns.named(rows.columns.names)):
-        texts = {value for value in row.variables.values() if isinstance(value, str)}
-        for answer in answers & texts:
-            score = len(others & texts)
-            known = best.setdefault(answer, (score, []))
-            if score > known[0]:
-                best[answer] = known = score, []
-            if score == known[0]:
-                known[1].append((row.shard, row.place))
-    if not best:
-        raise ConfigError(f"{given}: no row of {rows.given} has the answer of this line")
-    return sorted({place for _, places in best.values() for place in places})
-
-
-def _answers(content: Mapping[str, Any]) -> set[str]:
-    """The texts of a line that a model has written."""
-    found = {content[name] for name in _TEXTS if isinstance(content.get(name), str)}
-    for name in ("messages", *_TEXTS):
-        value = content.get(name)
-        messages = value if isinstance(value, list) else []
-        said = [m for m in messages if isinstance(m, dict) and m.get("role") == "assistant"]
-        found |= {m["content"] for m in said[-1:] if isinstance(m.get("content"), str)}
+def _at(rows: FinishedRows, places: Sequence[tuple[int, int]]) -> list[Origin]:
+    """The rows at some places."""
+    found = []
+    names = [_ID] if rows.is_set else [_ROW, _SAMPLE]
+    for shard, place in places:
+        for table, _ in rows.tables(shard, names, places=np.array([place])):
+            found += _origins(rows, table.select(names).to_pylist()[0])()
     return found
-
-
-def _texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts_in(item)
-
-
-def _origin(rows: FinishedRows, folder: str, place: tuple[int, int]) -> Origin:
-    shard, at = place
-    names = ["id"] if rows.is_set else [_ROW, _SAMPLE]
-    for table, _ in rows.tables(shard, names, places=np.array([at])):
-        (row,) = table.select(names).to_pylist()
-        if rows.is_set:
-            return Origin(folder, row["id"], None)
-        return Origin(folder, row[_ROW], row[_SAMPLE])
-    raise AssertionError("a row that was read just now is there")
 
 
 def is_exported(path: Path, given: str) -> bool:

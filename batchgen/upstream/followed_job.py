@@ -12,11 +12,12 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.compose.load_config import step_configs
+from batchgen.config.class_names import is_own
 from batchgen.config.job_config import JobConfig, StepConfig
-from batchgen.config.named_code import OWN
 from batchgen.costs.chain_costs import all_steps
 from batchgen.folder.read_job import JobFolderReader
-from batchgen.grades.finished_shards import FinishedShard, GradedShards, ends_of
+from batchgen.folder.whole_shards import FinishedShard, ends_of
+from batchgen.grades.finished_shards import GradedShards
 from batchgen.grades.folder_grades import GRADES
 from batchgen.grades.grade_files import STEPS_KEY
 from batchgen.grading.build_steps import described, post_steps
@@ -64,7 +65,7 @@ class Promise:
         if not path.exists():
             return None
         post = step_configs(reader.config.get("post") or [], "post")
-        if odd := [step.target for step in post if not step.target.startswith(OWN)]:
+        if odd := [step.target for step in post if not is_own(step.target)]:
             raise ConfigError(
                 f"dataset.follow: {reader.storage.shown} is graded by {odd[0]}, which is not "
                 "batchgen's own, so that nothing is known of the grades before they are there: "
@@ -126,9 +127,10 @@ class FollowedJob(GradedShards):
         path = shard_path(self.storage.path / DATA, number)
         if not path.exists():
             if is_ended:
-                self.is_complete, metrics = True, self._metrics()
-                self.check_job(self.text_column, metrics.get("rows"))
-                self.read = replace(self.read, costs=all_steps(metrics, self.read.name))
+                reader = self._reader()
+                reader.check()
+                self.is_complete = True
+                self.read = replace(self.read, costs=all_steps(reader.metrics, self.read.name))
             return False
         grades = self._grades_of(number) if self.needs_grades else ""
         if grades is None:
@@ -174,12 +176,12 @@ class FollowedJob(GradedShards):
             return False
         seen = (found.st_ino, found.st_size, found.st_mtime_ns)
         if seen != self._seen:
-            self._ended = self._metrics().get("status") == "complete"
+            self._ended = self._reader().metrics.get("status") == "complete"
             self._seen = seen
         return self._ended
 
-    def _metrics(self) -> dict[str, Any]:
-        return JobFolderReader(self.storage.path, self.storage).metrics
+    def _reader(self) -> JobFolderReader:
+        return JobFolderReader(self.storage.path, self.storage)
 
 
 ReadableJob = OtherJob | FollowedJob

@@ -5,19 +5,20 @@ from __future__ import annotations
 import itertools
 import operator
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from datasets import Features
 
 from batchgen.config.dataset_config import DatasetConfig
-from batchgen.dataset.feature_types import has_json
 from batchgen.dataset.source import Left, ReadJob, Row
 from batchgen.engine.base.outputs import RequestError
 from batchgen.grades.visible_columns import GRADES
+from batchgen.tables.json_values import json_encoder
+from batchgen.texts.row_json import json_readers
 from batchgen.upstream.chosen_answers import Choice, Chosen, Ints
 from batchgen.upstream.followed_job import ReadableJob
 from batchgen.upstream.job_columns import (
@@ -80,9 +81,18 @@ class JobSource:
         whole = [GRADES] if used is None or GRADES in used else []
         self._names = [*self._read, *(name for name in whole if self._grades)]
         self._names += [n for n in self._grades if used is None or (n in used and n in known.flat)]
-        self._json = Features(
-            {name: self.features[name] for name in self._names if has_json(self.features[name])}
-        )
+        self._readers = {
+            name: partial(_each, read) if self._lists and name not in known.given else read
+            for name, read in json_readers(
+                known.fields[name].with_name(name) for name in self._read
+            ).items()
+        }
+        self._encoders = {
+            field.name: encode
+            for field in self.schema
+            if field.name != SOURCE
+            and (encode := json_encoder(self.features[field.name], field.type)) is not None
+        }
         self._begin()
 
     def _begin(self) -> None:
@@ -152,10 +162,7 @@ class JobSource:
         """See `Source`."""
         assert isinstance(row, AnswerRow)
         values = {name: row.fields[name] for name in self.schema.names if name != SOURCE}
-        json = {name: feature for name, feature in self._json.items() if name in values}
-        if json:
-            encoded = Features(json).encode_example({name: values[name] for name in json})
-            values |= encoded
+        values |= {name: encode(values[name]) for name, encode in self._encoders.items()}
         return {**values, SOURCE: row.source}
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
@@ -181,8 +188,7 @@ class JobSource:
         for indices, table in tables:
             for index, values in zip(indices, table.to_pylist(), strict=True):
                 fields = {name: values[name] for name in self._names}
-                if self._json:
-                    fields |= self._json.decode_example({n: fields[n] for n in self._json})
+                fields |= {name: read(fields[name]) for name, read in self._readers.items()}
                 source = self._source(values["row_id"], values[SAMPLE_INDEX], values[_TEXT])
                 failure = self._failure(index)
                 yield AnswerRow(index, values[ROW_ID], fields, failure, source=source)
@@ -259,3 +265,7 @@ def _nothing_left(jobs: Sequence[ReadableJob], choice: Choice) -> str:
     examples = "".join(f"\n  {example}" for example in choice.examples)
     shown = f"; dataset.where left out, for example:{examples}" if examples else ""
     return f"dataset.path: no row of {names} is left ({steps}){shown}"
+
+
+def _each(read: Callable[[Any], Any], values: list[Any]) -> list[Any]:
+    return list(map(read, values))

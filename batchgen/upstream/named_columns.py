@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import TemplateError, nodes
 
-from batchgen.config.named_code import OWN
+from batchgen.config.class_names import is_own
 from batchgen.templates.row_expression import fields_read
 from batchgen.templates.template_sandbox import BoundedEnvironment
 
@@ -20,7 +20,8 @@ def named_columns(groups: Mapping[str, Any]) -> frozenset[str] | None:
     variables, of any other text itself, of names with dots also the first part. None if one of them
     reads a row as a whole, or a step is not batchgen's own, which may read columns that it does
     not name."""
-    if any(not str(step.get("_target_", OWN)).startswith(OWN) for step in groups.get("rows") or ()):
+    steps = [step for step in groups.get("rows") or () if "_target_" in step]
+    if not all(is_own(str(step["_target_"])) for step in steps):
         return None
     env = BoundedEnvironment()
     found = set[str]()

@@ -26,16 +26,11 @@ class OtherJob(FinishedShards):
     """
 
     def __init__(self, reader: JobFolderReader, name: str) -> None:
-        """Look at the ends of all its files.
-
-        Raises:
-            ConfigError: its manifest.json is not one of batchgen.
-            JobError: a file is damaged, or not there.
-        """
-        super().__init__(reader.storage, reader.storage.shown)
+        """Take a job that is complete; ConfigError if its manifest.json is not one of batchgen,
+        JobError if a file is damaged, or not there."""
+        super().__init__(reader.storage, reader.storage.shown, reader.whole)
         read, self.text_column = read_facts(lambda: reader.manifest, name, self.given)
         self.read = replace(read, costs=all_steps(reader.metrics, name))
-        self.check_job(self.text_column, reader.metrics.get("rows"))
 
 
 def read_facts(read: Callable[[], Mapping[str, Any]], name: str, given: str) -> tuple[ReadJob, str]:

@@ -114,7 +114,7 @@ def _facts(job: JobView, known: JobSummary) -> list[Line]:
         ("folder", str(job.path)),
         ("model", str(known.group("model").get("path"))),
         ("data set", dataset_name(dataset)),
-        ("strategy", known.strategy_path[-1]),
+        ("strategy", known.strategy_name),
         ("sampling", ", ".join(_sampling(sampling))),
     ]
     if known.totals.until:

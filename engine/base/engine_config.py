@@ -1,9 +1,11 @@
-"""The settings of an engine: batch sizes, memory and speed. None of them decides a row's tokens."""
+"""The settings of an engine: batch sizes, memory and speed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+from batchgen.kernels.rules import BY_BATCH, BY_ROW, FOLDED, BitRules
 
 if TYPE_CHECKING:
     import torch  # Importing it takes seconds, and only annotations need it.
@@ -78,9 +80,8 @@ class ResolvedConfig:
     cuda_graph: bool  # replay forwards as CUDA graphs
     overlap: bool  # launch a step before the results of the previous step are read
     image_tokens: int  # the most tokens of the images that are encoded in one step
-    # The most records that wait before a recurrent layer's decode step writes its state back, see
-    # `StateCache`.
-    most_pending: int
+    rules: BitRules  # what the bits of a row may depend on
+    fold: int  # the records that a recurrent layer's decode step folds at once, see `StateCache`
 
     @property
     def row_blocks(self) -> int:
@@ -126,6 +127,8 @@ class EngineConfig:
     # Launch a step before the results of the previous step are read; None means on a GPU only,
     # because a CPU computes the step while it is launched.
     overlap: bool | None = None
+    # Let a row have the same bits in any batch, on a GPU as well.
+    deterministic: bool = False
     # The number of GPUs between which each layer's weights are divided, or of processes on a CPU.
     # Whoever makes the engine starts them.
     tensor_parallel: int = 1
@@ -220,7 +223,8 @@ class EngineConfig:
             cuda_graph=cuda if self.cuda_graph is None else self.cuda_graph,
             overlap=cuda if self.overlap is None else self.overlap,
             image_tokens=self.image_tokens,
-            most_pending=most_pending(device),
+            rules=bit_rules(self.deterministic, device),
+            fold=folded_at_once(device),
         )
 
     def model_len(self, longest: int) -> int:
@@ -234,9 +238,13 @@ class EngineConfig:
         return self.max_model_len or longest
 
 
-def most_pending(device: torch.device) -> int:
-    """Return how many records may be pending before a decode step writes the state back. On a GPU a
-    step is bound by the memory that it moves, and a state is as large as some eighty records. So
-    the state is read in each step, but written in every eighth or so. On a CPU it is cheaper to
-    fold each record once."""
-    return 7 if device.type == "cuda" else 0
+def bit_rules(deterministic: bool, device: torch.device) -> BitRules:
+    """Return what the bits of a row may depend on. A CPU has ways of its own to keep them."""
+    return BY_ROW if deterministic and device.type == "cuda" else BY_BATCH
+
+
+def folded_at_once(device: torch.device) -> int:
+    """Return how many records a decode step folds at once into the state that it writes back. On a
+    GPU a step is bound by the memory that it moves (`rules.FOLDED`). On a CPU it is cheaper to fold
+    each record once."""
+    return FOLDED if device.type == "cuda" else 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -204,7 +204,7 @@ class RequestError(ValueError):
 class RequestOutput:
     """A finished request."""
 
-    request_id: str  # the id that was given to `add_request`
+    request_id: Hashable  # the id that was given to `add_request`
     prompt_token_ids: list[int]  # the tokens of the prompt
     token_ids: list[int]  # all generated tokens, including the EOS or stop id that ended the row
     text: str  # the generated tokens decoded without special tokens, and cut before a stop string

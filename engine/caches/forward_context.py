@@ -9,9 +9,10 @@ from typing import TypeVar
 from torch import Tensor
 
 from batchgen.engine.base.outputs import OutputColumn
+from batchgen.engine.caches.replay import ReplayStep
 from batchgen.engine.caches.row_states import StateCache
-from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.kv_cache import KVCache
+from batchgen.kernels.attention.metadata import AttentionMetadata
 from batchgen.kernels.layers.cache_plane import write_plane
 
 LayerCache = KVCache | Tensor | StateCache
@@ -34,10 +35,10 @@ class RowMetadata:
     """The B rows of one part of the tokens, for layers that keep a state per row.
 
     In a *decode step* (`width` is given) every row has W tokens, of which only the first is certain
-    to stay. For each row the layer reads the state of the row's slot, folds the `pending[slot]`
-    records from the place `first[slot]` of the ring into it, and runs the W tokens from there.
-    Their records go to the places behind the pending ones. The folded state, without these W
-    tokens, is written back if more than `most_pending` records were pending.
+    to stay. For each row the layer reads the state of the row's slot and the `pending[slot]`
+    records from the place `first[slot]` of the ring on, and runs the W tokens from there. Their
+    records go to the places behind the pending ones. Of those the oldest are folded into the state,
+    `fold` at a time as long as there are so many, and the state is written back.
 
     In a *prefill* all tokens stay. A row whose first token has position 0 starts from a state of
     zeros, as its slot may hold anything, even NaN. Any other row starts from the state in its slot.
@@ -59,10 +60,11 @@ class RowMetadata:
     # The number of tokens of each of the B rows, on the host; None in the captured graph of a
     # prefill, which reads `starts` at its replay.
     query_lens: tuple[int, ...] | None
-    # How many of each row's last tokens were generated and read in decode steps before the row was
-    # preempted; None if no row has any. If a layer's prefill rounds otherwise than its decode step,
-    # it must read these tokens as a decode step does, one by one.
+    # How many of each row's last tokens must be read as a decode step reads them, because a layer's
+    # prefill may round otherwise; None if no row has any.
     replayed: tuple[int, ...] | None = None
+    # The same tokens as decode steps, for layers whose steps leave records pending.
+    replay: Sequence[ReplayStep] = ()
 
 
 @dataclass(frozen=True, slots=True)

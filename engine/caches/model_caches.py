@@ -23,7 +23,7 @@ class CacheSizes:
     block_size: int  # the number of tokens in one block
     num_rows: int  # the most rows that can be in flight
     num_snapshots: int = 0  # the most snapshots of states that are kept for the prefix cache
-    most_pending: int = 0  # as of `StateCache`
+    fold: int = 1  # as of `StateCache`
     # The number of blocks of layers with a window, with the scratch block; None: `num_blocks`.
     num_window_blocks: int | None = None
 
@@ -64,7 +64,7 @@ class ModelCaches:
                 sizes.num_rows,
                 sizes.num_snapshots,
                 width,
-                sizes.most_pending,
+                sizes.fold,
                 device,
             )
         of_states = iter(states.layers if states is not None else ())
@@ -108,11 +108,11 @@ def state_bytes(specs: Sequence[CacheSpec | None]) -> int:
     return sum(spec.state_bytes for spec in specs if isinstance(spec, StateSpec))
 
 
-def row_bytes(specs: Sequence[CacheSpec | None], width: int, most_pending: int) -> int:
+def row_bytes(specs: Sequence[CacheSpec | None], width: int, fold: int) -> int:
     """Return the bytes of one row's state and records over all layers; 0 without recurrent layers.
 
     Args:
-        most_pending: as of `StateCache`.
+        fold: as of `StateCache`.
     """
     records = sum(spec.record_bytes for spec in specs if isinstance(spec, StateSpec))
-    return state_bytes(specs) + ring_length(width, most_pending) * records
+    return state_bytes(specs) + ring_length(width, fold) * records

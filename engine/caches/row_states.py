@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.caches.cache_specs import StateSpec, zeros
+from batchgen.engine.caches.replay import ReplaySizes, ReplayStep, replay_steps
 
 
 class StateCache(NamedTuple):
@@ -27,15 +28,14 @@ class StateCache(NamedTuple):
     # slot's state lacks.
     pending: Tensor
     first: Tensor  # [R] int32, the place of the oldest of them in the ring
-    # A decode step that finds more pending records than this writes the state back with those
-    # records folded in.
-    most_pending: int
+    # A decode step folds so many pending records at once into the state, and writes that back.
+    fold: int
 
 
-def ring_length(width: int, most_pending: int) -> int:
+def ring_length(width: int, fold: int) -> int:
     """Return the number of records that a slot needs. A step of `width` tokens finds at most
-    `most_pending + width` pending records, and adds its own."""
-    return most_pending + 2 * width
+    `fold - 1 + width` pending records, and adds its own."""
+    return fold - 1 + 2 * width
 
 
 class RowStates:
@@ -55,14 +55,14 @@ class RowStates:
         num_rows: int,
         num_snapshots: int,
         width: int,
-        most_pending: int,
+        fold: int,
         device: torch.device,
     ) -> None:
         size = sum(spec.state_bytes for spec in specs)
         self._pool = zeros((1 + num_rows + num_snapshots, size), torch.uint8, device)
         self._pending = torch.zeros(1 + num_rows, dtype=torch.int32, device=device)
         self._first = torch.zeros(1 + num_rows, dtype=torch.int32, device=device)
-        self._ring, self._most_pending = ring_length(width, most_pending), most_pending
+        self._ring, self._fold = ring_length(width, fold), fold
         self.layers: list[StateCache] = []
         start = 0
         for spec in specs:
@@ -73,14 +73,32 @@ class RowStates:
                 for name, tensor in spec.records.items()
             }
             state = spec.views(self._pool, start)
-            self.layers.append(
-                StateCache(state, records, self._pending, self._first, self._most_pending)
-            )
+            self.layers.append(StateCache(state, records, self._pending, self._first, self._fold))
             start += spec.state_bytes
 
-    def begin(self, slots: Tensor) -> None:
-        """Drop the records of these slots [B] int64, whose rows are prefilled next."""
-        self._pending.index_fill_(0, slots, 0)
+    @property
+    def fold(self) -> int:
+        """The number of records that a step folds at once."""
+        return self._fold
+
+    def begin(self, slots: Tensor, replayed: Tensor) -> None:
+        """Drop the records of these slots [B] int64, whose rows are prefilled next, but for those
+        that the prefill leaves: of the last of so many tokens [B] int32 that it and the prefills
+        before it have read as decode steps (`replay_steps`)."""
+        pending = replayed % self._fold
+        self._pending.index_copy_(0, slots, pending)
+        self._first.index_copy_(0, slots, (replayed - pending) % self._ring)
+
+    def replay(
+        self,
+        slots: Tensor,
+        query_lens: npt.NDArray[np.int64],
+        replayed: npt.NDArray[np.int64],
+        before: npt.NDArray[np.int64],
+    ) -> list[ReplayStep]:
+        """Plan how a prefill reads tokens as decode steps do, see `replay_steps`."""
+        sizes = ReplaySizes(len(self._pending), self._ring, self._fold)
+        return replay_steps(slots, query_lens, replayed, before, sizes)
 
     def advance(self, slots: Tensor, num_tokens: Tensor) -> None:
         """Keep the records of the tokens that were accepted in the decode step just decided.
@@ -89,9 +107,8 @@ class RowStates:
         produced equals the number of read tokens that stay: the newest and the accepted drafts.
         """
         pending, first = self._pending[slots], self._first[slots]
-        written = pending > self._most_pending  # by that step, with the state
-        self._first.index_copy_(0, slots, torch.where(written, first + pending, first) % self._ring)
-        kept = torch.where(written, 0, pending)
+        kept = pending % self._fold  # the others were folded by that step
+        self._first.index_copy_(0, slots, (first + pending - kept) % self._ring)
         self._pending.index_copy_(0, slots, kept + num_tokens.int())
 
     def copy(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:

@@ -20,7 +20,7 @@ from batchgen.engine.execution.forward import Forward, Part
 from batchgen.engine.execution.graph_choice import GraphChoice
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS, SHORT_ROWS, GraphShapes
 from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.kernels.attention.attention import AttentionMetadata
+from batchgen.kernels.attention.metadata import AttentionMetadata
 
 _Kind = Literal["decode", "short", "mixed", "prefill"]
 

@@ -17,10 +17,13 @@ from batchgen.engine.caches.forward_context import (
     RowMetadata,
 )
 from batchgen.engine.caches.model_caches import ModelCaches
+from batchgen.engine.caches.replay import ReplayStep
+from batchgen.engine.caches.row_states import RowStates
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.models.token_model import TokenModel
-from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.kv_cache import slot_mapping
+from batchgen.kernels.attention.metadata import AttentionMetadata
+from batchgen.kernels.rules import BitRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ def run_forward(
     model: TokenModel,
     caches: ModelCaches,
     block_length: int,
+    rules: BitRules,
     parts: Sequence[Part],
     outputs: OutputTokens | None = None,
 ) -> Tensor:
@@ -63,6 +67,7 @@ def run_forward(
     Args:
         block_length: the number of positions in a block of attention, which is causal over blocks
             and full inside a block; 1 is ordinary causal attention.
+        rules: what the bits of a row may depend on.
         outputs: the R tokens whose hidden states are wanted; None wants those of all tokens.
     """
     kv_slots = [_slots(part, part.inputs.block_tables, caches) for part in parts]
@@ -81,6 +86,8 @@ def run_forward(
             decode_width=part.width,
             block_length=block_length,
             window_tables=part.inputs.window_tables,
+            replayed=_replayed(part, rules),
+            rules=rules,
         )
         for part in parts
     ]
@@ -89,7 +96,7 @@ def run_forward(
         caches.layers,
         _joined(kv_slots),
         attention,
-        [] if caches.states is None else [_row_metadata(part) for part in parts],
+        [] if caches.states is None else [_row_metadata(part, caches.states) for part in parts],
         caches.columns,
         _joined(hidden_inputs) if model.reads_hidden else None,
         outputs,
@@ -103,6 +110,12 @@ def run_forward(
         context,
     )
     return hidden
+
+
+def _replayed(part: Part, rules: BitRules) -> tuple[int, ...] | None:
+    """Return how many tokens of each row attention reads as a decode step does; None for none."""
+    found = part.inputs.replayed
+    return tuple(found.tolist()) if rules.replay and found is not None else None
 
 
 def _slots(part: Part, tables: Tensor, caches: ModelCaches) -> Tensor:
@@ -129,7 +142,7 @@ def _images(parts: Sequence[Part]) -> ImageFeatures | None:
     return ImageFeatures(_joined(indices), torch.cat(values, dim=1)) if indices else None
 
 
-def _row_metadata(part: Part) -> RowMetadata:
+def _row_metadata(part: Part, states: RowStates) -> RowMetadata:
     """Describe a part's rows for the model's recurrent layers."""
     inputs, device = part.inputs, part.inputs.positions.device
     assert inputs.state_slots is not None
@@ -144,9 +157,16 @@ def _row_metadata(part: Part) -> RowMetadata:
         else:
             starts = upload([0, *inputs.query_lens.cumsum().tolist()], torch.int32, device)
     snapshots = None if part.width is not None else inputs.snapshots
-    replayed = None if inputs.replayed is None else tuple(inputs.replayed.tolist())
+    replayed, replay = None, list[ReplayStep]()
+    if inputs.replayed is not None:
+        assert inputs.replayed_before is not None
+        replayed = tuple(inputs.replayed.tolist())
+        if states.fold > 1:
+            replay = states.replay(
+                inputs.state_slots, inputs.query_lens, inputs.replayed, inputs.replayed_before
+            )
     return RowMetadata(
-        inputs.state_slots, inputs.positions, starts, part.width, snapshots, lens, replayed
+        inputs.state_slots, inputs.positions, starts, part.width, snapshots, lens, replayed, replay
     )
 
 

@@ -36,9 +36,10 @@ class ModelInputs(Batched):
     # forward, and in which state slot. Unused entries are 0. None if there are none, as in every
     # decode step.
     snapshots: Tensor | None = row(optional=True)
-    # [B] int64 on the host, how many of each row's last tokens were generated and read before the
-    # row was preempted; None if no row has any, and for a model without recurrent layers.
+    # [B] int64 on the host, how many of each row's last tokens are read as a decode step reads
+    # them, and how many such tokens earlier prefills of the row have read; None if no row has any.
     replayed: npt.NDArray[np.int64] | None = row(optional=True)
+    replayed_before: npt.NDArray[np.int64] | None = row(optional=True)
     # [T, hidden_size], the hidden states of another model that a head reads; None for other models.
     hidden: Tensor | None = token(optional=True)
     # [B] int64, what is added to a token's position to get the one that rotary tables are read at,
@@ -85,7 +86,7 @@ class ModelInputs(Batched):
             device: the device of the tensors.
             states: whether the rows have state slots.
             snapshots: whether the rows have room for snapshots.
-            replayed: whether the rows say how many of their tokens are read again.
+            replayed: whether the rows say how many of their tokens are read as in decode steps.
             hidden: a tensor [N, hidden_size] that gives the width and dtype of the rows' hidden
                 states, which are zeros; None if they have none.
             windows: whether the rows have blocks for layers with a window.
@@ -101,6 +102,7 @@ class ModelInputs(Batched):
             np.ones_like(query_lens),
             tokens.new_zeros(rows) if states else None,
             tokens.new_zeros((rows, SNAPSHOTS, 2)) if snapshots else None,
+            np.zeros_like(query_lens) if replayed else None,
             np.zeros_like(query_lens) if replayed else None,
             None if hidden is None else hidden.new_zeros((len(tokens), hidden.shape[1])),
             tokens.new_zeros(rows) if rope_shifts else None,

@@ -20,9 +20,10 @@ from batchgen.engine.execution.forward import Part, run_forward
 from batchgen.engine.execution.graph_shapes import GraphShapes
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.models.token_model import TokenModel
-from batchgen.kernels.attention.attention import AttentionMetadata
+from batchgen.kernels.attention.metadata import AttentionMetadata
 from batchgen.kernels.attention.prefill_plan import tile_tokens
 from batchgen.kernels.layers.linear import ROW_MULTIPLE
+from batchgen.kernels.rules import BY_BATCH, BitRules
 
 
 class ModelOutput(NamedTuple):
@@ -54,14 +55,22 @@ class ModelRunner:
             and full inside a block; 1 is ordinary causal attention. Above 1, a row's tokens in one
             forward must end where a block or the row ends, because a block's tokens do not see
             those tokens of the block that come in a later forward.
+        rules: what the bits of a row may depend on.
     """
 
-    def __init__(self, model: TokenModel, caches: ModelCaches, block_length: int = 1) -> None:
+    def __init__(
+        self,
+        model: TokenModel,
+        caches: ModelCaches,
+        block_length: int = 1,
+        rules: BitRules = BY_BATCH,
+    ) -> None:
         self.model = model
         self.caches = caches
         # The graphs hold this function. It must not hold self, which holds the graphs, or else an
         # engine that is dropped would not be freed.
-        self._forward = partial(run_forward, model, caches, block_length)
+        self._forward = partial(run_forward, model, caches, block_length, rules)
+        self._rules = rules
         self.device = model.device
         self._token_multiple = ROW_MULTIPLE if self.device.type == "cpu" else 1
         self._graphs: ForwardGraphs | None = None
@@ -260,6 +269,7 @@ class ModelRunner:
             decode.block_tables,
             decode_width=1,
             window_tables=decode.window_tables,
+            rules=self._rules,
         )
         parts = [attention]
         if wanted + missing:

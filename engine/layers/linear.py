@@ -18,6 +18,8 @@ from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, scales_shape
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
 from batchgen.kernels.layers.cpu_product import CPUProduct, choose_product, few_keep_bits
 from batchgen.kernels.layers.linear import MOST_ROWS, add_linear_, linear, pack_weight
+from batchgen.kernels.layers.narrow_linear_triton import MOST_COLUMNS, narrow_linear
+from batchgen.kernels.rules import BY_BATCH
 
 
 def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
@@ -88,6 +90,7 @@ class Linear(nn.Module):
         self.bias = make(out_features) if bias else None
         self.scales: nn.Parameter | None = None
         self.form: FP8Format | None = None
+        self.rules = BY_BATCH
         self._most_rows: int | None = MOST_ROWS
 
     @property
@@ -106,17 +109,21 @@ class Linear(nn.Module):
         if isinstance(x, Tensor) and self.scales is None:
             return add_linear_(residual, x, self.weight, self.bias, self._most_rows)
         x, weight = self._fp8_operands(x)
-        parts = fp8_linear_parts(x, weight, self._dtype) if self.bias is None else None
+        rules, parts = self.rules, None
+        if self.bias is None:
+            parts = fp8_linear_parts(x, weight, self._dtype, rules)
         if parts is not None:
             return PendingParts(residual, parts)
-        return fp8_linear(x, weight, self.bias, dtype=self._dtype, out=residual, add=True)
+        return fp8_linear(
+            x, weight, self.bias, dtype=self._dtype, out=residual, add=True, rules=rules
+        )
 
     def _compute_fp8(self, x: Tensor | FP8Rows) -> Tensor:
         return self._fp8_product(x, self.bias)
 
     def _fp8_product(self, x: Tensor | FP8Rows, bias: Tensor | None) -> Tensor:
         x, weight = self._fp8_operands(x)
-        return fp8_linear(x, weight, bias, dtype=self._dtype)
+        return fp8_linear(x, weight, bias, dtype=self._dtype, rules=self.rules)
 
     def _fp8_operands(self, x: Tensor | FP8Rows) -> tuple[FP8Rows, FP8Weight]:
         assert self.scales is not None and self.form is not None
@@ -175,6 +182,8 @@ class Float32Linear(Linear):
         assert isinstance(x, Tensor)
         if self.weight.dtype == torch.float32:
             return super().forward(x.float())
+        if self.out_features <= MOST_COLUMNS:
+            return narrow_linear(x, self.weight, dtype=torch.float32)
         return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
 
 

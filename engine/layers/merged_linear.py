@@ -93,7 +93,7 @@ class MergedLinear(Linear):
         out = torch.empty((len(x), self.out_features), dtype=self._dtype, device=x.device)
         first, last = out.tensor_split([len(self.weight)], dim=1)
         weight = FP8Weight(self.weight, self.scales)
-        fp8_linear(rows, weight, dtype=self._dtype, out=first)
+        fp8_linear(rows, weight, dtype=self._dtype, out=first, rules=self.rules)
         last.copy_(linear(x, self.tail))
         return out
 

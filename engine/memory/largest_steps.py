@@ -96,8 +96,8 @@ def _scratch_inputs(
 def scratch_runner(use: ModelUse, config: ResolvedConfig) -> ModelRunner:
     """Make a runner of the model whose caches hold little more than the scratch block."""
     # With the records that the engine keeps, because kernels are compiled for their number.
-    sizes = CacheSizes(2, config.block_size, num_rows=0, most_pending=config.most_pending)
-    return ModelRunner(use.model, use.caches(sizes))
+    sizes = CacheSizes(2, config.block_size, num_rows=0, fold=config.fold)
+    return ModelRunner(use.model, use.caches(sizes), rules=config.rules)
 
 
 def largest_prefill(runner: ModelRunner, use: ModelUse, config: ResolvedConfig) -> None:

@@ -178,7 +178,7 @@ def _image_bytes(use: ModelUse, config: ResolvedConfig) -> int:
 def _row_state_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     """Return the bytes for the states and records of all rows in flight and of the scratch slot."""
     specs = use.model.cache_specs
-    per_row = row_bytes(specs, max(use.widths), config.most_pending)
+    per_row = row_bytes(specs, max(use.widths), config.fold)
     return (1 + config.max_num_seqs) * per_row
 
 

@@ -10,7 +10,6 @@ from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.caches.model_caches import CacheSizes, ModelCaches, paged_token_bytes
 from batchgen.engine.execution.graph_shapes import GraphShapes, launch_bound_tokens
 from batchgen.engine.models.token_model import TokenModel
-from batchgen.kernels.attention.decode_plan import split_length
 
 
 class ModelUse(NamedTuple):
@@ -40,7 +39,10 @@ class ModelUse(NamedTuple):
         model = self.model
         # Contexts count as short only if no layer's attention would split them.
         short_tokens = min(
-            (split_length(config.max_num_seqs, s.num_kv_heads) for s in model.attention_shapes),
+            (
+                config.rules.splits(config.max_num_seqs, shape.num_kv_heads, 1).tokens
+                for shape in model.attention_shapes
+            ),
             default=0,
         )
         short_blocks = short_tokens // config.block_size

@@ -26,6 +26,7 @@ from batchgen.engine.models.quantise import quantise_layer
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import ALONE, Stream, TensorParallel, summed
+from batchgen.kernels.rules import BY_BATCH, BitRules
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -246,11 +247,11 @@ class CausalLM(TokenModel):
         logits: Tensor = self.lm_head(hidden)
         return logits
 
-    def pack(self) -> None:
+    def pack(self, rules: BitRules = BY_BATCH) -> None:
         """Convert the loaded weights of the model and its heads to the layout for computing."""
-        super().pack()
+        super().pack(rules)
         for head in self.heads.values():
-            head.pack()
+            head.pack(rules)
 
     def checkpoint_slots(self) -> list[WeightSlot]:
         """Return the weight slots of the model and the wanted heads.

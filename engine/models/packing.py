@@ -12,12 +12,18 @@ from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.linear import CPUProducts, Linear
 from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
 from batchgen.kernels.attention.attention import cpu_row_multiple
+from batchgen.kernels.rules import BitRules
 
 
 def pack_layers(
-    model: nn.Module, attention: Iterable[AttentionSpec], dtype: torch.dtype, device: torch.device
+    model: nn.Module,
+    attention: Iterable[AttentionSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    rules: BitRules,
 ) -> str | None:
-    """Convert the weights of linear layers and experts to the layout for computing.
+    """Convert the weights of linear layers and experts to the layout for computing, and let linear
+    layers follow the rules.
 
     They cannot be loaded again then. Whether a row's bits depend on that row alone is up to the
     CPU's libraries. So each shape of product is tried, with torch's current threads, and a way that
@@ -25,12 +31,14 @@ def pack_layers(
     head.
 
     Returns why a token's bits depend on its batch, in words for the user. None if they do not, and
-    on a GPU, where batchgen makes no such promise.
+    on a GPU, where rules decide.
     """
     products = CPUProducts()
     for module in model.modules():
         if isinstance(module, Linear | Experts | KVExpansion):
             module.pack(products)
+        if isinstance(module, Linear):
+            module.rules = rules
     if device.type != "cpu":
         return None
     unsteady = products.unsteady

@@ -21,6 +21,7 @@ from batchgen.engine.models.packing import pack_layers
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.kernels.mxfp4.mxfp4_layout import WORD_VALUES
+from batchgen.kernels.rules import BY_BATCH, BitRules
 
 
 class TokenModel(nn.Module, ABC):
@@ -95,9 +96,13 @@ class TokenModel(nn.Module, ABC):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [R, vocab_size] in the model's dtype from states [R, hidden_size]."""
 
-    def pack(self) -> None:
-        """Convert the loaded weights to the layout for computing; they cannot be loaded again."""
-        self.batch_dependence = pack_layers(self, self.attention_shapes, self.dtype, self.device)
+    def pack(self, rules: BitRules = BY_BATCH) -> None:
+        """Convert the loaded weights to the layout for computing; they cannot be loaded again.
+
+        `rules` say what the bits of a row may depend on.
+        """
+        shapes = self.attention_shapes
+        self.batch_dependence = pack_layers(self, shapes, self.dtype, self.device, rules)
 
     @property
     def attention_shapes(self) -> set[AttentionSpec]:

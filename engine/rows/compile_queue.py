@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ class CompileQueue:
         self._owns_compiler = compiler is None
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._special_ids = special_ids
-        self._waiting: dict[str, tuple[Sequence, Future[Grammar]]] = {}
+        self._waiting: dict[Hashable, tuple[Sequence, Future[Grammar]]] = {}
 
     def __len__(self) -> int:
         """The number of rows that wait."""
@@ -69,7 +69,7 @@ class CompileQueue:
                 _start(seq, future)
                 yield seq
 
-    def take_one(self, request_id: str, error: str | None) -> Sequence:
+    def take_one(self, request_id: Hashable, error: str | None) -> Sequence:
         """Remove a row whose constraint another rank has compiled, wait until it is compiled here,
         and give it its matcher. `error` is why it cannot be followed, as the other rank
         says. Raises RuntimeError if the constraint cannot be compiled here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,7 @@ class Sequence:
     `num_computed_tokens`, which they have read or will have once the launched forwards have run, is
     in the blocks of `block_table`. Further KV slots of those blocks are reserved."""
 
-    request_id: str
+    request_id: Hashable
     token_ids: list[int]
     params: SamplingParams
     stop: StopRule

@@ -1,6 +1,7 @@
 """The sampling options of a request. Each row has its own frozen value, so rows share no state."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Literal
 
 from batchgen.engine.constraint.constraint import Constraint
@@ -82,6 +83,15 @@ class SamplingParams(SharedSampling):
         if self.scores_answer:
             object.__setattr__(self, "logprobs", True)
 
+    def with_seed(self, seed: int) -> "SamplingParams":
+        """Return these parameters with another seed, in [0, 2**64). Nothing else is checked again:
+        a job calls this for each of its rows, and so it is fast."""
+        other = object.__new__(SamplingParams)
+        for write, value in zip(_WRITERS, _VALUES(self), strict=True):
+            write(other, value)
+        _WRITE_SEED(other, seed)
+        return other
+
     @property
     def scores_answer(self) -> bool:
         """Whether the row has an answer whose tokens are scored, and generates nothing."""
@@ -96,3 +106,10 @@ class SamplingParams(SharedSampling):
     def has_penalties(self) -> bool:
         """Whether any of the three penalties is on, so that the sampler needs the row's tokens."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+_NAMES = [field.name for field in fields(SamplingParams)]
+_VALUES = attrgetter(*_NAMES)
+_WRITERS = [getattr(SamplingParams, name).__set__ for name in _NAMES]
+_WRITE_SEED = SamplingParams.seed.__set__  # type: ignore[misc]
+"""What reads and writes the slots of frozen parameters."""

@@ -51,6 +51,8 @@ class BlockManager:
         window: the blocks of layers with a sliding window; None for models without such layers.
         tokens_ahead: what some model keeps of a token depends on this many tokens behind it. A
             block is then shared only by rows that have these tokens in common as well.
+        prompts_only: only prefixes within prompts are shared, because generated tokens are read in
+            another form.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class BlockManager:
         state_multiple: int = 1,
         tokens_ahead: int = 0,
         window: WindowBlocks | None = None,
+        prompts_only: bool = False,
     ) -> None:
         assert num_blocks >= 2 and block_size >= 1
         self.num_blocks = num_blocks
@@ -72,9 +75,9 @@ class BlockManager:
         self._hash_of: dict[int, bytes] = {}
         self._published: dict[bytes, int] = {}
         self.states, self.window = states, window
-        # Only prefixes within prompts are shared: nothing is left behind generated tokens that a
-        # row could start from.
-        self._within_prompts = states is not None or window is not None
+        # Nothing is left behind generated tokens that a row could start from.
+        self._leaves_ends = states is not None or window is not None
+        self._within_prompts = self._leaves_ends or prompts_only
         self._ahead = tokens_ahead
         # A snapshot can stand only after a multiple of this many blocks.
         self._snapshot_blocks = lcm(block_size, state_multiple) // block_size
@@ -127,7 +130,7 @@ class BlockManager:
         digests = self._hashes(seq, tokens // self.block_size)
         found = list(takewhile(lambda b: b is not None, map(self._published.get, digests)))
         blocks = [block for block in found if block is not None]
-        return self._cut_back(blocks, digests) if self._within_prompts else Prefix(blocks)
+        return self._cut_back(blocks, digests) if self._leaves_ends else Prefix(blocks)
 
     def _cut_back(self, blocks: list[int], digests: list[bytes]) -> Prefix:
         """Cut a prefix of published blocks back to the last one after which there is all that
@@ -207,7 +210,7 @@ class BlockManager:
         and keep its window tails. Nobody finds snapshots until `publish_snapshots`. Returns a pair
         for each snapshot: the number of the row's tokens that its state has read, and its state
         slot."""
-        if not self._within_prompts or not self.prefix_caching:
+        if not self._leaves_ends or not self.prefix_caching:
             return []
         step = self._snapshot_blocks * self.block_size
         # No other row has the tokens of the answer after the prompt, so no snapshot is kept there.
@@ -279,8 +282,8 @@ class BlockManager:
         if not self.prefix_caching:
             return
         if self._within_prompts:
-            # A recurrent layer may read tokens of a prompt otherwise than generated ones, and then
-            # rounds otherwise. A row that has generated tokens in its prompt must not see that.
+            # A layer may read tokens of a prompt otherwise than generated ones, and then rounds
+            # otherwise. A row that has generated tokens in its prompt must not see that.
             num_tokens = min(num_tokens, seq.answer_start)
         full = min(num_tokens, seq.num_tokens - self._ahead) // self.block_size
         if full <= seq.num_published_blocks:

@@ -3,7 +3,7 @@ what came of them is kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,7 +32,7 @@ class _Entry:
     num_tokens: int
     pixels: Pixels | None  # until the image is encoded
     features: Tensor | None = None  # [1 + K, num_tokens, hidden_size], from then on
-    readers: set[str] = field(default_factory=set)  # the ids of the rows
+    readers: set[Hashable] = field(default_factory=set)  # the ids of the rows
 
 
 class ImageStore:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,12 @@ from batchgen.engine.rows.sequence import Sequence
 
 
 def prefill_inputs(
-    batch: PrefillBatch, device: torch.device, states: bool, all_hidden: bool, windows: bool
+    batch: PrefillBatch,
+    device: torch.device,
+    states: bool,
+    all_hidden: bool,
+    windows: bool,
+    steps_from: Callable[[Sequence], int] | None,
 ) -> PrefillInputs | None:
     """Make the inputs of a scheduled prefill's forward.
 
@@ -30,6 +36,8 @@ def prefill_inputs(
         states: whether the model has recurrent layers.
         all_hidden: as for `PrefillInputs`. The tokens of an answer are scored by them as well.
         windows: whether the models have layers with a window.
+        steps_from: returns the number of a row's first tokens that a prefill reads in its own way;
+            those behind them are read as in decode steps. None: all are.
     """
     chosen = np.flatnonzero(batch.lengths)
     if not len(chosen):
@@ -51,7 +59,7 @@ def prefill_inputs(
         ends,
         state_slots(seqs, device) if states else None,
         _snapshots(batch, chosen, device) if batch.snapshots else None,
-        _replayed(seqs, starts, ends, device) if states else None,
+        *_replayed(seqs, starts, ends, steps_from),
         rope_positions=_rope_positions(seqs, starts.tolist(), ends.tolist(), device),
         window_tables=upload(window_tables(seqs), torch.int64, device) if windows else None,
     )
@@ -74,16 +82,17 @@ def _replayed(
     seqs: abc.Sequence[Sequence],
     starts: npt.NDArray[np.int64],
     ends: npt.NDArray[np.int64],
-    device: torch.device,
-) -> npt.NDArray[np.int64] | None:
-    """Make `ModelInputs.replayed` [B] for rows that read the tokens from `starts` to `ends` [B]."""
-    # An answer is read as it was when it was generated only on a CPU, where its scores then have
-    # the bits of that time. On a GPU they differ anyway, and this would be slow.
-    exact = device.type == "cpu"
-    given = [seq.answer_start if exact else seq.num_prompt_tokens for seq in seqs]
-    prompts = np.array(given, np.int64)
-    counts: npt.NDArray[np.int64] = np.maximum(ends - np.maximum(starts, prompts), 0)
-    return counts if counts.any() else None
+    steps_from: Callable[[Sequence], int] | None,
+) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.int64] | None]:
+    """Make `ModelInputs.replayed` and `replayed_before`, [B] each, for rows that read the tokens
+    from `starts` to `ends` [B]."""
+    if steps_from is None:
+        return None, None
+    first = np.array([steps_from(seq) for seq in seqs], np.int64)
+    counts: npt.NDArray[np.int64] = np.maximum(ends - np.maximum(starts, first), 0)
+    if not counts.any():
+        return None, None
+    return counts, np.maximum(starts - first, 0)
 
 
 def state_slots(seqs: abc.Sequence[Sequence], device: torch.device) -> Tensor:

@@ -9,8 +9,8 @@ bits depend neither on the batch nor on how its row was chunked (into whole bloc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +19,9 @@ from torch import Tensor
 
 from batchgen.kernels.attention.cpu_rows import LEAST_MULTIPLE, row_batches, row_multiple
 from batchgen.kernels.attention.decode import MAX_QUERIES, paged_attention_decode
-from batchgen.kernels.attention.decode_plan import (
-    DecodePlan,
-    most_splits,
-    plan_decode,
-    split_length,
-)
+from batchgen.kernels.attention.decode_plan import DecodePlan, plan_decode, row_pieces
 from batchgen.kernels.attention.kv_cache import KVCache
+from batchgen.kernels.attention.metadata import AttentionMetadata, in_forms
 from batchgen.kernels.attention.prefill import paged_attention_prefill
 from batchgen.kernels.attention.prefill_plan import (
     PrefillPlan,
@@ -38,37 +34,6 @@ CHUNK = 64
 """Context tokens per chunk. A multiple of every block size."""
 _CPU_GATHER_BYTES = 4 * 2**20
 """A CPU gathers this many bytes of keys at a time, so that they stay in cache for the product."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionMetadata:
-    """Which cached tokens the queries of B rows may read; all layers of a forward share it.
-
-    A query at position p reads its row's positions below (p // L + 1) · L, where L is the block
-    length, and none past the row's last query of this part. Tokens of a block that are to see each
-    other must therefore be in one part.
-    """
-
-    positions: Tensor  # [T] int64, ascending within a row; equal ones are allowed
-    query_lens: tuple[int, ...]  # [B]; the rows' queries stand one after another
-    context_lens: tuple[int, ...]  # [B] cached tokens, the queries' own included, or more
-    block_tables: Tensor  # [B, N] int64
-    # Tokens of a tile → tiles of prefill attention, one entry for each shape that is computed: a
-    # captured graph reads them at its replay. None cuts them from query_lens.
-    tiles: Mapping[int, Tensor] | None = None
-    # W of a decode step on a GPU, where every row has W queries then. Each W is compiled at first
-    # use. None: 1 where all query_lens are 1, else no decode step.
-    decode_width: int | None = None
-    block_length: int = 1  # L; 1 is causal attention
-    # [B, N] int64, the blocks of layers with a window, by the same indices. None: `block_tables`.
-    window_tables: Tensor | None = None
-    plans: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False)
-
-    def tables(self, window: int | None) -> Tensor:
-        """Return the block tables [B, N] of layers with this window."""
-        if window is None or self.window_tables is None:
-            return self.block_tables
-        return self.window_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +76,7 @@ def paged_attention(
     best apart. Returns q's shape and dtype; scores and sums are float32. A query that reads a token
     whose key or value was not finite becomes NaN.
     """
-    run = _attend_part_triton if q.is_cuda else _attend_part_reference
+    run = attend_part_triton if q.is_cuda else _attend_part_reference
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     start = 0
     for part in parts:
@@ -122,7 +87,26 @@ def paged_attention(
     return out
 
 
-def _attend_part_triton(
+def attend_part_triton(
+    q: Tensor,
+    cache: KVCache,
+    meta: AttentionMetadata,
+    scale: float,
+    out: Tensor,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """Compute `paged_attention` of one part with Triton, into `out`."""
+    for index, form in in_forms(meta):
+        if index is None:
+            _attend_form(q, cache, form, scale, out, window, sinks)
+        else:
+            found = torch.empty((len(index), *q.shape[1:]), dtype=q.dtype, device=q.device)
+            _attend_form(q[index], cache, form, scale, found, window, sinks)
+            out[index] = found
+
+
+def _attend_form(
     q: Tensor,
     cache: KVCache,
     meta: AttentionMetadata,
@@ -136,47 +120,45 @@ def _attend_part_triton(
     shape = (num_heads, kv_heads, block_size, head_dim, window or 0)
     if shape not in meta.plans:
         meta.plans[shape] = _make_triton_plan(q, cache, meta, window)
-    plan = meta.plans[shape]
-    arguments = (q, cache, meta.positions, meta.tables(window), scale, plan)
+    plan, tables = meta.plans[shape]
+    arguments = (q, cache, meta.positions, tables, scale, plan)
     options: dict[str, Any] = {"window": window, "sinks": sinks, "block_length": meta.block_length}
-    if isinstance(plan, DecodePlan):
-        paged_attention_decode(*arguments, out=out, **options)
-    else:
+    if isinstance(plan, PrefillPlan):
         paged_attention_prefill(*arguments, out=out, **options)
+    else:
+        paged_attention_decode(*arguments, out=out, **options)
 
 
 def _make_triton_plan(
     q: Tensor, cache: KVCache, meta: AttentionMetadata, window: int | None = None
-) -> DecodePlan | PrefillPlan:
+) -> tuple[DecodePlan | PrefillPlan, Tensor]:
+    """Return how the part is computed, and the block tables of the rows that it is cut into."""
     kv_heads, _, block_size, head_dim = cache.key.shape
-    rows, width = len(meta.query_lens), meta.decode_width
+    width, group, tables = meta.decode_width, q.shape[1] // kv_heads, meta.tables(window)
     size = tile_tokens(q.shape[1], kv_heads, head_dim, q.dtype)
     tiles = None if meta.tiles is None else meta.tiles[size]
-    if width is None and tiles is None and set(meta.query_lens) == {1}:
-        width = 1
     if width is not None:
         assert tiles is None and set(meta.query_lens) == {width}
-        if width * q.shape[1] // kv_heads <= MAX_QUERIES:
-            return plan_decode(
-                meta.positions,
-                meta.block_tables,
-                width,
-                block_size,
-                split_tokens=split_length(rows, kv_heads),
-                max_splits=most_splits(rows, kv_heads, width),
-                window=window,
-            )
-        tiles = cut_equal_tiles(rows, width, size, q.device)
-    return plan_prefill(
-        meta.query_lens,
+        if meta.block_length == 1:
+            room = tables.shape[1] * block_size
+            pieces = meta.rules.pieces(width, group, room, window=window is not None)
+            width, tables = width // pieces, row_pieces(tables, pieces)
+        if width * group <= MAX_QUERIES:
+            cut = meta.rules.splits(len(tables), kv_heads, width)
+            decode = plan_decode(meta.positions, tables, width, block_size, cut, window=window)
+            return decode, tables
+        tiles = cut_equal_tiles(len(tables), width, size, q.device)
+    plan = plan_prefill(
+        (width,) * len(tables) if width is not None else meta.query_lens,
         q.device,
         num_heads=q.shape[1],
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=q.dtype,
-        context_lens=meta.context_lens,
+        context_lens=None if width is not None else meta.context_lens,
         tiles=tiles,
     )
+    return plan, tables
 
 
 def _attend_part_reference(

@@ -9,16 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SPLIT_TOKENS = 512
-"""Tokens of a split in a batch of few rows."""
-_LONG_SPLIT_TOKENS = 2048
-"""Tokens of a split in a batch of many rows. Most contexts are then one split, which saves the
-combination; it costs up to a tenth of the time (H100, 256 rows)."""
-ENOUGH_PROGRAMS = 128
-"""The number of (row, KV head) pairs that fill a GPU. The contexts of smaller batches are cut into
-shorter splits, which round differently: a row's bits depend on this fact alone of its batch."""
-MAX_SPLITS = 32
-"""The most splits of a row in a batch of few rows."""
+from batchgen.kernels.rules import Splits
+
 _SPLIT_MULTIPLE = tl.constexpr(128)
 """Longer splits than the caller's are a multiple of this, and so of every `block_n`."""
 UNIT_FIELDS = tl.constexpr(4)
@@ -41,36 +33,19 @@ class DecodePlan:
     max_splits: int  # the most that a row with these block tables can have
 
 
-def split_length(num_rows: int, num_kv_heads: int) -> int:
-    """Choose the tokens of a split for a batch of `num_rows` rows."""
-    few = num_rows * num_kv_heads < ENOUGH_PROGRAMS
-    return SPLIT_TOKENS if few else _LONG_SPLIT_TOKENS
-
-
-def most_splits(num_rows: int, num_kv_heads: int, width: int) -> int:
-    """Choose the most splits of a row in a batch of `num_rows` rows of `width` queries.
-
-    Many rows with many queries get fewer: the partial results would take gigabytes, and fewer
-    splits fill the GPU.
-    """
-    few = num_rows * num_kv_heads < ENOUGH_PROGRAMS
-    return MAX_SPLITS if few else max(MAX_SPLITS // width, 2)
-
-
 def plan_decode(
     positions: Tensor,  # [B · W] int64, not descending within a row
     block_tables: Tensor,  # [B, N], whose shape alone matters
     width: int,
     block_size: int,
+    cut: Splits,
     *,
-    split_tokens: int = SPLIT_TOKENS,
-    max_splits: int = MAX_SPLITS,
     window: int | None = None,
 ) -> DecodePlan:
-    """Cut the contexts of B rows into splits of `split_tokens` tokens, on the device.
+    """Cut the contexts of B rows into splits of `cut.tokens` tokens, on the device.
 
-    A longer context than max_splits · split_tokens is cut into at most `max_splits` equal splits,
-    whose length is rounded up to a multiple of 128. A context ends at its row's last query, and at
+    A longer context than cut.most · cut.tokens is cut into at most `cut.most` equal splits, whose
+    length is rounded up to a multiple of 128. A context ends at its row's last query, and at
     N · block_size tokens. With a window it begins at the last multiple of 128 before what the
     row's first query sees.
     """
@@ -78,17 +53,24 @@ def plan_decode(
     assert positions.numel() == rows * width and positions.is_contiguous()
     room = blocks * block_size
     longest = room if window is None else min(room, window + width + _SPLIT_MULTIPLE.value)
-    capacity = min(max_splits, triton.cdiv(longest, split_tokens))
+    capacity = min(cut.most, triton.cdiv(longest, cut.tokens))
     device = positions.device
     units = torch.empty((rows * capacity, UNIT_FIELDS.value), dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
     splits = torch.empty(rows, dtype=torch.int32, device=device)
     _plan_kernel[(rows,)](
         positions, units, count, splits, rows, room, capacity,
-        WIDTH=width, WINDOW=window, SPLIT=split_tokens, MAX_SPLITS=max_splits,
-        SPLITS_PAD=triton.next_power_of_2(max_splits), ROWS=256, num_warps=4,
+        WIDTH=width, WINDOW=window, SPLIT=cut.tokens, MAX_SPLITS=cut.most,
+        SPLITS_PAD=triton.next_power_of_2(cut.most), ROWS=256, num_warps=4,
     )  # fmt: skip
     return DecodePlan(units, count, splits, width, capacity)
+
+
+def row_pieces(block_tables: Tensor, pieces: int) -> Tensor:
+    """Return the tables [B · pieces, N] of rows [B, N] whose queries are divided into pieces."""
+    if pieces == 1:
+        return block_tables
+    return block_tables.unsqueeze(1).expand(-1, pieces, -1).flatten(0, 1)
 
 
 @triton.jit

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.attention.kv_cache import KVCache, write_kv
-from batchgen.kernels.attention.rotary import apply_rotary
 from batchgen.kernels.layers.rms_norm import rms_norm_reference
+from batchgen.kernels.layers.rotary import apply_rotary
 
 _TILE = 1024
 """Elements of the first (or second) halves of heads that a program takes: 128 threads, each with

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.attention.decode_plan import MAX_SPLITS, DecodePlan
+from batchgen.kernels.attention.decode_plan import DecodePlan
+from batchgen.kernels.rules import MOST_SPLITS
 
 _COMBINE_ELEMENTS = 4096
 """Elements of partial results that the combination loads at a time."""
@@ -43,6 +44,7 @@ def combine_splits(
     tokens, num_heads, size = out.shape
     if not len(partial):
         return
+    assert plan.max_splits <= MOST_SPLITS
     group = num_heads // groups
     group_pad = triton.next_power_of_2(group)
     dim_pad = max(16, triton.next_power_of_2(size))
@@ -50,7 +52,7 @@ def combine_splits(
         partial, log_sums, plan.splits, out, sinks, plan.max_splits,
         KV_HEADS=groups, GROUP=group, WIDTH=plan.width, HEAD_DIM=size,
         GROUP_PAD=group_pad, DIM_PAD=dim_pad,
-        SPLITS_PAD=triton.next_power_of_2(max(MAX_SPLITS, plan.max_splits)),
+        SPLITS_PAD=MOST_SPLITS,
         CHUNK=max(1, _COMBINE_ELEMENTS // (group_pad * dim_pad)), num_warps=4,
     )  # fmt: skip
 

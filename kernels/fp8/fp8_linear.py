@@ -9,6 +9,7 @@ from torch import Tensor
 from batchgen.kernels.fp8.fp8_linear_triton import fp8_linear_parts_triton, fp8_linear_triton
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.fp8.quantise import FP8Rows
+from batchgen.kernels.rules import BY_BATCH, BitRules
 
 _LIBRARY_ROWS = 384
 """From this many rows on, cuBLAS is faster than our kernel, with any weight."""
@@ -28,9 +29,13 @@ def fp8_linear(
     dtype: torch.dtype,  # of the result
     out: Tensor | None = None,  # [M, N], the last axis contiguous
     add: bool = False,  # to what `out` holds, in place
+    rules: BitRules = BY_BATCH,
 ) -> Tensor:
     """Compute x·Wᵀ + b [M, N], adding up in float32, into `out` or a new tensor."""
-    if not x.values.is_cuda or library_multiplies(x, weight, dtype):
+    # Whether the library adds a bias before it rounds, as our kernel does, is not known.
+    of_library = x.values.is_cuda and (rules.cut_fp8_sums or bias is None)
+    of_library = of_library and library_multiplies(x, weight, dtype)
+    if not x.values.is_cuda or of_library:
         run = fp8_linear_library if x.values.is_cuda else fp8_linear_reference
         result = run(x, weight, bias)
         if out is None:
@@ -39,17 +44,21 @@ def fp8_linear(
     if out is None:
         shape = (x.num_rows, len(weight.values))
         out = torch.empty(shape, dtype=dtype, device=x.values.device)
-    fp8_linear_triton(x.values, x.scales, weight, out, bias, add=add)
+    fp8_linear_triton(x.values, x.scales, weight, out, bias, add=add, rules=rules)
     return out
 
 
-def fp8_linear_parts(x: FP8Rows, weight: FP8Weight, dtype: torch.dtype) -> Tensor | None:
+def fp8_linear_parts(
+    x: FP8Rows, weight: FP8Weight, dtype: torch.dtype, rules: BitRules = BY_BATCH
+) -> Tensor | None:
     """Compute x·Wᵀ in partial sums where adding it to a residual would take a launch of its own.
 
     Returns [P, M, N] in float32 or one part in `dtype`; None if `fp8_linear` is to compute it.
     """
     if not x.values.is_cuda:
         return None
+    if not rules.cut_fp8_sums:
+        return fp8_linear(x, weight, dtype=dtype, rules=rules).unsqueeze(0)
     if library_multiplies(x, weight, dtype):
         return fp8_linear_library(x, weight).unsqueeze(0)
     return fp8_linear_parts_triton(x.values, x.scales, weight, x.num_rows)

@@ -22,6 +22,7 @@ from batchgen.kernels.fp8.fp8_tiles import (
 )
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.layers.matrix_tile_triton import load_tile
+from batchgen.kernels.rules import BY_BATCH, BitRules
 
 _GROUP = 8
 """Tiles of rows that are computed beside each other with the same weights."""
@@ -38,6 +39,7 @@ def fp8_linear_triton(
     *,
     add: bool = False,  # to what `out` holds, rounded once
     tiles: LinearTiles | None = None,  # None chooses from the table
+    rules: BitRules = BY_BATCH,
 ) -> None:
     """Compute x·Wᵀ + b in one launch, two if the sums are cut."""
     (rows, width), depth = out.shape, values.shape[1]
@@ -46,7 +48,7 @@ def fp8_linear_triton(
     assert weight.scales.is_contiguous() and len(values) >= rows
     if not rows:
         return
-    tiles = tiles or linear_tiles(rows)
+    tiles = tiles or linear_tiles(rows, rules)
     splits = tiles.num_splits(rows, width, depth)
     if splits == 1:
         _multiply(values, scales, weight, out, 1, tiles, bias, add)
@@ -70,7 +72,7 @@ def fp8_linear_parts_triton(
     """Compute x·Wᵀ of the first `rows` rows in one launch, as parts [P, M, N] float32 with P > 1;
     None if the sums are not cut."""
     width, depth = weight.values.shape
-    tiles = tiles or linear_tiles(rows)
+    tiles = tiles or linear_tiles(rows, BY_BATCH)
     splits = tiles.num_splits(rows, width, depth) if rows else 1
     if splits == 1:
         return None

@@ -12,6 +12,7 @@ import torch
 
 from batchgen.kernels.device import shared_bytes
 from batchgen.kernels.fp8.fp8_weight import BLOCK
+from batchgen.kernels.rules import BitRules
 
 _ALIGNED = 16
 """Rows that the copy engine reads begin at multiples of this many bytes."""
@@ -53,9 +54,10 @@ LINEAR = (
 on an H200, the layers of Qwen3-8B and Qwen3-30B-A3B with 16, 64, 256, 512 and 8192 rows."""
 
 
-def linear_tiles(rows: int) -> LinearTiles:
+def linear_tiles(rows: int, rules: BitRules) -> LinearTiles:
     """Look up how to cut a product of `rows` rows."""
-    return next(tiles for most, tiles in LINEAR if rows <= most)
+    tiles = next(tiles for most, tiles in LINEAR if rows <= most)
+    return tiles if rules.cut_fp8_sums else tiles._replace(programs=0)
 
 
 class ExpertTiles(NamedTuple):

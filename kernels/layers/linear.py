@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen.kernels.layers.narrow_linear_triton import MOST_COLUMNS, narrow_linear
+
 ROW_MULTIPLE = 16
 """On a CPU `linear` fills up to such a number of rows. Callers that do so once for many products
 save it the copies."""
@@ -55,6 +57,8 @@ def linear(
     rows = len(x)
     if not rows:
         return x.new_empty((0, weight.shape[0]))
+    if x.is_cuda and len(weight) <= MOST_COLUMNS:
+        return narrow_linear(x, weight, bias)
     if most_rows is None or x.device.type != "cpu":
         return _product(x, weight, bias)
     missing = -rows % ROW_MULTIPLE if pad_few or rows > ROW_MULTIPLE else 0

@@ -50,9 +50,11 @@ def causal_conv_step_reference(
     pending, places, new = rows.places(records.shape[1])
     seen = torch.cat([window[slots], records[slots[:, None], places]], dim=1)
     last = pending[:, None] + torch.arange(taps - 1, device=x.device)
-    before = seen.gather(1, last[:, :, None].expand(-1, -1, x.shape[1]))
-    full = (pending > rows.most_pending)[:, None, None]
-    window.index_copy_(0, slots, torch.where(full, before, window[slots]))
+    before, kept = (
+        seen.gather(1, (last - ahead[:, None])[:, :, None].expand(-1, -1, x.shape[1]))
+        for ahead in (torch.zeros_like(pending), pending % rows.fold)
+    )
+    window.index_copy_(0, slots, kept)
     inputs = x.view(len(slots), rows.width, x.shape[1])
     records[slots[:, None], new] = inputs
     return _convolve(torch.cat([before, inputs], dim=1), weight).flatten(0, 1).to(x.dtype)

@@ -31,7 +31,7 @@ def causal_conv_step_triton(
         _conv_step[(len(rows.slots) * blocks,)](
             x, weight, window, records, out, rows.slots, rows.pending, rows.first, x.stride(0),
             weight.stride(0), weight.stride(1), window.stride(0), channels, TAPS=taps,
-            WIDTH=rows.width, RING=records.shape[1], MOST_PENDING=rows.most_pending,
+            WIDTH=rows.width, RING=records.shape[1], FOLD=rows.fold,
             BLOCKS=blocks, BLOCK=_STEP_BLOCK, TILE=triton.next_power_of_2(taps), num_warps=1,
         )  # fmt: skip
     return out
@@ -65,7 +65,7 @@ def causal_conv_prefill_triton(
 def _conv_step(
     x_ptr, weight_ptr, window_ptr, records_ptr, out_ptr, slots_ptr, pending_ptr, first_ptr,
     x_stride, weight_channel, weight_tap, window_stride, channels,
-    TAPS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, MOST_PENDING: tl.constexpr,
+    TAPS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, FOLD: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK channels of one row, and per token what its TAPS taps see."""
@@ -98,8 +98,9 @@ def _conv_step(
         record = tl.load(x + j * x_stride, mask=channel < channels, other=0.0)
         new = (first + pending + j) % RING
         tl.store(records + new * channels, record, mask=channel < channels)
-    kept = inside & (tap < tl.where(pending > MOST_PENDING, TAPS - 1, 0))
-    before = _before(window, records, first, pending + tap, kept, channels, TAPS, RING)
+    folded = pending // FOLD * FOLD
+    kept = inside & (tap < tl.where(folded > 0, TAPS - 1, 0))
+    before = _before(window, records, first, folded + tap, kept, channels, TAPS, RING)
     # Other threads of the program may read what this one overwrites.
     tl.debug_barrier()
     tl.store(window + tap * channels, before, mask=kept)

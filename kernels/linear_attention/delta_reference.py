@@ -69,12 +69,13 @@ def _step_rows(inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: 
     slots, width, repeats = rows.slots, rows.width, state.shape[1] // records.key.shape[2]
     pending, places, new = rows.places(records.decay.shape[1])
     current = state[slots]
+    folded = pending // rows.fold * rows.fold
     for j in range(int(pending.max()) if len(slots) else 0):
         update, key, decay = (record[slots, places[:, j]] for record in records)
-        folded = _changed(current * decay[:, :, None, None], update, _repeat(key, repeats))
-        current = torch.where((j < pending)[:, None, None, None], folded, current)
-    full = pending > rows.most_pending
-    state.index_copy_(0, slots[full], current[full])
+        changed = _changed(current * decay[:, :, None, None], update, _repeat(key, repeats))
+        current = torch.where((j < pending)[:, None, None, None], changed, current)
+        last = folded == j + 1
+        state.index_copy_(0, slots[last], current[last])
     tokens = _prepare(inputs, state)
     query, key, value, log_decay, beta = (x.unflatten(0, (len(slots), width)) for x in tokens)
     decay, out = torch.exp(log_decay), torch.empty_like(value)

@@ -1,8 +1,8 @@
 """A decode step of the gated delta rule in Triton.
 
-The pending records of a row are not folded to compute its tokens. If S is the stored state and u_e,
-k_e and d_e are what the pending tokens and the step's own did, then token t, its own entry
-included, has the state
+The last records of a row are not folded to compute its tokens. If S is the state that has all
+records but these and u_e, k_e and d_e are what these tokens and the step's own did, then token t,
+its own entry included, has the state
 
     G·S + Σ_e g_e · u_e ⊗ k_e,    G = Π d_i over all,    g_e = Π d_i over the entries behind e,
 
@@ -12,8 +12,10 @@ so what it makes of its key k and its query q is
 
 The first launch computes what does not depend on states: G, and the factors before each u_e. A
 program of the second holds some value channels of one head's state in registers. It reads them
-once, and writes them back, with the pending records folded in, only when many are pending: the
-traffic of states is what the time is made of.
+once, and writes them back only behind every `fold`-th token: the traffic of states is what the time
+is made of. A step of several tokens folds in registers where it passes such a place. So a token's
+entries are always those since the last such place, in one order, and neither drafts nor what became
+of them change a bit.
 """
 
 from __future__ import annotations
@@ -59,15 +61,15 @@ def delta_step_triton(
     assert inputs.qkv.shape == (
         batch * rows.width, 2 * key_heads * key_dim + value_heads * value_dim
     )  # fmt: skip
-    # A step finds at most ring − width pending records, and each of its tokens has an entry, too.
-    entries = max(16, triton.next_power_of_2(ring))
+    # A token has at most `fold` entries, its own included.
+    entries = max(16, triton.next_power_of_2(rows.fold))
     query = state.new_empty((tokens, key_heads, key_dim))
     gates = state.new_empty((tokens, value_heads, 2))
     factors = state.new_empty((tokens, value_heads, 2, entries))
     out = torch.empty((tokens, value_heads, value_dim), dtype=inputs.qkv.dtype, device=state.device)
     shape = {
         "RING": ring, "KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "KEY_DIM": key_dim,
-        "ENTRIES": entries,
+        "ENTRIES": entries, "FOLD": rows.fold,
     }  # fmt: skip
     if tokens:
         _prepare_step[(batch * key_heads,)](
@@ -83,7 +85,7 @@ def delta_step_triton(
         _delta_step[(batch * value_heads * blocks,)](
             inputs.qkv, query, gates, factors, out, state, *records, rows.slots, rows.pending,
             rows.first, inputs.qkv.stride(0), state.stride(0), rows.width,
-            MOST_PENDING=rows.most_pending, VALUE_DIM=value_dim, BLOCKS=blocks, BLOCK_V=block_v,
+            VALUE_DIM=value_dim, BLOCKS=blocks, BLOCK_V=block_v,
             GROUPS=block_k // (4 * tiles.lanes), SPAN=4 * tiles.lanes, num_warps=tiles.num_warps,
             **shape,
         )  # fmt: skip
@@ -95,7 +97,7 @@ def _prepare_step(
     qkv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, query_ptr, gates_ptr, factors_ptr, key_ptr,
     decay_ptr, slots_ptr, pending_ptr, first_ptr, qkv_stride, a_stride, b_stride, width, eps, scale,
     RING: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-    ENTRIES: tl.constexpr, BLOCK_K: tl.constexpr, SHARE: tl.constexpr,
+    ENTRIES: tl.constexpr, FOLD: tl.constexpr, BLOCK_K: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Each program takes one key head of one row, and writes its keys and decays to the records."""
     row, key_head = (tl.program_id(0) // KEY_HEADS).to(tl.int64), tl.program_id(0) % KEY_HEADS
@@ -104,30 +106,38 @@ def _prepare_step(
     first = tl.load(first_ptr + slot)
     entry, channel = tl.arange(0, ENTRIES), tl.arange(0, BLOCK_K)
     is_key = channel < KEY_DIM
-    place = slot * RING + (first + entry) % RING
+    # The entries of the next token: `waiting` of them are from earlier steps.
+    base, waiting = first + pending // FOLD * FOLD, pending % FOLD
+    place = slot * RING + (base + entry) % RING
     keys = tl.load(
         key_ptr + (place[:, None] * KEY_HEADS + key_head) * KEY_DIM + channel[None, :],
-        mask=(entry < pending)[:, None] & is_key[None, :], other=0.0,
+        mask=(entry < waiting)[:, None] & is_key[None, :], other=0.0,
     )  # fmt: skip
 
     share: tl.constexpr = VALUE_HEADS // KEY_HEADS
     own = tl.arange(0, SHARE)
     head, is_head = key_head * share + own, own < share
-    decays = decay_ptr + place[None, :] * VALUE_HEADS + head[:, None]
-    oldest = is_head[:, None] & (entry[None, :] == 0) & (entry[None, :] < pending)
-    behind = decay_ptr + (slot * RING + (first + entry + 1) % RING)[None, :] * VALUE_HEADS
-    behind = tl.load(
-        behind + head[:, None], mask=is_head[:, None] & (entry[None, :] + 1 < pending), other=1.0
-    )
-    # [SHARE, ENTRIES], the decays behind each entry; the decay of all entries together.
-    since = tl.cumprod(behind, axis=1, reverse=True)
-    whole = tl.sum(tl.where(entry[None, :] == 0, since, 0.0), axis=1)
-    whole *= tl.sum(tl.where(entry[None, :] == 0, tl.load(decays, mask=oldest, other=1.0), 0.0), 1)
-    since = tl.where(entry[None, :] < pending, since, 0.0)
+    # The decays behind each entry, and of all entries together: multiplied one by one, so that they
+    # are the same whether their tokens are of this step or of earlier ones.
+    since = tl.zeros([SHARE, ENTRIES], tl.float32)
+    whole = tl.full([SHARE], 1.0, tl.float32)
+    for e in tl.static_range(FOLD - 1):
+        record = slot * RING + (base + e) % RING
+        there = own < tl.where(waiting > e, share, 0)
+        decay = tl.load(decay_ptr + record * VALUE_HEADS + head, mask=there, other=1.0)
+        whole *= decay
+        mine = entry == tl.where(waiting > e, e, -1)
+        since = tl.where(mine[None, :], 1.0, since * decay[:, None])
 
     a_log = tl.load(a_log_ptr + head, mask=is_head, other=0.0)
     dt_bias = tl.load(dt_bias_ptr + head, mask=is_head, other=0.0)
     for j in range(width):
+        # Entries that are folded by now give way.
+        begins = waiting == FOLD
+        waiting = tl.where(begins, 0, waiting)
+        keys = tl.where(begins, 0.0, keys)
+        since = tl.where(begins, 0.0, since)
+        whole = tl.where(begins, 1.0, whole)
         token, record = row * width + j, slot * RING + (first + pending + j) % RING
         source = qkv_ptr + token * qkv_stride + key_head * KEY_DIM + channel
         query = tl.load(source, mask=is_key, other=0.0).to(tl.float32)
@@ -146,7 +156,8 @@ def _prepare_step(
         tl.store(gate, strength_of(b), mask=is_head)
         tl.store(gate + 1, whole, mask=is_head)
 
-        mine = entry == pending + j
+        mine = entry == waiting
+        waiting += 1
         keys = tl.where(mine[:, None], key[None, :], keys)
         since *= decay[:, None]
         factor = (
@@ -169,10 +180,9 @@ def _over_keys(state, vector):
 def _delta_step(
     qkv_ptr, query_ptr, gates_ptr, factors_ptr, out_ptr, state_ptr, update_ptr, key_ptr, decay_ptr,
     slots_ptr, pending_ptr, first_ptr, qkv_stride, state_stride, width,
-    RING: tl.constexpr, MOST_PENDING: tl.constexpr, KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    ENTRIES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_V: tl.constexpr, GROUPS: tl.constexpr,
-    SPAN: tl.constexpr,
+    RING: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK_V: tl.constexpr, GROUPS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V value channels of one head of one row.
 
@@ -197,21 +207,39 @@ def _delta_step(
     state_tile = state_ptr + slot * state_stride + head * (VALUE_DIM * KEY_DIM) + tile
     state = tl.load(state_tile, mask=in_tile, other=0.0)
     state = tl.reshape(state, (GROUPS, BLOCK_V, SPAN))
+    ring = slot * RING
     pending = tl.minimum(tl.maximum(tl.load(pending_ptr + slot), 0), RING)
     first = tl.load(first_ptr + slot)
     keys = key_ptr + key_head * KEY_DIM + channel
     updates = update_ptr + head * VALUE_DIM + value
-    column = (slot * RING + (first + entry) % RING) * (VALUE_HEADS * VALUE_DIM)
+    folded, waiting = pending // FOLD * FOLD, pending % FOLD
+    base, behind, token = first + folded, first + pending, row * width
+    if folded > 0:
+        state = _fold(
+            state, updates, keys, decay_ptr + head, ring, first, folded, value, channel, RING,
+            KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
+        )  # fmt: skip
+        tl.store(state_tile, tl.reshape(state, (GROUPS * BLOCK_V, SPAN)), mask=in_tile)
+    column = (ring + (base + entry) % RING) * (VALUE_HEADS * VALUE_DIM)
     known = tl.load(
         updates[None, :] + column[:, None],
-        mask=(entry < pending)[:, None] & is_value[None, :], other=0.0,
+        mask=(entry < waiting)[:, None] & is_value[None, :], other=0.0,
     )  # fmt: skip
 
-    ring, behind, token = slot * RING, first + pending, row * width
     queries, values = query_ptr + key_head * KEY_DIM + channel, qkv_ptr + 2 * KEY_HEADS * KEY_DIM
     values += head * VALUE_DIM + value
     gates, factors = gates_ptr + head * 2, factors_ptr + head * (2 * ENTRIES) + entry
     for j in range(width):
+        if waiting == FOLD:
+            # Other threads of the program may have written the updates that this one reads.
+            tl.debug_barrier()
+            state = _fold(
+                state, updates, keys, decay_ptr + head, ring, base, FOLD, value, channel, RING,
+                KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
+            )  # fmt: skip
+            known = tl.zeros([ENTRIES, BLOCK_V], tl.float32)
+            base += FOLD
+            waiting -= FOLD
         record = ring + (behind + j) % RING
         key, query, v, strength, whole, on_key, on_query = _load_token(
             keys, queries, values, gates, factors, record, token + j, is_key, is_value,
@@ -219,28 +247,36 @@ def _delta_step(
         )  # fmt: skip
         found = _over_keys(state, key) * whole + tl.sum(known * on_key[:, None], axis=0)
         update = strength * (v - found)
-        known = tl.where((entry == pending + j)[:, None], update[None, :], known)
+        known = tl.where((entry == waiting)[:, None], update[None, :], known)
+        waiting += 1
         out = _over_keys(state, query) * whole + tl.sum(known * on_query[:, None], axis=0)
         target = out_ptr + ((token + j) * VALUE_HEADS + head) * VALUE_DIM + value
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=is_value)
         tl.store(updates + record * (VALUE_HEADS * VALUE_DIM), update, mask=is_value)
 
-    if pending > MOST_PENDING:
-        update, key, decay = _load_record(
-            updates, keys, decay_ptr + head, ring + first % RING, is_value, is_key,
+
+@triton.jit
+def _fold(
+    state, updates, keys, decays, ring, first, count, value, channel, RING: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """Fold `count` records from `first` on into the state, one after another."""
+    update, key, decay = _load_record(
+        updates, keys, decays, ring + first % RING, value < VALUE_DIM, channel < KEY_DIM,
+        VALUE_HEADS * VALUE_DIM, KEY_HEADS * KEY_DIM, VALUE_HEADS,
+    )  # fmt: skip
+    for j in range(count):
+        # The next record is on its way while this one is folded.
+        more = tl.where(j + 1 < count, 1, 0)
+        ahead = _load_record(
+            updates, keys, decays, ring + (first + j + more) % RING,
+            value < VALUE_DIM * more, channel < KEY_DIM * more,
             VALUE_HEADS * VALUE_DIM, KEY_HEADS * KEY_DIM, VALUE_HEADS,
         )  # fmt: skip
-        for j in range(pending):
-            # The next record is on its way while this one is folded.
-            more = tl.where(j + 1 < pending, 1, 0)
-            ahead = _load_record(
-                updates, keys, decay_ptr + head, ring + (first + j + more) % RING,
-                value < VALUE_DIM * more, channel < KEY_DIM * more,
-                VALUE_HEADS * VALUE_DIM, KEY_HEADS * KEY_DIM, VALUE_HEADS,
-            )  # fmt: skip
-            state = tl.fma(update[None, :, None], key[:, None, :], state * decay)
-            update, key, decay = ahead
-        tl.store(state_tile, tl.reshape(state, (GROUPS * BLOCK_V, SPAN)), mask=in_tile)
+        state = tl.fma(update[None, :, None], key[:, None, :], state * decay)
+        update, key, decay = ahead
+    return state
 
 
 @triton.jit

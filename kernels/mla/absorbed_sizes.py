@@ -6,12 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from batchgen.kernels.attention.decode_plan import ENOUGH_PROGRAMS
 from batchgen.kernels.device import device_programs, has_large_shared_memory
-
-_MOST_SPLITS = 16
-"""The most splits of a row in a batch of few rows with one query each. A partial result has L
-values for each head, so it is several times as large as that of grouped-query attention."""
+from batchgen.kernels.rules import BitRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +26,17 @@ _WIDE = AbsorbedConfig(64, 64, num_warps=4, num_stages=3, programs_per_sm=1)
 78 µs for 256 rows of 250 to 1,170 tokens (H200). It needs 164 KiB of shared memory."""
 
 
-def most_latent_splits(few_rows: bool, width: int) -> int:
-    """Choose the most splits of a row of `width` queries; few rows are below `ENOUGH_PROGRAMS`."""
-    return max((_MOST_SPLITS if few_rows else _MOST_SPLITS // 2) // width, 2)
-
-
 def decode_span(num_heads: int, width: int, itemsize: int) -> int:
     """Return how many heads a decode step's program takes, a divisor of all; 0 if none fits."""
     most = absorbed_config(64, itemsize).queries // width
     return max((n for n in range(1, num_heads + 1) if not num_heads % n and n <= most), default=0)
 
 
-def decode_config(q: Tensor, queries: int, items: int) -> AbsorbedConfig:
+def decode_config(q: Tensor, queries: int, items: int, rules: BitRules) -> AbsorbedConfig:
     """Choose sizes for a decode step with `items` pairs of a row and a program's group of heads."""
     config = absorbed_config(queries, q.itemsize)
-    one_or_two = ENOUGH_PROGRAMS <= items <= device_programs(q.device, config.programs_per_sm)
-    if queries <= 16 and q.itemsize == 2 and one_or_two:
+    programs = device_programs(q.device, config.programs_per_sm)
+    if queries <= 16 and q.itemsize == 2 and rules.takes_wide_tiles(items, programs):
         return _WIDE if has_large_shared_memory(q.device) else config
     return config
 

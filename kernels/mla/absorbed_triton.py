@@ -27,6 +27,7 @@ from batchgen.kernels.mla.absorbed_sizes import (
     decode_config,
     decode_span,
 )
+from batchgen.kernels.rules import BY_BATCH, BitRules
 
 
 def latent_decode(
@@ -37,6 +38,7 @@ def latent_decode(
     block_tables: Tensor,  # [B, N] int
     scale: float,
     plan: DecodePlan,  # from `plan_decode`, for W that `decode_span` takes
+    rules: BitRules = BY_BATCH,
 ) -> Tensor:
     """Compute softmax(q·kᵀ·scale)·latent for W queries per row over the rows' cached contexts.
 
@@ -50,7 +52,7 @@ def latent_decode(
     queries, groups = span * width, num_heads // span
     assert span and plane.is_contiguous() and plane.shape[2] == size + rotated
     assert q.stride(2) == turned.stride(2) == block_tables.stride(1) == 1
-    config = decode_config(q, queries, tokens // width * groups)
+    config = decode_config(q, queries, tokens // width * groups, rules)
     out = torch.empty((tokens, num_heads, size), dtype=q.dtype, device=q.device)
     partial, log_sums = partial_results(plan, groups, queries, size)
     _latent_decode[(device_programs(q.device, config.programs_per_sm),)](

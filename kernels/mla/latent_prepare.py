@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchgen.kernels.attention.rotary import apply_rotary
 from batchgen.kernels.layers.rms_norm import rms_norm_reference
+from batchgen.kernels.layers.rotary import apply_rotary
 from batchgen.kernels.mla.latent_prepare_triton import prepare_latent_triton
 
 

@@ -21,17 +21,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from batchgen.kernels.attention.attention import AttentionMetadata, paged_attention
-from batchgen.kernels.attention.decode_plan import (
-    SPLIT_TOKENS,
-    DecodePlan,
-    plan_decode,
-    split_length,
-)
+from batchgen.kernels.attention.attention import paged_attention
+from batchgen.kernels.attention.decode_plan import DecodePlan, plan_decode, row_pieces
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.kv_gather import upload
+from batchgen.kernels.attention.metadata import AttentionMetadata, in_forms
 from batchgen.kernels.attention.prefill_plan import cut_equal_tiles, cut_tiles, tile_tokens
-from batchgen.kernels.mla.absorbed_sizes import decode_span, most_latent_splits
+from batchgen.kernels.mla.absorbed_sizes import decode_span
 from batchgen.kernels.mla.absorbed_triton import latent_decode, latent_prefill
 from batchgen.kernels.mla.expanded_triton import (
     ExpandedPlan,
@@ -94,11 +90,31 @@ def attend_part(
     out: Tensor | None = None,
 ) -> Tensor:
     """`latent_attention` of one part with Triton, in `out` [T, num_heads, V] if that is given."""
+    if out is None:
+        out = q.new_empty((*q.shape[:2], expansion.value_size))
+    for index, form in in_forms(meta):
+        if index is None:
+            _attend_form(q, plane, expansion, rotated, form, scale, out)
+        else:
+            found = out.new_empty((len(index), *out.shape[1:]))
+            out[index] = _attend_form(q[index], plane, expansion, rotated, form, scale, found)
+    return out
+
+
+def _attend_form(
+    q: Tensor,
+    plane: Tensor,
+    expansion: Expansion,
+    rotated: int,
+    meta: AttentionMetadata,
+    scale: float,
+    out: Tensor,
+) -> Tensor:
     assert meta.block_length == 1, "latent attention is causal"
     shape = (q.shape[1], q.shape[2], rotated, *plane.shape)
     if shape not in meta.plans:
         meta.plans[shape] = _make_plan(q, plane, expansion, rotated, meta)
-    plan = meta.plans[shape]
+    plan, tables = meta.plans[shape]
     fixed, turned = q.split([q.shape[2] - rotated, rotated], dim=2)
     size = plane.shape[2] - rotated
     if isinstance(plan, ExpandedPlan):
@@ -107,47 +123,37 @@ def attend_part(
         keys = latents[:, size:]
         return expanded_attention(q, key_values, keys, meta.positions, scale, plan, out)
     queries = expansion.absorb(fixed)
-    arguments = (queries, turned, plane, meta.positions, meta.block_tables, scale)
+    arguments = (queries, turned, plane, meta.positions, tables, scale)
     if isinstance(plan, DecodePlan):
-        return expansion.values(latent_decode(*arguments, plan), out)
+        return expansion.values(latent_decode(*arguments, plan, meta.rules), out)
     return expansion.values(latent_prefill(*arguments, *plan), out)
 
 
 def _make_plan(
     q: Tensor, plane: Tensor, expansion: Expansion, rotated: int, meta: AttentionMetadata
-) -> DecodePlan | ExpandedPlan | tuple[Tensor, int]:
-    """Plan a part: a decode step, an expanded prefill, or an absorbed one as (tiles, tokens)."""
-    rows, width, num_heads = len(meta.query_lens), meta.decode_width, q.shape[1]
+) -> tuple[DecodePlan | ExpandedPlan | tuple[Tensor, int], Tensor]:
+    """Plan a part: a decode step, an expanded prefill, or an absorbed one as (tiles, tokens); and
+    return the block tables of the rows that it is cut into."""
+    width, num_heads, tables = meta.decode_width, q.shape[1], meta.block_tables
     block_size, head_dim = plane.shape[1:]
     tile = tile_tokens(num_heads, 1, head_dim, q.dtype)
     tiles = None if meta.tiles is None else meta.tiles[tile]
-    if width is None and tiles is None and set(meta.query_lens) == {1}:
-        width = 1
     if width is not None:
         assert tiles is None and set(meta.query_lens) == {width}
+        pieces = meta.rules.latent_pieces(width)
+        width, tables = width // pieces, row_pieces(tables, pieces)
         if decode_span(num_heads, width, q.itemsize):
-            split = split_length(rows, 1)
-            return plan_decode(
-                meta.positions,
-                meta.block_tables,
-                width,
-                block_size,
-                split_tokens=split,
-                max_splits=most_latent_splits(split == SPLIT_TOKENS, width),
-            )
-        return cut_equal_tiles(rows, width, tile, q.device), tile
+            cut = meta.rules.latent_splits(len(tables), width)
+            return plan_decode(meta.positions, tables, width, block_size, cut), tables
+        return (cut_equal_tiles(len(tables), width, tile, q.device), tile), tables
     if tiles is not None:
-        return tiles, tile
+        return (tiles, tile), tables
     key_size = q.shape[2] - rotated
     token_bytes = num_heads * (key_size + expansion.value_size) * q.itemsize
-    if does_expansion_pay(meta.query_lens, meta.context_lens, token_bytes):
-        return plan_expanded(
-            meta.query_lens,
-            meta.context_lens,
-            meta.block_tables,
-            block_size,
-            key_size,
-            expansion.value_size,
-            q.itemsize,
+    lens, contexts = meta.query_lens, meta.context_lens
+    if meta.rules.expand_latents and does_expansion_pay(lens, contexts, token_bytes):
+        plan = plan_expanded(
+            lens, contexts, tables, block_size, key_size, expansion.value_size, q.itemsize
         )
-    return upload(cut_tiles(meta.query_lens, tile, meta.context_lens), q.device), tile
+        return plan, tables
+    return (upload(cut_tiles(lens, tile, contexts), q.device), tile), tables

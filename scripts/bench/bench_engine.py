@@ -7,10 +7,8 @@
         --routing uniform [--columns routed_experts] [--quantization none,fp8] [--requests 128]
     TRITON_CACHE_DIR=$(mktemp -d) python scripts/bench/bench_engine.py start-up --model qwen3-8b
     python scripts/bench/bench_engine.py speculation replay --model qwen3-8b [--accuracy 0.7]
-    python scripts/bench/bench_engine.py scoring [--model qwen3-8b] [--top 0,64]
     python scripts/bench/bench_engine.py dllm [--model sdar-8b] [--lengths 4,32]
     python scripts/bench/bench_engine.py determinism [--models qwen3-0.6b] [--schedules 200]
-    python scripts/bench/bench_engine.py images [--model qwen3-vl-8b] [--rows 1000]
     python scripts/bench/bench_engine.py tensor-parallel [--model qwen3-30b-a3b] [--ranks 1,2,4]
     python scripts/bench/bench_engine.py collectives [--ranks 2,4] [--kib 8,512,16384]
 
@@ -30,7 +28,7 @@ from typing import Any
 import torch
 import triton
 from measuring import Mode, Rates, commas, measure_rates, process_age, run_mode
-from modes import collectives, determinism, dllm, images, scoring, speculation, tensor_parallel
+from modes import collectives, determinism, dllm, speculation, tensor_parallel
 from modes.engine_runs import Bench, Run
 from modes.routing import ROUTINGS
 from shapes import MODELS
@@ -221,10 +219,8 @@ MODES = {
     "throughput": Mode(add_throughput_arguments, run_throughput),
     "start-up": Mode(add_model_arguments, run_start_up),
     "speculation": Mode(speculation.add_arguments, speculation.run),
-    "scoring": Mode(scoring.add_arguments, scoring.run),
     "determinism": Mode(determinism.add_arguments, determinism.run),
     "dllm": Mode(dllm.add_arguments, dllm.run),
-    "images": Mode(images.add_arguments, images.run),
     "collectives": Mode(collectives.add_arguments, collectives.run),
     "tensor-parallel": Mode(tensor_parallel.add_arguments, tensor_parallel.run),
 }

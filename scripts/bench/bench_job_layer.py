@@ -1,12 +1,7 @@
-"""Measure what a job costs beside its engine: rows, grading, steps of a pipeline, pages.
+"""Measure what a job costs beside its engine: rows and grading.
 
 python scripts/bench/bench_job_layer.py job [--rows 200000] [--grade] [--report] [--rounds 3]
 python scripts/bench/bench_job_layer.py grading [--integers 100000] [--math 4000]
-python scripts/bench/bench_job_layer.py steps [--rows 1000000] [--without-dedupe]
-python scripts/bench/bench_job_layer.py until [--rows 100] [--valid 2] [--most 16]
-python scripts/bench/bench_job_layer.py pipeline [--rows 500] [--batch 64] [--rounds 3]
-python scripts/bench/bench_job_layer.py view [--rows 2000000] [--folder FOLDER]
-python scripts/bench/bench_job_layer.py images [--rows 10000] [--width 640] [--height 480]
 """
 
 from __future__ import annotations
@@ -24,11 +19,7 @@ from statistics import median
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from image_rows import add_image_arguments, run_images
-from interleaved_steps import add_pipeline_arguments, run_pipelines
 from measuring import Mode, run_mode
-from modes import pages, until
-from stepped_rows import add_steps_arguments, run_steps
 from synthetic_job import InstantEngine, instant_job, integer_steps, must_be_flat
 
 from batchgen.grading.extract import Extract
@@ -208,11 +199,6 @@ def run_grading(options: argparse.Namespace) -> list[Any]:
 MODES = {
     "job": Mode(add_job_arguments, run_jobs),
     "grading": Mode(add_grading_arguments, run_grading),
-    "steps": Mode(add_steps_arguments, run_steps),
-    "until": Mode(until.add_arguments, until.run),
-    "images": Mode(add_image_arguments, run_images),
-    "pipeline": Mode(add_pipeline_arguments, run_pipelines),
-    "view": Mode(pages.add_arguments, pages.run),
 }
 
 

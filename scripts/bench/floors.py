@@ -11,7 +11,6 @@ from measuring import Rates
 from workloads import BenchRequest
 
 from batchgen.engine.layers.mixers.mla import LatentShape
-from batchgen.engine.layers.vision.vision_config import VisionConfig
 from batchgen.engine.models.hybrids.hybrid import HybridConfig
 from batchgen.engine.models.mla.mla_model import LatentConfig
 from batchgen.engine.models.model_config import ModelConfig
@@ -137,18 +136,6 @@ def _latent_mixers(config: ModelConfig, shape: LatentShape) -> Mixers:
     params += shape.latent_size * heads * (shape.key_size + shape.value_size)
     flops = 2 * heads * (shape.query_size + shape.value_size)
     return Mixers(layers * params, layers * flops, layers * shape.spec.token_bytes(torch.bfloat16))
-
-
-def tower_flops(tower: VisionConfig, height: int, width: int) -> float:
-    """Count the operations of an image of this size in pixels: two per weight and patch, and each
-    patch's attention over all patches."""
-    patches = height * width // tower.patch_size**2
-    joined = tower.width * tower.merge_size**2
-    merger = (joined**2 + joined * tower.out_size) / tower.merge_size**2
-    block = 4 * tower.width**2 + 2 * tower.width * tower.mlp_size
-    embedding, mergers = tower.patch_values * tower.width, 1 + len(tower.deepstack)
-    weights = embedding + tower.depth * block + mergers * merger
-    return 2 * weights * patches + 4 * tower.depth * tower.width * patches**2
 
 
 def layer_params(config: ModelConfig) -> int:

@@ -30,10 +30,8 @@ _VALUES = {"logprobs": np.linspace(-3, 0, len(TOKENS), dtype=np.float32)}
 def integer_steps(target: str, **extract: object) -> tuple[StepConfig, ...]:
     """The steps that grade whole numbers against the field `target`."""
     return (
-        StepConfig(target="batchgen.grading.extract.Extract", options=extract),
-        StepConfig(
-            target="batchgen.grading.grade.Grade", options={"method": "integer", "target": target}
-        ),
+        StepConfig(target="Extract", options=extract),
+        StepConfig(target="Grade", options={"method": "integer", "target": target}),
     )
 
 

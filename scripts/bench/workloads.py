@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from shapes import MODELS
@@ -69,7 +69,7 @@ def prompt_vocab(vocab_size: int) -> int:
     return vocab_size - 2_000 if vocab_size > 4_000 else vocab_size
 
 
-def write_config(model: str, folder: Path, **changes: int) -> Path:
+def write_config(model: str, folder: Path, **changes: Any) -> Path:
     """Write the config.json of a model, with changed entries, into a folder; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODELS[model] | changes))
@@ -83,11 +83,10 @@ def dummy_model(
     parallel: TensorParallel = ALONE,
     *,
     quantization: Quantization | None = None,
-    vision: bool = False,
-    **changes: int,
+    **changes: Any,
 ) -> CausalLM:
     """Make a model of `MODELS` with random weights, in bfloat16 on a GPU and float32 on a CPU, with
-    changed entries of config.json such as `vocab_size=300`. With `vision` it reads images."""
+    changed entries of config.json such as `vocab_size=300`."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(name, Path(folder), **changes)
@@ -99,7 +98,6 @@ def dummy_model(
             heads=heads,
             quantization=quantization,
             parallel=parallel,
-            vision=vision,
         )
 
 
@@ -113,10 +111,9 @@ def bare_model(
     device: torch.device,
     *,
     quantization: Quantization | None = None,
-    vision: bool = False,
 ) -> CausalLM:
     """Make a model in bfloat16 whose parameters have shapes and no values, to be called within
     `Undone` for a GPU."""
     kind = model_class(config.architecture, Path())
     form = chosen_form(config, quantization, native=True)
-    return kind(config, device=device, dtype=torch.bfloat16, form=form, vision=vision)
+    return kind(config, device=device, dtype=torch.bfloat16, form=form)

@@ -4,7 +4,7 @@ undisturbed.
     python scripts/check/check_kills.py --work /tmp/check [--kills 60] [--workers 4]
         [--engine null] [--grade regex] [--launcher] [--store s3]
     python scripts/check/check_kills.py --work /tmp/check --pipeline [--kills 40] [--workers 2]
-        [--change judge.sampling.seed=1]
+        [--histories 20] [--change judge.sampling.seed=1]
     python scripts/check/check_kills.py --work /tmp/check --only-grading integer
     python scripts/check/check_kills.py --work /tmp/check [--grow sampling.n=4] -- \\
         batchgen dataset=files dataset.path=rows.jsonl output.dir={out}
@@ -21,9 +21,10 @@ happened, or too late.
 
 The second form kills workers of a pipeline of three steps, which run in one engine and follow each
 other, and counts what was computed: a row that was finished twice must have been in flight at a
-kill, or have been begun by two workers at once. With `--change` the pipeline is another one for a
-third of the time, in the same folder, so that its steps get new versions and come back to their old
-ones.
+kill, or have been begun by two workers at once. Its exports and pipeline.json are compared, too.
+With `--histories` all is done so many times, each with other moments. With `--change` the pipeline
+is another one for a third of the time, in the same folder, so that its steps get new versions and
+come back to their old ones.
 
 The third form kills `batchgen grade` over a finished job, and grades it anew by other steps, which
 may change the grades alone. The fourth form kills any command; with `--grow` the job then grows,
@@ -89,8 +90,8 @@ NULL_STEP = 0.05  # seconds of a step of the null engine
 
 def steps(method: str | None, target: str) -> list[dict[str, Any]]:
     """Steps that grade the last number of an answer."""
-    extract = {"_target_": "batchgen.grading.extract.Extract", "methods": ["last_number"]}
-    grade = {"_target_": "batchgen.grading.grade.Grade", "method": method, "target": target}
+    extract = {"Extract": {"methods": ["last_number"]}}
+    grade = {"Grade": {"method": method, "target": target}}
     return [extract, grade] if method else []
 
 
@@ -256,6 +257,7 @@ def main() -> None:
         "--change", action="append", default=[], metavar="KEY=VALUE",
         help="with --pipeline: workers in between run the pipeline with this argument",
     )  # fmt: skip
+    parser.add_argument("--histories", type=int, default=1, help="of --pipeline")
     parser.add_argument("--only-grading", choices=["integer", "regex"], metavar="METHOD")
     parser.add_argument("--grow", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("command", nargs="*")

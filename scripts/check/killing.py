@@ -79,7 +79,7 @@ def _work(job: Job, log: Path, clock: float) -> None:
     try:
         code = job().exit_code
     except JobError as error:
-        if "quarantine" not in str(error):
+        if not any(why in str(error) for why in ("quarantine", "another configuration")):
             raise
         code = QUARANTINED
     os._exit(code)

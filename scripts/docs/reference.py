@@ -4,7 +4,8 @@
     python scripts/docs/reference.py --check    # ends with 1 if one is not as it would be written
 
 docs/reference/config.md comes from the comments of conf/, docs/reference/commands.md from the help
-texts, and tables of README.md and of the overview from the registry of models and from the sources.
+texts, docs/reference/extractions.md from the texts of extractions.yaml, and tables of README.md and
+of the overview from the registry of models and from the sources.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
+
+from extractions import extractions_page
 
 from batchgen.cli.conf_files import Choice, read_choice
 from batchgen.cli.help import help_text
@@ -210,6 +213,7 @@ def pages() -> dict[Path, str]:
     return {
         ROOT / "docs/reference/config.md": f"{WRITTEN_BY}\n\n{config_page()}",
         ROOT / "docs/reference/commands.md": f"{WRITTEN_BY}\n\n{commands_page()}",
+        ROOT / "docs/reference/extractions.md": f"{WRITTEN_BY}\n\n{extractions_page()}",
         readme: with_tables(readme, families=family_table()),
         overview: with_tables(overview, rooms=room_table(), touched=touched_table()),
     }

@@ -1,112 +1,186 @@
-"""The task of nano_sdar and nano_hybrid: worked answers in plain text and in JSON, half of each."""
+"""Arithmetic and two-step word problems with worked answers, for nano_sdar and nano_hybrid.
+
+A problem has two forms, plain text and JSON, which differ in the request and in the answer:
+
+    What is 2 * 10?                   2*10=20, 2*0=0, 20+0=20. Answer: 20
+    What is 2 * 10? Answer in JSON.   {"working":"2*10=20, 2*0=0, 20+0=20.","answer":20}
+"""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from argparse import Namespace
-from collections import defaultdict
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+import json
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import NamedTuple
 
-import torch
-from nano_learning import Batch, Recipe, chat, pad, tally
-from nano_problems import FORMS, Form, Problem, final_number, held_out_set, problems, row_json
-from nano_text import SDAR, SEQUENCE_LENGTH, Hybrid
-from nano_tokenizer import build_tokenizer
+from nano_learning import Batch, chat, pad
 
-from batchgen import LLM, SamplingParams
-from batchgen.engine.base.engine_config import EngineConfig
-
-MOST_TOKENS = 100
-"""The most tokens of an answer in an exam."""
-NOISE_SEED = 1234
-"""The seed of the noise of the held-out loss."""
+SEQUENCE_LENGTH = 192
+"""Tokens of a sequence: room for the longest problem and its answer, in either form."""
 
 
-def encode(rows: Iterable[Problem], form: Form, device: torch.device) -> Batch:
-    """Encode problems with their answers, of N = SEQUENCE_LENGTH."""
-    chats = (chat(row.request(form).encode(), row.answer(form)) for row in rows)
-    parts = (torch.from_numpy(part).long().to(device) for part in pad(chats, SEQUENCE_LENGTH))
-    ids, prompt_lens, lens = parts
-    return Batch(ids, prompt_lens, lens)
+class Problem(NamedTuple):
+    """A problem; its kind is `add`, `subtract`, `multiply` or what it computes, as `a+b-c`."""
+
+    kind: str
+    question: str
+    working: str
+    final: int
+
+    def texts(self, as_json: bool) -> tuple[str, str]:
+        """Return the user's message and the answer."""
+        if not as_json:
+            return self.question, f"{self.working} Answer: {self.final}"
+        answer = json.dumps({"working": self.working, "answer": self.final}, separators=(",", ":"))
+        return f"{self.question} Answer in JSON.", answer
 
 
-class Sums:
-    """Training rows on a device, and an exam in which the engine answers greedily."""
+class Story(NamedTuple):
+    """A word problem: how its numbers a, b and c are drawn, the result s of its first step and t of
+    its second, and what it asks and answers, with these and other names in braces."""
 
-    def __init__(self, args: Namespace, learner: SDAR | Hybrid) -> None:
-        self._args, self._learner = args, learner
-        self._held_out = held_out_set(args.eval_count, args.seed)
-        self.tokenizer = build_tokenizer()
-
-    def draw(self, device: torch.device) -> None:
-        stream, half = problems("train", self._args.seed), self._args.examples // len(FORMS)
-        forms = [encode(itertools.islice(stream, half), form, device) for form in FORMS]
-        self._rows = [torch.cat(parts) for parts in zip(*(each[:3] for each in forms), strict=True)]
-
-    def batch(self, step: int, progress: float, generator: torch.Generator) -> Batch:
-        many, size, device = len(self._rows[0]), (self._args.batch_size,), self._rows[0].device
-        index = torch.randint(many, size, device=device, generator=generator)
-        ids, prompt_lens, lens = (part[index] for part in self._rows)
-        return Batch(ids, prompt_lens, lens)
-
-    def grade(self, folder: Path, count: int) -> dict[str, dict[str, Any]]:
-        """Grade answers in both forms: the loss, right ones, and tokens per forward.
-
-        A forward that only made KV final, of strategy=dllm, does not count.
-        """
-        rows, device = self._held_out[:count], next(self._learner.module.parameters()).device
-        llm = LLM(
-            str(folder),
-            device=device.type,
-            strategy=self._learner.strategy,
-            config=EngineConfig(kv_cache_gib=0.25, prefix_caching=False),
-        )
-        params = SamplingParams(temperature=0, max_new_tokens=MOST_TOKENS)
-        grades: dict[str, dict[str, Any]] = {}
-        for form in FORMS:
-            prompts = [[{"role": "user", "content": row.request(form)}] for row in rows]
-            found = defaultdict(list)
-            for row, (output,) in zip(rows, llm.generate(prompts, params), strict=True):
-                right = final_number(output.text or "", form) == row.final
-                forwards = output.counts["num_forwards"]
-                forwards -= output.counts.get("num_commit_forwards", 0)
-                found[row.kind].append((right, len(output.token_ids), forwards))
-            kinds = {kind: _tally(each) for kind, each in sorted(found.items())}
-            everything = _tally([*itertools.chain(*found.values())])
-            grades[form] = {"loss": self.loss(rows, form), **everything, "by_kind": kinds}
-        return grades
-
-    def loss(self, rows: list[Problem], form: Form) -> float:
-        """Nats per token of the answers, with the same noise on every call."""
-        device = next(self._learner.module.parameters()).device
-        generator = torch.Generator(device).manual_seed(NOISE_SEED)
-        with torch.inference_mode():
-            return float(self._learner.held_out_loss(encode(rows, form, device), generator))
-
-    def write_eval_set(self, folder: Path) -> None:
-        lines = [row_json(index, problem) for index, problem in enumerate(self._held_out)]
-        (folder / "eval.jsonl").write_text("\n".join(lines) + "\n")
-
-    def close(self) -> None:
-        pass
+    draw: Callable[[Callable[[int, int], int]], tuple[int, int, int]]
+    results: Callable[[int, int, int], tuple[int, int]]
+    question: str
+    working: str
 
 
-def _tally(answers: list[tuple[bool, int, int]]) -> dict[str, Any]:
-    rights, tokens, forwards = zip(*answers, strict=True)
-    return {**tally(rights), "tokens_per_step": round(sum(tokens) / sum(forwards), 4)}
+# fmt: off
+STORIES = {
+    "a+b-c": Story(lambda r: (a := r(2, 60), b := r(2, 39), r(1, a + b - 1)),
+        lambda a, b, c: (a + b, a + b - c),
+        "{name} has {a} {things}, gets {b} from {other} and then loses {c}. How many are left?",
+        "{name} has {a}+{b}={s} {things}, then {s}-{c}={t}"),
+    "a-b+c": Story(lambda r: (a := r(4, 99), r(2, a - 2), r(2, 60)),
+        lambda a, b, c: (a - b, a - b + c),
+        "{name} has {a} {things}, gives {b} to {other} and finds {c}. How many are there now?",
+        "{name} keeps {a}-{b}={s} {things}, then {s}+{c}={t}"),
+    "a*b-c": Story(lambda r: (a := r(2, 9), b := r(2, 12), r(1, a * b - 1)),
+        lambda a, b, c: (a * b, a * b - c),
+        "There are {a} boxes with {b} {things} in each. {name} takes {c}. How many are left?",
+        "{a} boxes hold {a}*{b}={s} {things}, then {s}-{c}={t}"),
+    "a*b+c": Story(lambda r: (r(2, 9), r(2, 12), r(2, 30)),
+        lambda a, b, c: (a * b, a * b + c),
+        "{name} buys {a} {things} for {b} dollars each and a bag for {c}. How much is that?",
+        "{a} {things} cost {a}*{b}={s}, then {s}+{c}={t}"),
+    "a+(a+b)": Story(lambda r: (r(2, 80), r(2, 60), 0),
+        lambda a, b, c: (a + b, a + a + b),
+        "{name} has {a} {things}. {other} has {b} more than {name}. How many do they have?",
+        "{other} has {a}+{b}={s} {things}, then {a}+{s}={t}"),
+    # The tens and the ones apart: too many products have two digits to know them by heart.
+    "a+a*b": Story(lambda r: (r(10, min(99, 200 // (b := r(2, 9)))), b, 0),
+        lambda a, b, c: (a * b, a + a * b),
+        "{name} has {a} {things}, {other} {b} times as many. How many do they have?",
+        "{other} has {b}*{tens}={x}, {b}*{ones}={y}, {x}+{y}={s}, then {a}+{s}={t}"),
+    "(a-b)/c": Story(lambda r: (r(2, 12) * (c := r(2, 9)) + (b := r(1, 30)), b, c),
+        lambda a, b, c: (a - b, (a - b) // c),
+        "{name} has {a} {things}, loses {b} and splits the rest into {c} bags. How many in each?",
+        "{name} has {a}-{b}={s} {things}, then {s}/{c}={t}"),
+    "(a+b)*c": Story(lambda r: (r(1, 9), r(1, 9), r(2, 9)),
+        lambda a, b, c: (a + b, (a + b) * c),
+        "{name} makes {a} red and {b} blue {things} a day. How many is that in {c} days?",
+        "A day is {a}+{b}={s} {things}, then {s}*{c}={t}"),
+}
+# fmt: on
+NAMES = (
+    "Alex Amy Ben Cleo Dan Emma Finn Gina Hugo Iris Jack Kim Leo Maya Nora Omar Paul Rosa Sam Tara "
+    "Uma Vera Will Zoe"
+).split()
+THINGS = (
+    "apples balls beads books buns cakes cards coins cups eggs figs hats kites lemons nuts pears "
+    "pens plums shells stamps toys"
+).split()
 
 
-RECIPES = {
-    "nano_sdar": Recipe(SDAR, Sums, {
-        "steps": 12_000, "minutes": 5.5, "batch_size": 256, "lr": 1e-3, "examples": 800_000,
-        "eval_count": 500, "quick_count": 100, "eval_every": 1000, "hidden_size": 256, "layers": 6,
-        "block_size": 4,
-    }),
-    "nano_hybrid": Recipe(Hybrid, Sums, {
-        "steps": 12_000, "minutes": 5.2, "batch_size": 512, "lr": 2e-3, "examples": 600_000,
-        "eval_count": 500, "quick_count": 100, "eval_every": 700, "hidden_size": 256, "layers": 8,
-        "compile": True,
-    }),
-}  # fmt: skip
+def problems(split: str, seed: str) -> Iterator[Problem]:
+    """Yield problems of `train` or `held_out` without end, all kinds equally often."""
+    random = Random(f"{split} {seed}")
+    kinds = {"add": _addition, "subtract": _subtraction, "multiply": _multiplication}
+    while True:
+        kind = random.choice((*kinds, *STORIES))
+        key, problem = kinds[kind](random) if kind in kinds else _story(random, kind)
+        if is_held_out(key) == (split == "held_out"):
+            yield problem
+
+
+def is_held_out(key: str) -> bool:
+    """Tell whether the problem with this key is held out, as one in eight is.
+
+    The key is the kind of a problem and its numbers, those of a sum or a product in order of size.
+    """
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % 8 == 0
+
+
+def sum_steps(a: int, b: int) -> list[str]:
+    """Return the steps of a sum of two numbers, a step for each digit, from the ones on."""
+    steps, carry = [], 0
+    for x, y in _digits(a, b):
+        total = x + y + carry
+        steps.append(f"{x}+{y}{'+1' if carry else ''}={total}")
+        carry = total // 10
+    return steps
+
+
+def _addition(random: Random) -> tuple[str, Problem]:
+    a, b = _up_to_3_digits(random), _up_to_3_digits(random)
+    low, high = sorted((a, b))
+    return f"{low}+{high}", _arithmetic(random, "add", f"{a} + {b}", sum_steps(a, b), a + b)
+
+
+def _subtraction(random: Random) -> tuple[str, Problem]:
+    b, a = sorted((_up_to_3_digits(random), _up_to_3_digits(random)))
+    steps, borrow = [], 0
+    for x, y in _digits(a, b):
+        x -= borrow
+        borrow = int(x < y)
+        x += 10 * borrow
+        steps.append(f"{x}-{y}={x - y}")
+    return f"{a}-{b}", _arithmetic(random, "subtract", f"{a} - {b}", steps, a - b)
+
+
+def _multiplication(random: Random) -> tuple[str, Problem]:
+    a, b = random.randint(2, 9), random.randint(10, 99)
+    tens, ones = a * (b - b % 10), a * (b % 10)
+    steps = [f"{a}*{b - b % 10}={tens}", f"{a}*{b % 10}={ones}", f"{tens}+{ones}={tens + ones}"]
+    text = f"{a} * {b}" if random.random() < 0.5 else f"{b} * {a}"
+    return f"{a}*{b}", _arithmetic(random, "multiply", text, steps, a * b)
+
+
+def _story(random: Random, kind: str) -> tuple[str, Problem]:
+    story = STORIES[kind]
+    a, b, c = story.draw(random.randint)
+    name, other = random.sample(NAMES, 2)
+    s, t = story.results(a, b, c)
+    tens, ones = a - a % 10, a % 10
+    fields = {
+        "name": name, "other": other, "things": random.choice(THINGS), "a": a, "b": b, "c": c,
+        "s": s, "t": t, "tens": tens, "ones": ones, "x": b * tens, "y": b * ones,
+    }  # fmt: skip
+    # With two openings a block has several right answers, and its tokens must agree on one.
+    opening = "First " if random.random() < 0.5 else ""
+    working = f"{opening}{story.working.format(**fields)}."
+    return f"{kind} {a} {b} {c}", Problem(kind, story.question.format(**fields), working, t)
+
+
+def _arithmetic(random: Random, kind: str, text: str, steps: list[str], result: int) -> Problem:
+    question = random.choice(("What is {}?", "Calculate {}.", "{} = ?")).format(text)
+    return Problem(kind, question, f"{', '.join(steps)}.", result)
+
+
+def _up_to_3_digits(random: Random) -> int:
+    return random.randint(100, 999) if random.random() < 0.7 else random.randint(10, 99)
+
+
+def _digits(a: int, b: int) -> Iterator[tuple[int, int]]:
+    """Pair the digits of two numbers, the ones first, with zeros up to the longer one's length."""
+    for place in range(len(str(max(a, b)))):
+        yield a // 10**place % 10, b // 10**place % 10
+
+
+def make_batch(seed: int, step: int, progress: float, rows: int) -> Batch:
+    """Draw the rows of a step, the two forms in turn."""
+    stream = itertools.islice(problems("train", f"{seed}.{step}"), rows)
+    texts = [problem.texts(as_json=index % 2 == 1) for index, problem in enumerate(stream)]
+    return pad([chat(request.encode(), answer) for request, answer in texts], SEQUENCE_LENGTH)

@@ -111,4 +111,5 @@ def _of_head(inputs: ModelInputs, token_ids: Tensor, hidden: Tensor) -> ModelInp
         state_slots=None,
         snapshots=None,
         replayed=None,
+        replayed_before=None,
     )

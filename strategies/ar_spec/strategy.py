@@ -219,6 +219,10 @@ class ARSpecStrategy(Strategy):
     def proposes_from_guide(self) -> bool:
         return not self._rejection
 
+    @property
+    def depends_on_drafts(self) -> bool:
+        return self._rejection
+
     def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
         state = self.step_inputs
         drafts, steps = state.drafts, state.rows.steps

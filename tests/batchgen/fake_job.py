@@ -41,6 +41,7 @@ from batchgen.jobs.job_end import JobResult
 from batchgen.jobs.job_parts import JobParts
 from batchgen.jobs.run_job import run_job
 from batchgen.prompts.row_prompts import Prompt
+from batchgen.util.request_id import RequestId
 
 LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
 TOP_LOGPROBS = OutputColumn("top_logprobs", np.dtype(np.float32), (2, 3))
@@ -183,7 +184,7 @@ class FakeStats:
 
 @dataclass
 class _Running:
-    request_id: str
+    request_id: RequestId
     prompt: list[int]
     params: SamplingParams
     steps_left: int
@@ -199,12 +200,12 @@ class FakeEngine:
     batch_dependence: str | None = None
     closed: bool = False
     generated_tokens: int = 0
-    _running: dict[str, _Running] = field(default_factory=dict)
-    _costs: dict[str, float] = field(default_factory=dict)
+    _running: dict[RequestId, _Running] = field(default_factory=dict)
+    _costs: dict[RequestId, float] = field(default_factory=dict)
 
     def add_request(
         self,
-        request_id: str,
+        request_id: RequestId,
         prompt_token_ids: list[int],
         params: SamplingParams,
         answer_token_ids: list[int] | None = None,
@@ -212,9 +213,7 @@ class FakeEngine:
     ) -> None:
         assert request_id not in self._running
         if self.job.bad and prompt_token_ids[0] % BAD_REQUEST == 0:
-            raise RequestError(
-                "kv_cache_too_small", f"request {request_id.rpartition(chr(10))[2]} can never run"
-            )
+            raise RequestError("kv_cache_too_small", f"request {request_id} can never run")
         self._running[request_id] = _Running(
             request_id, prompt_token_ids, params, 1 + params.seed % 5
         )
@@ -228,7 +227,7 @@ class FakeEngine:
         return np.zeros(self.num_running, np.int64)
 
     @property
-    def running_ids(self) -> list[str]:
+    def running_ids(self) -> list[RequestId]:
         return list(self._running)[: self.num_running]
 
     def abort(self, request_id: str) -> bool:
@@ -241,7 +240,7 @@ class FakeEngine:
     def measure_costs(self) -> None:
         assert not self._running
 
-    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+    def take_costs(self, *, wait: bool = False) -> list[tuple[RequestId, float]]:
         """A request costs STEP_COST for each of its steps."""
         found, self._costs = self._costs, {}
         return [*found.items()]
@@ -272,7 +271,8 @@ class FakeEngine:
         del self._running[running.request_id]
         if self.job.log:
             fd = os.open(self.job.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            os.write(fd, f"{running.request_id}\n".encode())
+            job = f"{running.request_id.job}\n" if running.request_id.job else ""
+            os.write(fd, f"{job}{running.request_id}\n".encode())
             os.close(fd)
         output = outcome(running.request_id, running.prompt, running.params)
         if self.job.answers:
@@ -287,7 +287,7 @@ class FakeEngine:
         return output
 
 
-def outcome(request_id: str, prompt: list[int], params: SamplingParams) -> RequestOutput:
+def outcome(request_id: RequestId, prompt: list[int], params: SamplingParams) -> RequestOutput:
     """A function of prompt and seed alone."""
     digest = blake2b(repr((prompt, params.seed)).encode(), digest_size=16).digest()
     tokens = list(digest[: 1 + digest[0] % 16])

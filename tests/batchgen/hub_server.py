@@ -14,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import pytest
+
 TOKEN = "hf_a_token_of_the_tests"
 
 
@@ -189,7 +191,9 @@ class _Handler(BaseHTTPRequestHandler):
         files: dict[str, bytes | str] = {}
         for line in lines[1:]:
             value = line["value"]
-            if line["key"] == "lfsFile":
+            if line["key"] == "deletedFile":
+                del repo.files[value["path"]]
+            elif line["key"] == "lfsFile":
                 assert len(self.hub.objects[value["oid"]]) == value["size"]
                 files[value["path"]] = value["oid"]
             else:
@@ -221,6 +225,23 @@ def _kind(method: str, path: str) -> str:
     if parts[1] == "api" and len(parts) > 5:
         return {"tree": "tree", "preupload": "preupload", "commit": "commit"}[parts[5]]
     return "info" if parts[1] == "api" else "resolve"
+
+
+@contextmanager
+def logged_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub on which this process is logged in; nothing waits for long."""
+    from huggingface_hub import constants
+
+    with hub_server() as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{repo_id}")
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.url + "".join(template[1:])
+        )
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+        yield found
 
 
 @contextmanager

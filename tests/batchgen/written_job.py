@@ -29,7 +29,8 @@ from batchgen.scoring.job_score import job_score, save_score
 from batchgen.shards.checked_file import seal
 from batchgen.shards.output_schema import OutputSchema
 from batchgen.shards.shard_files import shard_path
-from batchgen.storage.manifest import ROWS, Manifest, write_atomic
+from batchgen.storage.manifest import ROWS, Manifest
+from batchgen.storage.whole_file import write_atomic
 
 _WORDS = 40
 """About how many words an answer has."""

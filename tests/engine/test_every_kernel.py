@@ -180,7 +180,7 @@ RUNS = (
 )
 ELSEWHERE = (
     "fp8.", "mxfp4.mxfp4_dequantise_triton.", "parallel.", "moe.persistent_triton.",
-    "moe.moe_align_triton.", "sampling.token_mask.", "linear_attention.delta_replay.",
+    "moe.moe_align_triton.", "sampling.token_mask.", "layers.narrow_linear_triton.",
     "layers.cache_plane.", "attention.kv_gather.", "moe.experts_triton._sum_slots",
 )  # fmt: skip
 """How the names of kernels begin that these runs do not need; tests/kernels runs them."""

@@ -135,7 +135,7 @@ def _decode(decay: Tensor, value: Tensor, cache: StateCache, rows: RowMetadata) 
     """[B · W, size] each: fold the pending records, then run W tokens and leave theirs."""
     assert rows.width is not None
     slots, width = rows.slots, rows.width
-    step = StepRows(slots, cache.pending, cache.first, width, cache.most_pending)
+    step = StepRows(slots, cache.pending, cache.first, width, cache.fold)
     ring = cache.records["decay"].shape[1]
     pending, places, new = step.places(ring)
     pending = pending.unsqueeze(1)
@@ -145,10 +145,9 @@ def _decode(decay: Tensor, value: Tensor, cache: StateCache, rows: RowMetadata) 
         folded = records["decay"][:, j] * state + records["update"][:, j]
         state = torch.where(j < pending, folded, state)
         before = torch.where(j < pending, records["value"][:, j], before)
-    full = pending > cache.most_pending
+    assert cache.fold == 1  # a CPU folds all that is pending
     for name, values in (("sum", state), ("before", before)):
-        stored = cache.state[name]
-        stored.index_copy_(0, slots, torch.where(full, values, stored[slots]))
+        cache.state[name].index_copy_(0, slots, values)
     decay, value = decay.unflatten(0, (-1, width)), value.unflatten(0, (-1, width))
     out = []
     for j in range(width):

@@ -2,18 +2,15 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from measuring import DEVICE
 from modes.engine_runs import Bench, full_batch
-from modes.images import PictureRun, files, photo
 from modes.routing import Chance, expert_layers, run_rows
 from workloads import BenchRequest, requests
 
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.step_timing import PhaseSplit, StepTime
-from batchgen.images.decode_image import decode_image
 
 CPU = torch.device("cpu")
 
@@ -72,23 +69,6 @@ def test_groups_of_decode_steps() -> None:
     ]
     assert full_batch(steps) == PhaseSplit(1, 40, 2.0, 0.25)
     assert full_batch([]) == PhaseSplit(0, 0, 0, 0)
-
-
-def test_the_device_waits_for_pictures_while_it_is_idle_and_the_host_waits() -> None:
-    steps = [StepTime("prefill", 4, 1.0, idle) for idle in (0.0, 0.5, 0.25, 0.125)]
-    run = PictureRun(5.0, [9] * 4, steps, [0.75, 0.25, 2.0, 0.0], tower=1.0)
-    assert run.waited == 0.25 + 0.25
-    figures = run.figures
-    assert figures["waited_share"] == 0.1 and figures["tower_share"] == 0.25
-    assert figures["idle_seconds"] == 0.875 and figures["rows_per_s"] == 0.8
-
-
-def test_files_of_pictures_are_all_different() -> None:
-    photos = [photo(40, 30, seed) for seed in range(2)]
-    found = list(files(photos, 5))
-    assert len(set(found)) == 5
-    pixels = [decode_image(file, 32, 32) for file in found]
-    assert np.array_equal(pixels[0], pixels[2]) and not np.array_equal(pixels[0], pixels[1])
 
 
 def test_a_dense_model_has_nothing_to_route() -> None:

@@ -20,14 +20,6 @@ ENGINE: dict[str, list[str]] = {
         *("replay", "--model", "tiny", "--batches", "2", "--output-len", "12", "--runs", "1"),
         *SMALL,
     ],
-    "scoring": [
-        *("--model", "tiny-moe", "--rows", "2", "--prompt", "8", "--answer", "9"),
-        *("--top", "0,4", "--runs", "1"),
-    ],
-    "images": [
-        *("--model", "tiny-vl", "--rows", "5", "--width", "30", "--height", "20", "--text", "3"),
-        *("--output-len", "3", "--max-num-seqs", "2", *SMALL),
-    ],
     "dllm": [
         *("--model", "tiny-sdar", "--lengths", "4", "--batches", "2", "--context", "16"),
         *("--steps", "4", "--ar-steps", "1"),
@@ -36,8 +28,6 @@ ENGINE: dict[str, list[str]] = {
 JOBS = {
     "job": ["--rows", "10400", "--grade", "--warm-up-rows", "10"],
     "grading": ["--integers", "20", "--math", "16"],
-    "view": ["--rows", "50"],
-    "steps": ["--rows", "400"],
 }
 
 
@@ -63,7 +53,7 @@ def test_modes_of_the_job_layer(mode: str) -> None:
     try:
         assert run_mode("", bench_job_layer.MODES, [mode, *JOBS[mode]])
     except SystemExit as error:  # times and memory are those of a busy machine
-        assert mode in ("job", "view") and error.code
+        assert mode == "job" and error.code
 
 
 @ON_CPU

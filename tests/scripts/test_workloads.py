@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from floors import expert_weights, floor_seconds, layer_params, mixers, tower_flops
+from floors import expert_weights, floor_seconds, layer_params, mixers
 from measuring import H100, Rates
 from shapes import MODELS
 from workloads import (
@@ -202,15 +202,6 @@ def test_heads_and_values_of_gemma4_differ_between_layers(tmp_path: Path) -> Non
     config = load_config(write_config("gemma4-31b", tmp_path / "large"))
     whole = layer_params(config) + config.hidden_size * config.vocab_size
     assert whole == pytest.approx(30.7e9, rel=0.01)
-
-
-def test_the_operations_of_a_tower_by_hand(tmp_path: Path) -> None:
-    vision = load_config(write_config("tiny-vl", tmp_path)).vision
-    assert vision is not None
-    # 4 · 6 patches of 96 values, 3 blocks, and two mergers of 4 patches each.
-    block, merger = 4 * 32 * 32 + 2 * 32 * 48, 128 * 128 + 128 * 64
-    products = 24 * (96 * 32 + 3 * block) + 6 * 2 * merger
-    assert tower_flops(vision, 16, 24) == 2 * products + 3 * 4 * 32 * 24 * 24
 
 
 def test_the_floor_of_latent_attention_by_hand(tmp_path: Path) -> None:

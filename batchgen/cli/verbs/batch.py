@@ -34,6 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         BatchPaths,
         batch_config,
         model_warning,
+        refuse_other_file,
         write_requests,
         write_results,
     )
@@ -42,10 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     paths = BatchPaths(short_user_path(asked.given, "IN"), short_user_path(asked.results, "OUT"))
     if not paths.given.is_file():
         raise ConfigError(f"batch: there is no file {asked.given}")
-    if paths.given.absolute() == paths.results.absolute():
-        raise ConfigError(f"batch: {asked.results} is both read and written: name another OUT")
     if not paths.results.absolute().parent.is_dir():
         raise ConfigError(f"batch: there is no folder for {asked.results}: make it first")
+    refuse_other_file(paths, asked.results)
     found = write_requests(paths)
     config = batch_config(paths, found, asked.keys)
     if (warning := model_warning(found, config)) is not None:

@@ -19,8 +19,7 @@ of these, are replaced, it says how many marks that changes, and shows the first
 
   batchgen grade OUT
   batchgen grade OUT +experiment=gsm8k
-  batchgen grade OUT 'post=[{_target_: batchgen.grading.extract.Extract, methods: [boxed]},
-                            {_target_: batchgen.grading.grade.Grade, method: math}]'
+  batchgen grade OUT 'post=[{Extract: {methods: [boxed]}}, {Grade: {method: math}}]'
 """
 
 
@@ -55,7 +54,7 @@ def _grade(arguments: Sequence[str]) -> int:
     config = scoring(job, given.override, given.trust)
     if not config.post:
         raise ConfigError(
-            f"the job in {given.out} has no `post` steps: give some with post=[{{_target_: …}}] or "
+            f"the job in {given.out} has no `post` steps: give some with post=[{{Extract: …}}] or "
             "take those of a ready job with +experiment=NAME"
         )
     from batchgen.grades.changed_marks import ChangedMarks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -14,7 +13,7 @@ from batchgen.cli.verb_table import Parser
 from batchgen.compose.compose_config import Composed, compose_groups
 from batchgen.compose.given_values import CHOICE
 from batchgen.config.config_keys import STEP_LISTS, choice_values, choices
-from batchgen.util.errors import ConfigError
+from batchgen.storage.whole_file import write_atomic
 from batchgen.util.paths import user_path
 
 _HEAD = """\
@@ -38,7 +37,8 @@ def main(arguments: Sequence[str]) -> int:
         "override", nargs="*", default=[], help="GROUP=CHOICE or KEY=VALUE, as for the job itself"
     )
     given = parser.parse_args(arguments)
-    _write(given.file, job_file_text(compose_groups({}, given.override), given.file))
+    text = job_file_text(compose_groups({}, given.override), given.file)
+    write_atomic(user_path(given.file, "the job file"), text, given.file)
     print(f"{given.file} is written: change what you like, then run `batchgen {given.file}`")
     return 0
 
@@ -74,19 +74,3 @@ def _key_lines(entry: Entry | None, key: str, value: Any, defaults: Mapping[str,
     else:
         text = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=10_000)
     return [*comment, *(f"  {line}" for line in text.splitlines())]
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        with user_path(path, "the job file").open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(
-            f"{path} is there already and stays as it is: choose another name"
-        ) from None
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path} cannot be written: there is no folder {Path(path).parent}"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None

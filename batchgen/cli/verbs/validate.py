@@ -27,12 +27,13 @@ from batchgen.config.constraint_config import (
 from batchgen.constraint.row_constraints import MAX_CACHED, cell_text
 from batchgen.constraint.text_checks import CHECKED_BY, Check, Unchecked, make_check
 from batchgen.constraint.timed_checks import choices_of
-from batchgen.dataset.dataset_columns import column_path, feature_at, value_at
-from batchgen.dataset.stored_json import read_back, stored_feature
+from batchgen.dataset.dataset_columns import column_path, value_at
+from batchgen.dataset.stored_json import stored_feature
 from batchgen.engine.constraint.json_schema.json_text import parse_json
 from batchgen.folder.open_folder import open_folder, refuse_incomplete
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.metrics.tally import OUTCOMES, constraint_outcome
+from batchgen.texts.row_json import row_reader
 from batchgen.texts.terminal import guard_terminal
 from batchgen.util.errors import ConfigError, JobError
 
@@ -144,7 +145,7 @@ class _Checks:
         if self._column is None:
             return self._of_job()
         try:
-            text = cell_text(self._config.kind, *row[self._column])
+            text = cell_text(self._config.kind, row[self._column])
             return None if text is None else self._of_cell(text)
         except (ValueError, RecursionError) as error:
             raise Unchecked(f"column {self._column!r}: {error}") from None
@@ -195,16 +196,16 @@ def _config(reader: JobFolderReader) -> tuple[AnyConstraintConfig, dict[str, Any
 def _rows(reader: JobFolderReader, text: str, column: str | None) -> Iterator[dict[str, Any]]:
     """The rows of all shards, with the columns that the check needs.
 
-    Under `column` a row has a pair: what the column holds, and what the library datasets says that
-    it holds.
+    Under `column` a row has what the column holds.
 
     Args:
         text: the name of the column of generated text.
     """
-    features: dict[str, Any] = {}
+    schema = list(reader.schema or ())
+    read = row_reader(schema)
     place: tuple[str, ...] | None = None
     if column is not None:
-        features = {field.name: stored_feature(field) for field in reader.schema or ()}
+        features = {field.name: stored_feature(field) for field in schema}
         if (place := column_path(column, features)) is None:
             raise ConfigError(
                 f"the rows' constraints stand in the dataset column {column!r}, which the job did "
@@ -213,8 +214,8 @@ def _rows(reader: JobFolderReader, text: str, column: str | None) -> Iterator[di
             )
     for row in reader.rows([*_COLUMNS, text, *([] if place is None else [place[0]])]):
         if column is not None and place is not None:
-            row[place[0]] = read_back(row[place[0]], features[place[0]])
-            row[column] = (value_at(row, place), feature_at(features, place))
+            row |= read({place[0]: row[place[0]]})
+            row[column] = value_at(row, place)
         yield row
 
 

@@ -13,6 +13,7 @@ from batchgen.grading.mathematics.reading.nodes import (
     Number,
     Quantity,
     Relation,
+    Symbol,
 )
 from batchgen.grading.mathematics.reading.parser import read
 from batchgen.grading.mathematics.relation_forms import named_value
@@ -21,8 +22,8 @@ from batchgen.grading.mathematics.relation_forms import named_value
 def literal(text: str) -> Fraction | None:
     """The number that an answer says in digits; None if it says no number, or asks for arithmetic.
 
-    A sign, a unit, a percent sign, a name before `=` and words for powers of ten may stand with it:
-    `-5`, `18 cm`, `x = 5`, `5 million`. `9 + 9` and `18!` are none.
+    A sign, a unit, a percent sign, a name or a sum of names before `=` and words for powers of ten
+    may stand with it: `-5`, `18 cm`, `x = 5`, `m + n = 5`, `5 million`. `9 + 9` and `18!` are none.
     """
     try:
         return _literal(read(tidy(text)))
@@ -42,9 +43,18 @@ def _literal(node: Node) -> Fraction | None:
             return None if number is None else number * scale
         case Call("percent" | "degree" | "°C" | "°F", (inner,)) | Quantity(inner):
             return _literal(inner)
+        case Relation((first, value), ("=",)) if _is_sum_of_names(first):
+            return _literal(value)
         case Relation():
             value_node = named_value(node)
             return None if value_node is None else _literal(value_node)
         case Choice():
             return _literal(node.text)
     return None
+
+
+def _is_sum_of_names(node: Node) -> bool:
+    """Whether a side is a sum, difference or product of bare names, as `m + n` of `m + n = 293`."""
+    if not isinstance(node, Call) or node.name not in ("+", "*", "negate"):
+        return False
+    return all(isinstance(each, Symbol) or _is_sum_of_names(each) for each in node.arguments)

@@ -108,9 +108,6 @@ def costs(steps: Sequence[StepCounts]) -> str | None:
 def _counts(name: str, folder: str, at: str) -> StepCounts:
     try:
         reader = open_job(folder)
-    except ConfigError:
-        return StepCounts(name, at)
-    try:
         metrics = reader.metrics
         totals = Totals.of(metrics)
         state = str(metrics.get("status", _NOT_BEGUN))
@@ -119,6 +116,8 @@ def _counts(name: str, folder: str, at: str) -> StepCounts:
         job = JobSummary.of(metrics, reader.config)
         device_s = float(metrics.get("device_s", 0.0))
         return StepCounts(name, at, state, left, rows, errors, device_s, job.price_per_hour)
+    except ConfigError:
+        return StepCounts(name, at)
     # What somebody else wrote can have any shape.
     except (JobError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return StepCounts(name, at, "damaged")

@@ -13,7 +13,7 @@ from batchgen.folder.open_folder import open_job
 from batchgen.folder.worker_status import Status, read_status
 from batchgen.pipelines.facts.funnel import HEADER, StepCounts, costs, funnel, funnel_table
 from batchgen.pipelines.record.step_folders import find_record
-from batchgen.storage.manifest import write_atomic
+from batchgen.storage.whole_file import write_atomic
 from batchgen.util.errors import ConfigError
 
 REPORT = "report.html"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from batchgen.config.workers_config import WorkersConfig
@@ -13,6 +14,9 @@ from batchgen.storage.job_storage import Storage
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
+
+_WAIT = 3600.0
+"""Seconds to wait for another process that writes the record or the exports."""
 
 
 def step_folder(folder: str) -> str:
@@ -67,6 +71,17 @@ def read_record(storage: Storage) -> PipelineRecord | None:
     content = storage.read(storage.path / RECORD)
     shown = f"{storage.shown}/{RECORD}"
     return None if content is None else PipelineRecord.parse(content, shown)
+
+
+@contextmanager
+def locked_record(storage: Storage) -> Iterator[PipelineRecord]:
+    """What pipeline.json says, empty if there is none; nobody else changes it meanwhile, nor the
+    exports. ConfigError if somebody does so for an hour."""
+    lock = storage.lock(_WAIT)
+    try:
+        yield read_record(storage) or PipelineRecord()
+    finally:
+        lock.__exit__()
 
 
 def is_pipeline(out: str) -> bool:

@@ -43,7 +43,15 @@ def open_parts(config: JobConfig, found: Manifest, shown: str) -> JobParts:
     try:
         asked = job_manifest(config, parts, output_schema(config, parts))
         source = content_of(parts.source, parts.prompt)
-        if lines := found.differences(asked, lambda stop: rows_digest(source, stop)):
+        lines = found.differences(asked, lambda stop: rows_digest(source, stop))
+        if lines and lines == found.other_contract(asked):
+            raise ConfigError(
+                f"{shown}: its rows keep their bits under one contract, and here is another:\n  "
+                + "\n  ".join(lines)
+                + "\ntheir bits prove nothing here: audit them where the contract is the same, or "
+                "compare them all the same with engine.deterministic=false"
+            )
+        if lines:
             raise ConfigError(
                 f"{shown}: its rows were made otherwise than the configuration says that was read:"
                 "\n  " + "\n  ".join(lines) + "\nname the model and data set of the job with "
@@ -94,7 +102,12 @@ def _audited(again: pa.Table, stored: pa.Table) -> AuditedRow:
 def remarks(config: JobConfig, manifest: Manifest) -> Sequence[str]:
     """Why rows may differ although they were made as is said."""
     found = []
-    if device_of(config.engine.device).type == "cuda":
+    if manifest.contract and not config.engine.deterministic:
+        found.append(
+            "the job's rows keep their bits under one contract (engine.deterministic=true), and "
+            "they were computed again without it"
+        )
+    elif device_of(config.engine.device).type == "cuda" and not manifest.contract:
         found.append(
             "computed here on a GPU: on another type of GPU, and in batches of another size, sums "
             "are rounded otherwise, and bits may differ"

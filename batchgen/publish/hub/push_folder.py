@@ -9,7 +9,7 @@ from logging import CRITICAL
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from batchgen.publish.hub.pushed_files import LocalFile, PushedFolder, identity_in
+from batchgen.publish.hub.pushed_files import LocalFile, PushedFolder
 from batchgen.util.errors import ConfigError, JobError
 
 if TYPE_CHECKING:
@@ -91,16 +91,18 @@ class FolderPush:
         there = {file.path for file in self._there(self._head())}
         if not any(path.startswith("data/") for path in there):
             return
+        lines = [f"it has no {name}"]
         if name in there:
             with tempfile.TemporaryDirectory(prefix="batchgen-push-") as folder:
                 path = self._api.hf_hub_download(
                     self._repo, name, repo_type="dataset", local_dir=folder
                 )
-                if identity_in(Path(path).read_bytes(), name) == self._folder.identity:
-                    return
-        raise ConfigError(
-            f"push: {self._repo} holds other rows than {self._folder.given}: choose another name"
-        )
+                lines = self._folder.differences(Path(path).read_bytes())
+        if lines:
+            raise ConfigError(
+                f"push: {self._repo} holds other rows than {self._folder.given}: choose another "
+                "name\n  " + "\n  ".join(lines)
+            )
 
     @property
     def url(self) -> str:
@@ -108,10 +110,12 @@ class FolderPush:
         return f"{self._api.endpoint}/datasets/{self._repo}"
 
     def push(self, *, complete: bool) -> None:
-        """Push what is not there yet. A card of an incomplete job says that it is not.
+        """Push what is not there yet. The card of an incomplete job says that it is not; of a
+        complete one the repository has exactly these rows at the end.
 
         Raises:
-            JobError: the hub refuses, or fails too often; what was pushed stays.
+            JobError: a file is damaged or missing, or the hub refuses, or fails too often. What
+                was pushed stays.
         """
         while self._patiently(lambda: self._push_some(complete)):
             pass
@@ -134,15 +138,23 @@ class FolderPush:
 
     def _push_some(self, complete: bool) -> bool:
         """Push one commit of what is missing; whether there was something."""
-        from huggingface_hub import CommitOperationAdd
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         head = self._head()
         there = {file.path: file for file in self._there(head)}
         batch = self._missing(self._folder.files(complete=complete), there)
-        if not batch:
-            return False
+        for file in batch:
+            file.check()
         names = [file.name for file in batch]
-        operations = [CommitOperationAdd(file.name, file.source) for file in batch]
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
+            CommitOperationAdd(file.name, file.source) for file in batch
+        ]
+        if not batch and complete:
+            own = {file.name for file in self._folder.files(complete=True)}
+            names = [name for name in there if self._folder.has_rows(name) and name not in own]
+            operations = [CommitOperationDelete(name) for name in names]
+        if not operations:
+            return False
         shards = sum(name.endswith(".parquet") for name in names)
         self._api.create_commit(
             self._repo,
@@ -152,7 +164,7 @@ class FolderPush:
             parent_commit=head,
         )
         self.commits += 1
-        self.pushed += len(batch)
+        self.pushed += len(names)
         self._say(f"{self._repo}: {self.pushed:,} files in {self.commits:,} commits")
         return True
 

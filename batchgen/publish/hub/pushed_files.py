@@ -5,24 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from batchgen.folder.open_folder import open_folder, refuse_incomplete
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.folder.refused_folder import written_manifest
 from batchgen.grades.folder_grades import GRADES
+from batchgen.leases.lease_files import DATA
+from batchgen.leases.own_files import MANIFEST, ROW_INDEX, ROWS
 from batchgen.pipelines.record.step_folders import step_folder
-from batchgen.publish.finished_rows import SET_FILE, is_set, set_facts
+from batchgen.publish.finished_rows import SET_FILE, is_set, set_facts, whole_set
+from batchgen.shards.checked_file import CheckedFile
 from batchgen.shards.shard_files import shard_files
+from batchgen.storage.manifest import Manifest
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import folder_here, user_path
 
 CARD = "README.md"
-_MANIFEST = "manifest.json"
-_BESIDE = ("config.yaml", "rows.json")
-_ROWS = "rows"
+_BESIDE = ("config.yaml", ROW_INDEX)
 
 
 @dataclass(frozen=True)
@@ -46,17 +48,22 @@ class LocalFile:
         content = self.source.read_bytes()
         return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
+    def check(self) -> None:
+        """Raise JobError unless a file of rows holds what was written into it."""
+        if self.source.suffix == ".parquet":
+            with CheckedFile(self.source) as file:
+                file.verify()
+
 
 class PushedFolder:
     """A job's folder, which may still grow, or one that `select` or `export` wrote.
 
     Attributes:
         identity_file: the file that says what the rows are.
-        identity: a digest of that, which stays while a job goes on or grows.
     """
 
     def __init__(self, given: str) -> None:
-        """Raise ConfigError if the folder is neither."""
+        """Raise ConfigError if the folder is neither, JobError if rows are missing."""
         self.given = folder_here(given, "batchgen push")
         self._reader: JobFolderReader | None = None
         self.path = Path(step_folder(str(user_path(given, "DIR"))))
@@ -66,10 +73,11 @@ class PushedFolder:
                 "… --out FOLDER`, whose name has no suffix"
             )
         if is_set(given):
-            self.identity_file, self.identity = SET_FILE, str(set_facts(self.path)["request"])
+            self.identity_file = SET_FILE
+            whole_set(self.path, given)
         else:
+            self.identity_file = MANIFEST
             self._reader = open_folder(given, "push")
-            self.identity_file, self.identity = _MANIFEST, job_identity(self._reader.manifest)
 
     @property
     def status(self) -> str:
@@ -89,7 +97,12 @@ class PushedFolder:
 
         Args:
             complete: whether the job is complete, and its grades and figures are final.
+
+        Raises:
+            JobError: rows of a complete job are missing.
         """
+        if complete and self._reader is not None:
+            self._reader.check()
         beside = () if self._reader is None else _BESIDE
         for name in (CARD, self.identity_file, *beside):
             if (self.path / name).is_file():
@@ -99,22 +112,27 @@ class PushedFolder:
             if (self.path / folder).is_dir():
                 for path in shard_files(self.path / folder).values():
                     yield LocalFile(f"{folder}/{path.name}", path)
-        if complete and self._reader is not None and (self.path / _ROWS).is_dir():
-            for name in sorted(os.listdir(self.path / _ROWS)):
+        if complete and self._reader is not None and (self.path / ROWS).is_dir():
+            for name in sorted(os.listdir(self.path / ROWS)):
                 if name.endswith(".parquet"):
-                    yield LocalFile(f"{_ROWS}/{name}", self.path / _ROWS / name)
+                    yield LocalFile(f"{ROWS}/{name}", self.path / ROWS / name)
 
+    def differences(self, there: bytes) -> list[str]:
+        """In what the rows that the identity file of a repository tells of differ from these, a
+        line each; none where they are the same, or these have grown out of them."""
+        try:
+            if self._reader is None:
+                own, other = set_facts(self.path), json.loads(there)
+                keys = [key for key in ("request", "digest") if own.get(key) != other.get(key)]
+                return [f"{key}: {other.get(key)} → {own.get(key)}" for key in keys]
+            manifest = written_manifest(self._reader.storage)
+            assert manifest is not None
+            return Manifest.parse(there, self.identity_file).differences(manifest, manifest.digests)
+        except (ValueError, AttributeError):  # a ConfigError is a ValueError
+            return [f"its {self.identity_file} is not one of batchgen"]
 
-def job_identity(manifest: Mapping[str, Any]) -> str:
-    """A digest of what decides a job's rows, without what changes while it grows."""
-    text = json.dumps([manifest.get("identity"), manifest.get("columns")], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def identity_in(content: bytes, name: str) -> str | None:
-    """The identity that a file of the repository holds; None if it holds none."""
-    try:
-        found = json.loads(content)
-        return job_identity(found) if name == _MANIFEST else str(found["request"])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
+    @staticmethod
+    def has_rows(name: str) -> bool:
+        """Whether a file of a repository is one of rows, grades or their index."""
+        folder, _, file = name.partition("/")
+        return folder in (DATA, GRADES, ROWS) and file.endswith(".parquet")

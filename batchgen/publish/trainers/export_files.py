@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gzip
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,8 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.publish.data_folder import ROWS_PER_GROUP
+from batchgen.storage.whole_file import whole_file
 from batchgen.texts.row_json import json_text
-from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.errors import ConfigError
 
 Rows = Iterable[Mapping[str, Any]]
 JSON_NAMES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
@@ -65,7 +67,10 @@ def write_parquet(rows: Rows, schema: pa.Schema, path: Path, about: Mapping[str,
     """Write a new Parquet file with some metadata; returns the number of rows."""
     count = 0
     schema = schema.with_metadata(about)
-    with new_file(path), pq.ParquetWriter(path, schema, compression="zstd") as writer:
+    with (
+        whole_file(path, f"--out {path}") as temporary,
+        pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
+    ):
         for table in tables(rows, schema):
             writer.write_table(table)
             count += table.num_rows
@@ -73,31 +78,15 @@ def write_parquet(rows: Rows, schema: pa.Schema, path: Path, about: Mapping[str,
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[None]:
-    """Make a file that is not there yet, and remove it if the body does not end well."""
-    try:
-        path.open("xb").close()
-    except FileExistsError:
-        raise ConfigError(
-            f"--out {path} is there already: choose another name, or delete it first"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"--out {path} cannot be written: {error.strerror}") from None
-    try:
-        yield
-    except BaseException as error:
-        path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise JobError(f"cannot write {path}: {error.strerror or error}") from error
-        raise
-
-
-@contextmanager
-def text_file(path: Path | None) -> Iterator[TextIO]:
-    """A new text file, compressed if its name ends in .gz, or standard output."""
+def text_file(path: Path | None, at: Path | None = None) -> Iterator[TextIO]:
+    """A new text file, compressed if its name ends in .gz, or standard output; `at` is where it is
+    written instead, to get its name later."""
     if path is None:
         yield sys.stdout
         return
-    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    with new_file(path), opener(path, "wt", encoding="utf-8", newline="") as file:
-        yield file
+    with ExitStack() as stack:
+        temporary = stack.enter_context(whole_file(at or path, f"--out {path}"))
+        file: Any = stack.enter_context(temporary.open("wb"))
+        if path.suffix == ".gz":  # equal rows make equal bytes: no name and no time is in it
+            file = stack.enter_context(gzip.GzipFile("", "wb", fileobj=file, mtime=0))
+        yield stack.enter_context(TextIOWrapper(file, encoding="utf-8", newline=""))

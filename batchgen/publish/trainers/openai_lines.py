@@ -13,6 +13,7 @@ from batchgen.grades.visible_columns import Wanted
 from batchgen.publish.finished_rows import FinishedRows, FoundRow
 from batchgen.publish.row_values import is_true
 from batchgen.publish.trainers.choice_logprobs import ChoiceLogprobs
+from batchgen.texts.row_json import AS_GIVEN
 from batchgen.util.errors import ConfigError
 
 _READ = (
@@ -54,7 +55,7 @@ class OpenAILines:
         own = () if logprobs is None else logprobs.columns
         kinds = {field.name: (field.metadata or {}) for field in rows.schema}
         # A data set may have a column of that name itself.
-        given = kinds.get(_CALLS, {}).get(b"meaning") == b"as in the input"
+        given = kinds.get(_CALLS, {}).get(b"meaning") == AS_GIVEN
         self._calls = [] if given or _CALLS not in kinds else [_CALLS]
         beside = filter(None, [reasoning, self._url, *self._calls])
         names = [*_READ, *own, rows.text_column, *beside]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from batchgen.folder.open_folder import open_job
-from batchgen.publish.finished_rows import is_set, open_rows
+from batchgen.publish.finished_rows import FinishedRows, is_set, open_rows
 from batchgen.publish.row_values import rows_where
 from batchgen.publish.trainers.export_files import text_file
 from batchgen.texts.row_json import row_reader
@@ -26,6 +26,7 @@ def export_text(
     columns: Sequence[str] | None = None,
     where: str | None = None,
     quote: bool = False,
+    at: Path | None = None,
 ) -> int:
     """Write the columns of a job's rows, or of a set's, and return how many rows there are.
 
@@ -33,6 +34,7 @@ def export_text(
         path: a new file; None for standard output.
         form: one of WRITERS; by default as the name of the file says.
         where: an expression over the rows that are written; the job must be complete then.
+        at: where the file is written instead, to get its name later.
         quote: whether to put an apostrophe before what spreadsheets take for formulas.
     """
     form = form or format_of(path)
@@ -41,7 +43,7 @@ def export_text(
     source = _columns_of(given, form, columns, where)
     if form == "txt" and len(source.schema) != 1:
         raise ConfigError("export --format txt writes one column: name one in --columns")
-    with text_file(path) as file:
+    with text_file(path, at) as file:
         write = (spreadsheet if quote else WRITERS[form])(file, source.schema.names)
         count = 0
         for row in source.rows:
@@ -61,12 +63,7 @@ def _columns_of(given: str, form: str, columns: Sequence[str] | None, where: str
     """The rows of a job that may still run, or those of which an expression is true."""
     if where is not None or is_set(given):
         rows = open_rows(given)
-        names = columns or ([rows.text_column] if form == "txt" else rows.schema.names)
-        if unknown := [name for name in names if name not in rows.schema.names]:
-            raise ConfigError(
-                f"the rows of {given} have no column {unknown[0]!r}: choose among "
-                f"{some_names(rows.schema.names, unknown[0])}"
-            )
+        names = check_columns(rows, form, columns, where)
         schema = pa.schema([rows.schema.field(name) for name in names])
         return _Source(schema, rows_where(rows, where, names))
     reader = open_job(given)
@@ -76,6 +73,24 @@ def _columns_of(given: str, form: str, columns: Sequence[str] | None, where: str
         shown = reader.storage.shown
         raise ConfigError(f"no row of {shown} is finished yet: there is nothing to export")
     return _Source(schema, map(row_reader(schema), reader.rows(schema.names)))
+
+
+def check_columns(
+    rows: FinishedRows, form: str, columns: Sequence[str] | None, where: str | None
+) -> Sequence[str]:
+    """The columns that are written of some rows; ConfigError if there is none of a name, or `where`
+    is no expression over them."""
+    names = columns or ([rows.text_column] if form == "txt" else rows.schema.names)
+    if unknown := [name for name in names if name not in rows.schema.names]:
+        raise ConfigError(
+            f"the rows of {rows.given} have no column {unknown[0]!r}: choose among "
+            f"{some_names(rows.schema.names, unknown[0])}"
+        )
+    if form == "txt" and len(names) != 1:
+        raise ConfigError("export --format txt writes one column: name one in --columns")
+    if where is not None:
+        rows.columns.expression("--where", where)
+    return names
 
 
 def format_of(path: Path | None) -> str:

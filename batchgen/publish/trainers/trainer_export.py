@@ -37,21 +37,40 @@ class Exported:
     made: bool = True
 
 
-def export_for(rows: FinishedRows, asked: Asked, out: Path | None) -> Exported:
+def export_for(
+    rows: FinishedRows, asked: Asked, out: Path | None, *, at: Path | None = None
+) -> Exported:
     """Write rows in the format that is asked for.
 
     Args:
         out: a new file, .parquet or .jsonl, compressed if it ends in .gz; a new folder, if its name
             has no suffix; None for JSON lines on standard output.
+        at: where it is written instead, to get its name later.
 
     Raises:
         ConfigError: an option does not fit, a row cannot be made, or `out` is there.
     """
+    form, place = _form(asked, out), at or out
+    made = lines_of(rows, asked, out)
+    if isinstance(made, OpenAILines) or form == "jsonl":
+        with text_file(out, at) as file:
+            return Exported(write_lines(made, file), made.left_out)
+    assert out is not None and place is not None
+    if form == "parquet":
+        told = json.dumps({"asked": asdict(asked), "of": rows.given, "digest": rows.digest})
+        count = write_parquet(made, made.schema, place, {TOLD.decode(): told})
+        return Exported(count, made.left_out)
+    return _folder(rows, asked, made, out, place)
+
+
+def lines_of(
+    rows: FinishedRows, asked: Asked, out: Path | None
+) -> OpenAILines | TrainerRows | TokenRows:
+    """What makes the lines of a format; ConfigError for all that can be refused before there is a
+    row."""
     form = _form(asked, out)
     if asked.to == "openai":
-        lines = OpenAILines(rows, asked.where, asked.reasoning)
-        with text_file(out) as file:
-            return Exported(write_lines(lines, file), lines.left_out)
+        return OpenAILines(rows, asked.where, asked.reasoning)
     of_tokens = asked.to in TOKEN_FORMATS
     made = TokenRows(rows, asked) if of_tokens else TrainerRows(rows, asked)
     if form == "jsonl" and (names := binary_columns(made.schema)):
@@ -59,15 +78,7 @@ def export_for(rows: FinishedRows, asked: Asked, out: Path | None) -> Exported:
             f"--to {asked.to} has bytes in {', '.join(names)}: name a .parquet file in --out, or a "
             "folder, whose name has no suffix"
         )
-    if form == "jsonl":
-        with text_file(out) as file:
-            return Exported(write_lines(made, file), made.left_out)
-    assert out is not None
-    if form == "parquet":
-        told = json.dumps({"asked": asdict(asked), "of": rows.given, "digest": rows.digest})
-        count = write_parquet(made, made.schema, out, {TOLD.decode(): told})
-        return Exported(count, made.left_out)
-    return _folder(rows, asked, made, out)
+    return made
 
 
 def _form(asked: Asked, out: Path | None) -> str:
@@ -86,10 +97,12 @@ def _form(asked: Asked, out: Path | None) -> str:
     )
 
 
-def _folder(rows: FinishedRows, asked: Asked, made: TrainerRows | TokenRows, out: Path) -> Exported:
+def _folder(
+    rows: FinishedRows, asked: Asked, made: TrainerRows | TokenRows, out: Path, place: Path
+) -> Exported:
     lineage = [job_lineage(rows)]
     request = request_digest({"asked": asdict(asked), "jobs": [one["digest"] for one in lineage]})
-    if is_there(out, request):
+    if is_there(place, request):
         return Exported(0, {}, made=False)
     facts = {
         "format": SET_FORMAT,
@@ -111,5 +124,5 @@ def _folder(rows: FinishedRows, asked: Asked, made: TrainerRows | TokenRows, out
             made.schema,
         )
 
-    count = write_folder(out, made.schema, tables(made, made.schema), facts, card)
+    count = write_folder(place, made.schema, tables(made, made.schema), facts, card)
     return Exported(count, made.left_out)

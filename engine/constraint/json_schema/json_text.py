@@ -86,7 +86,11 @@ def equality_key(value: Any) -> abc.Hashable:
 
 def has_lone_surrogate(text: str) -> bool:
     """Whether a string has half of a UTF-16 pair (U+D800 to U+DFFF), which UTF-8 cannot encode."""
-    return any("\ud800" <= char <= "\udfff" for char in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _loads(text: str, **hooks: Any) -> Any:

@@ -23,6 +23,7 @@ from batchgen.engine.layers.mixers.delta_shape import DeltaShape, input_projecti
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import MIXER_LANE, Stream
+from batchgen.kernels.attention.metadata import are_replayed
 from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
 from batchgen.kernels.linear_attention.delta_replay import delta_replay
@@ -129,11 +130,8 @@ class GatedDeltaNet(nn.Module):
         """Compute a part's output [T, value heads, value_dim]; x is before the convolution."""
         window, matrix = cache.state["window"], cache.state["matrix"]
         if rows.width is not None:
-            step = StepRows(rows.slots, cache.pending, cache.first, rows.width, cache.most_pending)
-            inputs = cache.records["inputs"]
-            x = causal_conv_step(x, self.conv_weight, window, inputs, step)
-            records = DeltaRecords(*(cache.records[name] for name in DeltaRecords._fields))
-            return delta_step(self._inputs(x, a, b), matrix, records, step)
+            step = StepRows(rows.slots, cache.pending, cache.first, rows.width, cache.fold)
+            return self._step(x, a, b, cache, step)
         own = _own_tokens(rows)
         if not own:
             return x.new_zeros((len(x), self.shape.num_value_heads, self.shape.value_dim))
@@ -143,11 +141,42 @@ class GatedDeltaNet(nn.Module):
         prefill = PrefillRows(
             rows.slots, rows.positions, rows.starts, rows.snapshots, rows.query_lens
         )
+        if rows.replay:
+            return self._replay(x, a, b, cache, prefill, rows)
         x = causal_conv_prefill(x, self.conv_weight, window, prefill)
         tokens = self._inputs(x, a, b)
         if rows.replayed is None:
             return delta_prefill(tokens, matrix, prefill)
         return _read_again(tokens, matrix, prefill, rows.replayed)
+
+    def _step(self, x: Tensor, a: Tensor, b: Tensor, cache: StateCache, step: StepRows) -> Tensor:
+        """Compute a decode step's output."""
+        window, inputs = cache.state["window"], cache.records["inputs"]
+        x = causal_conv_step(x, self.conv_weight, window, inputs, step)
+        records = DeltaRecords(*(cache.records[name] for name in DeltaRecords._fields))
+        return delta_step(self._inputs(x, a, b), cache.state["matrix"], records, step)
+
+    def _replay(
+        self,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        cache: StateCache,
+        prefill: PrefillRows,
+        rows: RowMetadata,
+    ) -> Tensor:
+        """Compute a prefill whose last tokens are read by `rows.replay`, the others in chunks."""
+        assert rows.replayed is not None
+        out = x.new_empty((len(x), self.shape.num_value_heads, self.shape.value_dim))
+        (part, index), _ = _parts(prefill, rows.replayed)
+        if len(index):
+            window, matrix = cache.state["window"], cache.state["matrix"]
+            convolved = causal_conv_prefill(x[index], self.conv_weight, window, part)
+            out[index] = delta_prefill(self._inputs(convolved, a[index], b[index]), matrix, part)
+        for index, slots, pending, first, width in rows.replay:
+            step = StepRows(slots, pending, first, width, cache.fold)
+            out[index] = self._step(x[index], a[index], b[index], cache, step)
+        return out
 
     def _inputs(self, x: Tensor, a: Tensor, b: Tensor) -> DeltaInputs:
         return DeltaInputs(x, a, b, self.A_log, self.dt_bias)
@@ -168,25 +197,31 @@ class GatedDeltaNet(nn.Module):
         yield WeightSlot.plain(f"{path}.norm.weight", self.norm_weight, dummy=1.0)
 
 
+def _parts(rows: PrefillRows, replayed: tuple[int, ...]) -> list[tuple[PrefillRows, Tensor]]:
+    """Divide a prefill into the tokens that are read in chunks, and the last `replayed` of each
+    row, which are not; with their indices [n] int64."""
+    lens = np.array(rows.lengths(), np.int64)
+    is_again = are_replayed(lens.tolist(), replayed)
+    first = rows._replace(query_lens=tuple((lens - np.array(replayed)).tolist()))
+    found = []
+    for part, chosen in (
+        (first, ~is_again),
+        (rows._replace(query_lens=replayed, snapshots=None), is_again),
+    ):
+        index = upload(np.flatnonzero(chosen), torch.int64, rows.positions.device)
+        starts = upload([0, *accumulate(part.lengths())], torch.int32, index.device)
+        found.append((part._replace(positions=rows.positions[index], starts=starts), index))
+    return found
+
+
 def _read_again(
     tokens: DeltaInputs, matrix: Tensor, rows: PrefillRows, replayed: tuple[int, ...]
 ) -> Tensor:
     """Run a prefill in the forms that read its tokens first: the last `replayed` one by one."""
-    assert rows.query_lens is not None
-    again = np.array(replayed, np.int64)
-    first = np.array(rows.query_lens, np.int64) - again
-    is_again = np.repeat(np.tile([False, True], len(again)), np.stack((first, again), 1).ravel())
-    prompts = rows._replace(query_lens=tuple(first.tolist()))
-    answers = rows._replace(query_lens=replayed, snapshots=None)
     out = tokens.qkv.new_empty((len(tokens.qkv), *matrix.shape[1:3]))
-    for run, part, chosen in (
-        (delta_prefill, prompts, ~is_again),
-        (delta_replay, answers, is_again),
-    ):
-        if chosen.any():
-            index = upload(np.flatnonzero(chosen), torch.int64, rows.positions.device)
-            starts = upload([0, *accumulate(part.lengths())], torch.int32, index.device)
-            part = part._replace(positions=rows.positions[index], starts=starts)
+    forms = (delta_prefill, delta_replay)
+    for run, (part, index) in zip(forms, _parts(rows, replayed), strict=True):
+        if len(index):
             picked = DeltaInputs(
                 tokens.qkv[index], tokens.a[index], tokens.b[index], tokens.a_log, tokens.dt_bias
             )

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from batchgen.kernels.attention.decode import MAX_QUERIES, paged_attention_decode
-from batchgen.kernels.attention.decode_plan import most_splits, plan_decode, split_length
+from batchgen.kernels.attention.decode_plan import plan_decode
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.prefill import paged_attention_prefill
 from batchgen.kernels.attention.prefill_plan import plan_prefill
+from batchgen.kernels.rules import BY_BATCH, Splits
 
 BLOCK_SIZE = 16
 _CACHE_BYTES = 512 * 2**20
@@ -104,10 +105,8 @@ def _decode(heads: Heads, shape: DecodeShape, options: argparse.Namespace) -> Ca
     q = random_normal(shape.batch * width, heads.queries, heads.dim)
     ends = torch.tensor(contexts).unsqueeze(1)
     positions = (ends - width + torch.arange(width)).flatten().to(DEVICE)
-    plan = plan_decode(
-        positions, tables, width, BLOCK_SIZE, split_tokens=split_length(shape.batch, heads.kv),
-        max_splits=most_splits(shape.batch, heads.kv, width),
-    )  # fmt: skip
+    cut = BY_BATCH.splits(shape.batch, heads.kv, width)
+    plan = plan_decode(positions, tables, width, BLOCK_SIZE, cut)
 
     def launch(_: None, i: int) -> Tensor:
         return paged_attention_decode(
@@ -128,8 +127,16 @@ def decode_cases(options: argparse.Namespace) -> Iterator[Case]:
         positions = torch.full((batch * width,), 850, device=DEVICE)
         tables = torch.zeros(batch, 2048, dtype=torch.int64, device=DEVICE)
 
-        def plan(_: None, i: int, positions: Tensor = positions, tables: Tensor = tables) -> object:
-            return plan_decode(positions, tables, width, BLOCK_SIZE)
+        cut = BY_BATCH.splits(batch, 8, width)
+
+        def plan(
+            _: None,
+            i: int,
+            positions: Tensor = positions,
+            tables: Tensor = tables,
+            cut: Splits = cut,
+        ) -> object:
+            return plan_decode(positions, tables, width, BLOCK_SIZE, cut)
 
         yield Case(f"decode plan of {batch} rows", plan)
 

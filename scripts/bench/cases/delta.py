@@ -11,7 +11,7 @@ import torch
 from measuring import DEVICE, Case, random_normal
 from torch import Tensor
 
-from batchgen.engine.base.engine_config import most_pending
+from batchgen.engine.base.engine_config import folded_at_once
 from batchgen.engine.caches.row_states import ring_length
 from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
@@ -82,12 +82,12 @@ def _step(shape: DeltaHeads, rows: int, width: int) -> Iterator[Case]:
     first = torch.zeros(1 + rows, dtype=torch.int32, device=DEVICE)
     # Steps whose tokens are all accepted, from one that finds the records of one step on to the one
     # that writes the state back.
-    most = most_pending(first.device)
+    fold = folded_at_once(first.device)
     steps = [
-        StepRows(layers.slots, torch.full_like(first, pending), first, width, most)
-        for pending in range(width, most + width + 1, width)
+        StepRows(layers.slots, torch.full_like(first, pending), first, width, fold)
+        for pending in range(width, fold + width, width)
     ]
-    ring, heads, size = ring_length(width, most), shape.value_heads, shape.dim
+    ring, heads, size = ring_length(width, fold), shape.value_heads, shape.dim
     records = DeltaRecords(
         *(
             torch.rand((1 + rows, ring, *tail), device=DEVICE) * 0.1

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
 from batchgen.engine.parallel.placement import Placement
-from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.kv_gather import upload
+from batchgen.kernels.attention.metadata import AttentionMetadata
 from batchgen.kernels.attention.prefill_plan import cut_tiles, tile_tokens
 from batchgen.kernels.mla.latent_prepare import prepare_latent
 from batchgen.kernels.mla.mla_attention import attend_part

@@ -72,8 +72,7 @@ class Run:
 class Bench:
     """A model of random weights and its engine, with a timer of its steps.
 
-    Every request asks for `columns`, and at most `most_requests` of a workload run. With `vision`
-    the model reads images.
+    Every request asks for `columns`, and at most `most_requests` of a workload run.
     """
 
     def __init__(
@@ -85,7 +84,6 @@ class Bench:
         columns: tuple[str, ...] = (),
         quantization: Quantization | None = None,
         most_requests: int | None = None,
-        vision: bool = False,
     ) -> None:
         self._columns, self._most_requests, self._runs = columns, most_requests, 0
         start = time.perf_counter()
@@ -95,14 +93,12 @@ class Bench:
         own = [name for name in columns if name in declared]
 
         def plan() -> tuple[list[ModelUse], ResolvedConfig]:
-            bare = bare_model(self.model_config, DEVICE, quantization=quantization, vision=vision)
+            bare = bare_model(self.model_config, DEVICE, quantization=quantization)
             uses, resolved = planned_uses(bare, {}, strategy, config, own)
             return list(uses.values()), resolved
 
         with compiling_kernels(DEVICE, plan):
-            self.weights = weights = dummy_model(
-                model, DEVICE, quantization=quantization, vision=vision
-            )
+            self.weights = weights = dummy_model(model, DEVICE, quantization=quantization)
         set_routing(weights, routing)
         synchronize()
         self.load_seconds = time.perf_counter() - start

@@ -24,15 +24,13 @@ Routing = Literal["model", "uniform", "same"]
 the same ones. The last is what becomes of routers with tiny weights that round scores to bfloat16:
 all scores are equal then, as with the dummy weights of other engines."""
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
-ScoredRow = tuple[list[int], SamplingParams, list[int] | None]
-"""A prompt, its parameters, and an answer if that is scored."""
 _MOST_DRAWN = 2048
 """The most tokens of a forward for which the logits of all layers are drawn at once."""
 
 
 def run_rows(
     engine: LLMEngine,
-    rows: Iterable[tuple[list[int], SamplingParams] | ScoredRow],
+    rows: Iterable[tuple[list[int], SamplingParams]],
     after_step: Callable[[int], object] = lambda finished: None,
 ) -> tuple[float, list[RequestOutput]]:
     """Run rows to their ends; returns the seconds and the outputs in the order of the rows.

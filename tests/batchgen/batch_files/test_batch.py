@@ -172,6 +172,7 @@ def test_a_file_without_a_request(model: Path, tmp_path: Path) -> None:
     assert run_command(arguments(given_file, out, model)) == 3
     (line,) = results(out)
     assert line["error"]["code"] == "invalid_json_line" and line["custom_id"] is None
+    assert run_command(arguments(given_file, out, model)) == 3
     assert not (tmp_path / "out.jsonl.job").exists()
 
 
@@ -202,6 +203,32 @@ def test_files_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "both read and written" in capsys.readouterr().err
     assert run_command(["batch", str(given_file), str(tmp_path / "no/out.jsonl")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["exchanged", "link", "hard link", "way around", "other"])
+def test_a_file_that_is_no_result_of_the_batch_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    """`batch OUT IN` after `batch IN OUT`, and OUT as another name of IN."""
+    requests, out = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
+    requests.write_text("\n".join(lines()) + "\n")
+    out.write_text('{"id": "batch_req_0", "custom_id": "a"}\n')
+    (tmp_path / "out.jsonl.requests.parquet").touch()
+    other = tmp_path / "other.jsonl"
+    if how == "link":
+        other.symlink_to(requests)
+    elif how == "hard link":
+        other.hardlink_to(requests)
+    else:
+        other.write_text("mine")
+    around = tmp_path / "folder" / ".." / "requests.jsonl"
+    (tmp_path / "folder").mkdir()
+    pairs = {"exchanged": (out, requests), "way around": (requests, around)}
+    before = {path: path.read_bytes() for path in (requests, out, other)}
+    assert run_command(["batch", *map(str, pairs.get(how, (requests, other)))]) == 2
+    said = capsys.readouterr().err
+    assert "name another OUT" in said or "Name another OUT" in said
+    assert {path: path.read_bytes() for path in before} == before
 
 
 @given(st.lists(st.binary(max_size=60) | st.sampled_from([line.encode() for line in lines()])))

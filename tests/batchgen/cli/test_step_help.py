@@ -12,8 +12,8 @@ import pytest
 import batchgen.grading
 import batchgen.steps
 from batchgen.__main__ import run_command
-from batchgen.cli.step_help import STEPS
-from batchgen.config.config_keys import ROW_STEPS
+from batchgen.config.class_names import CLASSES, class_path
+from batchgen.config.config_keys import STEP_LISTS
 from batchgen.steps.table_step import TableStep
 
 
@@ -35,20 +35,18 @@ def _is_stable(cls: type) -> bool:
 
 
 def test_all_steps_are_listed() -> None:
-    assert _steps() == {target for targets in STEPS.values() for target in targets}
+    assert _steps() == {class_path(name) for key in STEP_LISTS for name in CLASSES[key]}
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_a_list_of_steps(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["--help", name]) == 0
+@pytest.mark.parametrize("key", STEP_LISTS)
+def test_a_list_of_steps(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--help", key]) == 0
     text = capsys.readouterr().out
-    short = {target: name for name, target in ROW_STEPS.items()}
-    titles = {target: short.get(target, f"_target_: {target}") for target in STEPS[name]}
-    for target in STEPS[name]:
-        step = text.partition(f"\n{titles[target]}\n")[2]
-        for title in titles.values():
+    for name in CLASSES[key]:
+        step = text.partition(f"\n{name}\n")[2]
+        for title in CLASSES[key]:
             step = step.partition(f"\n{title}\n")[0]
-        cls = resolve_name(target)
+        cls = resolve_name(class_path(name))
         assert cls.__doc__.split("\n")[0] in step
         keys = [line.partition(":")[0].strip() for line in step.split("\n") if line[2:3] != " "]
         fields = [field.name.rstrip("_") for field in dataclasses.fields(cls)]

@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from batchgen.cli.hydra_app import run_hydra
 from batchgen.cli.options import parse_options
-from batchgen.cli.sweep import run_sweep, swept_values, worst
+from batchgen.cli.sweep import swept_values, worst
 from batchgen.config.job_config import JobConfig
 from batchgen.util.errors import ConfigError
 
@@ -18,9 +22,10 @@ class Jobs:
         self.configs: list[JobConfig] = []
         self._codes = iter(codes)
 
-    def __call__(self, config: JobConfig) -> int:
+    def __call__(self, config: JobConfig) -> Any:
         self.configs.append(config)
-        return next(self._codes, 0)
+        code = next(self._codes, 0)
+        return SimpleNamespace(exit_code=code, message="", stopped_by=15 if code > 128 else None)
 
     @property
     def folders(self) -> list[str]:
@@ -29,7 +34,8 @@ class Jobs:
 
 def sweep(*arguments: str, codes: Sequence[int] = ()) -> tuple[int, Jobs]:
     jobs = Jobs(codes)
-    return run_sweep(parse_options(["--multirun", *arguments]), jobs), jobs
+    with patch("batchgen.cli.hydra_app.run_configured", jobs):
+        return run_hydra(parse_options(["--multirun", *arguments])), jobs
 
 
 @pytest.fixture(autouse=True)

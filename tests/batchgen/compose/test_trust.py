@@ -108,7 +108,7 @@ def test_grade_asks_for_what_the_folder_names(
     out = graded(here)
     assert run_command(["grade", str(out)]) == 2
     said = capsys.readouterr().err
-    assert "post[1].function._target_ strangers_code.mark" in said
+    assert "post[1].Grade.function._target_ strangers_code.mark" in said
     assert f"--trust {out / 'config.yaml'}" in said
     assert not (here / "ran").exists() and not (out / "grades").exists()
 

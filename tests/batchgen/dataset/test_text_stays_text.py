@@ -124,11 +124,11 @@ def test_dates_beside_values_of_several_types() -> None:
 
 
 def test_dates_only_in_a_later_part_stay_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rows tell that the column is text; later ones look like dates and like numbers."""
+    """The first row is no date; later ones look like dates, and one is a number."""
     monkeypatch.setattr(json_tables, "_CHUNK", 30)
     Path("1.jsonl").write_text('{"d": "unknown"}\n')
     Path("2.jsonl").write_text('{"d": "2024-01-01"}\n{"d": "2024-01-02"}\n{"d": 7}\n')
-    want = ["unknown", "2024-01-01", "2024-01-02", "7"]
+    want = ["unknown", "2024-01-01", "2024-01-02", 7]
     assert [f["d"] for f in fields(source("[12].jsonl"))] == want
 
 

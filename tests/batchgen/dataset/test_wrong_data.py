@@ -212,11 +212,29 @@ WRONG: list[tuple[str, Callable[[], object], dict[str, Any], str]] = [
         r"dataset.path: datasets cannot read a.parquet: ArrowInvalid: .*",
     ),
     (
-        "files that differ",
-        several(rows_of("1.jsonl", [{"a": 1}]), rows_of("2.jsonl", [{"a": "x", "b": 2}])),
-        {"path": "[12].jsonl"},
-        r"dataset.path: datasets cannot read 2 files, 1.jsonl …: .*: give every row the same keys "
-        r"and types",
+        "a key twice",
+        text("a.jsonl", '{"a": 1}\n\n{"b": {"k": 1, "k": 2}}\n'),
+        {"path": "a.jsonl"},
+        r"dataset.path: a.jsonl, line 3: the key 'k' stands twice in one object",
+    ),
+    (
+        "two rows on one line",
+        text("a.jsonl", '{"a": 1}\n{"a": 2}, {"a": 3}\n'),
+        {"path": "a.jsonl"},
+        r"dataset.path: a.jsonl, line 2: not JSON: Extra data at column 9",
+    ),
+    (
+        "a row over two lines",
+        text("a.jsonl", '{"a": 1}\n{"a": [2\n, 3]}\n'),
+        {"path": "a.jsonl"},
+        r"dataset.path: a.jsonl, line 2: not JSON: .*",
+    ),
+    (
+        "an id that is half a character",
+        text("a.jsonl", '{"i": "a"}\n{"i": "\\ud83d"}\n'),
+        {"path": "a.jsonl", **ID},
+        r"dataset.id_column: the id '\\ud83d' of row 1 has half of a UTF-16 pair, which no file "
+        r"can hold: choose another column, or null to number the rows",
     ),
     (
         "several splits",

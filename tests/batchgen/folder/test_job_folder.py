@@ -129,7 +129,7 @@ def test_a_manifest_of_others_is_refused(tmp_path: Path, content: str) -> None:
 
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"format_version": 99}')
-    with pytest.raises(ConfigError, match="has format version 99, this batchgen writes 2"):
+    with pytest.raises(ConfigError, match="has format version 99, this batchgen reads"):
         _open(tmp_path, overwrite=True)
 
 

@@ -18,6 +18,7 @@ from batchgen.leases.lease_files import mark_name
 from batchgen.leases.lease_protocol import Lease
 from batchgen.leases.process_identity import identity
 from batchgen.leases.store_operations import Create
+from batchgen.storage.manifest import Manifest
 from batchgen.workers.worker import Worker, others_run
 
 
@@ -31,7 +32,7 @@ def _worker(folder: Path, name: str | None = None) -> Worker:
 def test_status_of_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "journal").mkdir()
     identity_ = {"output": {"text_column": "text"}}
-    (tmp_path / "manifest.json").write_text(json.dumps({"identity": identity_}))
+    (tmp_path / "manifest.json").write_text(Manifest.build(identity_, {}).text())
     one, two = _worker(tmp_path, "a"), _worker(tmp_path)
     assert [one.next_task(True).shard, one.next_task(True).shard] == [0, 1]
     assert two.next_task(True).shard == 2
@@ -77,7 +78,7 @@ def test_the_time_left_is_that_of_all_workers_that_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not of those that have ended, nor of the last one alone, which still loads."""
-    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / "manifest.json").write_text(Manifest.build({}, {}).text())
     running = _worker(tmp_path)
     figures = [
         ("running", 300, 10.0),
@@ -122,8 +123,6 @@ def test_workers_of_another_machine_are_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_folder_whose_lock_does_not_reach_is_joined(tmp_path: Path) -> None:
-    from batchgen.storage.manifest import Manifest
-
     manifest = Manifest.build({"model": {"path": "m"}}, {})
     with JobFolder(tmp_path, manifest, lambda stop: None, overwrite=False) as folder:
         assert folder.exclusive and folder.is_new

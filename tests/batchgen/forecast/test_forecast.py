@@ -11,7 +11,7 @@ import torch
 from batchgen.forecast.calibration import Calibration, RunCounts
 from batchgen.forecast.devices import DEVICES, Device
 from batchgen.forecast.forecast import Forecast, Range, Work, forecast, likely_share
-from batchgen.forecast.simulation import Places, play
+from batchgen.forecast.run_time import Places, run_time
 from batchgen.forecast.step_cost import ModelSizes, StepCost
 
 CPU = Device("cpu", 20e9, 80e9, 80e9, few_rows=0.5)
@@ -130,7 +130,7 @@ def test_answers_of_known_length_have_no_range() -> None:
 def run(factor: float, answers: np.ndarray) -> Calibration:
     """What a run of WORK's rows shows on a device that takes `factor` times what the model says."""
     prompts = WORK.prompts
-    played = play(of().scaled(factor), WORK.places, prompts, answers)
+    played = run_time(of().scaled(factor), WORK.places, prompts, answers, 100)
     counts = RunCounts(
         played.seconds,
         rows=100,
@@ -147,7 +147,7 @@ def run(factor: float, answers: np.ndarray) -> Calibration:
 def test_an_earlier_run_corrects_speed_and_lengths(factor: float) -> None:
     answers = np.random.default_rng(0).integers(1, 200, 100)
     found = forecast(of(), replace(WORK, seen=run(factor, answers)))
-    truth = play(of().scaled(factor), WORK.places, WORK.prompts, answers).seconds
+    truth = run_time(of().scaled(factor), WORK.places, WORK.prompts, answers, 100).seconds
     assert found.generated.likely == answers.sum()
     assert found.seconds.likely == pytest.approx(truth + 7, rel=0.15)
     assert found.start_s == 7.0

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from batchgen.grading.choices import (
+    LETTERS,
     BadChoices,
     OrderChoices,
     letter_of,
@@ -50,6 +51,17 @@ def test_shuffled_order_is_as_documented_and_needs_the_key_alone() -> None:
     assert step.apply(0, ROW) == step.apply(77, ROW)
 
 
+def test_more_than_nine_choices_are_shuffled() -> None:
+    step = OrderChoices(choices_column="c", target_column="a", order="shuffled", key_column="id")
+    orders = set()
+    for key in range(200):
+        values = step.apply(0, {"c": list("abcdefghijklmnopqrstuvwxyz"), "a": "J", "id": key})
+        assert sorted(values["choices"]) == list("abcdefghijklmnopqrstuvwxyz")
+        assert values["choices"][LETTERS.index(values["target"])] == "j"
+        orders.add("".join(values["choices"]))
+    assert len(orders) == 200
+
+
 def test_shuffled_orders_are_equally_likely() -> None:
     counts = Counter("".join(shuffle_choices("ABCD", str(i))) for i in range(4800))
     assert len(counts) == 24 and 140 < min(counts.values()) <= max(counts.values()) < 265
@@ -59,7 +71,7 @@ def test_the_letter_of_equal_choices_is_the_first() -> None:
     assert letter_of(["x", "y", "y"], "y") == "B"
 
 
-@pytest.mark.parametrize("target", ["C", 2])
+@pytest.mark.parametrize("target", ["C", "c", 2])
 def test_choices_in_one_column(target: Any) -> None:
     step = OrderChoices(choices_column="options", target_column="answer", order="rotated")
     row = {"options": ["a", "b", "c"], "answer": target}
@@ -78,11 +90,30 @@ def test_rows_without_a_choice(row: dict[str, Any], says: str) -> None:
         OrderChoices(columns=FOUR).apply(0, row)
 
 
-@pytest.mark.parametrize("target", ["D", "", "AB", 3, -1, None, 1.0])
+@pytest.mark.parametrize("target", ["D", "", "AB", 3, -1, None, 1.0, True])
 def test_targets_that_are_no_choice(target: Any) -> None:
     step = OrderChoices(choices_column="options", target_column="answer")
     with pytest.raises(BadChoices, match="answer"):
         step.apply(0, {"options": ["a", "b", "c"], "answer": target})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["a", None], "'options' must hold a text or a number for each choice"),
+        ([["a"], "b"], "'options' must hold a text or a number for each choice"),
+        ("abc", "'options' must hold a list of choices, got str"),
+        ({"text": ["a", "b"]}, "'options' must hold a list of choices, got dict"),
+        ([str(i) for i in range(27)], "27 choices, and only 26 letters"),
+        ([], "one of 0 choices"),
+    ],
+)
+def test_lists_that_are_no_choices(options: Any, says: str) -> None:
+    step = OrderChoices(choices_column="options", target_column="answer")
+    with pytest.raises(BadChoices, match=says):
+        step.apply(0, {"options": options, "answer": 0})
+    with pytest.raises(BadChoices, match="'right' must hold a text or a number"):
+        OrderChoices(columns=FOUR).apply(0, {**ROW, "right": ["right", "left"]})
 
 
 @pytest.mark.parametrize(

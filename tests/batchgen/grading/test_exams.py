@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from batchgen.compose.load_config import load_config
 from batchgen.compose.trust import TYPED
+from batchgen.config.class_names import class_path
 from batchgen.config.job_config import JobConfig
 from batchgen.grading.choices import OrderChoices
 from batchgen.grading.grade_rows import Grader
@@ -48,8 +49,8 @@ def made(specs: list[dict[str, Any]] | None) -> list[Any]:
     """The steps that a list of the configuration names."""
     steps = []
     for spec in specs or []:
-        options = {key: value for key, value in spec.items() if key != "_target_"}
-        steps.append(resolve_name(spec["_target_"])(**options))
+        ((name, options),) = spec.items()
+        steps.append(resolve_name(class_path(name))(**options))
     return steps
 
 

@@ -85,7 +85,7 @@ def test_mistakes_in_options_are_refused(make: Any, says: str) -> None:
         (
             [Grade(method="exact")],
             "post[0]: Grade reads the column 'answer', which no step before it writes: put a step "
-            "before it that does (batchgen.grading.extract.Extract writes answer)",
+            "before it that does (Extract writes answer)",
         ),
         ([Grade(method="exact"), Extract()], "put post[1] (Extract) before it"),
         ([Extract(prefix="a_"), Grade(method="math")], "choose among a_answer, a_answer_start, "),

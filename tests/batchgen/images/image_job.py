@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from argparse import Namespace
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from nano_vl import IMAGE_ID, PROCESSOR, PictureModel, build_tokenizer
+import torch
+from nano_vl import PictureModel
 from PIL import Image as Pillow
 from safetensors.torch import save_file
 
+import batchgen
 from batchgen.compose.compose_config import compose
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.images.image import Image
@@ -28,19 +30,32 @@ from batchgen.jobs.job_parts import JobParts, job_parts
 from batchgen.jobs.run_job import run_job
 
 MEMORY = MemoryPlan(0, 0, 0, num_blocks=0, kv_tokens=0, total=None)
-TINY = {"hidden_size": 64, "layers": 3, "width": 32, "depth": 2, "seed": 0}
+SHIPPED = Path(batchgen.__file__).parent / "data" / "nano_vl"
+IMAGE_ID = 261
+TINY = {"hidden_size": 64, "intermediate_size": 170, "num_hidden_layers": 3}
+TINY_TOWER = {"hidden_size": 32, "intermediate_size": 128, "num_heads": 1, "depth": 2}
+
+
+def tiny_config() -> dict[str, Any]:
+    """The configuration of a model of nano_vl's form that is smaller still."""
+    config: dict[str, Any] = json.loads((SHIPPED / "config.json").read_text())
+    config["text_config"] |= TINY
+    config["vision_config"] |= TINY_TOWER | {"out_hidden_size": TINY["hidden_size"]}
+    return config
 
 
 def save_model(folder: Path, **processor: Any) -> Path:
     """A random model of Qwen3-VL's form; `processor` changes what it says of images."""
     folder.mkdir(parents=True, exist_ok=True)
-    learner = PictureModel(Namespace(**TINY))
-    weights = learner.module.state_dict()
+    for file in [*SHIPPED.glob("*.json"), *SHIPPED.glob("*.jinja")]:
+        shutil.copyfile(file, folder / file.name)
+    (folder / "config.json").write_text(json.dumps(tiny_config()))
+    says = json.loads((SHIPPED / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps(says | processor))
+    torch.manual_seed(0)
+    weights = PictureModel(tiny_config()).module.state_dict()
     kept = {name: value.contiguous() for name, value in weights.items() if "lm_head" not in name}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(learner.config))
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | processor))
-    build_tokenizer().save_pretrained(folder)
     return folder
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -144,9 +143,7 @@ def test_values_that_are_no_colours_are_refused() -> None:
 def test_a_processor_of_another_kind_is_refused(
     says: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
-    from nano_vl import PROCESSOR
-
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | says))
+    save_model(tmp_path, **says)
     with pytest.raises(ConfigError, match=why):
         image_sizes(tmp_path, 32, None)
 

@@ -17,6 +17,7 @@ from batchgen.costs.cost_files import SCHEMA, Costs, cost_files, cost_path, read
 from batchgen.costs.cost_recorder import CostRecorder
 from batchgen.shards.shard_files import read_columns
 from batchgen.storage.job_storage import FolderStorage
+from batchgen.util.request_id import RequestId
 
 
 def measured(out: Path) -> Costs:
@@ -85,14 +86,16 @@ def test_a_job_that_was_stopped_counts_all_that_was_spent(
 def test_what_is_beside_a_row_counts_for_it_and_workers_add_up(tmp_path: Path) -> None:
     storage = FolderStorage(tmp_path)
     first, second = (CostRecorder(storage, 10, worker) for worker in (1, 2))
-    first.add([("3.0", 1.0), ("3.0/0", 0.5), ("12.1", 2.0)])
+    first.add(
+        [(RequestId("", 3, 0), 1.0), (RequestId("", 3, 0, 0), 0.5), (RequestId("", 12, 1), 2.0)]
+    )
     first.save()
-    first.add([("3.0/1", 0.25)])
-    second.add([("3.0", 4.0)])
+    first.add([(RequestId("", 3, 0, 1), 0.25)])
+    second.add([(RequestId("", 3, 0), 4.0)])
     first.save()
     second.save()
     first.save()  # nothing has changed
-    first.add([("3.0", 1.0)])  # the file is read again
+    first.add([(RequestId("", 3, 0), 1.0)])  # the file is read again
     first.save()
     assert shard_costs(storage, 0) == {(3, 0): 6.75}
     assert read_costs(storage, cost_path(tmp_path, 1, 1)) == {(12, 1): 2.0}
@@ -101,7 +104,7 @@ def test_what_is_beside_a_row_counts_for_it_and_workers_add_up(tmp_path: Path) -
 
 def test_a_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
     recorder = CostRecorder(FolderStorage(tmp_path), 10, 1)
-    recorder.add([("3.0", 1.0)])
+    recorder.add([(RequestId("", 3, 0), 1.0)])
     shutil.rmtree(tmp_path / "cost")
     recorder.save()
     assert not (tmp_path / "cost").exists()

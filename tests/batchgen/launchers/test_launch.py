@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from batchgen import run_job
-from batchgen.compose.compose_config import checked, compose, compose_groups
-from batchgen.compose.trust import Trust
+from batchgen.compose.compose_config import compose
 from batchgen.config.job_config import JobConfig
 from batchgen.config.launcher_config import Launched, Launcher, job_launcher
 from batchgen.folder.refused_folder import refuse_foreign_files
@@ -59,24 +58,6 @@ def test_keys_that_say_which_launcher_is_meant() -> None:
     assert name({"launcher.placement": "pack"}) == "ray"
     with pytest.raises(ConfigError, match=r"launcher\.workers has no value"):
         compose({"launcher": "slurm"})
-
-
-@pytest.mark.parametrize(
-    "old", [{"kind": "local", "workers": 2, "restarts": 3}, {"kind": "local", "workers": 2}]
-)
-def test_job_files_from_before_launchers_were_classes(old: dict[str, object]) -> None:
-    target = "batchgen.launchers.local.LocalLauncher"
-    new = compose({"launcher": {"_target_": target, "workers": 2}}).launcher
-    assert compose({"launcher": old}).launcher == new
-    groups = compose_groups({}).groups
-    config = checked({**groups, "launcher": {**old, "restarts": 3}}, Trust((Path("job.yaml"),)))
-    assert config.launcher == new is not None and new.target == target
-    assert compose({}, ["launcher.kind=local", "launcher.workers=2"]).launcher == new
-    assert compose({"launcher": {"kind": "none"}}).launcher is None
-    with pytest.raises(ConfigError, match=r"launcher\.kind: launcher has no choice loca: did you"):
-        compose({"launcher": {"kind": "loca"}})
-    with pytest.raises(ConfigError, match=r"launcher\.kind must be one of .*none.*, got 'loca'"):
-        checked({**groups, "launcher": {"kind": "loca"}}, Trust())
 
 
 class OwnLauncher(Launcher):

@@ -59,7 +59,7 @@ def case(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     add = EnginePort.add_request
 
     def added(self: EnginePort, *args: Any, **more: Any) -> None:
-        name = self._prefix.strip()
+        name = self.name
         asked[name] = asked.get(name, 0) + 1
         add(self, *args, **more)
 

@@ -86,7 +86,7 @@ def test_the_expected_memory_counts_states_of_rows(gpu: int | None) -> None:
     given = Room(plan.kv_cache + plan.row_states + plan.checkpoints + 2**20, plan.work_space, gpu)
     assert plan == divide_memory([toy], settings, given)
     specs = toy.model.cache_specs
-    assert plan.row_states == 9 * row_bytes(specs, 1, settings.most_pending) > 0
+    assert plan.row_states == 9 * row_bytes(specs, 1, settings.fold) > 0
     assert plan.total == gpu and (plan.work_space > 0) == (gpu is not None)
     assert plan.weights == toy.model.num_parameters * 4
     with pytest.raises(ValueError, match="the weights need"):

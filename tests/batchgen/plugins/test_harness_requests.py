@@ -1,4 +1,4 @@
-"""Requests of harnesses: what is asked once, how texts are cut, and an evaluation in two phases."""
+"""Requests of harnesses: what is asked once, and how texts are cut."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen import LLM
-from batchgen.__main__ import run_command
-from batchgen.plugins.harness_phases import DumpedAnswers, ReplayedAnswers
 from batchgen.plugins.harness_requests import (
     Asked,
     EngineAnswers,
@@ -68,46 +66,7 @@ def test_a_long_context_loses_its_first_tokens() -> None:
             cut_left(prompt, answer, 2, "a")
 
 
-@pytest.fixture
-def dumped(model: Path, tmp_path: Path) -> Path:
-    """A folder with the requests of two calls to score, and of one to generate."""
-    folder = tmp_path / "eval"
-    folder.mkdir()
-    keys = {"model": {"choice": "hf", "path": str(model)}, "engine.device": "cpu"}
-    writer = DumpedAnswers(folder, keys)
-    writer.score(SCORED[:5])
-    writer.generate(ASKED)
-    writer.score(SCORED[5:])
-    assert [path.name for path in writer.jobs] == ["score.yaml", "generate.yaml"]
-    return folder
-
-
-def test_two_phases_give_the_results_of_one(dumped: Path, model: Path) -> None:
-    for job in ("score.yaml", "generate.yaml"):
-        assert run_command([str(dumped / job)]) == 0
-    replay = ReplayedAnswers(dumped)
-    with LLM(str(model), device="cpu") as llm:
-        engine = EngineAnswers(llm)
-        assert replay.score(SCORED[:5]) + replay.score(SCORED[5:]) == engine.score(SCORED)
-        assert replay.generate(ASKED) == engine.generate(ASKED)
-
-
-def test_missing_rows_and_other_requests_are_named(dumped: Path) -> None:
-    with pytest.raises(ConfigError, match="score is not the output of a job"):
-        ReplayedAnswers(dumped).score(SCORED[:5])
-    run_command([str(dumped / "score.yaml"), "dataset.limit=4"])
-    with pytest.raises(ConfigError, match=r"1 of 5 rows of .* are missing \(choice/1/1\): run"):
-        ReplayedAnswers(dumped).score(SCORED[:5])
-    with pytest.raises(ConfigError, match="choice/0/1: the request is not line 1 of"):
-        ReplayedAnswers(dumped).score(SCORED[1:5])
-    with pytest.raises(ConfigError, match="sum/3/0: the request is not line 5 of"):
-        ReplayedAnswers(dumped).generate([*ASKED, ASKED[-1]])
-    (dumped / "score.jsonl").unlink()
-    with pytest.raises(ConfigError, match="run dump first"):
-        ReplayedAnswers(dumped).score(SCORED[:5])
-
-
-def test_an_error_names_its_request(model: Path, tmp_path: Path) -> None:
+def test_an_error_names_its_request(model: Path) -> None:
     with LLM(str(model), device="cpu", max_model_len=8) as llm:
         with pytest.raises(ConfigError, match="long: prompt and answer have 7 and 2 tokens"):
             EngineAnswers(llm).score([*SCORED[:2], Scored("long", (1,) * 7, (1, 2))])

@@ -145,12 +145,6 @@ def test_tools_reach_the_chat_template(smollm2: PreTrainedTokenizerBase) -> None
     assert not prompt(smollm2, WITH_TOOLS, user="Hi", tools_column="tools").is_constant
 
 
-def test_nulls_that_arrow_adds_are_no_part_of_a_tool(smollm2: PreTrainedTokenizerBase) -> None:
-    made = prompt(smollm2, WITH_TOOLS, user="{{ q1 }}", tools_column="functions")
-    text = made.text(row(q1="Hi", functions=[{"name": "weather", "strict": None}]))
-    assert text.startswith('<tools>{"name": "weather"}</tools>')
-
-
 @pytest.mark.parametrize(
     ("tools", "message"),
     [

@@ -128,9 +128,9 @@ def test_another_model_or_data_set_is_refused_by_name(
 
 def test_code_of_a_stranger_is_not_run(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = (job / "config.yaml").read_text()
-    target = "batchgen.strategies.ar.strategy.ARStrategy"
+    target = "_target_: ar\n"
     assert target in config
-    (job / "config.yaml").write_text(config.replace(target, "os.system"))
+    (job / "config.yaml").write_text(config.replace(target, "_target_: os.system\n"))
     assert audit(job) == 2
     assert "it would run with your rights: strategy._target_ os.system" in capsys.readouterr().err
 
@@ -204,6 +204,12 @@ def test_a_set_is_audited_by_what_it_knows_of_its_jobs(
         found[3]["response"] += "!"
 
     rewrite(tmp_path / "set" / "data" / "part-00000.parquet", change)
+    assert run_command(["audit", str(tmp_path / "set"), "--rows", "50"]) == 1
+    assert "its rows are not those that were written" in capsys.readouterr().err
+    facts = tmp_path / "set" / "selection.json"
+    values = json.loads(facts.read_text())
+    del values["digest"]  # as somebody would who wants to pass them off as chosen
+    facts.write_text(json.dumps(values))
     assert run_command(["audit", str(tmp_path / "set"), "--rows", "50"]) == 1
     line = capsys.readouterr().out.splitlines()[0]
     assert line.startswith("row job/r3#1: response is '") and line.endswith("!' there")

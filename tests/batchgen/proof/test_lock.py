@@ -14,16 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from real_job import contents, overrides, run
 
 from batchgen.__main__ import run_command
 from batchgen.proof.folder_proof import folder_digests
 from batchgen.proof.lock_file import Lock
-from batchgen.proof.merkle import climbed, leaves, root, way_up
+from batchgen.proof.merkle import leaves
 from batchgen.proof.rebuilt import compared
-from batchgen.shards.checked_file import seal
 
 KEEP = ["post=[{_target_: batchgen.grading.extract.Extract, methods: [whole]},"
         "{_target_: batchgen.grading.grade.Grade, method: exact, target: q}]"]  # fmt: skip
@@ -118,9 +115,6 @@ def test_a_pipeline_is_made_again_without_its_file(
     capsys.readouterr()
     assert run_command(["audit", f"{tmp_path}/moved/last", "--rows", "4"]) == 2  # moved tables
     assert "rows[0]" in capsys.readouterr().err
-    whole = ["--row", "r1#0", "--step", "both", *places(chain, model)]
-    assert run_command(["rebuild", str(lock), *whole]) == 2
-    assert "step both reads several jobs" in capsys.readouterr().err
 
 
 def test_a_lock_is_small_and_the_same_each_time(chain: Path, tmp_path: Path) -> None:
@@ -151,39 +145,6 @@ def test_other_rows_are_told_by_shard(chain: Path) -> None:
     assert difference(columns="0") == "it has other columns"
     assert compared("draft", proof, found).same_bytes
     assert not compared("draft", replace(proof, files=["0"] * 3), found).same_bytes
-
-
-@pytest.mark.parametrize(("step", "row_id"), [("draft", "r5"), ("judge", "r5#1")])
-def test_one_row_is_made_alone_and_proven(
-    step: str, row_id: str, chain: Path, model: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    published = tmp_path / "published"
-    published.mkdir()
-    shutil.copytree(chain / step / "data", published / "data")
-    shutil.copy(chain / step / "manifest.json", published)
-    command = ["rebuild", str(chain / "judge.lock"), "--step", step, "--row", row_id]
-    command += ["--against", str(published), *places(chain, model)]
-    assert run_command(command) == 0
-    lines = capsys.readouterr().out.splitlines()[-2:]
-    assert all(line.startswith(f"{row_id}, sample ") for line in lines)
-    assert all("proven: row " in line for line in lines)
-    shards = sorted((published / "data").iterdir())
-    found = [row for path in shards for row in pq.read_table(path, columns=["row_id"]).to_pylist()]
-    number = next(i for i, row in enumerate(found) if row["row_id"] == row_id) // 8
-    # A row beside it in its shard has changed: the digests lead to another root.
-    table = pq.read_table(shards[number])
-    texts = table["text"].to_pylist()
-    other = next(i for i, one in enumerate(table["row_id"].to_pylist()) if one != row_id)
-    texts[other] = "changed"
-    at = table.schema.get_field_index("text")
-    changed = table.set_column(at, table.schema.field(at), pa.array(texts, pa.string()))
-    pq.write_table(changed, shards[number])
-    seal(shards[number])
-    assert run_command(command) == 1
-    assert "which is not the set of the lock" in capsys.readouterr().out
-    assert run_command([*command[:5], "r99#0", *command[6:]]) == 2
-    assert "step draft has no row with this id" in capsys.readouterr().err
 
 
 def test_models_data_and_places_are_the_users_word(
@@ -259,21 +220,6 @@ def test_what_is_no_lock(text: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     path.write_text(text)
     assert run_command(["rebuild", str(path), "output.dir=x"]) == 2
     assert str(path) in capsys.readouterr().err
-
-
-@given(st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=40), st.data())
-def test_the_way_up_leads_to_the_root_and_nothing_else_does(
-    digests: list[bytes], data: st.DataObject
-) -> None:
-    place = data.draw(st.integers(0, len(digests) - 1))
-    way = way_up(digests, place)
-    assert climbed(digests[place], way) == root(digests)
-    assert len(way) <= math.ceil(math.log2(len(digests) or 1))
-    other = data.draw(st.binary(min_size=32, max_size=32).filter(lambda one: one != digests[place]))
-    assert climbed(other, way) != root(digests)
-    changed = [*digests[:place], other, *digests[place + 1 :]]
-    assert root(changed) != root(digests)
-    assert root(digests + digests[-1:]) != root(digests)
 
 
 def test_a_leaf_is_of_names_types_and_values() -> None:

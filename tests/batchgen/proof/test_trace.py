@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -14,6 +16,8 @@ from finished_job import finished_job, row
 from real_job import ROWS, overrides, run
 
 from batchgen.__main__ import run_command
+from batchgen.pipelines.record.export_record import ExportRecord, MadeExport
+from batchgen.pipelines.record.pipeline_record import PipelineRecord
 
 GRADED = ["post=[{_target_: batchgen.grading.extract.Extract, methods: [whole]},"
           "{_target_: batchgen.grading.grade.Grade, method: exact, target: q}]"]  # fmt: skip
@@ -114,19 +118,17 @@ def test_a_copy_finds_the_jobs_beside_it(
         ("grpo", ["--answer", "q"]),
     ],
 )
-@pytest.mark.parametrize("form", ["parquet", "folder", "jsonl"])
+@pytest.mark.parametrize("form", ["parquet", "folder"])
 def test_lines_of_exported_files(
     to: str, options: list[str], form: str, top: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """A file that says how it was made is made again up to the line; of another one the texts are
-    looked for."""
+    """A file that says how it was made is made again up to the line."""
     of = top / ("judge" if to == "sft" else "draft")
     file = tmp_path / ("out" if form == "folder" else f"out.{form}")
     assert run_command(["export", str(of), "--to", to, *options, "--out", str(file)]) == 0
     capsys.readouterr()
-    more = ["--of", of] if form == "jsonl" else []
-    line, *answers = trace(capsys, file, "--line", 3, *more)
+    line, *answers = trace(capsys, file, "--line", 3)
     assert (line["kind"], line["line"]) == ("line", 3)
     first = [one for one in answers if one["kind"] == "answers" and one["job"] == str(of)]
     content = line["content"]
@@ -138,7 +140,7 @@ def test_lines_of_exported_files(
     elif to == "dpo":
         answer = {content[name][-1]["content"] for name in ("chosen", "rejected")}
         assert answer == set(texts)
-        assert [one["rows"][0]["sample_index"] for one in first] == [1, 0] or form == "jsonl"
+        assert [one["rows"][0]["sample_index"] for one in first] == [1, 0]
     else:
         assert {one["rows"][0]["row_id"] for one in first} == {content["row_id"]}
     assert answers[-1]["kind"] == "data set"
@@ -152,7 +154,7 @@ def test_a_line_that_cannot_be_traced_is_refused(
     draft = str(top / "draft")
     for arguments, says in (
         (["--line", "1"], "name the job or the set with --of OUT"),
-        (["--line", "1", "--of", draft], "no row of"),
+        (["--line", "1", "--of", draft], "does not say how it was made"),
         (["--line", "2", "--of", draft], "has no line 2"),
         (["--line", "3", "--of", draft], "is not JSON"),
         (["--line", "9", "--of", draft], "has no line 9"),
@@ -174,6 +176,50 @@ def test_plain_lines_name_their_row(
     line, answers, _ = trace(capsys, file, "--line", 4, "--of", top / "draft")
     same = ("row_id", "sample_index", "text")
     assert [line["content"][n] for n in same] == [answers["rows"][0][n] for n in same]
+    lines = [json.loads(one) for one in gzip.open(file, "rt")]
+    edited = tmp_path / "edited.jsonl"
+    texts = [{**lines[0], "row_id": lines[4]["row_id"]}, {"row_id": lines[0]["row_id"]}]
+    edited.write_text("".join(json.dumps(one) + "\n" for one in texts))
+    for number, says in ((1, "no row of"), (2, "2 samples of")):
+        arguments = ["--line", str(number), "--of", str(top / "draft")]
+        assert run_command(["trace", str(edited), *arguments]) == 2
+        assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_a_line_is_traced_by_what_it_holds(
+    top: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    """A file in another order names the same rows, and an edited line names none."""
+    folder, of = tmp_path / "out/export", "draft.0123456789"
+    shutil.copytree(top / "draft", tmp_path / "out" / of)
+    folder.mkdir()
+    file = folder / f"x.{form}"
+    export = ["export", str(tmp_path / "out" / of), "--to", "grpo", "--answer", "q", "--out"]
+    assert run_command([*export, str(file)]) == 0
+    if form == "jsonl":  # as a pipeline writes it
+        options = {"answer": "q"}
+        made = MadeExport("0", ("0",), of, {"step": "draft", "to": "grpo", "options": options})
+        ExportRecord(folder, {}).write(file.name, made)
+        (tmp_path / "out/pipeline.json").write_text(PipelineRecord({}).text())
+    capsys.readouterr()
+    known = [trace(capsys, file, "--line", number) for number in (1, 2, 3)]
+    if form == "jsonl":
+        lines = file.read_text().splitlines()
+        lines[2] = lines[2].replace('"answer": "', '"answer": "not ')
+        file.write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
+    else:
+        table = pq.read_table(file)
+        rows = table.to_pylist()
+        rows[2]["answer"] = "not " + rows[2]["answer"]
+        changed = pa.Table.from_pylist([rows[1], rows[0], *rows[2:]], schema=table.schema)
+        pq.write_table(changed, file)
+    for number, other in ((1, 2), (2, 1)):
+        found = trace(capsys, file, "--line", number)
+        assert found[1:] == known[other - 1][1:]
+        assert found[0]["content"] == known[other - 1][0]["content"]
+    assert run_command(["trace", str(file), "--line", "3"]) == 2
+    assert "gives this line" in capsys.readouterr().err
 
 
 def test_a_pipeline_and_its_exports(

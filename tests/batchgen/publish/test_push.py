@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 from finished_job import finished_job, row
-from hub_server import TOKEN, Hub, Repo, hub_server
+from hub_server import TOKEN, Hub, Repo, logged_in
 
 from batchgen.__main__ import run_command
+from batchgen.folder.read_job import JobFolderReader
 from batchgen.publish.hub import push_folder
 from batchgen.publish.hub.push_folder import FolderPush
 from batchgen.publish.hub.pushed_files import PushedFolder
@@ -26,18 +28,8 @@ SET = "me/answers"
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub on which this process is logged in; nothing waits for long."""
-    from huggingface_hub import constants
-
-    with hub_server() as found:
-        monkeypatch.setattr(constants, "ENDPOINT", found.url)
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{repo_id}")
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.url + "".join(template[1:])
-        )
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    """A hub on which this process is logged in."""
+    with logged_in(monkeypatch) as found:
         yield found
 
 
@@ -186,9 +178,67 @@ def test_a_job_that_has_grown_sends_what_is_new(hub: Hub, tmp_path: Path) -> Non
     waits_of(job)
     uploads = hub.requests["upload"]
     grown = job_of(tmp_path / "grown", 3)
-    assert PushedFolder(str(grown)).identity == PushedFolder(str(job)).identity
     waits_of(grown)
     assert same(hub, grown) and hub.requests["upload"] == uploads + 2
+
+
+def test_the_data_set_becomes_exactly_this_one(hub: Hub, tmp_path: Path) -> None:
+    """Rows that were computed anew take the place of older ones, and no other shard stays."""
+    waits_of(job_of(tmp_path / "job", 3))
+    rows = [row(i, text="no") for i in range(2)]
+    other = finished_job(tmp_path / "other", rows, in_shard=1)
+    (other / "README.md").write_text("---\ntags: []\n---\n# Other answers\n")
+    waits_of(other)
+    found = {name for name in hub.repos[SET].files if name.endswith(".parquet")}
+    assert found == {"data/part-00000.parquet", "data/part-00001.parquet"} and same(hub, other)
+
+
+def test_rows_of_another_data_set_are_refused(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One configuration, and another file of rows, or fewer of them."""
+    job, manifests = job_of(tmp_path / "job"), []
+    values = json.loads((job / "manifest.json").read_text())
+    for rows, digests in ((3, ["a"]), (4, ["b"]), (3, ["b"]), (2, ["c"])):
+        more = {"growing": {"dataset rows": rows}, "row_digests": digests}
+        prints = {**values["fingerprints"], "dataset": f"{rows} {digests}"}
+        manifests.append(json.dumps({**values, **more, "fingerprints": prints}))
+    (job / "manifest.json").write_text(manifests[0])
+    assert run("push", job, SET) == 0
+    for text, says in ((manifests[2], "row that differs"), (manifests[3], "row is gone")):
+        (job / "manifest.json").write_text(text)
+        folder = PushedFolder.__new__(PushedFolder)
+        folder._reader, folder.identity_file = JobFolderReader(job), "manifest.json"
+        (line,) = folder.differences(manifests[0].encode())
+        assert says in line
+
+
+@pytest.mark.parametrize("folder", ["data", "grades"])
+def test_a_damaged_file_never_leaves(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    job = job_of(tmp_path / "job")
+    path = job / folder / "part-00001.parquet"
+    content = bytearray(path.read_bytes())
+    content[40] ^= 1
+    path.write_bytes(content)
+    assert run("push", job, SET) == 1
+    assert "part-00001.parquet" in capsys.readouterr().err
+    assert set(hub.repos[SET].files) == {".gitattributes"}
+
+
+def test_a_set_that_is_not_what_was_written_is_not_pushed(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_of(tmp_path / "job")
+    for name in ("no", "yes"):
+        assert run("select", job, "--where", "mark == 1", "--text-as", name, "--out",
+                   tmp_path / name) == 0  # fmt: skip
+    shutil.copy(tmp_path / "no/data/part-00000.parquet", tmp_path / "yes/data")
+    assert run("push", tmp_path / "yes", SET) == 1
+    assert "are not those that were written" in capsys.readouterr().err
+    assert run("select", job, "--where", "mark == 1", "--text-as", "yes", "--out",
+               tmp_path / "yes") == 1  # fmt: skip
 
 
 def test_shards_are_pushed_as_a_job_publishes_them(hub: Hub, tmp_path: Path) -> None:

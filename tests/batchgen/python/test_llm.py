@@ -187,7 +187,7 @@ def test_the_bar(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"params": RequestParams()}, "give one SamplingParams for all"),
         ({"n": 0}, "n must be at least 1"),
         ({"params": PARAMS, "sampling_params": SamplingParams()}, "mean the same and differ"),
-        ({"lora_request": "x"}, "no LoRA adapters"),
+        ({"lora_request": "x"}, "LLM.generate has no argument 'lora_request'"),
         ({"chat_template_kwargs": {}}, "LLM.generate has no argument 'chat_template_kwargs'"),
         ({"temperature": 1}, "write params=SamplingParams(temperature=…)"),
         ({"max_tokens": 1}, "write params=SamplingParams(max_tokens=…)"),
@@ -280,7 +280,7 @@ def test_closing(model: Path) -> None:
     [
         ({"dtype": "int8"}, "dtype must be one of auto, float32, bfloat16, float16, got 'int8'"),
         ({"tensor_parallel_size": 3}, "tensor_parallel=3 does not divide the model's"),
-        ({"pipeline_parallel_size": 2}, "tensor_parallel"),
+        ({"pipeline_parallel_size": 2}, "did you mean tensor_parallel_size?"),
         ({"max_model_length": 5}, "did you mean max_model_len"),
         ({"max_model_len": 5000}, "max_model_len is 5000, but the model has positions for 256"),
     ],

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from image_job import picture
-from nano_vl import IMAGE_ID
+from image_job import IMAGE_ID, picture
 from PIL import Image as Pillow
 
 from batchgen import LLM, SamplingParams

@@ -14,6 +14,7 @@ from batchgen.costs.cost_files import shard_costs
 from batchgen.jobs.job_end import JobResult
 from batchgen.sharing.run_jobs import SharingJob, run_jobs
 from batchgen.storage.job_storage import FolderStorage
+from batchgen.util.request_id import RequestId
 
 
 def data(out: str) -> dict[str, bytes]:
@@ -101,10 +102,12 @@ def test_a_job_that_others_complete_takes_its_rows_out_of_the_engine(tmp_path: P
     one, two = engine.port("one"), engine.port("two")
     params = job.config().params
     for port in (one, two):
-        port.add_request("7.0", [7, 8, 2], replace(params, seed=4))
+        port.add_request(RequestId(port.name, 7, 0), [7, 8, 2], replace(params, seed=4))
     assert engine.in_flight == 2 and one.num_running == 1
     one.close()
     assert engine.in_flight == 1 and one.num_running == 0
     while engine.in_flight:
         engine.step()
-    assert one.step() == [] and [output.request_id for output in two.step()] == ["7.0"]
+    assert one.step() == [] and [output.request_id for output in two.step()] == [
+        RequestId("two", 7, 0)
+    ]

@@ -151,7 +151,7 @@ def test_what_cannot_be_followed_is_refused_by_name(whole: Path, tmp_path: Path)
         open_source(job.config())
     unfolding.show("data/part-00000.parquet")
     config = unfolding.folder / "config.yaml"
-    config.write_text(config.read_text().replace("batchgen.grading.extract.Extract", "mine.Step"))
+    config.write_text(config.read_text().replace("- Extract:", "- _target_: mine.Step\n  options:"))
     with pytest.raises(ConfigError, match=r"graded by mine\.Step"):
         open_source(job.config())
 

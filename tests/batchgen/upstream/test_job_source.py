@@ -303,15 +303,15 @@ def test_only_complete_jobs_are_read(draft: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"own output\.dir"):
         source(draft, own=str(draft))
     (copy("short") / "data" / "part-00003.parquet").unlink()
-    with pytest.raises(JobError, match=r"hold 18 answers, and metrics\.json says 21"):
+    with pytest.raises(JobError, match=r"hold 18 rows, and metrics\.json says 21"):
         source(tmp_path / "short")
     (copy("gap") / "data" / "part-00001.parquet").unlink()
-    with pytest.raises(JobError, match="shards are missing"):
+    with pytest.raises(JobError, match="of 4 shards 1 is missing"):
         source(tmp_path / "gap")
     contents = ("{}", "[]", '{"identity": 3, "fingerprints": {}}', '{"identity": [], "x": 1}')
     for number, content in enumerate(contents):
         (copy(f"m{number}") / "manifest.json").write_text(content)
-        with pytest.raises(ConfigError, match="is not of batchgen"):
+        with pytest.raises(ConfigError, match="is not a manifest of batchgen"):
             source(tmp_path / f"m{number}")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from forked import fork_server
 
-from batchgen.storage.manifest import write_atomic
+from batchgen.storage.whole_file import write_atomic
 
 _TEXTS = [name * 20_000 for name in "ab"]
 

@@ -83,7 +83,7 @@ class _FailingEngine(FakeEngine):
 
     def _finish(self, running: Any) -> RequestOutput:
         output = super()._finish(running)
-        if int(output.request_id.partition(".")[2]) % 2 == 0:
+        if output.request_id.sample % 2 == 0:
             return output
         error = RequestError("scripted", "an odd sample")
         return replace(output, text="", finish_reason="error", error=error)

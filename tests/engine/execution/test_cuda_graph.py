@@ -34,8 +34,8 @@ from batchgen.engine.execution.model_runner import ModelRunner
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.kv_cache import KVCache, slot_mapping
+from batchgen.kernels.attention.metadata import AttentionMetadata
 from batchgen.kernels.attention.prefill_plan import tile_tokens
 
 VOCAB, NUM_BLOCKS, BLOCK_SIZE = 128, 400, 4

@@ -147,12 +147,12 @@ def test_drafts_that_fall_anywhere_are_taken_back(alone: Alone, folder: Path) ->
     check_forced(alone, folder, k=3)
 
 
-@pytest.mark.parametrize("most", [1, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fold", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_states_that_are_written_back_later(
-    alone: Alone, folder: Path, monkeypatch: pytest.MonkeyPatch, most: int
+    alone: Alone, folder: Path, monkeypatch: pytest.MonkeyPatch, fold: int
 ) -> None:
     """As on a GPU, where records stay pending."""
-    monkeypatch.setattr(engine_config, "most_pending", lambda device: most)
+    monkeypatch.setattr(engine_config, "folded_at_once", lambda device: fold)
     check_forced(alone, folder, k=3)
 
 
@@ -194,7 +194,7 @@ def folded_states(engine: LLMEngine) -> list[Tensor]:
     for cache in states.layers:
         window, matrix = cache.state["window"], cache.state["matrix"]
         slot = torch.ones(1, dtype=torch.int64)
-        step = StepRows(slot, cache.pending, cache.first, 0, most_pending=0)
+        step = StepRows(slot, cache.pending, cache.first, 0, fold=1)
         nothing = torch.zeros(0, window.shape[-1])
         weight, none = torch.zeros(window.shape[-1], 4), torch.zeros(0, 4)
         causal_conv_step(nothing, weight, window, cache.records["inputs"], step)

@@ -15,7 +15,7 @@ from batchgen.engine.caches.model_caches import CacheSizes
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.kernels.attention.attention import AttentionMetadata
+from batchgen.kernels.attention.metadata import AttentionMetadata
 
 CPU = torch.device("cpu")
 IDS = [(7 * i * i + 3 * i) % 128 for i in range(200)]

@@ -1,5 +1,6 @@
 """Every wrong value is refused with its name; the rest is kept as given."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,3 +93,13 @@ def test_has_penalties(params: SamplingParams, expected: bool) -> None:
 def test_greedy_is_temperature_zero_only() -> None:
     assert SamplingParams(temperature=0).greedy
     assert not SamplingParams(temperature=1e-5).greedy
+
+
+def test_another_seed_changes_nothing_else() -> None:
+    """Every field is copied, also of those that come later, and the one copied from stays."""
+    params = SamplingParams(
+        temperature=0.5, stop=("a",), stop_token_ids=(3,), columns=("x",), seed=1
+    )
+    other = params.with_seed(2**64 - 1)
+    assert other == replace(params, seed=2**64 - 1) and params.seed == 1
+    assert hash(other) == hash(replace(params, seed=2**64 - 1))

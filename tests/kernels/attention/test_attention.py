@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels.attention import attention
-from batchgen.kernels.attention.attention import AttentionMetadata, paged_attention
+from batchgen.kernels.attention.attention import paged_attention
 from batchgen.kernels.attention.kv_cache import KVCache
+from batchgen.kernels.attention.metadata import AttentionMetadata
 from batchgen.kernels.attention.prefill_plan import cut_tiles, tile_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -141,7 +142,7 @@ def attend(run: Run, batch: Batch) -> Tensor:
 
 
 def triton(batch: Batch) -> Tensor:
-    return attend(attention._attend_part_triton, batch)
+    return attend(attention.attend_part_triton, batch)
 
 
 def reference(batch: Batch) -> Tensor:
@@ -182,15 +183,16 @@ def assert_right(ours: Tensor, batch: Batch) -> None:
 
 
 WIDE = make_part(BLOCKS, decode_width=64, block_length=32)  # more queries than a decode tile has
+STEP = make_part(DECODE, decode_width=1)
 PARTS = {
-    "decode": ([make_part(DECODE)], ["decode"]),
+    "decode": ([STEP], ["decode"]),
     "prefill": ([make_part(CHUNKS)], ["prefill"]),
-    "both": ([make_part(DECODE), make_part(CHUNKS, first_block=40)], ["decode", "prefill"]),
+    "both": ([STEP, make_part(CHUNKS, first_block=40)], ["decode", "prefill"]),
     "verify": ([make_part(VERIFY, decode_width=4)], ["decode"]),
     "blocks": ([make_part(VERIFY, decode_width=4, block_length=4)], ["decode"]),
     "equal chunks": ([make_part(EQUAL_CHUNKS)], ["prefill"]),
     "wide": ([WIDE, make_part(VERIFY, first_block=60, decode_width=4)], ["prefill", "decode"]),
-    "last tokens": ([make_part(DECODE, block_length=8)], ["decode"]),
+    "last tokens": ([make_part(DECODE, block_length=8)], ["prefill"]),
 }
 
 
@@ -252,6 +254,37 @@ def test_a_decode_width_is_that_of_all_rows() -> None:
     batch = make_batch(make_part([(0, 4), (0, 3)], decode_width=4))
     with pytest.raises(AssertionError):
         triton(batch)
+
+
+@pytest.mark.parametrize("again", [(1, 0, 2), (3, 2, 2), (0, 2, 0)])
+@pytest.mark.parametrize("block_length", [1, 2])
+@pytest.mark.parametrize("window", [None, 5])
+def test_tokens_replayed_take_the_form_of_a_decode_step(
+    again: tuple[int, ...], block_length: int, window: int | None, same_bits: SameBits
+) -> None:
+    if block_length > 1 and window:
+        return  # attention in blocks has no window
+    again = tuple(n * block_length for n in again)
+    rows = [(0, 6), (8, 4), (30, 4)]
+    part = replace(make_part(rows, block_length=block_length), replayed=again)
+    batch = make_batch(part, window=window)
+    found = triton(batch)
+    assert_right(found, batch)
+    first = 0
+    for row, ((before, new), count) in enumerate(zip(rows, again, strict=True)):
+        for start in range(new - count, new, block_length):
+            tokens = slice(first + start, first + start + block_length)
+            step = AttentionMetadata(
+                batch.parts[0].positions[tokens],
+                (block_length,),
+                (before + start + block_length,),
+                batch.parts[0].tables(window)[row : row + 1],
+                decode_width=block_length,
+                block_length=block_length,
+            )
+            alone = triton(batch._replace(q=batch.q[tokens], parts=[step]))
+            same_bits(found[tokens], alone)
+        first += new
 
 
 @st.composite

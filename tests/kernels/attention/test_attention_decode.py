@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels.attention.decode import DecodeConfig, paged_attention_decode
-from batchgen.kernels.attention.decode_plan import MAX_SPLITS, DecodePlan, most_splits, plan_decode
+from batchgen.kernels.attention.decode_plan import DecodePlan, plan_decode
 from batchgen.kernels.attention.kv_cache import KVCache
+from batchgen.kernels.rules import BY_BATCH, BY_ROW, Splits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SameBits = Callable[[Tensor, Tensor], None]
 SPLIT = 64  # tests cut short contexts
+CUT = Splits(512, 32)
 SMALL = DecodeConfig(block_n=32, num_warps=4, num_stages=3, programs_per_sm=1)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -100,10 +102,8 @@ def make_case(
 
 
 def plan_of(case: Case, split_tokens: int = SPLIT, max_splits: int = 8) -> DecodePlan:
-    return plan_decode(
-        case.positions, case.tables, case.width, case.cache.block_size,
-        split_tokens=split_tokens, max_splits=max_splits,
-    )  # fmt: skip
+    cut = Splits(split_tokens, max_splits)
+    return plan_decode(case.positions, case.tables, case.width, case.cache.block_size, cut)
 
 
 def run(case: Case, config: DecodeConfig | None = SMALL, max_splits: int = 8) -> Tensor:
@@ -213,8 +213,24 @@ def test_a_block_that_lies_across_two_splits_is_full() -> None:
 
 
 def test_many_rows_of_many_queries_are_cut_less_often() -> None:
-    assert [most_splits(64, 8, width) for width in (1, 4, 32)] == [MAX_SPLITS, MAX_SPLITS // 4, 2]
-    assert most_splits(2, 8, 32) == MAX_SPLITS
+    assert [BY_BATCH.splits(64, 8, width).most for width in (1, 4, 32)] == [32, 8, 2]
+    assert BY_BATCH.splits(2, 8, 32).most == 32
+
+
+@given(rows=st.integers(1, 4000), kv_heads=st.integers(1, 16), width=st.integers(1, 32))
+def test_by_row_a_context_is_cut_by_its_length_alone(rows: int, kv_heads: int, width: int) -> None:
+    assert BY_ROW.splits(rows, kv_heads, width) == BY_ROW.splits(1, 1, 1)
+    assert BY_ROW.latent_splits(rows, width) == BY_ROW.latent_splits(1, 1)
+    assert not BY_ROW.takes_wide_tiles(rows, 132)
+
+
+@given(width=st.integers(1, 32), group=st.sampled_from([1, 2, 4, 5, 8, 16]))
+def test_by_row_a_program_has_as_many_queries_as_keep_their_bits(width: int, group: int) -> None:
+    for room, window in ((4096, False), (4096, True), (1 << 17, False)):
+        pieces = BY_ROW.pieces(width, group, room, window=window)
+        assert width % pieces == 0 and (width // pieces == 1 or width // pieces * group <= 32)
+        assert pieces == width or (not window and room == 4096)
+        assert BY_BATCH.pieces(width, group, room, window=window) == 1
 
 
 def test_long_contexts_have_equal_splits() -> None:
@@ -292,9 +308,7 @@ def test_position_beyond_the_table_stays_in_it(same_bits: SameBits) -> None:
 def test_plan_covers_every_context_once(ends: list[int], width: int, max_splits: int) -> None:
     tables = torch.zeros(len(ends), -(-max(ends) // 16), dtype=torch.int64, device=DEVICE)
     positions = torch.tensor([max(end - width + w, 0) for end in ends for w in range(width)])
-    plan = plan_decode(
-        positions.to(DEVICE), tables, width, 16, split_tokens=SPLIT, max_splits=max_splits
-    )
+    plan = plan_decode(positions.to(DEVICE), tables, width, 16, Splits(SPLIT, max_splits))
     count = plan.count.item()
     units = [tuple(unit) for unit in plan.units[:count].tolist()]
     assert count == sum(plan.splits.tolist())
@@ -314,7 +328,7 @@ def test_plan_of_more_rows_than_a_pass() -> None:
     ends = [1 + 7 * row % 200 for row in range(260)]
     tables = torch.zeros(260, 13, dtype=torch.int64, device=DEVICE)
     positions = torch.tensor(ends, device=DEVICE) - 1
-    plan = plan_decode(positions, tables, 1, 16, split_tokens=SPLIT)
+    plan = plan_decode(positions, tables, 1, 16, Splits(SPLIT, 32))
     units = plan.units[: plan.count.item()]
     assert plan.count.item() == sum(-(-end // SPLIT) for end in ends)
     assert len({(row, start) for row, start, _, _ in units.tolist()}) == len(units)
@@ -338,7 +352,7 @@ def test_real_sizes_in_a_graph_whose_contexts_grow(
     graph = torch.cuda.CUDAGraph()
 
     def forward() -> Tensor:
-        plan = plan_decode(positions, case.tables, width, 16)
+        plan = plan_decode(positions, case.tables, width, 16, CUT)
         return paged_attention_decode(
             case.q, case.cache, positions, *case[3:5], plan, block_length=block_length
         )
@@ -359,7 +373,7 @@ def test_real_sizes_in_a_graph_whose_contexts_grow(
 @pytest.mark.parametrize("programs_per_sm", [1, 2, 3, 4])
 def test_bits_do_not_depend_on_how_many_programs_run(programs_per_sm: int) -> None:
     case = make_case([1000, 3000, 70] * 20, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-    plan = plan_decode(case.positions, case.tables, 1, 16)
+    plan = plan_decode(case.positions, case.tables, 1, 16, CUT)
     config = DecodeConfig(64, 4, 3, 2)
     first = paged_attention_decode(*case[:5], plan, config)
     other = replace(config, programs_per_sm=programs_per_sm)

@@ -18,6 +18,7 @@ from batchgen.kernels.fp8.fp8_linear_triton import fp8_linear_parts_triton, fp8_
 from batchgen.kernels.fp8.fp8_tiles import LINEAR, LinearTiles, fitting_stages, linear_tiles
 from batchgen.kernels.fp8.fp8_weight import FP8Weight, quantise_weight
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
+from batchgen.kernels.rules import BY_BATCH, BY_ROW
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SWAPPED = LinearTiles(16, 64, 4, 3, swap=True, programs=64)
@@ -111,7 +112,8 @@ def test_sums_are_cut_where_there_are_few_tiles() -> None:
     assert tiles.num_splits(16, 64, 256) == 1  # too few steps
     assert LinearTiles(16, 64, 4, 3).num_splits(16, 64, 4096) == 1
     assert fitting_stages(5, 10_000, torch.device("cpu")) == 5
-    assert [linear_tiles(rows) for rows in (1, 10**6)] == [LINEAR[0][1], LINEAR[-1][1]]
+    assert [linear_tiles(rows, BY_BATCH) for rows in (1, 10**6)] == [LINEAR[0][1], LINEAR[-1][1]]
+    assert not any(linear_tiles(rows, BY_ROW).programs for rows in (1, 100, 10**6))
     assert all(128 % tiles.block_n == 0 for _, tiles in LINEAR)
 
 

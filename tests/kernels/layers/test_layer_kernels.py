@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
-from batchgen.kernels.attention.rotary import apply_rotary
 from batchgen.kernels.layers.activation import (
     gelu_and_mul,
     mul_sigmoid_reference,
@@ -36,6 +35,7 @@ from batchgen.kernels.layers.rms_norm import (
     rms_norm_reference,
     rms_norm_triton,
 )
+from batchgen.kernels.layers.rotary import apply_rotary
 from batchgen.kernels.layers.shared_part import SharedPart
 from batchgen.kernels.moe.experts_triton import moe_combine
 

@@ -92,28 +92,27 @@ class Pending:
     The ring is as long as steps of `width` tokens need it.
     """
 
-    def __init__(self, slots: int, width: int, most_pending: int, device: str = DEVICE) -> None:
-        self.ring, self.most_pending = most_pending + 2 * width, most_pending
+    def __init__(self, slots: int, width: int, fold: int, device: str = DEVICE) -> None:
+        self.ring, self.fold = fold - 1 + 2 * width, fold
         self.count, self.first = (
             torch.zeros(slots, dtype=torch.int32, device=device) for _ in range(2)
         )
 
     def rows(self, slots: Sequence[int], width: int) -> StepRows:
         index = torch.tensor(list(slots), device=self.count.device)
-        return StepRows(index, self.count, self.first, width, self.most_pending)
+        return StepRows(index, self.count, self.first, width, self.fold)
 
     def accept(self, counts: Mapping[int, int]) -> None:
         """Keep so many of the records that each of these slots got in the last step."""
         for slot, count in counts.items():
             pending = int(self.count[slot])
-            if pending > self.most_pending:
-                self.first[slot] = (self.first[slot] + pending) % self.ring
-                pending = 0
-            self.count[slot] = pending + count
+            folded = pending // self.fold * self.fold
+            self.first[slot] = (self.first[slot] + folded) % self.ring
+            self.count[slot] = pending - folded + count
 
     def settle(self, slots: Sequence[int]) -> StepRows:
         """The rows of a step without tokens that folds all that is pending."""
-        return self.rows(slots, 0)._replace(most_pending=0)
+        return self.rows(slots, 0)._replace(fold=1)
 
 
 def prefill_on_cpu(rows: PrefillRows) -> PrefillRows:

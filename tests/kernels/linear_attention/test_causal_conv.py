@@ -75,14 +75,14 @@ def test_a_prefill_is_the_convolution_however_it_is_cut(
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )
-@pytest.mark.parametrize("most_pending", [0, 2, 7])
+@pytest.mark.parametrize("fold", [1, 3, 8])
 @pytest.mark.parametrize("step, prefill", BOTH)
 def test_steps_take_back_what_was_not_accepted(
-    step: Conv, prefill: Conv, most_pending: int, dtype: torch.dtype
+    step: Conv, prefill: Conv, fold: int, dtype: torch.dtype
 ) -> None:
     """Two rows in changing order, one with drafts that are taken back, beside padding."""
     weight, window = normal(CHANNELS, 4, dtype=dtype), normal(4, 3, CHANNELS, dtype=dtype)
-    pending = Pending(4, 4, most_pending)
+    pending = Pending(4, 4, fold)
     records = torch.full((4, pending.ring, CHANNELS), NAN, dtype=dtype, device=DEVICE)
     true = {slot: inputs(12, slot, dtype) for slot in (1, 3)}
     done = dict.fromkeys(true, 0)

@@ -50,13 +50,13 @@ def close(found: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
 class Both:
     """States and records of some slots twice: for the kernels, and on the CPU for the reference."""
 
-    def __init__(self, shape: Shape, slots: int, most: int = 4, most_pending: int = 0) -> None:
+    def __init__(self, shape: Shape, slots: int, most: int = 4, fold: int = 1) -> None:
         generator = torch.Generator().manual_seed(0)
         self.state = shape.state(slots)
         self.state.copy_(torch.randn(self.state.shape, generator=generator) * 0.3)
         # Slot 0 is scratch, and the last one was never written.
         self.state[0] = self.state[-1] = NAN
-        self.pending = Pending(slots, most, most_pending)
+        self.pending = Pending(slots, most, fold)
         self.records = shape.records(slots, self.pending.ring)
         self.expected_state = self.state.cpu().clone()
         self.expected_records = DeltaRecords(*(r.cpu().clone() for r in self.records))
@@ -99,12 +99,10 @@ class Both:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("most_pending", [0, 3])
+@pytest.mark.parametrize("fold", [1, 4])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_steps_fold_and_run_as_the_reference(
-    shape: Shape, most_pending: int, dtype: torch.dtype
-) -> None:
-    both = Both(shape, slots=5, most_pending=most_pending)
+def test_steps_fold_and_run_as_the_reference(shape: Shape, fold: int, dtype: torch.dtype) -> None:
+    both = Both(shape, slots=5, fold=fold)
     steps: list[tuple[int, list[int], dict[int, int]]] = [
         (3, [2, 1, 0], {2: 3, 1: 1}),
         (1, [1, 2], {1: 1, 2: 1}),
@@ -123,7 +121,7 @@ def test_steps_fold_and_run_as_the_reference(
 def test_steps_of_any_width_agree(accepted: int) -> None:
     shape, slots = TINY if DEVICE == "cpu" else LARGE, 3
     inputs = shape.inputs(3, seed=accepted)
-    wide, plain = Both(shape, slots), Both(shape, slots, most_pending=1)
+    wide, plain = Both(shape, slots), Both(shape, slots, fold=2)
     out = wide.step(inputs, [1], 3, 1e-5)
     wide.pending.accept({1: accepted})
     for t in range(accepted):
@@ -134,6 +132,33 @@ def test_steps_of_any_width_agree(accepted: int) -> None:
     wide.step(nothing, [1], 0, 1e-5)
     plain.step(nothing, [1], 0, 1e-5)
     close(wide.state[1], plain.state[1], 1e-6)
+
+
+@pytest.mark.parametrize("fold", [1, 4])
+def test_a_token_has_the_same_bits_in_steps_of_any_width(fold: int) -> None:
+    """Whatever of the drafts before it was accepted, and wherever a state is written back."""
+    shape, tokens = TINY, 14
+    inputs = shape.inputs(tokens + 6, seed=3)
+    found = []
+    for cuts in (
+        [(1, 1)] * tokens,
+        [(5, 2), (3, 3), (6, 6), (2, 1), (4, 2)],
+        [(6, 6), (6, 6), (2, 2)],
+    ):
+        both, out, done = Both(shape, 3, most=6, fold=fold), [], 0
+        both.state[1] = 0.1
+        for width, accepted in cuts:
+            step = both.pending.rows([1], width)
+            given = take(inputs, slice(done, done + width))
+            out.append(delta_step_triton(given, both.state, both.records, step)[:accepted])
+            both.pending.accept({1: accepted})
+            done += accepted
+        none = take(inputs, slice(0, 0))
+        delta_step_triton(none, both.state, both.records, both.pending.settle([1]))
+        assert done == tokens
+        found.append((torch.cat(out), both.state[1].clone()))
+    for made, state in found[1:]:
+        assert torch.equal(made, found[0][0]) and torch.equal(state, found[0][1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from batchgen.kernels.attention.attention import AttentionMetadata
+from batchgen.kernels.attention.metadata import AttentionMetadata
 from batchgen.kernels.mla.mla_attention import latent_attention_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from latent_cases import DEVICE, Case, Sizes, make_case
 from torch import Tensor
 
-from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.decode_plan import plan_decode
+from batchgen.kernels.attention.metadata import AttentionMetadata
 from batchgen.kernels.attention.prefill_plan import cut_equal_tiles, cut_tiles
 from batchgen.kernels.mla import expanded_triton
 from batchgen.kernels.mla.absorbed_sizes import decode_span
@@ -21,6 +21,7 @@ from batchgen.kernels.mla.expanded_triton import (
     plan_expanded,
 )
 from batchgen.kernels.mla.mla_attention import attend_part, latent_attention_reference
+from batchgen.kernels.rules import Splits
 
 SCALE = 0.3
 SIZES = [Sizes(), Sizes(1, 16, 16, 16, 16), Sizes(6, 40, 24, 4, 32), Sizes(20, 32, 8, 8, 8)]
@@ -39,8 +40,7 @@ def decode(case: Case, split_tokens: int = 512, max_splits: int = 32) -> Tensor:
         case.meta.block_tables,
         width,
         case.plane.shape[1],
-        split_tokens=split_tokens,
-        max_splits=max_splits,
+        Splits(split_tokens, max_splits),
     )
     queries = case.expansion.absorb(fixed)
     tables = case.meta.block_tables
@@ -178,7 +178,7 @@ def test_parts_write_their_own_tokens_of_one_result(monkeypatch: pytest.MonkeyPa
         found = attend_part(*part, whole[2:-1])
         assert torch.equal(found, attend_part(*part)) and torch.equal(found, whole[2:-1])
         assert (whole[:2] == -1).all() and (whole[-1] == -1).all()
-        kinds |= {type(plan) for plan in case.meta.plans.values()}
+        kinds |= {type(plan) for plan, _ in case.meta.plans.values()}
     assert len(kinds) == 3
 
 

@@ -78,7 +78,8 @@ class HeadAlone:
         """[n, hidden_size], the target's states of the tokens, of which so many are a prompt."""
         inputs = self._inputs(ids, 0)
         if self._target.states is not None and len(ids) > prompt:
-            inputs = replace(inputs, replayed=np.array([len(ids) - prompt]))
+            again = np.array([len(ids) - prompt])
+            inputs = replace(inputs, replayed=again, replayed_before=np.zeros_like(again))
         hidden = self._target.prefill(PrefillInputs(inputs, NONE, all_hidden=True)).hidden
         assert hidden is not None
         return hidden

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from batchgen.cli.job_outcome import verb
 from batchgen.cli.verb_table import Parser
-from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_path
 
 _ABOUT = """\
@@ -29,19 +28,14 @@ def main(arguments: Sequence[str]) -> int:
     )
     given = parser.parse_args(arguments)
     from batchgen.proof.make_lock import make_lock
+    from batchgen.storage.whole_file import write_atomic
 
     lock = make_lock(given.out)
     if given.file is None:
         print(lock.text(), end="")
         return 0
     path = user_path(given.file, "-o")
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(lock.text())
-    except FileExistsError:
-        raise ConfigError(f"-o {given.file} is there already: choose another name") from None
-    except OSError as error:
-        raise ConfigError(f"-o {given.file} cannot be written: {error.strerror}") from None
+    write_atomic(path, lock.text(), f"-o {given.file}")
     rows = sum(proof.rows for proof in lock.proof.values())
     steps = len(lock.proof)
     size = path.stat().st_size

@@ -15,7 +15,7 @@ set with its file. For an id that is not there it says which step has dropped it
 
   batchgen trace out/judge q17#3
   batchgen trace chosen 'q17#3'
-  batchgen trace sft.jsonl --line 17 --of out/judge
+  batchgen trace sft.parquet --line 17
 """
 
 

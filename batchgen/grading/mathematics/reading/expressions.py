@@ -24,6 +24,7 @@ _OPENING = {"(": ")", "[": "]", "{": "}", "{set": "}set", "langle": "rangle"}
 _FENCES = {"lfloor": ("rfloor", "floor"), "lceil": ("rceil", "ceil")}
 _APPLIED = set("fghFGH")
 _MINUS_ONE = Number(Fraction(-1))
+_PERCENT = ("percent", "percentage", "pct")
 
 
 class Expressions:
@@ -104,7 +105,7 @@ class Expressions:
                 result = Call("factorial", (result,))
             elif self.cursor.accept("%"):
                 result = Call("percent", (result,))
-            elif self.cursor.next.kind == "word" and self.cursor.next.text.lower() == "percent":
+            elif self.cursor.next.kind == "word" and self.cursor.next.text.lower() in _PERCENT:
                 self.cursor.take()
                 result = Call("percent", (result,))
             else:

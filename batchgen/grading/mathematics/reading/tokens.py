@@ -209,7 +209,7 @@ def _is_word(letters: str) -> bool:
         letters in UNITS
         or letters.lower() in SCALES
         or letters
-        in ("per", "not", "mod", "at", "is", "if", "on", "by", "of", "AM", "PM", "am", "pm")
+        in ("per", "pct", "not", "mod", "at", "is", "if", "on", "by", "of", "AM", "PM", "am", "pm")
     ):
         return True
     return len(letters) >= 4 and bool(_VOWEL.search(letters)) and not letters.isupper()

@@ -173,7 +173,7 @@ def test_each_rows_own_constraint(tmp_path: Path) -> None:
 
 
 class SchemaSource(FakeSource):
-    """Rows with a schema as a struct, whose keys Arrow fills up with nulls, and rows without."""
+    """Rows with a schema as a struct, whose keys Arrow fills up in the output, and rows without."""
 
     schema = FakeSource.schema.append(
         pa.field("schema", pa.struct([("type", pa.string()), ("const", pa.string())]))
@@ -181,7 +181,7 @@ class SchemaSource(FakeSource):
     features = Features.from_arrow_schema(schema)
 
     def rows(self, start: int = 0) -> Any:
-        cells = [{"type": "string", "const": None}, {"type": None, "const": "b"}, None]
+        cells = [{"type": "string"}, {"const": "b"}, None]
         for row in super().rows(start):
             yield replace(row, fields=row.fields | {"schema": cells[row.index % 3]})
 

@@ -1,0 +1,159 @@
+"""Values of JSON in Arrow columns: what type a column of them needs, and values of several types as
+JSON text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from itertools import chain
+from typing import Any
+
+import pyarrow as pa
+from datasets import Value
+from datasets.features import Json, LargeList, List
+
+_MOST_EXACT = 2**53
+"""Integers up to this one are equal to a float of 64 bits."""
+_SCALARS = {str: "string", bool: "bool", float: "float64", int: "int64"}
+
+
+class SeenValues:
+    """What the values at one place of many rows are: their types, and those of what is in them."""
+
+    def __init__(self) -> None:
+        self._types: set[type] = set()
+        self._keys: set[frozenset[str]] = set()
+        self.fields: dict[str, SeenValues] = {}
+        self._items: SeenValues | None = None
+        self._least = self._most = 0
+        self._has_whole_float = False
+
+    def add(self, values: Collection[Any]) -> None:
+        """Take in the values of some more rows."""
+        types = set(map(type, values))
+        self._types |= types
+        for kind in types:
+            some = values if len(types) == 1 else [v for v in values if type(v) is kind]
+            if kind is dict:
+                self._keys |= set(map(frozenset, set(map(tuple, some))))
+                if self._is_struct:
+                    self.add_fields(some)
+            elif kind is list:
+                self._items = self._items or SeenValues()
+                self._items.add(list(chain.from_iterable(some)))
+            elif kind is int:
+                self._least = min(self._least, min(some))
+                self._most = max(self._most, max(some))
+            elif kind is float:
+                self._has_whole_float |= any(map(float.is_integer, some))
+
+    def add_fields(self, objects: Collection[dict[str, Any]]) -> None:
+        """Take in what some more objects hold, which may have different keys."""
+        for name in dict.fromkeys(chain.from_iterable(dict.fromkeys(map(tuple, objects)))):
+            values = [item[name] for item in objects if name in item]
+            self.fields.setdefault(name, SeenValues()).add(values)
+
+    @property
+    def _is_struct(self) -> bool:
+        """Whether all objects have the same keys, so that Arrow adds none to any of them."""
+        return len(self._keys) == 1 and frozenset() not in self._keys
+
+    def feature(self) -> Any:
+        """What datasets calls the values: JSON where they have no one type that holds each of them
+        as it is."""
+        types = self._types - {type(None)}
+        if not types:
+            return Value("null")
+        if types == {dict} and self._is_struct:
+            return {name: field.feature() for name, field in self.fields.items()}
+        if types == {list}:
+            assert self._items is not None
+            return List(self._items.feature())
+        (kind, *others) = types
+        if others or kind not in _SCALARS or (kind is int and not self._fits(-(2**63), 2**63 - 1)):
+            return Json()
+        return Value(_SCALARS[kind])
+
+    def stored(self) -> pa.DataType:
+        """The Arrow type that keeps the values: text for JSON; but where all are numbers, and all
+        whole ones are written as integers, numbers."""
+        feature = self.feature()
+        if isinstance(feature, dict):
+            return pa.struct([pa.field(n, field.stored()) for n, field in self.fields.items()])
+        if isinstance(feature, List):
+            assert self._items is not None
+            return pa.list_(self._items.stored())
+        if isinstance(feature, Json):
+            numbers = self._types - {type(None)} == {int, float}
+            exact = numbers and not self._has_whole_float and self._fits(-_MOST_EXACT, _MOST_EXACT)
+            return pa.float64() if exact else pa.string()
+        return feature.pa_type
+
+    def _fits(self, least: int, most: int) -> bool:
+        return least <= self._least and self._most <= most
+
+
+def has_json(feature: Any) -> bool:
+    """Whether a feature of datasets has JSON in it, at any depth."""
+    if isinstance(feature, (dict, list)):
+        return any(map(has_json, feature.values() if isinstance(feature, dict) else feature))
+    if isinstance(feature, (List, LargeList)):
+        return has_json(feature.feature)
+    return isinstance(feature, Json)
+
+
+def storage_type(kind: pa.DataType) -> pa.DataType:
+    """The Arrow type that keeps the values of another one, at every depth: text for JSON and UUIDs,
+    and what older readers know for the views and runs that newer writers make."""
+    types = pa.types
+    if isinstance(kind, pa.BaseExtensionType):
+        return pa.string() if kind.extension_name == "arrow.uuid" else kind.storage_type
+    if types.is_string_view(kind):
+        return pa.string()
+    if types.is_binary_view(kind):
+        return pa.binary()
+    if types.is_run_end_encoded(kind) or types.is_dictionary(kind):
+        return storage_type(kind.value_type)
+    if types.is_struct(kind):
+        return pa.struct([pa.field(f.name, storage_type(f.type)) for f in kind])
+    if types.is_list(kind) or types.is_list_view(kind):
+        return pa.list_(storage_type(kind.value_type))
+    if types.is_large_list(kind) or types.is_large_list_view(kind):
+        return pa.large_list(storage_type(kind.value_type))
+    if types.is_fixed_size_list(kind):
+        return pa.list_(storage_type(kind.value_type), kind.list_size)
+    return kind
+
+
+def json_text(value: Any) -> str:
+    """A value as the JSON text that a column of several types holds."""
+    return json.dumps(value, separators=(",", ":"), default=str).replace("/", "\\/")
+
+
+def json_encoder(feature: Any, stored: pa.DataType) -> Callable[[Any], Any] | None:
+    """A function that makes what Arrow keeps of a value of a column: JSON text of what has several
+    types, unless its place is of numbers; None if Arrow keeps all values as they are."""
+    if isinstance(feature, Json):
+        return None if pa.types.is_floating(stored) else _text_or_null
+    if isinstance(feature, dict):
+        made = {
+            name: json_encoder(inner, stored.field(name).type) for name, inner in feature.items()
+        }
+        encoders = {name: encode for name, encode in made.items() if encode is not None}
+        if not encoders:
+            return None
+        return lambda value: None if value is None else value | _encoded(value, encoders)
+    if isinstance(feature, (List, LargeList)):
+        encode = json_encoder(feature.feature, stored.value_type)
+        if encode is None:
+            return None
+        return lambda value: None if value is None else list(map(encode, value))
+    return None
+
+
+def _encoded(value: dict[str, Any], encoders: dict[str, Callable[[Any], Any]]) -> dict[str, Any]:
+    return {name: encode(value.get(name)) for name, encode in encoders.items()}
+
+
+def _text_or_null(value: Any) -> str | None:
+    return None if value is None else json_text(value)

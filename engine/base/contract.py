@@ -1,0 +1,75 @@
+"""The contract of rows: what decides their bits besides the row, the model and the options."""
+
+from __future__ import annotations
+
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+import triton
+
+from batchgen.kernels import rules
+
+_SOURCES = ("kernels", "engine/layers", "engine/models")
+"""The folders whose files compute rows, beside the package's root."""
+_MEASURED = 9
+"""The compute capability of the GPUs for which it was measured that rows keep their bits."""
+
+
+def contract(device: torch.device, dtype: torch.dtype, ranks: int) -> dict[str, str]:
+    """Return what decides the bits of rows that are computed on this device, by name. Under equal
+    contracts, and with `deterministic`, a row has the same bits."""
+    found = {
+        "rules": str(rules.VERSION),
+        "sources": sources_digest(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "dtype": str(dtype).removeprefix("torch."),
+        "ranks": str(ranks),
+        "device": device.type,
+    }
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name(device)
+        found["cuda"] = str(torch.version.cuda)
+    return found
+
+
+@cache
+def sources_digest() -> str:
+    """Return a digest of the files that compute rows."""
+    root, digest = Path(rules.__file__).resolve().parent.parent, blake2b(digest_size=8)
+    for folder in _SOURCES:
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def refuse_unkept(
+    device: torch.device, dtype: torch.dtype, ranks: int, *, reads_images: bool, rejection: bool
+) -> None:
+    """Raise ValueError if `deterministic` was asked for and a row would not keep its bits.
+
+    Args:
+        reads_images: rows have images, which a tower encodes.
+        rejection: drafts are verified by rejection, whose tokens depend on the drafts.
+    """
+    if device.type != "cuda":
+        return
+    why = None
+    if torch.cuda.get_device_capability(device)[0] != _MEASURED:
+        name = torch.cuda.get_device_name(device)
+        why = f"this GPU is a {name}, and it is measured on Hopper GPUs alone (H100, H200)"
+    elif dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        why = f"the model's dtype is {name}, and it is measured in bfloat16 alone"
+    elif ranks > 1:
+        why = f"tensor_parallel is {ranks}, and it is measured on one GPU alone"
+    elif reads_images:
+        why = "rows have images, and it is not measured that a picture's features keep their bits"
+    elif rejection:
+        why = "drafts are verified by rejection, so that tokens depend on how drafts came about"
+    if why is not None:
+        raise ValueError(
+            f"deterministic is true, which cannot be kept: {why}; set deterministic to false"
+        )

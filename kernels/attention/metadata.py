@@ -1,0 +1,126 @@
+"""What attention needs to know of the rows of a forward, and the forms in which it reads them.
+
+A prefill and a decode step add up in other orders. Where a row must keep its bits, tokens that a
+decode step reads first take that form whenever they are read again: each of them, or each of their
+blocks of positions, is then a row of a decode step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from batchgen.kernels.attention.kv_gather import upload
+from batchgen.kernels.rules import BY_BATCH, BitRules
+
+_MOST_ROWS = 1024
+"""The most rows of a decode step that tokens are read in: their partial results, and the tables of
+their blocks, take memory that nobody has planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Which cached tokens the queries of B rows may read; all layers of a forward share it.
+
+    A query at position p reads its row's positions below (p // L + 1) · L, where L is the block
+    length, and none past the row's last query of this part. Tokens of a block that are to see each
+    other must therefore be in one part.
+    """
+
+    positions: Tensor  # [T] int64, ascending within a row; equal ones are allowed
+    query_lens: tuple[int, ...]  # [B]; the rows' queries stand one after another
+    context_lens: tuple[int, ...]  # [B] cached tokens, the queries' own included, or more
+    block_tables: Tensor  # [B, N] int64
+    # Tokens of a tile → tiles of prefill attention, one entry for each shape that is computed: a
+    # captured graph reads them at its replay. None cuts them from query_lens.
+    tiles: Mapping[int, Tensor] | None = None
+    # W of a decode step on a GPU, where every row has W queries then. Each W is compiled at first
+    # use. None: a prefill.
+    decode_width: int | None = None
+    block_length: int = 1  # L; 1 is causal attention
+    # [B, N] int64, the blocks of layers with a window, by the same indices. None: `block_tables`.
+    window_tables: Tensor | None = None
+    # [B], how many of each row's last queries take the form of a decode step of L tokens, in a
+    # prefill on a GPU; None if none do.
+    replayed: tuple[int, ...] | None = None
+    rules: BitRules = BY_BATCH
+    plans: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False)
+
+    def tables(self, window: int | None) -> Tensor:
+        """Return the block tables [B, N] of layers with this window."""
+        if window is None or self.window_tables is None:
+            return self.block_tables
+        return self.window_tables
+
+
+Form = tuple[Tensor | None, AttentionMetadata]
+"""The indices [n] int64 of tokens, None for all, and the part that they are."""
+
+
+def are_replayed(query_lens: Sequence[int], replayed: Sequence[int]) -> npt.NDArray[np.bool_]:
+    """[T] bool, which tokens of rows of `query_lens` [B] tokens are among the last `replayed` [B]
+    of their rows."""
+    again = np.array(replayed, np.int64)
+    first = np.array(query_lens, np.int64) - again
+    return np.repeat(np.tile([False, True], len(again)), np.stack((first, again), 1).ravel())
+
+
+def in_forms(meta: AttentionMetadata) -> list[Form]:
+    """Divide a part by the forms that its tokens take; the layers of a forward share the result."""
+    if meta.replayed is None:
+        return [(None, meta)]
+    if () not in meta.plans:
+        meta.plans[()] = _divided(meta, meta.replayed)
+    found: list[Form] = meta.plans[()]
+    return found
+
+
+def _divided(meta: AttentionMetadata, replayed: tuple[int, ...]) -> list[Form]:
+    assert meta.decode_width is None and meta.tiles is None
+    again = np.array(replayed, np.int64)
+    lens, contexts = np.array(meta.query_lens), np.array(meta.context_lens)
+    is_again, length = are_replayed(meta.query_lens, replayed), meta.block_length
+    assert not (again % length).any(), "blocks are read as a whole"
+    found: list[Form] = []
+    if (lens > again).any():
+        rows = np.flatnonzero(lens > again)
+        tokens = np.flatnonzero(~is_again)
+        found.append(_part(meta, tokens, rows, lens - again, contexts - again, None))
+    rows, widths = np.repeat(np.arange(len(again)), again // length), np.full(len(again), length)
+    tokens = np.flatnonzero(is_again)
+    for start in range(0, len(rows), _MOST_ROWS):
+        some = slice(start, start + _MOST_ROWS)
+        own = tokens[start * length : (start + _MOST_ROWS) * length]
+        found.append(_part(meta, own, rows[some], widths, contexts, length))
+    return found
+
+
+def _part(
+    meta: AttentionMetadata,
+    tokens: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
+    lens: npt.NDArray[np.int64],
+    contexts: npt.NDArray[np.int64],
+    width: int | None,
+) -> Form:
+    """Make the part of the tokens with these indices [n] and of these rows [R], which may be there
+    more than once."""
+    device, windows = meta.positions.device, meta.window_tables
+    index = upload(torch.from_numpy(tokens), device)
+    places = upload(torch.from_numpy(rows), device)
+    return index, replace(
+        meta,
+        positions=meta.positions[index],
+        query_lens=tuple(lens[rows].tolist()),
+        context_lens=tuple(contexts[rows].tolist()),
+        block_tables=meta.block_tables[places],
+        window_tables=None if windows is None else windows[places],
+        decode_width=width,
+        replayed=None,
+    )

@@ -1,0 +1,55 @@
+"""How the library of matrix products is kept from cutting a sum by the number of rows.
+
+cuBLAS cuts the sum of a product with few columns where rows are few, and adds the parts in its
+workspace. Without room for parts, and told not to cut, cuBLASLt adds along K in one order (measured
+for 30 shapes of five models, `docs/benchmarks/determinism.md`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 160,
+         192, 255, 256, 257, 384, 511, 512, 513, 768, 1000, 1023, 1024, 1025)  # fmt: skip
+"""The numbers of rows that are tried. The library changes its ways where rows are few."""
+_MOST_ROWS = 2048
+WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+"""Variables that torch reads at the first product of a process: 8 workspaces of 16 KiB each."""
+
+
+def keep_one_order() -> None:
+    """Let the library's products of this process add along K in one order.
+
+    This must come before the first product on a GPU; `first_unsteady` finds out whether it did.
+    """
+    os.environ.update(WORKSPACES)
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False, False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False, False
+
+
+class Product(NamedTuple):
+    """A product of rows with a weight, as a layer computes it."""
+
+    name: str  # for people
+    depth: int  # K
+    run: Callable[[Tensor], Tensor]  # from rows [T, K] to [T, N]
+
+
+def first_unsteady(products: Iterable[Product], device: torch.device) -> str | None:
+    """Find a product whose rows have other bits at another number of rows, as words; None if each
+    has one order. It takes less than a second for each."""
+    for product in products:
+        draws = torch.Generator(device).manual_seed(0)
+        x = torch.randn((_MOST_ROWS, product.depth), generator=draws, device=device)
+        x = x.to(torch.bfloat16)
+        whole = product.run(x)
+        for rows in _ROWS:
+            if not torch.equal(product.run(x[:rows]), whole[:rows]):
+                return f"{product.name}, at {rows} rows"
+    return None

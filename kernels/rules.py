@@ -1,0 +1,135 @@
+"""What decides the bits of a row on a GPU: the rule book that kernels and layers read.
+
+A sum in floating point depends on its order. Matrix instructions add along K in one order whatever
+the tile is, so tiles decide nothing. These choices do:
+
+- where the context of a query is cut into splits (`Splits`), and how many queries a program of
+  decode attention has;
+- which form of an operation reads a token: that of a prefill or that of a decode step. A prefill
+  takes the prefill's form even if each of its rows has one token; whether tokens that were
+  generated are read again in the form that read them first is a rule (`BitRules.replay`);
+- whether latent attention expands the latents of a prompt;
+- chunks of recurrent layers begin at absolute multiples of 64, and their states are written back
+  after so many tokens behind the prompt (`FOLDED`), in any batch;
+- where the library (`kernels/library.py`) and products in FP8 (`BitRules.cut_fp8_sums`) cut a sum.
+
+`BY_BATCH` may choose what is fastest for a batch. Under `BY_ROW` a choice depends on the row and on
+the shapes of the model alone, so a row has the same bits in every batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+VERSION = 1
+"""To be raised with every change of a rule below, or of a kernel, that changes bits under
+`BY_ROW`."""
+
+FOLDED = 8
+"""Tokens that a recurrent layer's step folds into the state at once on a GPU, when as many wait. A
+state is as large as some eighty records, and reading it in each step but writing it in every eighth
+saves most of the writes."""
+
+MOST_SPLITS = 32
+"""The most splits of a row under any rule."""
+_SHORT_SPLIT, _LONG_SPLIT = 512, 2048
+_ENOUGH_PROGRAMS = 128
+"""The number of (row, KV head) pairs that fill a GPU."""
+_EQUAL_QUERIES = 32
+"""Up to so many queries, tokens times heads of a group, a query has the same bits in any program of
+decode attention."""
+
+
+class Splits(NamedTuple):
+    """How the context of a row is cut for decode attention: into splits of `tokens` tokens, or, of
+    a long context, into `most` equal ones."""
+
+    tokens: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class BitRules:
+    """How freely an operation chooses by the batch that it is given."""
+
+    # Batches of few rows have short splits, which fill the GPU and cost a combination.
+    short_splits: bool
+    # The most splits of a row with one query; and of latent attention, whose partial results are
+    # larger, in batches of few rows and of many.
+    most_splits: int
+    most_latent_splits: tuple[int, int]
+    splits_by_width: bool  # rows of several queries have fewer splits, to save memory
+    # Several queries of a row are divided among programs in which each has the bits that it has
+    # alone. Latents are read once more for each, and so are windows, which begin elsewhere.
+    divide_queries: bool
+    expand_latents: bool  # latents of a prompt are expanded where that is faster
+    wide_latent_tiles: bool  # latent decode attention has larger tiles for some numbers of rows
+    # Tokens of a row behind its prompt are read in the form of a decode step whenever they are read
+    # again: after a preemption, and to be scored.
+    replay: bool
+    # Sums of products in FP8 are cut where there are few tiles. Uncut ones have the bits of the
+    # library's, which rounds them before they are added to a residual.
+    cut_fp8_sums: bool
+
+    def splits(self, rows: int, kv_heads: int, width: int) -> Splits:
+        """Choose how contexts are cut for `rows` rows of `width` queries."""
+        few = self._are_few(rows, kv_heads)
+        most = self.most_splits
+        if self.splits_by_width and not few:
+            most = max(most // width, 2)
+        return Splits(_SHORT_SPLIT if few else _LONG_SPLIT, most)
+
+    def latent_splits(self, rows: int, width: int) -> Splits:
+        """Choose how contexts are cut for latent attention."""
+        few = self._are_few(rows, 1)
+        most = self.most_latent_splits[0 if few else 1]
+        if self.splits_by_width:
+            most = max(most // width, 2)
+        return Splits(_SHORT_SPLIT if few else _LONG_SPLIT, most)
+
+    def takes_wide_tiles(self, items: int, programs: int) -> bool:
+        """Whether latent decode attention of `items` pairs of a row and a group of heads takes the
+        tiles that are faster if each of `programs` programs has one or two."""
+        return self.wide_latent_tiles and _ENOUGH_PROGRAMS <= items <= programs
+
+    def pieces(self, width: int, group: int, room: int, *, window: bool) -> int:
+        """Choose into how many pieces the `width` causal queries of a row are divided, where
+        `group` heads read the same keys, of at most `room` tokens."""
+        if not self.divide_queries:
+            return 1
+        # Equal splits of a long context are cut for the last query of a piece.
+        alone = window or room > self.most_splits * _LONG_SPLIT
+        most = 1 if alone else max(1, _EQUAL_QUERIES // group)
+        return width // max(n for n in range(1, width + 1) if not width % n and n <= most)
+
+    def latent_pieces(self, width: int) -> int:
+        """`pieces` for latent attention."""
+        return width if self.divide_queries else 1
+
+    def _are_few(self, rows: int, kv_heads: int) -> bool:
+        return self.short_splits and rows * kv_heads < _ENOUGH_PROGRAMS
+
+
+BY_BATCH = BitRules(
+    short_splits=True,
+    most_splits=MOST_SPLITS,
+    most_latent_splits=(16, 8),
+    splits_by_width=True,
+    divide_queries=False,
+    expand_latents=True,
+    wide_latent_tiles=True,
+    replay=False,
+    cut_fp8_sums=True,
+)
+BY_ROW = BitRules(
+    short_splits=False,
+    most_splits=8,
+    most_latent_splits=(8, 8),
+    splits_by_width=False,
+    divide_queries=True,
+    expand_latents=False,
+    wide_latent_tiles=False,
+    replay=True,
+    cut_fp8_sums=False,
+)
