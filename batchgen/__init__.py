@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 from batchgen.util.versions import VERSION as __version__
 
 if TYPE_CHECKING:
+    from batchgen.api.python.job_calls import CompleteJob, run_job
+    from batchgen.api.python.llm import LLM
+    from batchgen.api.python.output import Output
+    from batchgen.api.python.params import SamplingParams
+    from batchgen.api.python.scored import Score
     from batchgen.engine.constraint.constraint import Constraint
-    from batchgen.folder.read_job import JobFolderReader
-    from batchgen.grading.choices import RowStep
-    from batchgen.grading.mathematics.same import same_math
-    from batchgen.grading.step import AnswerRow, Column, GradeFailure, PostStep
-    from batchgen.python.job_calls import CompleteJob, run_job
-    from batchgen.python.llm import LLM
-    from batchgen.python.output import Output
-    from batchgen.python.params import SamplingParams
-    from batchgen.python.scored import Score
-    from batchgen.steps.table_step import BadRow, Dropped, StepRow, TableStep
+    from batchgen.evals.graders.choices import RowStep
+    from batchgen.evals.graders.step import AnswerRow, Column, GradeFailure, PostStep
+    from batchgen.evals.math.same import same_math
+    from batchgen.inputs.steps.table_step import BadRow, Dropped, StepRow, TableStep
+    from batchgen.storage.folder.read_job import JobFolderReader
     from batchgen.strategies.ar.strategy import ARStrategy
     from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
     from batchgen.strategies.dllm.strategy import DLLMStrategy
@@ -66,27 +66,27 @@ __all__ = [
 _HOME = {
     "ARSpecStrategy": "batchgen.strategies.ar_spec.strategy",
     "ARStrategy": "batchgen.strategies.ar.strategy",
-    "AnswerRow": "batchgen.grading.step",
-    "BadRow": "batchgen.steps.table_step",
-    "Column": "batchgen.grading.step",
-    "CompleteJob": "batchgen.python.job_calls",
+    "AnswerRow": "batchgen.evals.graders.step",
+    "BadRow": "batchgen.inputs.steps.table_step",
+    "Column": "batchgen.evals.graders.step",
+    "CompleteJob": "batchgen.api.python.job_calls",
     "ConfigError": "batchgen.util.errors",
     "Constraint": "batchgen.engine.constraint.constraint",
     "DLLMStrategy": "batchgen.strategies.dllm.strategy",
-    "Dropped": "batchgen.steps.table_step",
-    "GradeFailure": "batchgen.grading.step",
+    "Dropped": "batchgen.inputs.steps.table_step",
+    "GradeFailure": "batchgen.evals.graders.step",
     "JobError": "batchgen.util.errors",
-    "JobFolderReader": "batchgen.folder.read_job",
-    "LLM": "batchgen.python.llm",
-    "Output": "batchgen.python.output",
-    "PostStep": "batchgen.grading.step",
-    "RowStep": "batchgen.grading.choices",
-    "SamplingParams": "batchgen.python.params",
-    "Score": "batchgen.python.scored",
-    "StepRow": "batchgen.steps.table_step",
-    "TableStep": "batchgen.steps.table_step",
-    "run_job": "batchgen.python.job_calls",
-    "same_math": "batchgen.grading.mathematics.same",
+    "JobFolderReader": "batchgen.storage.folder.read_job",
+    "LLM": "batchgen.api.python.llm",
+    "Output": "batchgen.api.python.output",
+    "PostStep": "batchgen.evals.graders.step",
+    "RowStep": "batchgen.evals.graders.choices",
+    "SamplingParams": "batchgen.api.python.params",
+    "Score": "batchgen.api.python.scored",
+    "StepRow": "batchgen.inputs.steps.table_step",
+    "TableStep": "batchgen.inputs.steps.table_step",
+    "run_job": "batchgen.api.python.job_calls",
+    "same_math": "batchgen.evals.math.same",
 }
 
 

@@ -16,16 +16,16 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from batchgen.api.python.configured_job import run_configured
 from batchgen.cli.cpu_threads import share_cores
 from batchgen.cli.job_outcome import be_quiet, refusal, report
 from batchgen.cli.options import Options, asks_hydra, parse_options
 from batchgen.cli.verb_table import VERBS, run_verb
-from batchgen.python.configured_job import run_configured
-from batchgen.texts.terminal import guard_terminal
 from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.text.terminal import guard_terminal
 
 if TYPE_CHECKING:
-    from batchgen.pipelines.pipeline import Pipeline
+    from batchgen.pipelines.run.pipeline import Pipeline
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def _run_options(options: Options) -> int:
         return run_hydra(options)
     config = composed(options)
     if "--dry-run" in options.flags:
-        from batchgen.planning.dry_run import show
+        from batchgen.jobs.planning.dry_run import show
 
         return show(config)
     return report(lambda: run_configured(config))
@@ -103,10 +103,10 @@ def _run_pipeline(pipeline: Pipeline, options: Options) -> int:
     if "--multirun" in options.flags:
         raise ConfigError("--multirun runs jobs: give a pipeline one value for each key")
     if "--dry-run" in options.flags:
-        from batchgen.pipelines.planned_steps import show_steps
+        from batchgen.pipelines.run.planned_steps import show_steps
 
         return show_steps(pipeline)
-    from batchgen.pipelines.run_pipeline import run_pipeline  # it loads torch
+    from batchgen.pipelines.run.run_pipeline import run_pipeline  # it loads torch
 
     return report(lambda: run_pipeline(pipeline))
 

@@ -9,11 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig, Sizes, folded_at_once
-from batchgen.engine.base.host_limits import available_memory
-from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.caches.cache_specs import StateSpec
 from batchgen.engine.caches.model_caches import row_bytes
+from batchgen.engine.device.host_limits import available_memory
+from batchgen.engine.interface.engine_config import (
+    EngineConfig,
+    ResolvedConfig,
+    Sizes,
+    folded_at_once,
+)
+from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.layers.linear import Linear, RowParallelLinear
 from batchgen.engine.memory.memory_plan import CPU_SHARE
 from batchgen.engine.memory.model_use import ModelUse

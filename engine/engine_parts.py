@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections import abc
 from typing import TYPE_CHECKING
 
-from batchgen.engine.base.engine_config import EngineConfig, bit_rules
-from batchgen.engine.base.step_timing import StepTimer
-from batchgen.engine.base.transfer import release_cached_memory
 from batchgen.engine.caches.model_caches import CacheSizes
 from batchgen.engine.caches.state_slots import StateSlots
+from batchgen.engine.device.step_timing import StepTimer
+from batchgen.engine.device.transfer import release_cached_memory
 from batchgen.engine.engine_models import check_products, chunk_multiple, planned_uses
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
 from batchgen.engine.execution.model_runner import ModelRunner
+from batchgen.engine.interface.engine_config import EngineConfig, bit_rules
 from batchgen.engine.memory.largest_steps import score_rows
 from batchgen.engine.memory.memory_plan import plan_memory
 from batchgen.engine.memory.model_use import ModelUse

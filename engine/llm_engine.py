@@ -12,13 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import HostCopy, RequestOutput
-from batchgen.engine.base.step_timing import StepTimer
 from batchgen.engine.constraint.compiler import GrammarCompiler
+from batchgen.engine.device.step_timing import StepTimer
 from batchgen.engine.engine_parts import EngineParts
 from batchgen.engine.engine_stats import EngineStats
-from batchgen.engine.images.image import Image
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import HostCopy, RequestOutput
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.replicas import Abort, Add, Leader, Step, tokens_digest
 from batchgen.engine.rows.compile_queue import CompileQueue
@@ -31,6 +30,7 @@ from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.step_costs import StepCosts
 from batchgen.engine.strategy import TARGET, Strategy
+from batchgen.engine.vision.image import Image
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from batchgen.engine.base.outputs import HostOutput
-from batchgen.engine.images.image import Image
+from batchgen.engine.interface.outputs import HostOutput
 from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.vision.image import Image
 
 if TYPE_CHECKING:
     from batchgen.engine.parallel.rank_processes import RankProcesses

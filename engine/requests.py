@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.base.outputs import OutputColumn, RequestError, RequestOutput
-from batchgen.engine.images.image import Image
-from batchgen.engine.images.image_span import ImageRules, ImageSpan, find_spans
+from batchgen.engine.interface.outputs import OutputColumn, RequestError, RequestOutput
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import IncrementalDecoder, StopRule, decode
 from batchgen.engine.sampling.sampler import requested_columns
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
+from batchgen.engine.vision.image import Image
+from batchgen.engine.vision.image_span import ImageRules, ImageSpan, find_spans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

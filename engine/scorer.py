@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from batchgen.engine.base.outputs import StepOutput
-from batchgen.engine.base.transfer import upload
+from batchgen.engine.device.transfer import upload
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.rows.scheduled_batch import PrefillBatch, ScoreBatch
 from batchgen.engine.rows.sequence import Sequence as Row
 from batchgen.engine.sampling.sampler import score

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.base.step_timing import StepTimer
+from batchgen.engine.device.step_timing import StepTimer
 from batchgen.engine.rows.scheduled_batch import DecodeBatch, MixedBatch, ScheduledBatch
 from batchgen.engine.rows.sequence import Sequence
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.engine.base.outputs import StepOutput
-from batchgen.engine.base.transfer import upload
+from batchgen.engine.device.transfer import upload
 from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch
 from batchgen.engine.rows.sequence import Sequence

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from batchgen.engine.base.outputs import StepOutput
-from batchgen.engine.base.step_timing import StepTimer, timed
-from batchgen.engine.base.transfer import upload
+from batchgen.engine.device.step_timing import StepTimer, timed
+from batchgen.engine.device.transfer import upload
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
+from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import (
     DecodeBatch,

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.outputs import HostOutput, OutputColumn, RowCount, StepOutput
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
+from batchgen.engine.interface.outputs import HostOutput, OutputColumn, RowCount, StepOutput
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch, PrefillBatch

@@ -91,7 +91,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     `max_shard_size` saves it in shards. The same arguments give the same folder, which tests must
     not change.
     """
-    from tiny_models import name_sdar, random_model
+    from tests.support.engine.tiny_models import name_sdar, random_model
 
     made: dict[str, Path] = {}
 

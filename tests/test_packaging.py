@@ -109,11 +109,11 @@ reveal_type(run_job({"output.dir": "out"}).exit_code)
 reveal_type(JobFolderReader)
 """
 REVEALED = (
-    '"list[batchgen.python.output.Output]"',
+    '"list[batchgen.api.python.output.Output]"',
     '"str"',
-    '"list[list[batchgen.python.output.Output]]"',
+    '"list[list[batchgen.api.python.output.Output]]"',
     '"int"',
-    "batchgen.folder.read_job.JobFolderReader",
+    "batchgen.storage.folder.read_job.JobFolderReader",
 )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchgen.config.config_keys import choice_text
+from batchgen.config.groups.config_keys import choice_text
 
 
 @dataclass(frozen=True)

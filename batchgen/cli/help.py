@@ -9,8 +9,8 @@ from batchgen.cli.conf_files import Entry, read_choice
 from batchgen.cli.options import FLAGS
 from batchgen.cli.step_help import steps_help
 from batchgen.cli.verb_table import VERBS
-from batchgen.config.class_names import CLASSES
-from batchgen.config.config_keys import (
+from batchgen.config.groups.class_names import CLASSES
+from batchgen.config.groups.config_keys import (
     EXPERIMENT,
     GROUPS,
     STEP_LISTS,
@@ -20,7 +20,7 @@ from batchgen.config.config_keys import (
     nearest,
     nearest_key,
 )
-from batchgen.pipelines.pipeline_file import PIPELINE
+from batchgen.pipelines.run.pipeline_file import PIPELINE
 from batchgen.util.errors import ConfigError
 
 _WIDTH = 100

@@ -23,6 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from batchgen.api.python.configured_job import Result, run_configured
 from batchgen.cli.cpu_threads import share_cores
 from batchgen.cli.hydra_arguments import HydraArguments, hydra_argument, hydra_arguments
 from batchgen.cli.job_outcome import be_quiet, report
@@ -37,12 +38,11 @@ from batchgen.cli.sweep import (
     table,
     worst,
 )
-from batchgen.compose.load_config import load_config
-from batchgen.compose.trust import Trust
-from batchgen.compose.value_references import RESOLVERS_OF_HYDRA
-from batchgen.config.config_keys import choice_values
-from batchgen.python.configured_job import Result, run_configured
-from batchgen.storage.open_storage import job_metrics
+from batchgen.config.compose.load_config import load_config
+from batchgen.config.compose.trust import Trust
+from batchgen.config.compose.value_references import RESOLVERS_OF_HYDRA
+from batchgen.config.groups.config_keys import choice_values
+from batchgen.storage.stores.open_storage import job_metrics
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
 

@@ -18,10 +18,10 @@ from hydra.errors import HydraException
 from batchgen.cli.options import Options
 from batchgen.cli.run_options import choice_folders, compose_options, job_file
 from batchgen.cli.sweep import FolderNames, swept, swept_values
-from batchgen.compose.compose_config import collect
-from batchgen.compose.overrides import Override, parse_override
-from batchgen.compose.value_references import RESOLVERS_OF_HYDRA, refuse_resolvers
-from batchgen.config.config_keys import EXPERIMENT, STEP_LISTS
+from batchgen.config.compose.compose_config import collect
+from batchgen.config.compose.overrides import Override, parse_override
+from batchgen.config.compose.value_references import RESOLVERS_OF_HYDRA, refuse_resolvers
+from batchgen.config.groups.config_keys import EXPERIMENT, STEP_LISTS
 from batchgen.util.errors import ConfigError
 
 

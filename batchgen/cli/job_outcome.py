@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 
-from batchgen.python.configured_job import Result
+from batchgen.api.python.configured_job import Result
 from batchgen.util.errors import ConfigError, JobError
 
 

@@ -113,7 +113,7 @@ def _no_option(argument: str) -> str:
     name = argument.lstrip("-")
     if "." in name or "=" in name:
         return f"{argument} is no option: keys are written without dashes: {name}"
-    from batchgen.config.config_keys import nearest
+    from batchgen.config.groups.config_keys import nearest
 
     guess = nearest(argument, FLAGS)
     return f"{argument} is no option: " + (
@@ -125,7 +125,7 @@ def _check_no_verb(argument: str, helps: bool) -> None:
     """Raise ConfigError for a verb that is misspelt, or does not come first."""
     if helps or not argument.isalpha():
         return
-    from batchgen.config.config_keys import nearest
+    from batchgen.config.groups.config_keys import nearest
 
     if argument in VERBS:
         raise ConfigError(f"{argument} is a verb, which comes first: batchgen {argument} …")

@@ -10,13 +10,13 @@ import yaml
 
 from batchgen.cli.options import Options
 from batchgen.cli.verb_table import VERBS
-from batchgen.compose.compose_config import Composed, checked, compose_groups
-from batchgen.compose.job_file import read_job_file
-from batchgen.compose.load_config import resolved
-from batchgen.compose.trust import TYPED, Trust
-from batchgen.config.job_config import JobConfig
-from batchgen.pipelines.pipeline import Pipeline, compose_pipeline
-from batchgen.pipelines.pipeline_file import PIPELINE, STEPS, read_pipeline, ready_pipeline
+from batchgen.config.compose.compose_config import Composed, checked, compose_groups
+from batchgen.config.compose.job_file import read_job_file
+from batchgen.config.compose.load_config import resolved
+from batchgen.config.compose.trust import TYPED, Trust
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.pipelines.run.pipeline import Pipeline, compose_pipeline
+from batchgen.pipelines.run.pipeline_file import PIPELINE, STEPS, read_pipeline, ready_pipeline
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import short_user_path, user_path
 

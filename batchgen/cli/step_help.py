@@ -9,7 +9,7 @@ import re
 from pkgutil import resolve_name
 from typing import Any
 
-from batchgen.config.class_names import CLASSES, class_path
+from batchgen.config.groups.class_names import CLASSES, class_path
 
 _ABOUT = {
     "rows": """\

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 import yaml
 
 from batchgen.cli.options import Options
-from batchgen.compose.overrides import names_worker
-from batchgen.config.config_keys import choices
-from batchgen.config.job_config import JobConfig
-from batchgen.storage.open_storage import job_metrics
-from batchgen.storage.whole_file import write_atomic
-from batchgen.texts.text_table import columns
+from batchgen.config.compose.overrides import names_worker
+from batchgen.config.groups.config_keys import choices
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.storage.stores.open_storage import job_metrics
+from batchgen.storage.stores.whole_file import write_atomic
 from batchgen.util.errors import ConfigError
+from batchgen.util.text.text_table import columns
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override as HydraOverride

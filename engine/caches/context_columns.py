@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.base.outputs import OutputColumn
-from batchgen.engine.base.transfer import Download
+from batchgen.engine.device.transfer import Download
+from batchgen.engine.interface.outputs import OutputColumn
 
 
 class ContextRows:

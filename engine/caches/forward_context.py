@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.caches.replay import ReplayStep
 from batchgen.engine.caches.row_states import StateCache
+from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.metadata import AttentionMetadata
 from batchgen.kernels.layers.cache_plane import write_plane

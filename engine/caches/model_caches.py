@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.caches.cache_specs import CacheSpec, PlaneSpec, StateSpec, has_window
 from batchgen.engine.caches.forward_context import LayerCache
 from batchgen.engine.caches.row_states import RowStates, ring_length
+from batchgen.engine.interface.outputs import OutputColumn
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.transfer import upload
+from batchgen.engine.device.transfer import upload
 
 
 class ReplaySizes(NamedTuple):

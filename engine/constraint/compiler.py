@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from batchgen.engine.base.constraint_error import ConstraintError
-from batchgen.engine.base.host_limits import usable_cores
 from batchgen.engine.constraint.compile_pool import DaemonPool
 from batchgen.engine.constraint.constraint import MARKER_GAP, Constraint
 from batchgen.engine.constraint.final_channel import FinalChannel
@@ -25,6 +23,8 @@ from batchgen.engine.constraint.xgrammar_input import (
     structural_tag_argument,
     to_grammar,
 )
+from batchgen.engine.device.host_limits import usable_cores
+from batchgen.engine.interface.constraint_error import ConstraintError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

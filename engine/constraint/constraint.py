@@ -7,7 +7,6 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.json_schema.json_text import (
     compact_json,
     first_repeated,
@@ -17,6 +16,7 @@ from batchgen.engine.constraint.json_schema.json_text import (
 from batchgen.engine.constraint.json_schema.lower_schema import check_schema
 from batchgen.engine.constraint.regex import regex_syntax as syntax
 from batchgen.engine.constraint.structural_tag import lower_tag
+from batchgen.engine.interface.constraint_error import ConstraintError
 
 Kind = Literal["json_schema", "json", "regex", "choice", "grammar", "structural_tag"]
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.final_channel import FinalChannel
 from batchgen.engine.constraint.vocabulary import Marker, Vocabulary, Words
+from batchgen.engine.interface.constraint_error import ConstraintError
 
 
 class Grammar:

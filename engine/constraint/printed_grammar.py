@@ -10,7 +10,7 @@ import re
 from importlib.metadata import version
 from typing import Any
 
-from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.interface.constraint_error import ConstraintError
 
 TESTED_VERSION = "0.2.8"
 """The version of xgrammar that the tests ran with. constraints.txt pins the same one."""

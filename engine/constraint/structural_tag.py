@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.json_schema.json_text import read_object
 from batchgen.engine.constraint.json_schema.lower_schema import lower
 from batchgen.engine.constraint.regex import regex_syntax as syntax
 from batchgen.engine.constraint.regex import regex_text as text
+from batchgen.engine.interface.constraint_error import ConstraintError
 
 _JSON_FORMAT = {"type": "json_schema", "style": "json", "any_order": False, "excludes": []}
 """The only values that these members may have beside a `json_schema`. xgrammar knows other styles

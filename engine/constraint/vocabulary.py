@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.harmony import HarmonyTokens
+from batchgen.engine.interface.constraint_error import ConstraintError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

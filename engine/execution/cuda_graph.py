@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.side_stream import with_side_stream
-from batchgen.engine.base.transfer import release_cached_memory
 from batchgen.engine.caches.forward_context import OutputTokens
+from batchgen.engine.device.side_stream import with_side_stream
+from batchgen.engine.device.transfer import release_cached_memory
 from batchgen.engine.execution.fixed_inputs import RaggedInputs, fill_rows
 from batchgen.engine.execution.forward import Forward, Part
 from batchgen.engine.execution.graph_choice import GraphChoice

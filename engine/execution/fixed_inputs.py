@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.transfer import upload
+from batchgen.engine.device.transfer import upload
 from batchgen.engine.execution.forward import Part
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.kernels.attention.prefill_plan import cut_tiles

@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.transfer import upload
 from batchgen.engine.caches.forward_context import (
     ForwardContext,
     ImageFeatures,
@@ -19,6 +18,7 @@ from batchgen.engine.caches.forward_context import (
 from batchgen.engine.caches.model_caches import ModelCaches
 from batchgen.engine.caches.replay import ReplayStep
 from batchgen.engine.caches.row_states import RowStates
+from batchgen.engine.device.transfer import upload
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.kernels.attention.kv_cache import slot_mapping

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.batched import Batched, row, token
+from batchgen.engine.device.batched import Batched, row, token
 
 SNAPSHOTS = 2
 """The most snapshots of its state that one row can leave in one prefill forward."""

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.engine.base.transfer import upload
 from batchgen.engine.caches.forward_context import ImageFeatures, OutputTokens
 from batchgen.engine.caches.model_caches import ModelCaches
 from batchgen.engine.caches.row_states import RowStates
+from batchgen.engine.device.transfer import upload
 from batchgen.engine.execution.cuda_graph import ForwardGraphs
 from batchgen.engine.execution.forward import Part, run_forward
 from batchgen.engine.execution.graph_shapes import GraphShapes

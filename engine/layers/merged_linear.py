@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from batchgen.engine.base.shard import Shard
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import Linear, empty_fp8, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
+from batchgen.engine.parallel.shard import Shard
 from batchgen.kernels.fp8.fp8_linear import fp8_linear
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows

@@ -9,8 +9,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from batchgen.engine.base.shard import Shard
 from batchgen.engine.layers.fp8_format import FP8Format
+from batchgen.engine.parallel.shard import Shard
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight, quantise_weight, rows_of_scales
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.transfer import release_cached_memory
+from batchgen.engine.device.transfer import release_cached_memory
 from batchgen.engine.layers.fp8_format import FP8Format, has_fp8_units
 from batchgen.engine.layers.mxfp4_format import MXFP4Format, WeightFormat
 from batchgen.engine.layers.weight_slot import WeightSlot

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batchgen.engine.base.engine_config import ResolvedConfig
-from batchgen.engine.base.host_limits import available_memory
+from batchgen.engine.device.host_limits import available_memory
+from batchgen.engine.interface.engine_config import ResolvedConfig
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
-from batchgen.engine.layers.vision.vision_config import VisionConfig
 from batchgen.engine.memory.largest_steps import GRAPH_BYTES, LIBRARY_BYTES
 from batchgen.engine.memory.memory_plan import CPU_SHARE, MemoryPlan, Room, divide_memory
 from batchgen.engine.memory.model_use import ModelUse, weight_bytes
+from batchgen.engine.vision.vision_config import VisionConfig
 
 _CONTEXT_BYTES = 768 * 2**20
 """What CUDA itself takes of a GPU: its context and the code of the libraries."""

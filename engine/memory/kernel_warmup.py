@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from batchgen.engine.base.engine_config import ResolvedConfig
-from batchgen.engine.base.host_limits import usable_cores
 from batchgen.engine.caches.cache_specs import has_window
+from batchgen.engine.device.host_limits import usable_cores
+from batchgen.engine.interface.engine_config import ResolvedConfig
 from batchgen.engine.layers.decoder_layer import DecoderLayer
 from batchgen.engine.memory.largest_steps import largest_decode, largest_prefill, scratch_runner
 from batchgen.engine.memory.model_use import ModelUse

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen.engine.base.engine_config import ResolvedConfig
 from batchgen.engine.caches.model_caches import CacheSizes
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
-from batchgen.engine.layers.vision.vision_tower import VisionTower
+from batchgen.engine.interface.engine_config import ResolvedConfig
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.token_model import TokenModel
+from batchgen.engine.vision.vision_tower import VisionTower
 
 GRAPH_BYTES = 8 * 2**20
 """A bound on the memory of one captured graph: the driver's record of it and its outputs."""

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from batchgen.engine.base.engine_config import ResolvedConfig
-from batchgen.engine.base.host_limits import available_memory
 from batchgen.engine.caches.model_caches import (
     row_bytes,
     state_bytes,
 )
+from batchgen.engine.device.host_limits import available_memory
+from batchgen.engine.interface.engine_config import ResolvedConfig
 from batchgen.engine.memory.largest_steps import activation_bytes
 from batchgen.engine.memory.model_use import ModelUse, cache_token_bytes, weight_bytes
 from batchgen.engine.memory.window_plan import window_blocks, window_needs

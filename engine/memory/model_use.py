@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from batchgen.engine.base.engine_config import ResolvedConfig
-from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.caches.model_caches import CacheSizes, ModelCaches, paged_token_bytes
 from batchgen.engine.execution.graph_shapes import GraphShapes, launch_bound_tokens
+from batchgen.engine.interface.engine_config import ResolvedConfig
+from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.models.token_model import TokenModel
 
 

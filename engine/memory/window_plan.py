@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchgen.engine.base.engine_config import ResolvedConfig
 from batchgen.engine.caches.model_caches import window_token_bytes
+from batchgen.engine.interface.engine_config import ResolvedConfig
 from batchgen.engine.memory.model_use import ModelUse
 
 _LIKELY_WINDOWS = 16

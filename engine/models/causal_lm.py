@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.caches.cache_specs import CacheSpec
 from batchgen.engine.caches.forward_context import ForwardContext
+from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.layers.decoder_layer import DecoderLayer
 from batchgen.engine.layers.embedding import Embedding, LogitsLayer
 from batchgen.engine.layers.layer_inputs import LayerInputs
 from batchgen.engine.layers.mxfp4_format import WeightFormat
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import RotaryTable
-from batchgen.engine.layers.vision.vision_tower import VisionTower
 from batchgen.engine.layers.weight_slot import WeightSlot, named_parts, weight_slots
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.models.quantise import quantise_layer
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import ALONE, Stream, TensorParallel, summed
+from batchgen.engine.vision.vision_tower import VisionTower
 from batchgen.kernels.rules import BY_BATCH, BitRules
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from batchgen.engine.layers.rotary import (
     Llama3Rope,
     YarnRope,
 )
-from batchgen.engine.layers.vision.vision_config import VisionConfig
+from batchgen.engine.vision.vision_config import VisionConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -16,10 +16,10 @@ from batchgen.engine.caches.cache_specs import (
     longest_window,
 )
 from batchgen.engine.caches.forward_context import ForwardContext
-from batchgen.engine.layers.vision.vision_tower import VisionTower
 from batchgen.engine.models.packing import pack_layers
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
+from batchgen.engine.vision.vision_tower import VisionTower
 from batchgen.kernels.mxfp4.mxfp4_layout import WORD_VALUES
 from batchgen.kernels.rules import BY_BATCH, BitRules
 

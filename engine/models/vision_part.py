@@ -7,14 +7,14 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from batchgen.engine.images.image_span import ImageRules
-from batchgen.engine.layers.vision.vision_config import VisionConfig
 from batchgen.engine.models.model_config import (
     ModelConfig,
     check_positive,
     checkpoint_form,
     own_dtype,
 )
+from batchgen.engine.vision.image_span import ImageRules
+from batchgen.engine.vision.vision_config import VisionConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.shard import Shard
+from batchgen.engine.parallel.shard import Shard
 from batchgen.kernels.layers.rms_norm import rms_norm_of_sum
 from batchgen.kernels.layers.shared_part import SharedPart
 

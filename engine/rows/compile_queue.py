@@ -6,10 +6,10 @@ from collections.abc import Hashable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
-from batchgen.engine.base.constraint_error import ConstraintError
-from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.matcher import Grammar, Matcher
+from batchgen.engine.interface.constraint_error import ConstraintError
+from batchgen.engine.interface.outputs import RequestError
 from batchgen.engine.rows.sequence import Sequence
 
 if TYPE_CHECKING:

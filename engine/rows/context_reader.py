@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.transfer import Download, upload
+from batchgen.engine.device.transfer import Download, upload
 from batchgen.engine.rows.sequence import Sequence
 
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.transfer import upload
 from batchgen.engine.constraint.matcher import Matcher, fill_all
+from batchgen.engine.device.transfer import upload
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.kernels.sampling.token_mask import TokenMask
 

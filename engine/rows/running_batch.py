@@ -12,7 +12,7 @@ from collections.abc import Sequence as Rows
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.base.outputs import HostOutput, RequestError
+from batchgen.engine.interface.outputs import HostOutput, RequestError
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.token_logs import TokenLogs

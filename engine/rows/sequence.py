@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.base.outputs import FinishReason, OutputColumn, RequestError
 from batchgen.engine.caches.context_columns import ContextRows
 from batchgen.engine.constraint.matcher import Matcher
-from batchgen.engine.images.image_span import ImageSpan
+from batchgen.engine.interface.outputs import FinishReason, OutputColumn, RequestError
 from batchgen.engine.rows.stopping import StopRule
 from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.vision.image_span import ImageSpan
 
 
 class ColumnBuffer:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.base.outputs import HostOutput
+from batchgen.engine.interface.outputs import HostOutput
 from batchgen.engine.rows.sequence import Sequence
 
 _LOG_TOKENS = 64

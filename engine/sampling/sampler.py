@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.outputs import OutputColumn, StepOutput
+from batchgen.engine.interface.outputs import OutputColumn, StepOutput
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.kernels.sampling import filter_triton, sampling_triton, top_logprobs_triton

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.batched import Batched, row
-from batchgen.engine.base.transfer import upload
+from batchgen.engine.device.batched import Batched, row
+from batchgen.engine.device.transfer import upload
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.kernels.sampling.history import append_tokens
 

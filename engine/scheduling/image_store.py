@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.outputs import RequestError
-from batchgen.engine.base.step_timing import StepTimer
-from batchgen.engine.base.transfer import upload
 from batchgen.engine.caches.forward_context import ImageFeatures
-from batchgen.engine.images.image import Image, Pixels
-from batchgen.engine.images.image_span import ImageSpan
-from batchgen.engine.layers.vision.vision_tower import VisionTower
+from batchgen.engine.device.step_timing import StepTimer
+from batchgen.engine.device.transfer import upload
+from batchgen.engine.interface.outputs import RequestError
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.engine.rows.scheduled_batch import PrefillBatch
 from batchgen.engine.rows.sequence import Sequence as Row
+from batchgen.engine.vision.image import Image, Pixels
+from batchgen.engine.vision.image_span import ImageSpan
+from batchgen.engine.vision.vision_tower import VisionTower
 
 _STEPS_BEHIND = 8
 """After so many further steps with images the device has long passed a step, whose time is read."""

@@ -10,12 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.transfer import upload
+from batchgen.engine.device.transfer import upload
 from batchgen.engine.execution.model_inputs import SNAPSHOTS, ModelInputs
 from batchgen.engine.execution.model_runner import PrefillInputs
-from batchgen.engine.images.image_span import rope_positions, rope_shift
 from batchgen.engine.rows.scheduled_batch import PrefillBatch
 from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.vision.image_span import rope_positions, rope_shift
 
 
 def prefill_inputs(

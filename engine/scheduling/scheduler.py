@@ -12,7 +12,7 @@ from math import lcm
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.base.outputs import HostOutput, RequestError
+from batchgen.engine.interface.outputs import HostOutput, RequestError
 from batchgen.engine.rows.running_batch import BatchSlots, RunningBatch
 from batchgen.engine.rows.scheduled_batch import (
     DecodeBatch,

@@ -34,7 +34,7 @@ from modes.routing import ROUTINGS
 from shapes import MODELS
 from workloads import WORKLOADS
 
-from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.interface.engine_config import EngineConfig
 
 _ENGINE_OPTIONS: dict[str, Any] = {
     "max_num_seqs": int,

@@ -22,11 +22,11 @@ from unittest.mock import patch
 from measuring import Mode, run_mode
 from synthetic_job import InstantEngine, instant_job, integer_steps, must_be_flat
 
-from batchgen.grading.extract import Extract
-from batchgen.grading.grade import Grade
-from batchgen.grading.grade_rows import Grader
-from batchgen.jobs.graded_job import scores_of
-from batchgen.jobs.run_job import run_job
+from batchgen.evals.graders.extract import Extract
+from batchgen.evals.graders.grade import Grade
+from batchgen.evals.graders.grade_rows import Grader
+from batchgen.jobs.run.graded_job import scores_of
+from batchgen.jobs.run.run_job import run_job
 
 KINDS = ("plain", "grades", "report", "grades and report")
 
@@ -67,7 +67,7 @@ def run_null_job(folder: Path, rows: int, per_step: int, kind: str, *, shown: bo
             grading += time.perf_counter() - began
 
     started, cpu = time.perf_counter(), sum(os.times()[:4])
-    with patch("batchgen.jobs.run_job.scores_of", timed_scores):
+    with patch("batchgen.jobs.run.run_job.scores_of", timed_scores):
         result = run_job(config, parts)
     took = Took(time.perf_counter() - started, sum(os.times()[:4]) - cpu, grading)
     assert result.exit_code == 0, result.message

@@ -11,12 +11,12 @@ from measuring import Rates
 from workloads import BenchRequest
 
 from batchgen.engine.layers.mixers.mla import LatentShape
-from batchgen.engine.models.hybrids.hybrid import HybridConfig
-from batchgen.engine.models.mla.mla_model import LatentConfig
+from batchgen.engine.models.dense import DenseConfig
+from batchgen.engine.models.gemma4_config import Gemma4Config
+from batchgen.engine.models.hybrid import HybridConfig
+from batchgen.engine.models.mla_model import LatentConfig
 from batchgen.engine.models.model_config import ModelConfig
-from batchgen.engine.models.sparse.gemma4_config import Gemma4Config
-from batchgen.engine.models.sparse.moe_model import MoEConfig
-from batchgen.engine.models.transformer.dense import DenseConfig
+from batchgen.engine.models.moe_model import MoEConfig
 from batchgen.kernels.mxfp4.mxfp4_weight import VALUE_BYTES
 
 _BYTES_PER_VALUE = 2

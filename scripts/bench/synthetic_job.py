@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 from measuring import anonymous_mib
 
-from batchgen.compose.compose_config import compose
-from batchgen.config.job_config import JobConfig, StepConfig
-from batchgen.dataset.source import Row
-from batchgen.engine.base.outputs import OutputColumn, RequestOutput
-from batchgen.engine.images.image import Image
+from batchgen.config.compose.compose_config import compose
+from batchgen.config.groups.job_config import JobConfig, StepConfig
+from batchgen.engine.interface.outputs import OutputColumn, RequestOutput
 from batchgen.engine.memory.memory_plan import MemoryPlan
-from batchgen.jobs.job_parts import JobParts, job_parts
-from batchgen.prompts.row_prompts import Prompt
+from batchgen.engine.vision.image import Image
+from batchgen.inputs.dataset.source import Row
+from batchgen.inputs.prompts.row_prompts import Prompt
+from batchgen.jobs.run.job_parts import JobParts, job_parts
 
 LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
 PROMPT = list(range(1000, 1100))

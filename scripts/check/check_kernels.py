@@ -47,8 +47,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from shapes import MODELS
 from workloads import bare_model, model_config
 
-from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.engine_models import planned_uses
+from batchgen.engine.interface.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.memory.kernel_warmup import Undone, warm_up
 from batchgen.engine.memory.largest_steps import largest_decode, largest_prefill, scratch_runner
 from batchgen.engine.memory.model_use import ModelUse

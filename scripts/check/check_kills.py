@@ -70,20 +70,20 @@ from killing import (
     write_questions,
 )
 
-from batchgen.compose.compose_config import compose
-from batchgen.compose.load_config import step_configs
-from batchgen.config.workers_config import WorkersConfig
-from batchgen.jobs.job_end import JobResult
-from batchgen.jobs.job_parts import job_parts
-from batchgen.jobs.run_job import run_job
-from batchgen.leases.object_store import connect
+from batchgen.config.compose.compose_config import compose
+from batchgen.config.compose.load_config import step_configs
+from batchgen.config.groups.workers_config import WorkersConfig
+from batchgen.jobs.run.job_end import JobResult
+from batchgen.jobs.run.job_parts import job_parts
+from batchgen.jobs.run.run_job import run_job
+from batchgen.storage.leases.object_store import connect
 
-sys.path.append(str(Path(__file__).parents[2] / "tests/batchgen"))
-from fake_job import FakeJob
-from job_comparison import attempts, compare_outputs, finished_rows
+sys.path.append(str(Path(__file__).parents[2]))
+from tests.support.jobs.fake_job import FakeJob
+from tests.support.jobs.job_comparison import attempts, compare_outputs, finished_rows
 
 if TYPE_CHECKING:
-    from s3_server import FaultyS3
+    from tests.support.jobs.s3_server import FaultyS3
 
 NULL_STEP = 0.05  # seconds of a step of the null engine
 
@@ -280,7 +280,7 @@ def main() -> None:
     elif args.store == "folder":
         check_workers(check)
     else:
-        from s3_server import BUCKET, served
+        from tests.support.jobs.s3_server import BUCKET, served
 
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         with served(args.seed, timeout=1.0) as server:

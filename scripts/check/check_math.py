@@ -19,7 +19,7 @@ import yaml
 
 from batchgen import same_math
 
-FAMILIES = Path(__file__).parents[2] / "tests/batchgen/grading/mathematics/same.yaml"
+FAMILIES = Path(__file__).parents[2] / "tests/batchgen/evals/math/same.yaml"
 Judge = Callable[[str, str], bool]
 Pair = tuple[str, str, bool]
 

@@ -40,11 +40,11 @@ from rows_with_constraints import constrained_rows, judge
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.loading.loader import Quantization, load_model
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.model.open_model import OpenedModel, open_model
+from batchgen.inputs.model.open_model import OpenedModel, open_model
 
 BFLOAT16_LIMIT, FP8_LIMIT = 1.05, 2.0
 TOP = 20

@@ -17,15 +17,15 @@ from unittest.mock import patch
 
 from killing import BEAT, PER_SHARD, STALE, Check, Finished, Fork, Peers, digests, write_questions
 
-from batchgen.compose.trust import TYPED
-from batchgen.engine.base.outputs import RequestOutput
-from batchgen.pipelines import make_sets
-from batchgen.pipelines.make_sets import publish
-from batchgen.pipelines.pipeline import compose_pipeline
-from batchgen.pipelines.pipeline_file import read_pipeline
-from batchgen.pipelines.record.export_record import ExportRecord, content_digest
-from batchgen.pipelines.run_pipeline import PipelineResult, run_pipeline
-from batchgen.sharing.shared_engine import EnginePort
+from batchgen.config.compose.trust import TYPED
+from batchgen.engine.interface.outputs import RequestOutput
+from batchgen.jobs.run.shared_engine import EnginePort
+from batchgen.pipelines.run import make_sets
+from batchgen.pipelines.run.make_sets import publish
+from batchgen.pipelines.run.pipeline import compose_pipeline
+from batchgen.pipelines.run.pipeline_file import read_pipeline
+from batchgen.pipelines.run.run_pipeline import PipelineResult, run_pipeline
+from batchgen.storage.folder.export_record import ExportRecord, content_digest
 
 _ENGINE_ROWS = 8
 """Rows in flight of the engine."""

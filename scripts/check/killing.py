@@ -18,14 +18,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from batchgen.config.workers_config import WorkersConfig
-from batchgen.folder.read_job import JobFolderReader
-from batchgen.jobs.job_end import JobResult
-from batchgen.leases.object_store import connect
-from batchgen.pipelines.run_pipeline import PipelineResult
-from batchgen.shards.row_order import KEYS
-from batchgen.shards.shard_files import shard_files
-from batchgen.storage.open_storage import open_storage
+from batchgen.config.groups.workers_config import WorkersConfig
+from batchgen.jobs.run.job_end import JobResult
+from batchgen.pipelines.run.run_pipeline import PipelineResult
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.leases.object_store import connect
+from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.shards.shard_files import shard_files
+from batchgen.storage.stores.open_storage import open_storage
 from batchgen.util.errors import JobError
 
 STALE, BEAT = 1.5, 0.2  # seconds: a paused worker is given up; a worker says that it lives

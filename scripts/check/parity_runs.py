@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from batchgen.constraint.text_checks import Check
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.caches.model_caches import paged_token_bytes
 from batchgen.engine.engine_stats import EngineStats
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
-from batchgen.model.open_model import OpenedModel
+from batchgen.inputs.constraint.text_checks import Check
+from batchgen.inputs.model.open_model import OpenedModel
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 

@@ -13,15 +13,15 @@ from typing import Any
 from parity_runs import GREEDY, Row
 from real_rows import chat_ids, read_texts
 
-from batchgen.compose.load_config import constraint_config
-from batchgen.config.constraint_config import NoConstraintConfig, job_value, make_constraint
-from batchgen.constraint.text_checks import make_check
-from batchgen.engine.base.outputs import RequestOutput
+from batchgen.config.compose.load_config import constraint_config
+from batchgen.config.groups.constraint_config import NoConstraintConfig, job_value, make_constraint
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.model.open_model import OpenedModel
+from batchgen.inputs.constraint.text_checks import make_check
+from batchgen.inputs.model.open_model import OpenedModel
 
-sys.path.append(str(Path(__file__).parents[2] / "tests/engine"))
-from schemas import SCHEMAS
+sys.path.append(str(Path(__file__).parents[2]))
+from tests.support.engine.schemas import SCHEMAS
 
 CONSTRAINED_OPTIONS: tuple[dict[str, Any], ...] = (
     GREEDY,

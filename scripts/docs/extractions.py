@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from batchgen.grading.extract import Extract
-from batchgen.grading.parse_score import ParseScore
-from batchgen.grading.step import AnswerRow
+from batchgen.evals.graders.extract import Extract
+from batchgen.evals.graders.parse_score import ParseScore
+from batchgen.evals.graders.step import AnswerRow
 
 _TEXTS = Path(__file__).with_name("extractions.yaml")
 _STEPS = {"Extract": (Extract, "answer"), "ParseScore": (ParseScore, "score")}

@@ -10,12 +10,10 @@ of the overview from the registry of models and from the sources.
 
 from __future__ import annotations
 
-import ast
 import inspect
 import io
 import os
 import re
-import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -28,17 +26,16 @@ from extractions import extractions_page
 from batchgen.cli.conf_files import Choice, read_choice
 from batchgen.cli.help import help_text
 from batchgen.cli.verb_table import VERBS, run_verb
-from batchgen.config.config_keys import GROUPS, choices, default_choices
+from batchgen.config.groups.config_keys import GROUPS, choices, default_choices
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.hybrids.hybrid import HybridForCausalLM
-from batchgen.engine.models.mla.mla_model import LatentForCausalLM
+from batchgen.engine.models.hybrid import HybridForCausalLM
+from batchgen.engine.models.mla_model import LatentForCausalLM
 from batchgen.engine.models.model_registry import MODELS
 
 ROOT = Path(__file__).parents[2]
 WRITTEN_BY = (
     "<!-- Written by scripts/docs/reference.py: change the code that it reads, not this page. -->"
 )
-SIZES = ROOT / "docs/design/sizes.md"
 ADDITIONS = (
     ("a model of a known kind", "Glm4MoeLiteForCausalLM"),
     ("a column of a value per token", "DRAFT_ACCEPTED"),
@@ -142,8 +139,8 @@ def family_table() -> str:
         seen.add(entry.module)
         # What only a configuration decides is told by what the model's own file speaks of.
         source = inspect.getsource(import_module(entry.module))
-        may_have = ".transformer." not in entry.module
-        has_experts = may_have and ("Moe" in architecture or "experts" in source)
+        imports_experts = re.search(r"^from \S*(moe|expert)", source, re.MULTILINE)
+        has_experts = "Moe" in architecture or imports_experts is not None
         has_head = "mtp" in source
         mixer = "attention"
         if issubclass(model, LatentForCausalLM):
@@ -156,18 +153,6 @@ def family_table() -> str:
             f"{paradigms} | {'yes' if has_head else ''} | "
             f"{'`routed_experts`' if has_experts else ''} | {'yes' if entry.gguf else ''} |"
         )
-    return "\n".join(lines)
-
-
-def room_table() -> str:
-    """The rooms of batchgen/ and engine/ in their order, from the test that holds them to it."""
-    lines = ["| room | subject |", "|---|---|"]
-    for node in ast.parse((ROOT / "tests/test_rooms.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(name := node.targets[0], ast.Name):
-            if name.id in ("ENGINE", "BATCHGEN"):
-                for room, subject in ast.literal_eval(node.value).items():
-                    folder = f"{name.id.lower()}/{room}".rstrip("/")
-                    lines.append(f"| `{folder}` | {subject} |")
     return "\n".join(lines)
 
 
@@ -186,14 +171,6 @@ def touched_table() -> str:
         listed = ", ".join(f"`{name}`" for name in names)
         lines.append(f"| {addition} | `{word}` | {len(names)}: {listed} |")
     return "\n".join(lines)
-
-
-def sizes_page() -> str:
-    """docs/design/sizes.md, which each commit changes, so that no check compares it."""
-    command = [sys.executable, "scripts/check/check_house.py"]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    head = "# Sizes\n\nLines, files and functions, as counted when this page was written.\n"
-    return head + done.stdout
 
 
 def with_tables(page: Path, **tables: str) -> str:
@@ -215,7 +192,7 @@ def pages() -> dict[Path, str]:
         ROOT / "docs/reference/commands.md": f"{WRITTEN_BY}\n\n{commands_page()}",
         ROOT / "docs/reference/extractions.md": f"{WRITTEN_BY}\n\n{extractions_page()}",
         readme: with_tables(readme, families=family_table()),
-        overview: with_tables(overview, rooms=room_table(), touched=touched_table()),
+        overview: with_tables(overview, touched=touched_table()),
     }
 
 
@@ -225,8 +202,7 @@ def main() -> int:
     check = parser.parse_args().check
     os.environ["COLUMNS"] = "80"
     stale = []
-    written = pages() if check else {**pages(), SIZES: f"{WRITTEN_BY}\n\n{sizes_page()}"}
-    for path, text in written.items():
+    for path, text in pages().items():
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             stale.append(path)
             if not check:

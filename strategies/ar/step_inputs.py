@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from batchgen.engine.base.outputs import StepOutput
+from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
 
 

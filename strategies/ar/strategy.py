@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from batchgen.engine.base.outputs import StepOutput
 from batchgen.engine.execution.model_runner import ModelOutput
+from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.sampling.sampler import sample
 from batchgen.engine.strategy import Strategy

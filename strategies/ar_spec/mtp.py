@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.outputs import StepOutput
-from batchgen.engine.base.transfer import upload
+from batchgen.engine.device.transfer import upload
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
+from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.rows.scheduled_batch import PrefillBatch
 from batchgen.strategies.ar_spec.controller import DraftCosts, StepCosts
 from batchgen.strategies.ar_spec.proposers import Proposer, draft_one_by_one

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.outputs import StepOutput
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
+from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.rows.scheduled_batch import PrefillBatch
 from batchgen.engine.sampling.sampler import process, sample
 from batchgen.kernels.speculation.rejection import draw_drafts

@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.batched import Batched, row
-from batchgen.engine.base.outputs import StepOutput
-from batchgen.engine.base.transfer import Download, upload
+from batchgen.engine.device.batched import Batched, row
+from batchgen.engine.device.transfer import Download, upload
 from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.rows.scheduled_batch import DecodeBatch
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
@@ -22,7 +22,7 @@ from batchgen.engine.strategy import Limits
 from batchgen.kernels.speculation.drafts import advance, place_drafts
 from batchgen.kernels.speculation.ngram import NgramIndex
 from batchgen.strategies.ar_spec.controller import Acceptance
-from batchgen.strategies.base.counts import NUM_FORWARDS
+from batchgen.strategies.counts import NUM_FORWARDS
 
 _POOL_ROWS = 4
 """With `ngram_pool`, the tokens of this many rows are kept for each row that can decode at once."""

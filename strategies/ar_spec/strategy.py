@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen.engine.base.outputs import HostOutput, OutputColumn, RowCount, StepOutput
-from batchgen.engine.base.transfer import upload
+from batchgen.engine.device.transfer import upload
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.interface.outputs import HostOutput, OutputColumn, RowCount, StepOutput
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch, PrefillBatch
 from batchgen.engine.sampling.sampler import sample
@@ -26,7 +26,7 @@ from batchgen.strategies.ar_spec.mtp import MTPProposer
 from batchgen.strategies.ar_spec.proposers import DraftProposer, NgramProposer, Proposer
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 from batchgen.strategies.ar_spec.verifiers import VERIFIERS
-from batchgen.strategies.base.counts import NUM_FORWARDS, one_forward, tokens_per_forward
+from batchgen.strategies.counts import NUM_FORWARDS, one_forward, tokens_per_forward
 
 DRAFT = "draft"
 """The name of the draft model among the strategy's models."""

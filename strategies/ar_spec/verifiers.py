@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.outputs import StepOutput
 from batchgen.engine.execution.model_runner import ModelOutput
+from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.sampling.sampler import describe, process, sample
 from batchgen.kernels.sampling.token_mask import TokenMask
 from batchgen.kernels.speculation.drafts import accept_drafts

@@ -24,8 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.transfer import Download, upload
 from batchgen.engine.constraint.matcher import Matcher
+from batchgen.engine.device.transfer import Download, upload
 from batchgen.engine.rows.guide import Guide, MaskBuilder
 from batchgen.engine.sampling.sampler import Drawn
 from batchgen.kernels.sampling.token_mask import TokenMask

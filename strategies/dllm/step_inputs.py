@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.batched import Batched, row
-from batchgen.engine.base.outputs import OutputColumn, StepOutput
-from batchgen.engine.base.transfer import Download, upload
+from batchgen.engine.device.batched import Batched, row
+from batchgen.engine.device.transfer import Download, upload
 from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.interface.outputs import OutputColumn, StepOutput
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.step_inputs import JoiningRows, StepInputs

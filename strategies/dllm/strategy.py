@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.outputs import HostOutput, OutputColumn, RowCount, StepOutput
-from batchgen.engine.base.transfer import upload
+from batchgen.engine.device.transfer import upload
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
+from batchgen.engine.interface.outputs import HostOutput, OutputColumn, RowCount, StepOutput
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch
@@ -25,7 +25,7 @@ from batchgen.engine.scheduling.admission import Ints
 from batchgen.engine.strategy import TARGET, ModelRole, Strategy
 from batchgen.kernels.sampling.token_mask import TokenMask
 from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH, Rule
-from batchgen.strategies.base.counts import NUM_FORWARDS, one_forward, tokens_per_forward
+from batchgen.strategies.counts import NUM_FORWARDS, one_forward, tokens_per_forward
 from batchgen.strategies.dllm.commit_room import CommitRoom
 from batchgen.strategies.dllm.guided import denoise
 from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.transfer import upload
+from batchgen.engine.device.transfer import upload
 from batchgen.kernels.sampling.unmask import Rule, schedule, unmask
 from batchgen.strategies.dllm.step_inputs import BlockRows
 

@@ -13,7 +13,7 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from batchgen.forecast import devices, planned_work
+from batchgen.jobs.forecast import devices, planned_work
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,7 +51,7 @@ def work_done_once() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def model(tiny_model: Callable[..., Path]) -> Path:
     """A folder with weights, configuration and a tokenizer of bytes."""
-    from real_job import VOCAB, save_tokenizer
+    from tests.support.jobs.real_job import VOCAB, save_tokenizer
 
     folder = tiny_model("llama", **VOCAB)
     save_tokenizer(folder)
@@ -61,7 +61,7 @@ def model(tiny_model: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def vl_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model that reads images."""
-    from image_job import save_model
+    from tests.support.jobs.image_job import save_model
 
     return save_model(tmp_path_factory.mktemp("vl"))
 
@@ -69,7 +69,7 @@ def vl_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     """A file with the ROWS of real_job."""
-    from real_job import ROWS
+    from tests.support.jobs.real_job import ROWS
 
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))

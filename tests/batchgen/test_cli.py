@@ -11,15 +11,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from fake_job import FakeJob
-from forked import Forked, run_forked
-from job_comparison import attempts, compare_outputs, finished_rows
+
+from tests.support.jobs.fake_job import FakeJob
+from tests.support.jobs.forked import Forked, run_forked
+from tests.support.jobs.job_comparison import attempts, compare_outputs, finished_rows
 
 ROOT = Path(__file__).parents[2]
 
 
 def _fake(job: FakeJob) -> Forked:
-    return Forked("fake_job", [json.dumps(asdict(job))])
+    return Forked("tests.support.jobs.fake_job", [json.dumps(asdict(job))])
 
 
 def _batchgen(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -33,7 +34,7 @@ def _new_process(folder: Path, *program: str) -> "subprocess.CompletedProcess[st
         capture_output=True,
         text=True,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         timeout=300,
     )
 
@@ -99,7 +100,7 @@ def test_failures_of_a_job(tmp_path: Path) -> None:
 
 def test_what_a_user_sees_without_a_terminal(tmp_path: Path) -> None:
     job = FakeJob(str(tmp_path / "out"), bad=False, rows=3)
-    found = _new_process(tmp_path, "-m", "fake_job", json.dumps(asdict(job)))
+    found = _new_process(tmp_path, "-m", "tests.support.jobs.fake_job", json.dumps(asdict(job)))
     assert found.returncode == 0
     assert re.fullmatch(r"memory: weights .* GiB, KV cache .* GiB \(.* tokens\)\n", found.stderr)
     assert re.search(r"^rows +6$", found.stdout, re.MULTILINE)

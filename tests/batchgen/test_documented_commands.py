@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_job import VOCAB, save_tokenizer
 
 from batchgen.__main__ import run_command
 from batchgen.cli.options import parse_options
 from batchgen.cli.run_options import composed, composed_pipeline
 from batchgen.cli.verb_table import VERBS
+from tests.support.jobs.real_job import VOCAB, save_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PAGES = (

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from finished_job import finished_job, row
-from hub_server import TOKEN, hub_server
+
+from tests.support.jobs.finished_job import finished_job, row
+from tests.support.jobs.hub_server import TOKEN, hub_server
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "transformers", "datasets", "pyarrow"}

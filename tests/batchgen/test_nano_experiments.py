@@ -7,9 +7,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from real_job import run
 
 from batchgen.__main__ import run_command
+from tests.support.jobs.real_job import run
 
 ROWS = 12
 SMALL = [f"dataset.limit={ROWS}", "engine.device=cpu", "engine.kv_cache_gib=0.05"]

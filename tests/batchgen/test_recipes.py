@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from datasets import load_dataset
-from real_job import VOCAB, save_tokenizer
-from trl_rules import check_preference, is_conversational, type_of
 
 from batchgen.__main__ import run_command
 from batchgen.cli.options import parse_options
 from batchgen.cli.run_options import composed_pipeline
 from batchgen.cli.verb_table import VERBS
+from tests.support.jobs.real_job import VOCAB, save_tokenizer
+from tests.support.jobs.trl_rules import check_preference, is_conversational, type_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "recipes.md"
 SMALL = (

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from batchgen.engine import llm_engine
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestError
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestError
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.sampling.sampling_params import SamplingParams

@@ -16,25 +16,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_rows import block_bytes, expect_short_rows
-from forced_drafts import some_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.execution.cuda_graph import ForwardGraphs
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.strategies.ar.strategy import ARStrategy
+from tests.support.engine.engine_rows import block_bytes, expect_short_rows
+from tests.support.engine.forced_drafts import some_slow
 
 EOS = 7
 VOCAB = 128

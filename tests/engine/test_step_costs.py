@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_rows import block_bytes, expect_short_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.step_timing import StepTime, StepTimer
+from batchgen.engine.device.step_timing import StepTime, StepTimer
+from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.rows.scheduled_batch import (
@@ -29,6 +28,7 @@ from batchgen.engine.rows.scheduled_batch import (
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.step_costs import StepCosts
 from batchgen.strategies.ar.strategy import ARStrategy
+from tests.support.engine.engine_rows import block_bytes, expect_short_rows
 
 SLOTS = 4
 NONE = np.empty(0, np.int64)

@@ -9,8 +9,8 @@ from modes.engine_runs import Bench, full_batch
 from modes.routing import Chance, expert_layers, run_rows
 from workloads import BenchRequest, requests
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.step_timing import PhaseSplit, StepTime
+from batchgen.engine.device.step_timing import PhaseSplit, StepTime
+from batchgen.engine.interface.engine_config import EngineConfig
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from workloads import (
 )
 
 from batchgen.engine.loading.config_file import load_config
-from batchgen.engine.models.transformer.dense import DenseConfig
+from batchgen.engine.models.dense import DenseConfig
 
 
 @pytest.mark.parametrize(

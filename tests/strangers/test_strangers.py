@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import damaged_disks
-import hostile_folders
-import hostile_models
-import hostile_rows
 import pytest
-from attack import Attack, Work
+
+from tests.support.strangers import damaged_disks, hostile_folders, hostile_models, hostile_rows
+from tests.support.strangers.attack import Attack, Work
 
 ATTACKS: tuple[Attack, ...] = (
     *hostile_folders.ATTACKS,

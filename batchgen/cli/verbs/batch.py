@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("results", metavar="OUT", help="the file of result lines")
     parser.add_argument("keys", metavar="KEY=VALUE", nargs="*", default=[], help="keys of the job")
     asked = parser.parse_args(arguments)
-    from batchgen.batch_files.batch_job import (
+    from batchgen.api.batch_files.batch_job import (
         BatchPaths,
         batch_config,
         model_warning,
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         write_requests,
         write_results,
     )
-    from batchgen.python.configured_job import run_configured
+    from batchgen.api.python.configured_job import run_configured
 
     paths = BatchPaths(short_user_path(asked.given, "IN"), short_user_path(asked.results, "OUT"))
     if not paths.given.is_file():

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.cli.job_outcome import verb
 from batchgen.cli.verb_table import Parser
-from batchgen.scoring.compared_jobs import compared, comparison_lines
-from batchgen.scoring.graded_folder import GradedJob
+from batchgen.evals.scores.compared_jobs import compared, comparison_lines
+from batchgen.evals.scores.graded_folder import GradedJob
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
-    from batchgen.scoring.paired_comparison import Comparison, Question
+    from batchgen.evals.scores.paired_comparison import Comparison, Question
 
 SHOWN = 10
 _ABOUT = """\
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _text(found: Comparison, rows: int) -> str:
-    from batchgen.texts.text_table import table
+    from batchgen.util.text.text_table import table
 
     text = [table(comparison_lines(found))]
     for what, flipped in (("better", found.wins), ("worse", found.losses)):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from batchgen.folder.job_summary import status_line
-from batchgen.folder.read_job import BATCH, JobFolderReader
-from batchgen.rows.printed_rows import RowPrinter, of_sample
-from batchgen.shards.checked_file import CheckedFile
-from batchgen.shards.journal import journal_files, read_file
-from batchgen.shards.row_order import KEYS, row_keys
-from batchgen.shards.shard_files import shard_files, shard_path
+from batchgen.pages.rows.printed_rows import RowPrinter, of_sample
+from batchgen.storage.folder.job_summary import status_line
+from batchgen.storage.folder.read_job import BATCH, JobFolderReader
+from batchgen.storage.shards.checked_file import CheckedFile
+from batchgen.storage.shards.journal import journal_files, read_file
+from batchgen.storage.shards.row_order import KEYS, row_keys
+from batchgen.storage.shards.shard_files import shard_files, shard_path
 
 LOOK_SECONDS = 1.0
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from batchgen.cli.job_outcome import exit_code
 from batchgen.cli.verb_table import Parser
-from batchgen.scoring.graded_folder import GradedJob, scoring
+from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.paths import user_path
 
@@ -57,11 +57,11 @@ def _grade(arguments: Sequence[str]) -> int:
             f"the job in {given.out} has no `post` steps: give some with post=[{{Extract: …}}] or "
             "take those of a ready job with +experiment=NAME"
         )
-    from batchgen.grades.changed_marks import ChangedMarks
-    from batchgen.grading.build_steps import check_scored, post_steps
-    from batchgen.jobs.graded_job import save_scores, score
-    from batchgen.report.write_report import renew_report
-    from batchgen.scoring.samples import Samples
+    from batchgen.evals.graders.build_steps import check_scored, post_steps
+    from batchgen.evals.grades.changed_marks import ChangedMarks
+    from batchgen.evals.scores.samples import Samples
+    from batchgen.jobs.run.graded_job import save_scores, score
+    from batchgen.pages.report.write_report import renew_report
 
     check_scored(post_steps(config.post), config.score, job.columns)
     with job.locked(), _added_to(given.changes) as write:
@@ -78,7 +78,7 @@ def _grade(arguments: Sequence[str]) -> int:
     print(f"{count:,} rows graded" if count else "All rows have these grades already.")
     if scores is not None:
         job.warn_of_copies()
-        from batchgen.texts.text_table import score_lines, table
+        from batchgen.util.text.text_table import score_lines, table
 
         print(table(score_lines(scores)))
     return 0

@@ -11,8 +11,8 @@ from batchgen.cli.job_outcome import exit_code
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
-    from batchgen.pipelines.pipeline import Pipeline
-    from batchgen.planning.plan_settings import PlanSettings
+    from batchgen.jobs.planning.plan_settings import PlanSettings
+    from batchgen.pipelines.run.pipeline import Pipeline
 
 _HELP = """\
 usage: batchgen plan [FILE.yaml] [GROUP=CHOICE …] [KEY=VALUE …] [plan.KEY=VALUE …] [--json]
@@ -40,13 +40,13 @@ def main(arguments: Sequence[str]) -> int:
 
 def _plan(arguments: list[str]) -> int:
     if {"--help", "-h"} & set(arguments):
-        from batchgen.forecast.devices import DEVICES
+        from batchgen.jobs.forecast.devices import DEVICES
 
         print(_HELP.format(devices=f"cpu, {', '.join(list(DEVICES)[1:4])} …"))
         return 0
     from batchgen.cli.options import parse_options
     from batchgen.cli.run_options import composed, composed_pipeline
-    from batchgen.planning.plan_settings import split_settings
+    from batchgen.jobs.planning.plan_settings import split_settings
 
     settings, rest = split_settings([a for a in arguments if a != "--json"])
     options = parse_options(rest)
@@ -58,13 +58,13 @@ def _plan(arguments: list[str]) -> int:
     config = composed(options)
     model, data = config.model.path, config.dataset.shown
     print(f"batchgen: reading model {model} and data set {data} …", file=sys.stderr, flush=True)
-    from batchgen.planning.planner import make_plan  # this takes seconds: hence the line above
+    from batchgen.jobs.planning.planner import make_plan  # this takes seconds: hence the line above
 
     plan = make_plan(config, settings)
     if "--json" in arguments:
         print(json.dumps(plan.summary(), indent=2, ensure_ascii=False))
     else:
-        from batchgen.planning.plan_text import plan_text
+        from batchgen.jobs.planning.plan_text import plan_text
 
         print(plan_text(plan))
         print(f"Nothing was run; planned in {plan.seconds:.1f} s." if not settings.probe else
@@ -75,7 +75,7 @@ def _plan(arguments: list[str]) -> int:
 def _plan_steps(pipeline: Pipeline, settings: PlanSettings, *, as_json: bool) -> int:
     """Plan the steps of a pipeline."""
     print(f"batchgen: reading the models of {len(pipeline.steps)} steps …", file=sys.stderr)
-    from batchgen.pipelines.planned_steps import plan_steps, plans_summary, plans_text
+    from batchgen.pipelines.run.planned_steps import plan_steps, plans_summary, plans_text
 
     steps = plan_steps(pipeline, settings)
     if as_json:

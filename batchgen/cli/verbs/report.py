@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from batchgen.cli.job_outcome import verb
 from batchgen.cli.verb_table import Parser
-from batchgen.folder.open_folder import open_folder
-from batchgen.pipelines.record.step_folders import is_pipeline
+from batchgen.storage.folder.open_folder import open_folder
+from batchgen.storage.folder.step_folders import is_pipeline
 from batchgen.util.paths import folder_here, user_path
 
 _ABOUT = """\
@@ -26,12 +26,12 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments).out
     out = user_path(folder_here(given, "batchgen report"), "OUT")
     if is_pipeline(str(out)):
-        from batchgen.pipelines.facts.told_pipeline import write_report
+        from batchgen.pages.report.told_pipeline import write_report
 
         print(write_report(out, given))
         return 0
     job = open_folder(given, "report")
-    from batchgen.report.write_report import make_report
+    from batchgen.pages.report.write_report import make_report
 
     print(make_report(job.path))
     return 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from batchgen.cli.job_outcome import verb
 from batchgen.cli.verb_table import Parser
-from batchgen.scoring.graded_folder import GradedJob, scoring
+from batchgen.evals.scores.graded_folder import GradedJob, scoring
 
 _ABOUT = """\
 Score the marks of a graded job, and print the scores. The intervals are of 95%: for new questions
@@ -37,9 +37,9 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_intermixed_args(arguments)
     job = GradedJob(given.out, "score")
     config = scoring(job, given.override)
-    from batchgen.report.write_report import renew_report
-    from batchgen.scoring.job_score import job_score, save_score
-    from batchgen.texts.text_table import score_lines, table
+    from batchgen.evals.scores.job_score import job_score, save_score
+    from batchgen.pages.report.write_report import renew_report
+    from batchgen.util.text.text_table import score_lines, table
 
     job.warn_of_copies()
     scores = job_score(job.path, config.score)

@@ -11,14 +11,14 @@ from typing import Any
 from batchgen.cli.job_outcome import column_list, verb
 from batchgen.cli.verb_table import Parser
 from batchgen.cli.verbs.follow import follow
-from batchgen.folder.job_summary import status_line
-from batchgen.folder.open_folder import open_job
-from batchgen.folder.read_job import JobFolderReader
-from batchgen.rows.printed_rows import RowPrinter, message_lines, of_sample
-from batchgen.texts.row_json import json_text
-from batchgen.texts.text_table import counted
+from batchgen.pages.rows.printed_rows import RowPrinter, message_lines, of_sample
+from batchgen.storage.folder.job_summary import status_line
+from batchgen.storage.folder.open_folder import open_job
+from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import folder_here
+from batchgen.util.text.row_json import json_text
+from batchgen.util.text.text_table import counted
 
 SHOWN_ROWS = 5
 SHOWN_MESSAGES = 3

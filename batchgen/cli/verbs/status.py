@@ -8,13 +8,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from batchgen.cli.verb_table import Parser
-from batchgen.folder.worker_status import Status, WorkerState, read_status
-from batchgen.texts.text_table import columns
+from batchgen.storage.folder.worker_status import Status, WorkerState, read_status
 from batchgen.util.duration import duration
 from batchgen.util.paths import user_folder
+from batchgen.util.text.text_table import columns
 
 if TYPE_CHECKING:
-    from batchgen.folder.read_job import JobFolderReader
+    from batchgen.storage.folder.read_job import JobFolderReader
 
 _ABOUT = """Say how far a job is, and what each of its workers does. Nothing is changed. Of a
 pipeline's folder all steps are told, with how many rows each had and kept.
@@ -29,9 +29,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("out", metavar="OUT", help="the job's output.dir, or a pipeline's")
     parser.add_argument("--json", action="store_true", help="print everything, as JSON")
     given = parser.parse_args(arguments)
-    from batchgen.folder.job_summary import JobSummary, status_line
-    from batchgen.folder.open_folder import open_job
-    from batchgen.pipelines.record.step_folders import is_pipeline
+    from batchgen.storage.folder.job_summary import JobSummary, status_line
+    from batchgen.storage.folder.open_folder import open_job
+    from batchgen.storage.folder.step_folders import is_pipeline
 
     out = user_folder(given.out, "OUT")
     if is_pipeline(out):
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     if (cost := summary.cost) is not None:
         print(f"device: {cost}")
     if (budget := reader.metrics.get("budget")) is not None:
-        from batchgen.budget.spending import shown_facts
+        from batchgen.jobs.generation.spending import shown_facts
 
         print(f"budget: {shown_facts(budget)}")
     for line in lines(status, _num_shards(reader)):
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _of_pipeline(out: str, *, as_json: bool) -> int:
     """Say how far each step of a pipeline is, and what its workers do."""
-    from batchgen.pipelines.facts.told_pipeline import status_text, statuses, summary
+    from batchgen.pages.report.told_pipeline import status_text, statuses, summary
 
     if as_json:
         print(json.dumps(summary(out), indent=2, ensure_ascii=False))
@@ -105,7 +105,7 @@ def _facts(worker: WorkerState) -> tuple[str, ...]:
 
 
 def _num_shards(reader: JobFolderReader) -> int | None:
-    from batchgen.folder.job_summary import JobSummary
+    from batchgen.storage.folder.job_summary import JobSummary
 
     config = reader.config
     total = JobSummary.of(reader.metrics).rows_total

@@ -17,25 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.cli.verb_table import Parser
-from batchgen.compose.load_config import constraint_config
-from batchgen.config.constraint_config import (
+from batchgen.config.compose.load_config import constraint_config
+from batchgen.config.groups.constraint_config import (
     AnyConstraintConfig,
     NoConstraintConfig,
     constraint_column,
     job_value,
 )
-from batchgen.constraint.row_constraints import MAX_CACHED, cell_text
-from batchgen.constraint.text_checks import CHECKED_BY, Check, Unchecked, make_check
-from batchgen.constraint.timed_checks import choices_of
-from batchgen.dataset.dataset_columns import column_path, value_at
-from batchgen.dataset.stored_json import stored_feature
 from batchgen.engine.constraint.json_schema.json_text import parse_json
-from batchgen.folder.open_folder import open_folder, refuse_incomplete
-from batchgen.folder.read_job import JobFolderReader
-from batchgen.metrics.tally import OUTCOMES, constraint_outcome
-from batchgen.texts.row_json import row_reader
-from batchgen.texts.terminal import guard_terminal
+from batchgen.inputs.constraint.row_constraints import MAX_CACHED, cell_text
+from batchgen.inputs.constraint.text_checks import CHECKED_BY, Check, Unchecked, make_check
+from batchgen.inputs.constraint.timed_checks import choices_of
+from batchgen.inputs.dataset.dataset_columns import column_path, value_at
+from batchgen.inputs.dataset.stored_json import stored_feature
+from batchgen.storage.folder.open_folder import open_folder, refuse_incomplete
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.metrics.tally import OUTCOMES, constraint_outcome
 from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.text.row_json import row_reader
+from batchgen.util.text.terminal import guard_terminal
 
 SHOWN = 5
 """How many problems of each kind the report names."""

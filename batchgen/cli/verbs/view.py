@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from batchgen.cli.job_outcome import verb
 from batchgen.cli.verb_table import Parser
-from batchgen.folder.open_folder import open_folder
+from batchgen.storage.folder.open_folder import open_folder
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import folder_here, user_path
 
 if TYPE_CHECKING:
-    from batchgen.viewer.server import Respond
+    from batchgen.pages.viewer.server import Respond
 
 _ABOUT = """\
 Show the rows of a job in a browser, while it runs or later, or those of two jobs side by side. Of a
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"view --port must be from 0 to {_MOST_PORT:,}, got {given.port}")
     names = [name for name in (given.out, given.other) if name is not None]
     respond = _jobs(names[0]) if len(names) == 1 and _has_no_job(names[0]) else _rows(names)
-    from batchgen.viewer.server import ViewServer
+    from batchgen.pages.viewer.server import ViewServer
 
     with ViewServer(respond, given.port) as server:
         # Loads what pages need, and compiles their templates, before anybody waits for it.
@@ -68,8 +68,8 @@ def _has_no_job(given: str) -> bool:
 
 def _jobs(given: str) -> Respond:
     """The pages of the jobs below a folder."""
-    from batchgen.viewer.folder_site import FolderSite
-    from batchgen.viewer.jobs_below import DEEPEST, jobs_below
+    from batchgen.pages.viewer.folder_site import FolderSite
+    from batchgen.pages.viewer.jobs_below import DEEPEST, jobs_below
 
     path = user_path(given, "OUT")
     if not jobs_below(path).jobs:
@@ -85,7 +85,7 @@ def _rows(names: Sequence[str]) -> Respond:
     readers = {name: open_folder(name, "view") for name in names}
     if len(names) == 2 and len({reader.path for reader in readers.values()}) < 2:
         raise ConfigError(f"view: {names[0]} and {names[1]} are the same folder: name two jobs")
-    from batchgen.viewer.job_view import JobView
-    from batchgen.viewer.pages import Site
+    from batchgen.pages.viewer.job_view import JobView
+    from batchgen.pages.viewer.pages import Site
 
     return Site([JobView(reader, name) for name, reader in readers.items()]).respond

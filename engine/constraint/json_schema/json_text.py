@@ -9,7 +9,7 @@ import math
 from collections import abc
 from typing import Any, NoReturn
 
-from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.interface.constraint_error import ConstraintError
 
 WHITESPACE = " \t\n\r"
 """The characters that JSON allows between its tokens; there are no others."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from difflib import get_close_matches
 
-from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.interface.constraint_error import ConstraintError
 
 ANNOTATIONS = frozenset(
     "$comment $schema $id title description default examples deprecated readOnly writeOnly".split()

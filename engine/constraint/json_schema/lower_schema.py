@@ -19,7 +19,6 @@ Not all that is valid is let through:
 from collections.abc import Iterable
 from typing import Any
 
-from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.json_schema.containers import lower_array, lower_object
 from batchgen.engine.constraint.json_schema.keywords import (
     ANNOTATIONS,
@@ -37,6 +36,7 @@ from batchgen.engine.constraint.json_schema.merge_schemas import (
 from batchgen.engine.constraint.json_schema.scalars import check_values, lower_scalar
 from batchgen.engine.constraint.json_schema.schema_references import find_endless, resolve
 from batchgen.engine.constraint.json_schema.validator import make_validator
+from batchgen.engine.interface.constraint_error import ConstraintError
 
 ANY = "any"
 """The name of the definition of any JSON value, in the `$defs` of a rewritten schema."""

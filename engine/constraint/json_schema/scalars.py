@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.json_schema.json_text import has_lone_surrogate
 from batchgen.engine.constraint.json_schema.keywords import MOST, read_limits, refuse
 from batchgen.engine.constraint.regex import regex_syntax as syntax
 from batchgen.engine.constraint.regex import regex_text as text
 from batchgen.engine.constraint.regex.characters import JSON_TEXT
+from batchgen.engine.interface.constraint_error import ConstraintError
 
 _OCTET = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _DATE = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.interface.constraint_error import ConstraintError
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator

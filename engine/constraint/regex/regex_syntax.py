@@ -9,7 +9,6 @@ in ECMAScript, so that any later check of the output agrees.
 import re
 from dataclasses import dataclass
 
-from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.regex.characters import (
     CLASSES,
     LINE_ENDS,
@@ -20,6 +19,7 @@ from batchgen.engine.constraint.regex.characters import (
     only,
     union,
 )
+from batchgen.engine.interface.constraint_error import ConstraintError
 
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 _MOST_COUNT = 1_000_000

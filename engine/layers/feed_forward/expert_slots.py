@@ -8,9 +8,9 @@ from functools import partial
 
 from torch import Tensor
 
-from batchgen.engine.base.shard import Shard
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.shard import Shard
 from batchgen.kernels.layers.activation import GateFunction
 from batchgen.kernels.moe.epilogues import ClampedGate
 from batchgen.kernels.moe.tiled_layout import are_panels, rows_of_panels

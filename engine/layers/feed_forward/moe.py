@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from batchgen.engine.base.outputs import OutputColumn
-from batchgen.engine.base.side_stream import beside
 from batchgen.engine.caches.forward_context import ForwardContext
+from batchgen.engine.device.side_stream import beside
+from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.layers.feed_forward.expert_slots import PLAIN_EXPERTS, ExpertForm
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.feed_forward.mlp import GatedMLP

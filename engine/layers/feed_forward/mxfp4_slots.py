@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchgen.engine.base.shard import Shard
 from batchgen.engine.layers.feed_forward.expert_slots import Projections, bias_slots
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.shard import Shard
 from batchgen.kernels.fp8.fp8_weight import FP8Weight
 from batchgen.kernels.moe.tiled_layout import are_panels, rows_of_panels
 from batchgen.kernels.mxfp4.mxfp4_layout import MXFP4Panels, pack_panels

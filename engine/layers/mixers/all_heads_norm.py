@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from batchgen.engine.base.shard import Shard
 from batchgen.engine.layers.linear import empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
+from batchgen.engine.parallel.shard import Shard
 from batchgen.engine.parallel.tensor_parallel import NORM_LANE
 from batchgen.kernels.layers.rms_norm import rms_norm
 

@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from batchgen.engine.base.shard import Shard
 from batchgen.engine.caches.cache_specs import CacheSpec, KVSpec
 from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.layers.linear import Linear, RowParallelLinear, empty_parameter
@@ -20,6 +19,7 @@ from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import rotary_order
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
+from batchgen.engine.parallel.shard import Shard
 from batchgen.engine.parallel.tensor_parallel import MIXER_LANE, Stream
 from batchgen.kernels.attention.attention import paged_attention
 from batchgen.kernels.attention.kv_cache import KVCache

@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from batchgen.engine.base.shard import Shard
-from batchgen.engine.base.transfer import upload
 from batchgen.engine.caches.cache_specs import CacheSpec
 from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens, RowMetadata
 from batchgen.engine.caches.row_states import StateCache
+from batchgen.engine.device.transfer import upload
 from batchgen.engine.layers.linear import RowParallelLinear, empty_parameter
 from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.mixers.delta_shape import DeltaShape, input_projections, state_spec
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
+from batchgen.engine.parallel.shard import Shard
 from batchgen.engine.parallel.tensor_parallel import MIXER_LANE, Stream
 from batchgen.kernels.attention.metadata import are_replayed
 from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step

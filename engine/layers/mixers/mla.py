@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from batchgen.engine.base.shard import Shard
 from batchgen.engine.caches.cache_specs import CacheSpec, LatentSpec
 from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.layers.linear import Linear, RowParallelLinear
@@ -17,6 +16,7 @@ from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.parallel.placement import Placement
+from batchgen.engine.parallel.shard import Shard
 from batchgen.engine.parallel.tensor_parallel import MIXER_LANE, Stream
 from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.mla.latent_prepare import prepare_latent

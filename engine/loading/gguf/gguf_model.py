@@ -17,9 +17,9 @@ from batchgen.engine.layers.rotary import (
 )
 from batchgen.engine.loading.gguf.gguf_file import GGUFFile
 from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.dense import DenseConfig, DenseForCausalLM
 from batchgen.engine.models.model_config import ModelConfig, check_positive, extended_positions
 from batchgen.engine.models.model_registry import gguf_model_class
-from batchgen.engine.models.transformer.dense import DenseConfig, DenseForCausalLM
 
 _TOP = {
     "token_embd": "model.embed_tokens",

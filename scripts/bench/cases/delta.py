@@ -11,8 +11,8 @@ import torch
 from measuring import DEVICE, Case, random_normal
 from torch import Tensor
 
-from batchgen.engine.base.engine_config import folded_at_once
 from batchgen.engine.caches.row_states import ring_length
+from batchgen.engine.interface.engine_config import folded_at_once
 from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
 from batchgen.kernels.linear_attention.delta_prefill_triton import (

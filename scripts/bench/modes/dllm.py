@@ -13,12 +13,12 @@ from measuring import DEVICE, commas, event_times
 from shapes import MODELS
 from workloads import dummy_model
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.step_timing import StepTimer
 from batchgen.engine.caches.model_caches import CacheSizes
+from batchgen.engine.device.step_timing import StepTimer
 from batchgen.engine.execution.graph_shapes import GraphShapes, launch_bound_tokens
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner
+from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM

@@ -24,9 +24,9 @@ from workloads import (
     requests,
 )
 
-from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig
-from batchgen.engine.base.step_timing import PhaseSplit, StepTime, StepTimer
+from batchgen.engine.device.step_timing import PhaseSplit, StepTime, StepTimer
 from batchgen.engine.engine_models import planned_uses
+from batchgen.engine.interface.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.layers.mxfp4_format import MXFP4Format
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import Quantization

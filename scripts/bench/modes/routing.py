@@ -12,11 +12,11 @@ import torch
 from measuring import synchronize
 from torch import Tensor, nn
 
-from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.sparse.moe_model import MoEConfig
+from batchgen.engine.models.moe_model import MoEConfig
 from batchgen.engine.sampling.sampling_params import SamplingParams
 
 Routing = Literal["model", "uniform", "same"]

@@ -15,9 +15,9 @@ from shapes import MODELS
 from torch import Tensor
 from workloads import dummy_model
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import StepOutput
 from batchgen.engine.execution.model_runner import ModelOutput
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch

@@ -15,7 +15,7 @@ from modes.engine_runs import profile_rows
 from modes.routing import run_rows
 from workloads import dummy_model, prompt_vocab, requests
 
-from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.parallel.rank_group import end_process
 from batchgen.engine.parallel.rank_processes import RankProcesses

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from batchgen.cli.cpu_threads import share_cores
-from batchgen.model import open_model
+from batchgen.inputs.model import open_model
 
 ROOT = Path(__file__).parents[3]
 

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_job import FakeJob
 from hydra.core.global_hydra import GlobalHydra
 
 import batchgen.cli.hydra_app as hydra_app
 from batchgen.__main__ import run_command
-from batchgen.config.job_config import JobConfig
-from batchgen.config.workers_config import WorkersConfig
-from batchgen.jobs.run_job import run_job
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.workers_config import WorkersConfig
+from batchgen.jobs.run.run_job import run_job
 from batchgen.util.errors import JobError
+from tests.support.jobs.fake_job import FakeJob
 
 
 class Jobs:

@@ -10,8 +10,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from batchgen.cli.hydra_arguments import hydra_argument, hydra_arguments
 from batchgen.cli.options import parse_options
 from batchgen.cli.run_options import composed
-from batchgen.compose.load_config import load_config, resolved
-from batchgen.compose.trust import TYPED
+from batchgen.config.compose.load_config import load_config, resolved
+from batchgen.config.compose.trust import TYPED
 from batchgen.util.errors import ConfigError
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from real_job import contents, overrides
 
 from batchgen.__main__ import run_command
+from tests.support.jobs.real_job import contents, overrides
 
 _HUGE = 10**21
 

@@ -13,11 +13,11 @@ import pytest
 from datasets import Features, Value
 from datasets.features import Json, List
 
-from batchgen.dataset.stored_json import stored_field
-from batchgen.prompts.used_columns import used_columns
-from batchgen.rows.printed_rows import RowText
-from batchgen.texts.row_json import json_readers, json_text, plain_text
+from batchgen.inputs.dataset.stored_json import stored_field
+from batchgen.pages.rows.printed_rows import RowText
 from batchgen.util.shorten import beginning, end, wrapped
+from batchgen.util.templates.used_columns import used_columns
+from batchgen.util.text.row_json import json_readers, json_text, plain_text
 
 
 def test_beginnings_and_ends_are_one_short_line() -> None:

@@ -9,18 +9,18 @@ from pkgutil import resolve_name
 
 import pytest
 
-import batchgen.grading
-import batchgen.steps
+import batchgen.evals.graders
+import batchgen.inputs.steps
 from batchgen.__main__ import run_command
-from batchgen.config.class_names import CLASSES, class_path
-from batchgen.config.config_keys import STEP_LISTS
-from batchgen.steps.table_step import TableStep
+from batchgen.config.groups.class_names import CLASSES, class_path
+from batchgen.config.groups.config_keys import STEP_LISTS
+from batchgen.inputs.steps.table_step import TableStep
 
 
 def _steps() -> set[str]:
     """The import paths of all classes that have what a step has."""
     found = set()
-    for room in (batchgen.grading, batchgen.steps):
+    for room in (batchgen.evals.graders, batchgen.inputs.steps):
         for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
             for name, cls in vars(import_module(module.name)).items():
                 own = isinstance(cls, type) and cls.__module__ == module.name

@@ -11,7 +11,7 @@ import pytest
 from batchgen.cli.hydra_app import run_hydra
 from batchgen.cli.options import parse_options
 from batchgen.cli.sweep import swept_values, worst
-from batchgen.config.job_config import JobConfig
+from batchgen.config.groups.job_config import JobConfig
 from batchgen.util.errors import ConfigError
 
 

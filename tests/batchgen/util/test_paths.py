@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_job import FakeJob
 
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import short_user_path, user_path
+from tests.support.jobs.fake_job import FakeJob
 
 
 def test_home_relative_and_trailing_slashes(

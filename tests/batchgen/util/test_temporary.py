@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from forked import fork_server
-
-from batchgen.storage.whole_file import write_atomic
+from batchgen.storage.stores.whole_file import write_atomic
+from tests.support.jobs.forked import fork_server
 
 _TEXTS = [name * 20_000 for name in "ab"]
 

@@ -136,7 +136,7 @@ futures = [pool.submit(300.0) for _ in range(200)]
 """
 COMPILER = """
 import time
-from constrained_rows import END, WIDTH, make_tokenizer
+from tests.support.engine.constrained_rows import END, WIDTH, make_tokenizer
 from batchgen.engine.constraint.compiler import GrammarCompiler, _Work
 from batchgen.engine.constraint.constraint import Constraint
 
@@ -158,10 +158,10 @@ futures = [compiler.prepare(Constraint("regex", "a" * n)) for n in range(1, 201)
 )
 def test_a_process_ends_without_waiting_for_what_is_queued(made: str, end: str, code: int) -> None:
     """One of the 200 calls alone takes 300 s."""
-    tests = Path(__file__).parents[1]
+    root = Path(__file__).parents[3]
     # Tests that were started in the background may ignore SIGINT, and children inherit that.
     heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
-    found = f"import sys\nsys.path[:0] = {[str(tests), str(tests / 'constraint')]}"
+    found = f"import sys\nsys.path.insert(0, {str(root)!r})"
     script = f"{heard}\n{found}\n{made}"
     process = subprocess.Popen(
         [sys.executable, "-c", f"{script}\nprint('ready', flush=True)\n{end}"],

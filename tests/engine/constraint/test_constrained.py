@@ -16,7 +16,23 @@ from typing import Any
 
 import pytest
 import torch
-from constrained_rows import (
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from batchgen.engine.constraint.compiler import GrammarCompiler
+from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.constraint.matcher import Grammar, Matcher
+from batchgen.engine.interface.constraint_error import ConstraintError
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.rows import sequence as engine_sequence
+from batchgen.engine.rows.compile_queue import CompileQueue
+from batchgen.engine.rows.stopping import StopRule
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.strategies.ar.strategy import ARStrategy
+from tests.support.engine.constrained_rows import (
     END,
     NUM_TOKENS,
     SIMPLE,
@@ -30,24 +46,8 @@ from constrained_rows import (
     mixed_requests,
     reference,
 )
-from engine_rows import Request, block_bytes, expect_short_rows, run
-from forced_drafts import some_slow
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
-
-from batchgen.engine.base.constraint_error import ConstraintError
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
-from batchgen.engine.constraint.compiler import GrammarCompiler
-from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.constraint.matcher import Grammar, Matcher
-from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.rows import sequence as engine_sequence
-from batchgen.engine.rows.compile_queue import CompileQueue
-from batchgen.engine.rows.stopping import StopRule
-from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.strategies.ar.strategy import ARStrategy
+from tests.support.engine.engine_rows import Request, block_bytes, expect_short_rows, run
+from tests.support.engine.forced_drafts import some_slow
 
 ROWS = 44
 SOME = 14

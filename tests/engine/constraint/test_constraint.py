@@ -13,7 +13,6 @@ import xgrammar
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.constraint.json_schema.json_text import equality_key
 from batchgen.engine.constraint.xgrammar_input import (
@@ -21,6 +20,7 @@ from batchgen.engine.constraint.xgrammar_input import (
     schema_arguments,
     structural_tag_argument,
 )
+from batchgen.engine.interface.constraint_error import ConstraintError
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
 

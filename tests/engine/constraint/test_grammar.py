@@ -16,7 +16,23 @@ import numpy as np
 import pytest
 import torch
 import xgrammar
-from grammars import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from batchgen.engine.constraint.compiler import GrammarCompiler
+from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.constraint.matcher import Matcher, fill_all
+from batchgen.engine.constraint.xgrammar_input import (
+    regex_argument,
+    schema_arguments,
+    structural_tag_argument,
+)
+from batchgen.engine.interface.constraint_error import ConstraintError
+from batchgen.engine.loading.tokenizer import load_tokenizer
+from batchgen.engine.rows.stopping import decode
+from tests.support.engine.grammars import (
     END,
     JSON,
     PAD,
@@ -33,22 +49,6 @@ from grammars import (
     make_tokenizer,
     token_id,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
-from batchgen.engine.base.constraint_error import ConstraintError
-from batchgen.engine.constraint.compiler import GrammarCompiler
-from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.constraint.matcher import Matcher, fill_all
-from batchgen.engine.constraint.xgrammar_input import (
-    regex_argument,
-    schema_arguments,
-    structural_tag_argument,
-)
-from batchgen.engine.loading.tokenizer import load_tokenizer
-from batchgen.engine.rows.stopping import decode
 
 CONSTRAINTS = (
     JSON,

@@ -13,15 +13,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from grammars import END, JSON, TAG, THINK, WIDTH, compiler, ids, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint import compiler as grammar_module
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.constraint.matcher import Matcher, fill_all
+from batchgen.engine.interface.constraint_error import ConstraintError
+from tests.support.engine.grammars import (
+    END,
+    JSON,
+    TAG,
+    THINK,
+    WIDTH,
+    compiler,
+    ids,
+    make_tokenizer,
+)
 
 
 @pytest.mark.parametrize(

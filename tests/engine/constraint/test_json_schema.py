@@ -13,13 +13,13 @@ from uuid import UUID
 
 import pytest
 import xgrammar
-from schemas import INSTANCES, SCHEMAS, random_schema
 
-from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.constraint.json_schema.lower_schema import check_schema
 from batchgen.engine.constraint.json_schema.validator import make_validator
 from batchgen.engine.constraint.xgrammar_input import schema_arguments
+from batchgen.engine.interface.constraint_error import ConstraintError
+from tests.support.engine.schemas import INSTANCES, SCHEMAS, random_schema
 
 EOS = 256
 CLOSERS = frozenset(b'"]}')

@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from workloads import dummy_model
 
-from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.caches.model_caches import paged_token_bytes
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.constraint.matcher import Matcher
+from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.admission import LengthPredictor

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import xgrammar
-from constrained_rows import END, WIDTH, make_tokenizer
 
-from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.printed_grammar import TESTED_VERSION, check_print
+from batchgen.engine.interface.constraint_error import ConstraintError
+from tests.support.engine.constrained_rows import END, WIDTH, make_tokenizer
 
 ROOT = Path(__file__).parents[3]
 PRINTED = xgrammar.Grammar.__str__

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from edited_models import edit_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.tokenizer import eos_token_ids
+from tests.support.engine.edited_models import edit_config
 
 CPU = torch.device("cpu")
 TinyModel = Callable[..., Path]

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fp8_checkpoints import QUANTIZATION, change_tensors, write_fp8
 from torch import Tensor
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.fp8_format import FP8Format, checkpoint_format
 from batchgen.engine.layers.linear import Linear
@@ -26,6 +25,7 @@ from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.kernels.fp8.fp8_weight import FP8, quantise_weight
 from batchgen.strategies.ar.strategy import ARStrategy
+from tests.support.engine.fp8_checkpoints import QUANTIZATION, change_tensors, write_fp8
 
 TinyModel = Callable[..., Path]
 RunPaged = Callable[..., Tensor]

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf_files import write_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,7 +22,8 @@ from batchgen.engine.layers.rotary import FrequencyFactorsRope, LinearRope, Yarn
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.gguf.gguf_file import READ_TYPES, GGUFFile
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.transformer.dense import DenseConfig
+from batchgen.engine.models.dense import DenseConfig
+from tests.support.engine.gguf_files import write_gguf
 
 CPU = torch.device("cpu")
 HOSTILE = [

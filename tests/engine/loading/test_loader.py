@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from edited_models import edit_config, edit_weights
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
+from tests.support.engine.edited_models import edit_config, edit_weights
 
 CPU = torch.device("cpu")
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}

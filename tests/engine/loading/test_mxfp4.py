@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
 from batchgen.engine.layers.mxfp4_format import MXFP4Format, weight_format

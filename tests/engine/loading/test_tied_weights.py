@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from edited_models import edit_config, edit_weights
-from qwen_mtp import TheirHead
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
+from tests.support.engine.edited_models import edit_config, edit_weights
+from tests.support.engine.qwen_mtp import TheirHead
 
 CPU = torch.device("cpu")
 IDS = [(7 * i * i + 3 * i) % 128 for i in range(40)]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from batchgen.engine.base.transfer import upload
+from batchgen.engine.device.transfer import upload
 from batchgen.engine.memory import kernel_warmup
 from batchgen.engine.memory.kernel_warmup import Undone, compiling_kernels
 

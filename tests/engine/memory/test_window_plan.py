@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig, Sizes
 from batchgen.engine.caches.cache_specs import KVSpec
 from batchgen.engine.caches.model_caches import paged_token_bytes, window_token_bytes
+from batchgen.engine.interface.engine_config import EngineConfig, ResolvedConfig, Sizes
 from batchgen.engine.memory.memory_plan import MemoryPlan, Room, divide_memory
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.memory.window_plan import window_needs

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from qwen_mtp import TheirHead
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -23,6 +22,7 @@ from batchgen.kernels.fp8.fp8_experts_triton import fp8_grouped_parts_triton
 from batchgen.kernels.fp8.fp8_weight import FP8Weight
 from batchgen.kernels.moe.experts_triton import grouped_parts_triton
 from batchgen.kernels.moe.tiled_layout import keeps_panels, rows_of_panels
+from tests.support.engine.qwen_mtp import TheirHead
 
 TinyModel = Callable[..., Path]
 Load = Callable[..., CausalLM]

@@ -14,23 +14,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from alone_rows import Alone
-from engine_rows import Request, expect_short_rows, run
-from forced_drafts import ForcedStrategy
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.caches.model_caches import paged_token_bytes, window_token_bytes
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.sparse.moe_model import ROUTED_EXPERTS
+from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from tests.support.engine.alone_rows import Alone
+from tests.support.engine.engine_rows import Request, expect_short_rows, run
+from tests.support.engine.forced_drafts import ForcedStrategy
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")

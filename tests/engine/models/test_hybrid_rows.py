@@ -15,14 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from alone_rows import Alone
-from engine_rows import Request, expect_short_rows
-from forced_drafts import ForcedStrategy, some_slow
 from torch import Tensor
 
-from batchgen.engine.base import engine_config
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.interface import engine_config
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
@@ -34,6 +31,9 @@ from batchgen.kernels.linear_attention.delta_rule import delta_step
 from batchgen.kernels.linear_attention.state_rows import StepRows
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from tests.support.engine.alone_rows import Alone
+from tests.support.engine.engine_rows import Request, expect_short_rows
+from tests.support.engine.forced_drafts import ForcedStrategy, some_slow
 
 CPU = torch.device("cpu")
 ROUTE = "routed_experts"

@@ -11,22 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_rows import expect_short_rows, run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.caches.model_caches import state_bytes
 from batchgen.engine.engine_models import chunk_multiple
+from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.hybrids.hybrid import HybridConfig, HybridForCausalLM
-from batchgen.engine.models.hybrids.qwen3_5_moe import Qwen3_5MoeForCausalLM
+from batchgen.engine.models.hybrid import HybridConfig, HybridForCausalLM
 from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.qwen3_5_moe import Qwen3_5MoeForCausalLM
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
+from tests.support.engine.engine_rows import expect_short_rows, run
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")

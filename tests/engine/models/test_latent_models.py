@@ -16,7 +16,7 @@ from batchgen.engine.layers.feed_forward.moe import SparseMoE
 from batchgen.engine.layers.mixers import mla
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.mla.mla_model import LatentConfig
+from batchgen.engine.models.mla_model import LatentConfig
 from batchgen.kernels.attention.metadata import AttentionMetadata
 from batchgen.kernels.mla import expanded_triton
 from batchgen.kernels.mla.latent_expansion import Expansion

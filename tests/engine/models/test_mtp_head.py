@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from qwen_mtp import TheirHead
 from torch import Tensor
 
 from batchgen.engine.caches.model_caches import CacheSizes
@@ -18,6 +17,7 @@ from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.memory.model_use import ModelUse
+from tests.support.engine.qwen_mtp import TheirHead
 
 CPU = torch.device("cpu")
 NONE = np.empty(0, np.int64)

@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dllm_reference import Options, generate, model_forward
-from engine_rows import Request, expect_short_rows
-from routers import router_ids
 from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.sparse.moe_model import ROUTED_EXPERTS
+from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
+from tests.support.engine.dllm_reference import Options, generate, model_forward
+from tests.support.engine.engine_rows import Request, expect_short_rows
+from tests.support.engine.routers import router_ids
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")

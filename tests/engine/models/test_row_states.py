@@ -13,18 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_rows import Request, expect_short_rows
-from forced_drafts import ForcedStrategy, some_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from toy_hybrid import ToyHybridForCausalLM, make_toy, naive_logits
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.caches.model_caches import CacheSizes
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.sampling.sampler import sample
@@ -34,6 +31,9 @@ from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
+from tests.support.engine.engine_rows import Request, expect_short_rows
+from tests.support.engine.forced_drafts import ForcedStrategy, some_slow
+from tests.support.engine.toy_hybrid import ToyHybridForCausalLM, make_toy, naive_logits
 
 CPU = torch.device("cpu")
 ROUTE = "toy_route"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from edited_models import edit_config
 from safetensors import safe_open
 from torch import Tensor
 
@@ -19,10 +18,11 @@ from batchgen.engine.layers.feed_forward.moe import SparseMoE
 from batchgen.engine.layers.rotary import LinearRope
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.sparse.gemma4 import Gemma4ForConditionalGeneration
-from batchgen.engine.models.sparse.gemma4_config import Gemma4Config
-from batchgen.engine.models.sparse.moe_model import MoEConfig
-from batchgen.engine.models.transformer.dense import DenseConfig
+from batchgen.engine.models.dense import DenseConfig
+from batchgen.engine.models.gemma4 import Gemma4ForConditionalGeneration
+from batchgen.engine.models.gemma4_config import Gemma4Config
+from batchgen.engine.models.moe_model import MoEConfig
+from tests.support.engine.edited_models import edit_config
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")

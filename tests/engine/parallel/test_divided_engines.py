@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from constrained_rows import CONSTRAINTS, END, WIDTH
-from engine_rows import Pictured, Request
-from qwen_mtp import TheirHead
-from ranked_engines import Case, run_divided
-from vision_models import picture, prompt, vision_folder
 
-from batchgen.engine.base.outputs import RequestError, RequestOutput
-from batchgen.engine.images.image import Image
-from batchgen.engine.models.sparse.moe_model import ROUTED_EXPERTS
+from batchgen.engine.interface.outputs import RequestError, RequestOutput
+from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.vision.image import Image
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
+from tests.support.engine.constrained_rows import CONSTRAINTS, END, WIDTH
+from tests.support.engine.engine_rows import Pictured, Request
+from tests.support.engine.qwen_mtp import TheirHead
+from tests.support.engine.ranked_engines import Case, run_divided
+from tests.support.engine.vision_models import picture, prompt, vision_folder
 
 TinyModel = Callable[..., Path]
 OPTIONS: tuple[dict[str, Any], ...] = (

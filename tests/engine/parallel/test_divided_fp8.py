@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_checkpoints import write_fp8
-from ranked_engines import Case
-from test_divided_engines import compare, rows
 from torch import Tensor
 
 from batchgen.engine.layers.feed_forward.mlp import GatedMLP
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.sparse.moe_model import ROUTED_EXPERTS
+from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.kernels.fp8.fp8_weight import FP8, FP8Weight
+from tests.engine.parallel.test_divided_engines import compare, rows
+from tests.support.engine.fp8_checkpoints import write_fp8
+from tests.support.engine.ranked_engines import Case
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranked_engines import Case, Cases
 
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.parallel import rank_processes
@@ -19,6 +18,7 @@ from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
 from batchgen.engine.replicas import Leader, follow
 from batchgen.engine.sampling.sampling_params import SamplingParams
+from tests.support.engine.ranked_engines import Case, Cases
 
 TinyModel = Callable[..., Path]
 

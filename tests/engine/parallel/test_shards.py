@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_rows import weights
 from safetensors.torch import load_file, save_file
 
-from batchgen.engine.base.shard import Shard
 from batchgen.engine.loading.config_file import LoadFormat
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.parallel.shard import Shard
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
+from tests.support.engine.engine_rows import weights
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from batchgen.engine.base.outputs import HostOutput, OutputColumn
+from batchgen.engine.interface.outputs import HostOutput, OutputColumn
 from batchgen.engine.rows.running_batch import RunningBatch
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import IncrementalDecoder, StopRule

@@ -7,24 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from forced_drafts import some_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampled_rows import (
-    CPU,
-    INF,
-    OPTIONS,
-    OUTPUT,
-    POSITION,
-    STOP_IDS,
-    any_params,
-    build,
-    mixed_params,
-    numbers,
-    row_of,
-)
 
-from batchgen.engine.base.outputs import HostCopy, StepOutput
+from batchgen.engine.interface.outputs import HostCopy, StepOutput
 from batchgen.engine.sampling.sampler import (
     Drawn,
     draw,
@@ -37,6 +23,20 @@ from batchgen.engine.sampling.sampler import (
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.kernels.sampling import sampling as kernels
 from batchgen.kernels.sampling.token_mask import TokenMask
+from tests.support.engine.forced_drafts import some_slow
+from tests.support.engine.sampled_rows import (
+    CPU,
+    INF,
+    OPTIONS,
+    OUTPUT,
+    POSITION,
+    STOP_IDS,
+    any_params,
+    build,
+    mixed_params,
+    numbers,
+    row_of,
+)
 
 Draw = Callable[..., Drawn]
 BOTH = pytest.mark.parametrize("run", [draw, draw_fused])

@@ -9,19 +9,6 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampled_rows import (
-    INF,
-    OPTIONS,
-    OUTPUT,
-    POSITION,
-    PROMPT,
-    STOP_IDS,
-    any_params,
-    build,
-    mixed_params,
-    numbers,
-    row_of,
-)
 from scipy import stats
 
 from batchgen.engine.sampling.sampler import (
@@ -35,6 +22,19 @@ from batchgen.engine.sampling.sampler import (
 )
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling.sampling_params import SamplingParams
+from tests.support.engine.sampled_rows import (
+    INF,
+    OPTIONS,
+    OUTPUT,
+    POSITION,
+    PROMPT,
+    STOP_IDS,
+    any_params,
+    build,
+    mixed_params,
+    numbers,
+    row_of,
+)
 
 Array = npt.NDArray[np.float64]
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.engine.base.outputs import StepOutput
+from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.sampling.sampler import process, requested_columns, sample, sample_fused
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling.sampling_params import SamplingParams

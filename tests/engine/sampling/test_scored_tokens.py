@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchgen.engine.base.outputs import StepOutput
+from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.sampling.sampler import (
     process,
     sample,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.engine.base.outputs import HostOutput
+from batchgen.engine.interface.outputs import HostOutput
 from batchgen.engine.models.model_config import Diffusion, FamilyConfig, ModelConfig
 from batchgen.engine.rows.scheduled_batch import DecodeBatch, PrefillBatch
 from batchgen.engine.rows.sequence import Sequence

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from fake_device import Row
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduling_loop import Loop, both_depths, kinds, prefills, running_loop, waiting_rows
+
+from tests.support.engine.fake_device import Row
+from tests.support.engine.scheduling_loop import (
+    Loop,
+    both_depths,
+    kinds,
+    prefills,
+    running_loop,
+    waiting_rows,
+)
 
 
 @both_depths

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from scheduling_loop import both_depths, kinds, prefills, running_loop, waiting_rows
+
+from tests.support.engine.scheduling_loop import (
+    both_depths,
+    kinds,
+    prefills,
+    running_loop,
+    waiting_rows,
+)
 
 both_ways = pytest.mark.parametrize(
     ("chunk_tokens", "prefill"), [(64, "M"), (0, "P")], ids=["chunks", "no chunks"]

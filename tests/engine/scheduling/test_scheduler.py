@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from fake_device import Row
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduling_loop import Loop, admit_all, both_depths, check_finished, kinds
+
+from tests.support.engine.fake_device import Row
+from tests.support.engine.scheduling_loop import Loop, admit_all, both_depths, check_finished, kinds
 
 
 def make_rows(rng: random.Random, count: int, capacity: int, stopping: float) -> list[Row]:

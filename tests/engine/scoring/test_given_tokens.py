@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from constrained_rows import CONSTRAINTS
-from engine_rows import Request, Scored, run
-from ranked_engines import Case, run_divided
-from scored_rows import Reference, make_engine, scored
-from vision_models import vision_folder
 
-from batchgen.engine.base.outputs import RequestError, RequestOutput
+from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.engine.models.model_registry import MODELS
-from batchgen.engine.models.sparse.moe_model import ROUTED_EXPERTS
+from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
+from tests.support.engine.constrained_rows import CONSTRAINTS
+from tests.support.engine.engine_rows import Request, Scored, run
+from tests.support.engine.ranked_engines import Case, run_divided
+from tests.support.engine.scored_rows import Reference, make_engine, scored
+from tests.support.engine.vision_models import vision_folder
 
 TinyModel = Callable[..., Path]
 FAMILIES = (

@@ -10,18 +10,18 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from engine_rows import Request, Scored, expect_short_rows, run, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from qwen_mtp import TheirHead
-from scored_rows import make_engine, scored
 
-from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.sampling import sampler
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from tests.support.engine.engine_rows import Request, Scored, expect_short_rows, run, weights
+from tests.support.engine.qwen_mtp import TheirHead
+from tests.support.engine.scored_rows import make_engine, scored
 
 TinyModel = Callable[..., Path]
 OPTIONS: tuple[dict[str, Any], ...] = (

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from product_bounds import product_bound
 from torch import Tensor
 
 from batchgen.kernels.fp8.fp8_experts import (
@@ -22,6 +21,7 @@ from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, quantise_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
 from batchgen.kernels.moe.moe_align_triton import moe_align
 from batchgen.kernels.moe.tiled_layout import to_panels
+from tests.support.kernels.product_bounds import product_bound
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SWAPPED = ExpertTiles(16, 4, 3, True, 64, 4, 3, True)

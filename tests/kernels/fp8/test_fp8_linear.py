@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from product_bounds import product_bound
 from torch import Tensor
 
 from batchgen.kernels.fp8.fp8_linear import (
@@ -19,6 +18,7 @@ from batchgen.kernels.fp8.fp8_tiles import LINEAR, LinearTiles, fitting_stages, 
 from batchgen.kernels.fp8.fp8_weight import FP8Weight, quantise_weight
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
 from batchgen.kernels.rules import BY_BATCH, BY_ROW
+from tests.support.kernels.product_bounds import product_bound
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SWAPPED = LinearTiles(16, 64, 4, 3, swap=True, programs=64)

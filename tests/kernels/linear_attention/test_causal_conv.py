@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from delta_cases import DEVICE, NAN, Pending, prefill_rows
 from torch import Tensor
 
 from batchgen.kernels.linear_attention.causal_conv import (
@@ -19,6 +18,7 @@ from batchgen.kernels.linear_attention.causal_conv_triton import (
     causal_conv_prefill_triton,
     causal_conv_step_triton,
 )
+from tests.support.kernels.delta_cases import DEVICE, NAN, Pending, prefill_rows
 
 CHANNELS = 300 if DEVICE == "cuda" else 70
 CLOSE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import torch
-from delta_cases import (
+
+from batchgen.kernels.linear_attention.delta_reference import delta_step_reference
+from batchgen.kernels.linear_attention.delta_replay import delta_replay
+from tests.support.kernels.delta_cases import (
     Pending,
     Shape,
     inputs_on_cpu,
@@ -12,9 +15,6 @@ from delta_cases import (
     prefill_rows,
     take,
 )
-
-from batchgen.kernels.linear_attention.delta_reference import delta_step_reference
-from batchgen.kernels.linear_attention.delta_replay import delta_replay
 
 SHAPE = Shape(key_heads=2, value_heads=4, key_dim=24, value_dim=40)
 

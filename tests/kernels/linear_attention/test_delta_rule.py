@@ -7,15 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from delta_cases import (
-    Pending,
-    Shape,
-    inputs_on_cpu,
-    plain_row,
-    prefill_on_cpu,
-    prefill_rows,
-    take,
-)
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_chunk_gated_delta_rule,
@@ -28,6 +19,15 @@ from batchgen.kernels.linear_attention.delta_reference import (
     delta_step_reference,
 )
 from batchgen.kernels.linear_attention.state_rows import PrefillRows
+from tests.support.kernels.delta_cases import (
+    Pending,
+    Shape,
+    inputs_on_cpu,
+    plain_row,
+    prefill_on_cpu,
+    prefill_rows,
+    take,
+)
 
 SHAPE = Shape(key_heads=2, value_heads=4, key_dim=16, value_dim=24)
 LARGE = Shape(key_heads=1, value_heads=2, key_dim=128, value_dim=128)

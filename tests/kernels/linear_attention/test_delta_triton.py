@@ -4,16 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from delta_cases import (
-    DEVICE,
-    NAN,
-    Pending,
-    Shape,
-    inputs_on_cpu,
-    prefill_on_cpu,
-    prefill_rows,
-    take,
-)
 
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
 from batchgen.kernels.linear_attention.delta_prefill_triton import delta_prefill_triton
@@ -23,6 +13,16 @@ from batchgen.kernels.linear_attention.delta_reference import (
 )
 from batchgen.kernels.linear_attention.delta_step_triton import delta_step_triton
 from batchgen.kernels.linear_attention.state_rows import PrefillRows
+from tests.support.kernels.delta_cases import (
+    DEVICE,
+    NAN,
+    Pending,
+    Shape,
+    inputs_on_cpu,
+    prefill_on_cpu,
+    prefill_rows,
+    take,
+)
 
 TINY = Shape(1, 1, 16, 16)
 SMALL = Shape()

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from delta_cases import DEVICE, NAN
 from torch import Tensor
 
 from batchgen.kernels.linear_attention.gated_norm import (
     gated_rms_norm_reference,
     gated_rms_norm_triton,
 )
+from tests.support.kernels.delta_cases import DEVICE, NAN
 
 
 @pytest.mark.parametrize("norm", [gated_rms_norm_reference, gated_rms_norm_triton])

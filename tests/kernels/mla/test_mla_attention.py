@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from latent_cases import DEVICE, Case, Sizes, make_case
 from torch import Tensor
 
 from batchgen.kernels.attention.decode_plan import plan_decode
@@ -22,6 +21,7 @@ from batchgen.kernels.mla.expanded_triton import (
 )
 from batchgen.kernels.mla.mla_attention import attend_part, latent_attention_reference
 from batchgen.kernels.rules import Splits
+from tests.support.kernels.latent_cases import DEVICE, Case, Sizes, make_case
 
 SCALE = 0.3
 SIZES = [Sizes(), Sizes(1, 16, 16, 16, 16), Sizes(6, 40, 24, 4, 32), Sizes(20, 32, 8, 8, 8)]

@@ -10,7 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from verified_batches import (
+
+from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox, uniform
+from batchgen.kernels.sampling.sampling import sample
+from batchgen.kernels.speculation import rejection_triton
+from batchgen.kernels.speculation.rejection import Verified
+from tests.support.kernels.verified_batches import (
     DEVICE,
     INF,
     NAN,
@@ -22,11 +27,6 @@ from verified_batches import (
     verify_reference,
     verify_triton,
 )
-
-from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox, uniform
-from batchgen.kernels.sampling.sampling import sample
-from batchgen.kernels.speculation import rejection_triton
-from batchgen.kernels.speculation.rejection import Verified
 
 both = pytest.mark.parametrize("verify", [verify_reference, verify_triton])
 

@@ -10,7 +10,12 @@ import torch
 from hypothesis import given, settings
 from scipy import stats
 from torch import Tensor
-from verified_batches import (
+
+from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox
+from batchgen.kernels.sampling.sampling import filter_top_k_top_p_min_p
+from batchgen.kernels.speculation import rejection, rejection_triton
+from batchgen.kernels.speculation.rejection import Verified
+from tests.support.kernels.verified_batches import (
     DEVICE,
     INF,
     NAN,
@@ -21,11 +26,6 @@ from verified_batches import (
     verify_reference,
     verify_triton,
 )
-
-from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox
-from batchgen.kernels.sampling.sampling import filter_top_k_top_p_min_p
-from batchgen.kernels.speculation import rejection, rejection_triton
-from batchgen.kernels.speculation.rejection import Verified
 
 
 def assert_law(tokens: Tensor, probs: Tensor) -> None:

@@ -13,17 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_rows import Request, beside, block_bytes, expect_short_rows, run, weights
-from forced_drafts import some_slow
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from proposer_cases import proposer_cases
 from tokenizers import Tokenizer, decoders, models
-from toy_mtp import with_head
 from transformers import PreTrainedTokenizerFast
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
@@ -32,6 +28,17 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from tests.support.engine.engine_rows import (
+    Request,
+    beside,
+    block_bytes,
+    expect_short_rows,
+    run,
+    weights,
+)
+from tests.support.engine.forced_drafts import some_slow
+from tests.support.engine.proposer_cases import proposer_cases
+from tests.support.engine.toy_mtp import with_head
 
 EOS = 7
 VOCAB = 128

@@ -14,7 +14,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from constrained_rows import (
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loading.loader import load_model
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.token_model import TokenModel
+from batchgen.engine.rows.guide import Guide
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.strategy import Strategy
+from batchgen.strategies.ar.strategy import ARStrategy
+from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from tests.support.engine.constrained_rows import (
     END,
     NUM_TOKENS,
     SIMPLE,
@@ -27,27 +45,9 @@ from constrained_rows import (
     make_tokenizer,
     mixed_requests,
 )
-from engine_rows import Request, beside, block_bytes, expect_short_rows, run
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
-from proposer_cases import proposer_cases
-from scipy import stats
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from toy_mtp import with_head
-from transformers import PreTrainedTokenizerFast
-
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
-from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.token_model import TokenModel
-from batchgen.engine.rows.guide import Guide
-from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.engine.strategy import Strategy
-from batchgen.strategies.ar.strategy import ARStrategy
-from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from tests.support.engine.engine_rows import Request, beside, block_bytes, expect_short_rows, run
+from tests.support.engine.proposer_cases import proposer_cases
+from tests.support.engine.toy_mtp import with_head
 
 ROWS = 26
 SOME = 12

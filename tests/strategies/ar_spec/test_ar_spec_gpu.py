@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_rows import beside
-from toy_mtp import with_head
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
@@ -23,6 +21,8 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from tests.support.engine.engine_rows import beside
+from tests.support.engine.toy_mtp import with_head
 
 pytestmark = pytest.mark.gpu
 

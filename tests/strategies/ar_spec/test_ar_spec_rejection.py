@@ -14,13 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_rows import beside, block_bytes, weights
-from forced_drafts import some_slow
 from scipy import stats
-from toy_mtp import with_head
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
@@ -29,6 +26,9 @@ from batchgen.engine.scheduling.admission import LengthPredictor
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from tests.support.engine.engine_rows import beside, block_bytes, weights
+from tests.support.engine.forced_drafts import some_slow
+from tests.support.engine.toy_mtp import with_head
 
 VOCAB = 12
 COUNT = 1600

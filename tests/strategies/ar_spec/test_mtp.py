@@ -15,22 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_rows import Request, expect_short_rows, run, weights
-from qwen_mtp import TheirHead
 from torch import Tensor
-from toy_mtp import with_head
 from transformers import LlamaConfig, LlamaModel
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.caches.model_caches import CacheSizes, paged_token_bytes
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.transformer.dense import DenseConfig
+from batchgen.engine.models.dense import DenseConfig
 from batchgen.engine.rows.scheduled_batch import DecodeBatch
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -38,6 +35,9 @@ from batchgen.strategies.ar_spec.controller import StepCosts
 from batchgen.strategies.ar_spec.mtp import MTPProposer
 from batchgen.strategies.ar_spec.step_inputs import Drafts
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from tests.support.engine.engine_rows import Request, expect_short_rows, run, weights
+from tests.support.engine.qwen_mtp import TheirHead
+from tests.support.engine.toy_mtp import with_head
 
 VOCAB = 128
 NONE = np.empty(0, np.int64)

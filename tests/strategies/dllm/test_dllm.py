@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dllm_reference import Forward, Generated, Options, generate, model_forward
-from edited_models import edit_weights
-from engine_rows import expect_short_rows
-from forced_drafts import some_slow
-from test_llm_engine import spelling_tokenizer
 from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
+from tests.engine.test_llm_engine import spelling_tokenizer
+from tests.support.engine.dllm_reference import Forward, Generated, Options, generate, model_forward
+from tests.support.engine.edited_models import edit_weights
+from tests.support.engine.engine_rows import expect_short_rows
+from tests.support.engine.forced_drafts import some_slow
 
 CPU = torch.device("cpu")
 MASK = 127

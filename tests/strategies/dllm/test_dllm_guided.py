@@ -24,28 +24,36 @@ from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 pytest.importorskip("xgrammar")
 
-from dllm_reference import Forward, Language, Options, generate, model_forward
-from engine_rows import expect_short_rows
-from forced_drafts import some_slow
-from grammars import END, PAD, PLAIN, TURN, WIDTH, compiler, ids, make_tokenizer
-from routers import router_ids
-from schemas import SCHEMAS, random_schema
-from test_dllm import RULES, RULES_AND_OVERLAP, Request, check, run
-
 import batchgen
-from batchgen.engine.base.constraint_error import ConstraintError
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.constraint.json_schema.validator import make_validator
 from batchgen.engine.constraint.matcher import Matcher
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
+from batchgen.engine.interface.constraint_error import ConstraintError
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
-from batchgen.engine.models.sparse.moe_model import ROUTED_EXPERTS
+from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.dllm.strategy import DLLMStrategy
+from tests.strategies.dllm.test_dllm import RULES, RULES_AND_OVERLAP, Request, check, run
+from tests.support.engine.dllm_reference import Forward, Language, Options, generate, model_forward
+from tests.support.engine.engine_rows import expect_short_rows
+from tests.support.engine.forced_drafts import some_slow
+from tests.support.engine.grammars import (
+    END,
+    PAD,
+    PLAIN,
+    TURN,
+    WIDTH,
+    compiler,
+    ids,
+    make_tokenizer,
+)
+from tests.support.engine.routers import router_ids
+from tests.support.engine.schemas import SCHEMAS, random_schema
 
 MASK = WIDTH - 1
 """Beyond the tokenizer."""

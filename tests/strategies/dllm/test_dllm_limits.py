@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestError, RequestOutput
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.sampling.sampling_params import SamplingParams

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from dllm_reference import (
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.kernels.sampling.philox import gumbel_noise, philox
+from tests.support.engine.dllm_reference import (
     Forward,
     Generated,
     Options,
@@ -21,11 +26,6 @@ from dllm_reference import (
     schedule,
     unmasked,
 )
-from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
-from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.kernels.sampling.philox import gumbel_noise, philox
 
 VOCAB, MASK = 24, 23
 RULES = ["sequential", "low_confidence_static", "low_confidence_dynamic"]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from hub_server import logged_in
-from real_job import ROWS, overrides, run
 
 from batchgen.__main__ import run_command
 from batchgen.cli.verb_table import VERBS
+from tests.support.jobs.hub_server import logged_in
+from tests.support.jobs.real_job import ROWS, overrides, run
 
 POST = (
     "post=[{_target_: batchgen.grading.extract.Extract, methods: [whole]},"
@@ -109,7 +109,7 @@ def call(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[[str, Path], tuple[int, str]]]:
     """Runs a verb over a folder; returns its exit code and what it has said."""
-    monkeypatch.setattr("batchgen.viewer.server.ViewServer.serve_forever", lambda *_: None)
+    monkeypatch.setattr("batchgen.pages.viewer.server.ViewServer.serve_forever", lambda *_: None)
 
     def called(verb: str, out: Path) -> tuple[int, str]:
         names = {"out": out, "whole": made, "new": tmp_path / "new", "config": made / "config.yaml"}

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from finished_job import finished_job, row
 
 from batchgen.cli.verb_table import run_verb
+from tests.support.jobs.finished_job import finished_job, row
 
 COPIES = (
     "warning: {job} has sampling.n=2 at sampling.temperature=0: the 2 answers to a row are copies"

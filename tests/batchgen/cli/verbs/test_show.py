@@ -14,13 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_job import FakeEngine, FakeJob
 
-from batchgen.cli.verbs import follow, show
+from batchgen.cli.verbs import export, follow, show
 from batchgen.cli.verbs.follow import NewRows
-from batchgen.cli.verbs.publishing import export
-from batchgen.folder.read_job import JobFolderReader
-from batchgen.shards.row_order import KEYS
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.shards.row_order import KEYS
+from tests.support.jobs.fake_job import FakeEngine, FakeJob
 
 ROOT = Path(__file__).parents[4]
 Printed = pytest.CaptureFixture[str]
@@ -170,7 +169,7 @@ def test_a_file_that_cannot_be_finished_is_not_left_behind(stopped: Path, tmp_pa
 def test_a_reader_that_wants_no_more_is_no_error(stopped: Path) -> None:
     """And neither verb loads what only jobs need."""
     program = (
-        "import sys\nfrom batchgen.cli.verbs.publishing import export\n"
+        "import sys\nfrom batchgen.cli.verbs import export\n"
         f"code = export.main([{str(stopped)!r}])\n"
         "heavy = {'torch', 'transformers', 'datasets', 'hydra'} & set(sys.modules)\n"
         "print(code, sorted(heavy), file=sys.stderr)"

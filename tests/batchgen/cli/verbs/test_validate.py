@@ -10,18 +10,18 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from datasets import Features
-from fake_job import FakeJob, FakeSource
-from forked import run_forked
 from jsonschema import Draft202012Validator
 
 from batchgen.cli.verbs.validate import SHOWN, Report, main, validate
-from batchgen.compose.load_config import constraint_config
-from batchgen.config.constraint_config import NoConstraintConfig
-from batchgen.config.dataset_config import DatasetConfig
-from batchgen.constraint.text_checks import CHECKED_BY, Unchecked, make_check
-from batchgen.dataset.row_source import open_dataset
-from batchgen.jobs.run_job import run_job
+from batchgen.config.compose.load_config import constraint_config
+from batchgen.config.groups.constraint_config import NoConstraintConfig
+from batchgen.config.groups.dataset_config import DatasetConfig
+from batchgen.inputs.constraint.text_checks import CHECKED_BY, Unchecked, make_check
+from batchgen.inputs.dataset.row_source import open_dataset
+from batchgen.jobs.run.run_job import run_job
 from batchgen.util.errors import ConfigError, JobError
+from tests.support.jobs.fake_job import FakeJob, FakeSource
+from tests.support.jobs.forked import run_forked
 
 PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 Answers = tuple[tuple[str, str, bool | None], ...]

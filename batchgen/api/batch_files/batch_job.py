@@ -1,0 +1,204 @@
+"""A batch file of OpenAI as a job, and the job's rows as its result lines."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from batchgen.api.batch_files.batch_lines import BadLine, Request, batch_lines
+from batchgen.config.compose.compose_config import compose
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.storage.stores.whole_file import whole_file
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.text.row_json import json_text
+
+_ROWS_AT_ONCE = 1000
+_BEGINNING, _MOST_BEGINNING = b'{"id": "batch_req_', 100
+"""How each result line begins, and how many bytes of the first one are looked at."""
+_OURS = ("dataset", "prompt", "rows")
+_FREE = ("prompt.template_kwargs", "prompt.date", "prompt.too_long")
+_FIXED = ("sampling.column", "output.dir", "output.text_column")
+"""Keys that a batch decides itself, groups that it decides but for some keys."""
+
+
+@dataclass
+class Asked:
+    """What the lines of a batch file ask for: how many are requests, for how many likeliest
+    tokens they ask (None without log-probabilities), and the models that they name."""
+
+    requests: int = 0
+    bad: int = 0
+    top_logprobs: int | None = None
+    models: set[str] = field(default_factory=set)
+
+    def add(self, line: Request | BadLine) -> None:
+        """Count a line."""
+        if isinstance(line, BadLine):
+            self.bad += 1
+            return
+        self.requests += 1
+        body = line.body
+        if isinstance(model := body.get("model"), str):
+            self.models.add(model)
+        if (number := asked_logprobs(body)) is not None:
+            self.top_logprobs = max(self.top_logprobs or 0, min(number, 100))
+
+
+def asked_logprobs(body: Mapping[str, Any]) -> int | None:
+    """For how many likeliest tokens a body asks; None if it asks for no log-probabilities."""
+    logprobs, top = body.get("logprobs"), body.get("top_logprobs")
+    numbers = [number for number in (logprobs, top) if type(number) is int and number > 0]
+    return max(numbers) if numbers else (0 if logprobs is True else None)
+
+
+@dataclass(frozen=True)
+class BatchPaths:
+    """The files of a batch: what is read and written, and what lies beside the results."""
+
+    given: Path
+    results: Path
+
+    @property
+    def job(self) -> Path:
+        """The folder of the job."""
+        return self.results.with_name(f"{self.results.name}.job")
+
+    @property
+    def requests(self) -> Path:
+        """The rows of the job: the requests of the file."""
+        return self.results.with_name(f"{self.results.name}.requests.parquet")
+
+
+def refuse_other_file(paths: BatchPaths, shown: str) -> None:
+    """Refuse to write over a file that no earlier run of this batch has written; ConfigError."""
+    results = paths.results
+    if not os.path.lexists(results):
+        return
+    if results.is_symlink() or not results.is_file():
+        raise ConfigError(f"batch: {shown} is a link or no file: name another OUT")
+    if results.samefile(paths.given):
+        raise ConfigError(f"batch: {shown} is both read and written: name another OUT")
+    with results.open("rb") as file:
+        first = file.readline(_MOST_BEGINNING)
+    if first and not (paths.requests.is_file() and first.startswith(_BEGINNING)):
+        raise ConfigError(
+            f"batch: {shown} is there already, and no result of this batch: is it IN (batch IN "
+            "OUT)? Name another OUT, or delete it first"
+        )
+
+
+def write_requests(paths: BatchPaths) -> Asked:
+    """Write the requests of the file as the data set of a job, and tell what they ask for."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    asked = Asked()
+    schema = pa.schema([(name, pa.string()) for name in ("custom_id", "url", "body")])
+    with (
+        whole_file(paths.requests) as temporary,
+        pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
+    ):
+        rows: list[dict[str, str]] = []
+        for line in batch_lines(paths.given):
+            asked.add(line)
+            if isinstance(line, Request):
+                body = {"custom_id": line.custom_id, "url": line.url, "body": line.text}
+                rows.append(body)
+            if len(rows) == _ROWS_AT_ONCE:
+                writer.write_table(pa.Table.from_pylist(rows, schema))
+                rows.clear()
+        if rows:
+            writer.write_table(pa.Table.from_pylist(rows, schema))
+    return asked
+
+
+def batch_config(paths: BatchPaths, asked: Asked, overrides: Sequence[str]) -> JobConfig:
+    """The job of a batch; ConfigError for a key that the batch decides."""
+    for override in overrides:
+        key = override.partition("=")[0].lstrip("+~")
+        if key in _FIXED or (key.partition(".")[0] in _OURS and key not in _FREE):
+            raise ConfigError(f"{override}: a batch decides {key} itself: drop it")
+    columns = []
+    if asked.top_logprobs is not None:
+        columns = ["output.columns=[logprobs]"]
+        if asked.top_logprobs:
+            columns = [
+                "output.columns=[logprobs,top_logprobs]",
+                f"output.top_logprobs={asked.top_logprobs}",
+            ]
+    own = [
+        *("dataset=files", f"dataset.path={paths.requests}", "dataset.id_column=custom_id"),
+        *("prompt=openai", "sampling.column=body", f"output.dir={paths.job}"),
+        *("output.on_all_errors=continue", *columns),
+    ]
+    return compose({}, [*own, *overrides])
+
+
+def model_warning(asked: Asked, config: JobConfig) -> str | None:
+    """What to tell of models that lines name and that do not answer; None if there are none."""
+    name = config.model.name or config.model.path
+    others = sorted(asked.models - {name, config.model.path})
+    if not others:
+        return None
+    listed = ", ".join(others[:3]) + (" …" if len(others) > 3 else "")
+    return f"lines name the model {listed}; {name} answers all of them"
+
+
+def write_results(paths: BatchPaths, config: JobConfig, *, any_rows: bool) -> tuple[int, int]:
+    """Write a result line for each line of the file, in its order; returns how many have an answer,
+    and how many an error. The file appears whole.
+
+    Raises:
+        JobError: it cannot be written, or the batch file has changed meanwhile.
+    """
+    answered = failed = 0
+    results = _results(paths, config) if any_rows else iter(())
+    with (
+        whole_file(paths.results) as temporary,
+        temporary.open("w", encoding="utf-8", newline="") as file,
+    ):
+        for number, line in enumerate(batch_lines(paths.given)):
+            if isinstance(line, BadLine):
+                found = _error_line(line, number)
+            else:
+                found = next(results, {})
+                if found.get("custom_id") != line.custom_id:
+                    raise JobError(f"{paths.given} has changed: run the same command again")
+            file.write(json_text(found) + "\n")
+            answered, failed = answered + (not found["error"]), failed + bool(found["error"])
+    return answered, failed
+
+
+def _results(paths: BatchPaths, config: JobConfig) -> Iterator[dict[str, Any]]:
+    from batchgen.pages.tokens.decode_tokens import job_decode
+    from batchgen.pipelines.publish.finished_rows import open_rows
+    from batchgen.pipelines.publish.trainers.choice_logprobs import ChoiceLogprobs
+    from batchgen.pipelines.publish.trainers.openai_lines import OpenAILines
+    from batchgen.storage.shards.output_schema import REASONING
+
+    rows = open_rows(str(paths.job))
+    reasoning = REASONING if REASONING in rows.schema.names else None
+    decode = job_decode(rows.config) if "logprobs" in rows.schema.names else None
+    logprobs = None
+    if decode is not None:
+        logprobs = ChoiceLogprobs(
+            rows.schema.names, decode, lambda row: asked_logprobs(json.loads(row["body"])), ["body"]
+        )
+    return iter(OpenAILines(rows, None, reasoning, logprobs))
+
+
+def _error_line(line: BadLine, number: int) -> dict[str, Any]:
+    """The result line of a line that is no request."""
+    digest = blake2b(f"{number} {line.message}".encode(), digest_size=12).hexdigest()
+    error = {"code": line.code, "message": line.message}
+    return {
+        "id": f"batch_req_{digest}",
+        "custom_id": line.custom_id,
+        "response": None,
+        "error": error,
+    }

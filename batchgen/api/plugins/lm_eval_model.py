@@ -1,0 +1,245 @@
+"""A model of lm-eval (lm-evaluation-harness) that is served by batchgen's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+
+from batchgen.api.plugins.harness_requests import (
+    Asked,
+    EngineAnswers,
+    cut_left,
+    each_once,
+    rolling_windows,
+)
+from batchgen.util.errors import ConfigError
+
+MOST_GENERATED = 256
+"""How many tokens a task generates that does not say it, as in lm-eval's own models."""
+HONOURED = (
+    *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    "seed",
+)
+"""Generation options of tasks that are passed on under their own names."""
+IDLE = {"num_beams": 1, "best_of": 1}
+"""Generation options that may have this value, which changes nothing."""
+
+Encoded = tuple[Any, list[int], list[int]]
+"""A request of lm-eval: what it is of, and the token ids of context and continuation."""
+
+
+class TokenLM(TemplateLM):  # type: ignore[misc]
+    """Makes token ids of lm-eval's requests as its `hf` model does, and asks `answers` for results.
+
+    Args:
+        max_length: the most tokens that are read for a continuation; the last one of it is not.
+        add_bos_token: whether texts get the tokenizer's special tokens; None is its own default.
+        prefix_token_id: stands before a text without context; None is BOS, or else EOS.
+        think_end_token: what is generated counts from behind this text on.
+        chat_template_args: options of the chat template; `enable_thinking` is one of them.
+    """
+
+    def __init__(
+        self,
+        answers: EngineAnswers,
+        tokenizer: Any,
+        max_length: int,
+        name: str,
+        *,
+        seed: int = 0,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        think_end_token: str | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if tokenizer is None:
+            raise ConfigError(f"{name} comes without a tokenizer, and lm-eval asks for texts")
+        self.answers, self.tokenizer, self.max_length = answers, tokenizer, max_length
+        self._name, self._seed, self._add_bos = name, seed, add_bos_token
+        self._prefix, self._think_end = prefix_token_id, think_end_token
+        self._template_args = dict(chat_template_args or {})
+        if enable_thinking is not None:
+            self._template_args["enable_thinking"] = enable_thinking
+        self._names: list[str] = []
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The id that stands before a text without context."""
+        bos = self.tokenizer.bos_token_id
+        own = [self._prefix, bos, self.tokenizer.eos_token_id]
+        return int(next(i for i in own if i is not None))
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The name under which lm-eval caches requests that have the chat template in them."""
+        return self._name.replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: object
+    ) -> list[int]:
+        """The token ids of a text, without a second BOS if it begins with one."""
+        if add_special_tokens is None:
+            starts = string.startswith(self.tokenizer.decode(self.prefix_token_id))
+            add_special_tokens = False if starts else self._add_bos
+        given = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer.encode(string, verbose=False, **given))
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation; without a generation prompt its last message goes on."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                **self._template_args,
+            )
+        )
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """The log-probability of each continuation, and whether greedy decoding would write it."""
+        self._names = [_name(one) for one in requests]
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        return found
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """The log-probability of each text, read in windows of `max_length` tokens."""
+        windows: list[Encoded] = []
+        owners = []
+        for number, request in enumerate(requests):
+            (text,) = request.args
+            ids = self.tok_encode(text)
+            pairs = rolling_windows(ids, self.prefix_token_id, self.max_length)
+            windows += [(None, *pair) for pair in pairs]
+            owners += [number] * len(pairs)
+        self._names = [_name(requests[number]) for number in owners]
+        sums = [0.0] * len(requests)
+        for number, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            sums[number] += logprob
+        for request, total in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return sums
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Encoded], **_: object
+    ) -> list[tuple[float, bool]]:
+        most = self.max_length + 1  # lm-eval does not count the last token, which is not read
+        asked = [
+            cut_left(context, continuation, most, name)
+            for name, (_, context, continuation) in zip(self._names, requests, strict=True)
+        ]
+        results = each_once(asked, self.answers.score)
+        for request, result in zip(requests, results, strict=True):
+            if request[0] is not None:  # windows of a text have a result together
+                self.cache_hook.add_partial("loglikelihood", request[0], result)
+        return results
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The text that follows each context, up to one of its `until`."""
+        asked = [self._asked(one) for one in requests]
+        texts = each_once(asked, self.answers.generate)
+        results = []
+        for one, text in zip(requests, texts, strict=True):
+            until = _until(one.args[1])
+            results.append(postprocess_generated_text(text, until, self._think_end))
+            self.cache_hook.add_partial("generate_until", one.args, results[-1])
+        return results
+
+    def _asked(self, request: Instance) -> Asked:
+        context, given = request.args
+        name = _name(request)
+        rest = dict(normalize_gen_kwargs(given, MOST_GENERATED))
+        del rest["until"]
+        longest, drawn = rest.pop("max_gen_toks"), rest.pop("do_sample")
+        temperature = float(rest.pop("temperature", 0.0))
+        if (room := self.max_length - longest) < 1:
+            raise ConfigError(
+                f"{name}: max_gen_toks is {longest}, and max_length is {self.max_length}: lower "
+                "max_gen_toks with --gen_kwargs, or raise max_length"
+            )
+        options: dict[str, Any] = {"max_new_tokens": longest, "seed": self._seed}
+        options["temperature"] = temperature if drawn else 0.0
+        for key, value in rest.items():
+            if key in HONOURED:
+                options[key] = value
+            elif IDLE.get(key) != value:
+                raise ConfigError(
+                    f"{name}: generation option {key}={value!r} cannot be honoured: a task may "
+                    f"have until, max_gen_toks, do_sample, temperature, {', '.join(HONOURED)}"
+                )
+        if stop := _until(given):
+            options["stop"] = stop
+        return Asked(name, tuple(self.tok_encode(context)[-room:]), options)
+
+
+TOKEN_OPTIONS = (
+    *("seed", "add_bos_token", "prefix_token_id", "think_end_token", "enable_thinking"),
+    "chat_template_args",
+)
+"""The arguments of a model that `TokenLM` takes; all others are those of `LLM`."""
+
+
+class BatchgenLM(TokenLM):
+    """The model `batchgen` of lm-eval: all requests of a call go to one engine at once.
+
+    Args:
+        pretrained: the model, as `LLM` takes it.
+        max_length: as for `TokenLM`; None is one less than the engine's `max_model_len`.
+        **others: further arguments of `TokenLM` and `LLM`, and those that lm-eval gives to all
+            models.
+    """
+
+    def __init__(self, pretrained: str, max_length: int | None = None, **others: Any) -> None:
+        from batchgen.api.python.llm import LLM
+
+        own, keys = split_arguments(max_length, others)
+        llm = LLM(pretrained, **keys)
+        most = llm.engine.max_model_len - 1
+        super().__init__(EngineAnswers(llm), llm.tokenizer, most, pretrained, **own)
+
+
+def split_arguments(
+    max_length: int | None, others: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of a model that are `TokenLM`'s, and those that are `LLM`'s. Raises ConfigError
+    for a batch size, which means nothing here."""
+    given = {name: value for name, value in others.items() if value is not None}
+    size = str(given.pop("batch_size", 1))
+    given.pop("max_batch_size", None)
+    if size.partition(":")[0] not in ("1", "auto"):
+        raise ConfigError(
+            f"batch_size={size}: the engine makes its batches itself: leave it out, or set "
+            "max_num_seqs in --model_args"
+        )
+    if given.get("device") == "cuda:0":
+        given["device"] = "cuda"
+    if max_length is not None:
+        given["max_model_len"] = int(max_length) + 1
+    return {name: given.pop(name) for name in TOKEN_OPTIONS if name in given}, given
+
+
+def _until(given: Mapping[str, Any]) -> list[str]:
+    until = given.get("until") or []
+    return [text for text in ([until] if isinstance(until, str) else until) if text]
+
+
+def _name(request: Instance) -> str:
+    """How messages call a request: the task, the document, and which of its requests."""
+    return f"{request.task_name}/{request.doc_id}/{request.idx}"

@@ -1,0 +1,46 @@
+"""Runs the job of a configuration, in this process or through a launcher."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from batchgen.config.groups.job_config import JobConfig
+
+
+class Result(Protocol):
+    """How a job ended, whether it ran in this process or in others."""
+
+    @property
+    def exit_code(self) -> int: ...
+
+    @property
+    def stopped_by(self) -> int | None: ...
+
+    @property
+    def message(self) -> str: ...
+
+
+def run_configured(config: JobConfig) -> Result:
+    """Run the job of a configuration, and say before the first import that it begins."""
+    if config.launcher is not None:
+        from batchgen.jobs.launchers.launch import launch
+
+        return launch(config)
+    from batchgen.util.versions import VERSION
+
+    print(
+        f"batchgen {VERSION}: reading model {config.model.path} and data set "
+        f"{config.dataset.shown} …",
+        file=sys.stderr,
+        flush=True,
+    )
+    # Each import takes seconds: torch and transformers come with the first one, datasets and
+    # pyarrow with the second, and a mistake in the model is found before.
+    from batchgen.jobs.run.job_parts import job_parts
+
+    parts = job_parts(config)
+    from batchgen.jobs.run.run_job import run_job
+
+    return run_job(config, parts)

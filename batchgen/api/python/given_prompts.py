@@ -1,0 +1,196 @@
+"""The prompts that the Python interface takes, and the token ids that it makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from batchgen.config.groups.prompt_config import ChatPromptConfig
+from batchgen.engine.interface.outputs import RequestError
+from batchgen.inputs.images.decode_image import has_pillow
+from batchgen.inputs.images.image_sizes import has_processor, image_sizes
+from batchgen.inputs.images.image_sources import ImageFolder, sources_of
+from batchgen.inputs.images.row_images import RowImage, RowImages
+from batchgen.inputs.prompts.chat_prompt import ChatPrompt
+from batchgen.util.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from batchgen.inputs.dataset.source import Row
+    from batchgen.inputs.model.open_model import OpenedModel
+
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages {"role": …, "content": …}; the model answers the last one."""
+Prompt = str | Sequence[int] | Conversation | Mapping[str, Any]
+"""A prompt is a text, a list of token ids, or a conversation, whose messages may have images among
+their parts. A text or ids may also stand in a mapping, as vLLM has them: {"prompt": text} or
+{"prompt_token_ids": ids}, with {"multi_modal_data": {"image": image or images}} beside it."""
+AskedPrompt = tuple[list[int], Sequence[RowImage]]
+"""The token ids of a prompt, and its images."""
+
+_KINDS = "a text, a list of token ids or a list of messages {role, content}"
+_WRAPPED = ("prompt", "prompt_token_ids")
+_BESIDE = "multi_modal_data"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """One prompt of a call. `value` is the text, the ids as a list of int, or the list of messages;
+    for kind `none` it is a sentence that says what a prompt is. `images` are those beside a text or
+    ids, which have the model's image token for each."""
+
+    given: Any
+    kind: Literal["text", "ids", "messages", "none"]
+    value: Any
+    images: Any = None
+
+    @classmethod
+    def of(cls, given: Any) -> ReadPrompt:
+        """Find out what a user gave as one prompt."""
+        bare, images = given, None
+        if isinstance(given, Mapping) and _is_wrapped(given):
+            beside = given.get(_BESIDE) or {}
+            texts = [given[name] for name in _WRAPPED if name in given]
+            if len(texts) + (_BESIDE in given) == len(given) and set(beside) <= {"image"}:
+                bare, images = texts[0], beside.get("image")
+        if isinstance(bare, str):
+            return cls(given, "text", bare, images)
+        items = _items(bare)
+        if items is not None and all(map(is_token_id, items)):
+            return cls(given, "ids", [int(item) for item in items], images)
+        if items is not None and any(isinstance(item, Mapping) for item in items):
+            return cls(given, "messages", items)
+        return cls(given, "none", f"a prompt must be {_KINDS}, got {given!r:.100}")
+
+
+def read_prompts(prompts: Any) -> tuple[list[ReadPrompt], bool]:
+    """Find out which prompts a user gave, and whether that was one prompt instead of many.
+
+    A text, a list of integers and a list of messages are one prompt each. Any other list or
+    iterable holds prompts, whatever they are.
+
+    Raises:
+        ValueError: it is neither a prompt nor something to iterate over.
+    """
+    if isinstance(prompts, (str, Mapping)):
+        return [ReadPrompt.of(prompts)], True
+    items = _items(prompts)
+    if items is None and isinstance(prompts, Iterable) and not isinstance(prompts, bytes):
+        items = list(prompts)
+    if items is None:
+        raise ValueError(f"prompts must be {_KINDS}, or a list of these, got {prompts!r:.100}")
+    messages = all(isinstance(item, Mapping) and not _is_wrapped(item) for item in items)
+    if items and (messages or all(map(is_token_id, items))):
+        return [ReadPrompt.of(items)], True
+    return [ReadPrompt.of(item) for item in items], False
+
+
+def images_of(model: OpenedModel, max_pixels: int | None) -> RowImages | None:
+    """What makes the images of prompts for a model; None if it reads none, or Pillow or the
+    description of its processor is missing. Raises ValueError for a wrong `max_pixels`."""
+    vision = model.config.vision
+    if vision is None or not (has_pillow() and has_processor(model.path)):
+        return None
+    sizes = image_sizes(model.path, vision.rules.pixels_per_token, max_pixels)
+    return RowImages(ImageFolder(Path(), anywhere=True), sizes, vision.rules.image_token_id)
+
+
+@dataclass(frozen=True)
+class PromptIds:
+    """Makes token ids of prompts, and what the engine needs of their images.
+
+    `template_kwargs` are options of the chat template; without `images` prompts may have none.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    template_kwargs: Mapping[str, Any]
+    images: RowImages | None = None
+
+    def check(self, prompts: Iterable[ReadPrompt]) -> None:
+        """Check that the model can take prompts of these kinds, or raise ValueError: texts and
+        conversations need a tokenizer, conversations also a chat template that knows the
+        options."""
+        kinds = {prompt.kind for prompt in prompts}
+        if self.tokenizer is None and kinds & {"text", "messages"}:
+            raise ValueError("the model comes without a tokenizer: give prompts as token ids")
+        if "messages" in kinds:
+            _ = self._chat
+
+    def of(self, prompt: ReadPrompt) -> AskedPrompt:
+        """The token ids and images of one checked prompt, or RequestError if its messages do not
+        suit the chat template or an image cannot be used."""
+        if prompt.kind == "none":
+            raise RequestError("bad_prompt", prompt.value)
+        if prompt.kind == "messages":
+            try:
+                return self._chat.asked(cast("Row", _Row({_COLUMN: prompt.value})))
+            except RequestError as error:  # here are no columns to speak of
+                message = str(error).removeprefix(f"column {_COLUMN!r}, ")
+                raise RequestError(error.type, message) from None
+        ids = prompt.value
+        if prompt.kind == "text":
+            assert self.tokenizer is not None
+            # Without `verbose=False` it warns of long texts, which the engine refuses itself.
+            ids = list(self.tokenizer.encode(prompt.value, verbose=False))
+        if not (sources := sources_of(prompt.images)):
+            return ids, ()
+        if self.images is None:
+            raise RequestError("bad_images", NO_IMAGES)
+        found = self.images.load(sources)
+        return self.images.expanded(ids, [image.tokens for image in found]), found
+
+    @cached_property
+    def _chat(self) -> ChatPrompt:
+        assert self.tokenizer is not None
+        if self.tokenizer.chat_template is None and "chat_template" not in self.template_kwargs:
+            raise ValueError(
+                "the model's tokenizer has no chat template: give prompts as text, or a template "
+                "with llm.chat(…, template_kwargs={'chat_template': …})"
+            )
+        try:
+            config = ChatPromptConfig(
+                messages_column=_COLUMN, template_kwargs=dict(self.template_kwargs)
+            )
+            return ChatPrompt(config, self.tokenizer, {_COLUMN: _COLUMN}, images=self.images)
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix("prompt.")) from None
+
+
+_COLUMN = "messages"
+NO_IMAGES = (
+    "the prompt has images, and this LLM reads none: it needs a model that does, such as Qwen3-VL, "
+    "images=True, and Pillow (pip install 'batchgen[images]')"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What `ChatPrompt` reads of a row; the class `Row` itself would load the library datasets."""
+
+    fields: Mapping[str, Any]
+
+
+def _items(value: Any) -> list[Any] | None:
+    """The items of a list, a tuple, an array or the like; None if it is nothing of that kind."""
+    if isinstance(value, (str, bytes, Mapping)):
+        return None
+    if isinstance(value, Sequence):
+        return list(value)
+    if hasattr(value, "tolist"):  # an array of numpy or torch, or a column of pandas
+        items = value.tolist()
+        return items if isinstance(items, list) else None
+    return None
+
+
+def is_token_id(item: Any) -> bool:
+    """Whether a value is an integer, of Python, numpy or the like."""
+    return isinstance(item, Integral) and not isinstance(item, bool)
+
+
+def _is_wrapped(item: Mapping[Any, Any]) -> bool:
+    return any(name in item for name in _WRAPPED)

@@ -1,0 +1,108 @@
+"""Jobs from Python: what the command `batchgen` runs, with the same keys."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchgen.api.python.configured_job import Result
+from batchgen.config.compose.compose_config import compose
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.launcher_config import job_launcher
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.paths import folder_here
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+class Summary(dict[str, Any]):
+    """The figures of a complete job, under the keys of metrics.json: `rows`, `error_rows`,
+    `finish_reasons`, `errors`, `prompt_tokens`, `generated_tokens`, `tokens_per_s` and so on.
+
+    As text (`print(summary)`) it is the table that the command shows at the end.
+    """
+
+    def __init__(self, figures: Mapping[str, Any], text: str) -> None:
+        super().__init__(figures)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+
+@dataclass(frozen=True)
+class CompleteJob:
+    """A job whose rows are all in its output folder.
+
+    Attributes:
+        path: the output folder.
+        exit_code: 0 if every row has an answer, 3 if some rows have an error.
+        summary: the job's figures.
+    """
+
+    path: Path
+    exit_code: int
+    summary: Summary
+
+    def dataset(self) -> Dataset:
+        """The rows, which `datasets` maps from files and does not hold in memory."""
+        from datasets import load_dataset
+
+        return load_dataset(str(self.path), split="train")
+
+
+def run_job(job: Mapping[str, Any], overrides: Sequence[str] = ()) -> CompleteJob:
+    """Run a job to its end, or go on with one that was stopped: the same call resumes.
+
+        result = run_job({
+            "model": {"path": "Qwen/Qwen3-0.6B"}, "dataset": {"path": "rows.jsonl"}, "prompt.user":
+            "{{ question }}", "sampling.n": 4, "output.dir": "out",
+        }) print(result.summary) rows = result.dataset()
+
+    Args:
+        job: the keys of a job file, as mappings in mappings, with their full names, or both.
+        overrides: arguments `key=value` as on the command line; they go before `job`.
+
+    Raises:
+        ConfigError: there is a mistake in the job.
+        JobError: the output cannot be written or is damaged, or the budget is spent. Finished rows
+            are safe.
+        KeyboardInterrupt: Ctrl-C stopped the job. Finished rows are safe.
+        SystemExit: SIGTERM stopped the job. Finished rows are safe.
+    """
+    config = compose(job, overrides)
+    folder_here(config.output.dir, "run_job")
+    if (launcher := job_launcher(config)) is not None:
+        from batchgen.jobs.launchers.launch import launch
+
+        if not launcher.wait:
+            raise ConfigError(
+                "launcher.wait must be true: run_job returns a complete job; the command batchgen "
+                "submits one and does not wait"
+            )
+        return _completed(config, launch(config))
+    # These load torch and datasets, which a mistake in the configuration need not wait for.
+    from batchgen.jobs.run.job_parts import job_parts
+    from batchgen.jobs.run.run_job import run_job as run
+
+    return _completed(config, run(config, job_parts(config)))
+
+
+def _completed(config: JobConfig, result: Result) -> CompleteJob:
+    """The result of a job that has come to its end; raises what `run_job` does."""
+    if result.exit_code in (1, 2, 4):  # 1 and 2 of a launcher, whose workers have printed why
+        raise JobError(result.message)
+    # A caller who was told to stop must not go on as if the job were complete.
+    if result.stopped_by == signal.SIGINT:
+        raise KeyboardInterrupt(result.message)
+    if result.stopped_by is not None:
+        raise SystemExit(result.exit_code)
+    folder = Path(config.output.dir).absolute()
+    figures = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    del figures["attempts"]
+    return CompleteJob(folder, result.exit_code, Summary(figures, result.message))

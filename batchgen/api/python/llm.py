@@ -1,0 +1,437 @@
+"""The Python interface: it generates from a list of prompts, without files or configuration."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, Self, Unpack, overload
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from batchgen.api.python.given_prompts import (
+    AskedPrompt,
+    Conversation,
+    Prompt,
+    PromptIds,
+    ReadPrompt,
+    images_of,
+    read_prompts,
+)
+from batchgen.api.python.llm_arguments import (
+    Arguments,
+    Params,
+    arguments_of,
+    dtype_name,
+    engine_config,
+)
+from batchgen.api.python.output import Output
+from batchgen.api.python.params import SamplingOptions, SamplingParams
+from batchgen.api.python.scored import Answer, Score, pairs_of, read_answers, scores_of
+from batchgen.api.python.streams import Request, Streams
+from batchgen.engine.device.transfer import release_cached_memory
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestError
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loading.config_file import LoadFormat
+from batchgen.engine.loading.loader import Quantization
+from batchgen.engine.requests import sample_params
+from batchgen.engine.strategy import Strategy
+from batchgen.inputs.model.engine_recipe import EngineRecipe
+from batchgen.inputs.model.open_model import DeviceName, DtypeName, open_model
+from batchgen.inputs.model.other_models import open_others
+from batchgen.strategies.ar.strategy import ARStrategy
+
+
+class LLM:
+    """A model with an engine that generates from prompts.
+
+        with LLM("Qwen/Qwen3-0.6B", max_model_len=4096) as llm:
+            for output in llm.generate("The capital of France is", SamplingParams(n=2)):
+                print(output.text)
+
+    Args:
+        model: a hub name, a folder with safetensors and tokenizer, a `.gguf` file, or
+            `package://PACKAGE/PATH` for a path inside an installed Python package.
+        revision: the commit, branch or tag of a hub model.
+        dtype: the dtype of the weights and activations; `auto` is the checkpoint's dtype on a GPU
+            and float32 on a CPU.
+        device: where the model runs; `auto` is a GPU if there is one.
+        load_format: `auto` reads what lies at the path, `gguf` insists on a GGUF file, and `dummy`
+            makes random weights from the configuration alone.
+        quantization: `fp8` rounds the weights of the layers to FP8 while they load; None takes them
+            as the checkpoint has them, which may be FP8.
+        strategy: the decoding paradigm; None means `ARStrategy()`. A strategy holds the state of
+            its rows, so the LLM works with a copy, and one object can be given to several LLMs.
+        config: batch and memory sizes; None means the defaults.
+        context_columns: the names of columns of context scope that requests may ask for
+            (`SamplingParams(columns=…)`); each takes room in the paged cache.
+        images: whether a model that reads images is loaded with its vision tower.
+        max_pixels: the most pixels of an image, to which larger ones are scaled down; None allows
+            what makes 1,280 tokens, or less where the model says so.
+        **engine: single keys of `EngineConfig`, such as `max_model_len`, `max_num_seqs` and
+            `gpu_memory_utilization`; they go before those of `config`. Names that vLLM has for
+            them are taken, too, and its other names are refused with a word on what to do.
+
+    Attributes:
+        tokenizer: the model's tokenizer; None if it has none.
+
+    Raises:
+        ValueError: the model cannot be found, is not supported, or does not fit, or an argument is
+            unknown or wrong; the message says what to do.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        revision: str | None = None,
+        dtype: DtypeName | torch.dtype = "auto",
+        device: DeviceName = "auto",
+        load_format: LoadFormat = "auto",
+        quantization: Quantization | None = None,
+        strategy: Strategy | None = None,
+        config: EngineConfig | None = None,
+        context_columns: Sequence[str] = (),
+        images: bool = True,
+        max_pixels: int | None = None,
+        **engine: Any,
+    ) -> None:
+        config = engine_config(config, engine)
+        name = dtype_name(dtype)
+        if quantization not in (None, "fp8"):
+            raise ValueError(f"quantization must be 'fp8' or None, got {quantization!r}")
+        opened = open_model(model, revision, load_format, quantization)
+        self._images = images_of(opened, max_pixels) if images else None
+        opened = replace(opened, with_vision=self._images is not None)
+        strategy = ARStrategy() if strategy is None else copy.deepcopy(strategy)
+        longest = config.model_len(opened.config.max_position_embeddings)
+        max_model_len = strategy.model_len(longest, opened.config)
+        others = open_others(strategy, opened, max_model_len)
+        columns = tuple(context_columns)
+        recipe = EngineRecipe(opened, others, strategy, config, name, device, columns)
+        weights, engine_of_model = recipe.start().build()
+        self._model = model
+        self._device, self._dtype = weights.device, weights.dtype
+        self.tokenizer: PreTrainedTokenizerBase | None = opened.tokenizer
+        self._streams = Streams(engine_of_model)
+
+    @property
+    def engine(self) -> LLMEngine:
+        """The engine, which `stream` feeds.
+
+        Raises:
+            ValueError: this LLM was closed.
+        """
+        return self._streams.engine
+
+    @overload
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Conversation,
+        params: SamplingParams | None = None,
+        n: int | None = None,
+        *,
+        progress: bool | None = None,
+        **others: Any,
+    ) -> list[Output]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: Params = None,
+        n: int | None = None,
+        *,
+        progress: bool | None = None,
+        **others: Any,
+    ) -> list[list[Output]]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: Params = None,
+        n: int | None = None,
+        *,
+        progress: bool | None = None,
+        **others: Any,
+    ) -> list[Output] | list[list[Output]]:
+        """Generate n outputs for one prompt, or for each of many, and return them at the end.
+
+        A text, a list of integers (token ids) and a list of messages are one prompt each. Any other
+        list holds prompts, which may be of different kinds.
+
+            llm.generate("Hi", n=2)           → [Output, Output]
+            llm.generate(["Hi", "Ho"], n=2)   → [[Output, Output], [Output, Output]]
+            llm.generate(["Hi"])              → [[Output]]
+            llm.generate([])                  → []
+
+        A prompt that cannot be served, because it is too long, empty or no prompt at all, has
+        outputs with an `error` in its place, and the others run. A conversation is written with the
+        model's chat template, and the model answers its last message.
+
+        Args:
+            prompts: one prompt, or many.
+            params: the parameters for all prompts, or one for each.
+            n: the number of outputs of each prompt; None takes it from the parameters.
+            progress: whether to show a bar on stderr; None shows it in a terminal.
+            **others: the names `sampling_params` and `use_tqdm` of vLLM.
+
+        Returns:
+            The outputs of one prompt in the order of its samples; of many prompts a list of such
+            lists, in the order of the prompts.
+
+        Raises:
+            ValueError: the parameters cannot be honoured, or an argument is wrong.
+        """
+        given = {"params": params, "n": n, "progress": progress}
+        return self._generate(prompts, arguments_of("LLM.generate", given, others))
+
+    @overload
+    def chat(
+        self,
+        messages: str | Conversation,
+        params: SamplingParams | None = None,
+        n: int | None = None,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+        **others: Any,
+    ) -> list[Output]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Iterable[str | Conversation],
+        params: Params = None,
+        n: int | None = None,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+        **others: Any,
+    ) -> list[list[Output]]: ...
+
+    def chat(
+        self,
+        messages: str | Conversation | Iterable[str | Conversation],
+        params: Params = None,
+        n: int | None = None,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+        **others: Any,
+    ) -> list[Output] | list[list[Output]]:
+        """Generate answers to one conversation, or to each of many.
+
+        This is `generate` for conversations, with options for the chat template.
+
+            llm.chat("Hi", template_kwargs={"enable_thinking": False})
+            llm.chat([{"role": "user", "content": "Hi"}])
+
+        Args:
+            messages: a conversation, which is a list of {"role", "content"}, or a list of those. A
+                text stands for a conversation of one message of the user.
+            params: as for `generate`.
+            n: as for `generate`.
+            template_kwargs: options of the model's chat template.
+            progress: as for `generate`.
+            **others: the names `sampling_params`, `use_tqdm` and `chat_template_kwargs` of vLLM.
+
+        Returns:
+            The outputs, nested as those of `generate`.
+
+        Raises:
+            ValueError: the parameters cannot be honoured, the model has no chat template, or that
+                does not know an option.
+        """
+        call = arguments_of(
+            "LLM.chat",
+            {"params": params, "n": n, "progress": progress, "template_kwargs": template_kwargs},
+            others,
+        )
+        if isinstance(messages, str):
+            return self._generate(_one_message(messages), call)
+        texts_too = (_one_message(item) if isinstance(item, str) else item for item in messages)
+        return self._generate(texts_too, call)
+
+    def stream(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: Params = None,
+        n: int | None = None,
+        **others: Any,
+    ) -> Iterator[Output]:
+        """Generate n outputs for each prompt and yield them as they finish.
+
+        An output knows its `prompt_index` and `sample_index`; a single prompt has the index 0. Its
+        tokens depend on its prompt, its parameters and these two numbers: each output's seed is
+        derived from the seed in `params` and from them.
+
+        One LLM can serve several iterators at a time, also in several threads, and none changes the
+        tokens of another. If an iterator is abandoned, its unfinished outputs are dropped.
+
+        Args:
+            prompts: as for `generate`.
+            params: as for `generate`.
+            n: as for `generate`.
+            **others: the name `sampling_params` of vLLM.
+
+        Raises:
+            ValueError: as `generate`, at once if an argument is wrong, and at the first output if
+                the engine cannot honour the parameters.
+        """
+        call = arguments_of("LLM.stream", {"params": params, "n": n}, others)
+        read, _ = read_prompts(prompts)
+        return self._stream(
+            read, call.params_of(len(read)), PromptIds(self.tokenizer, {}, self._images)
+        )
+
+    @overload
+    def score(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
+        self,
+        prompts: str | Sequence[int] | Conversation,
+        answers: str | Sequence[int],
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Score: ...
+
+    @overload
+    def score(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        answers: Iterable[Answer],
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> list[Score]: ...
+
+    def score(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        answers: Answer | Iterable[Answer],
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Score | list[Score]:
+        """Say how likely each token of given answers is behind its prompt; nothing is generated.
+
+            llm.score("The capital of France is", " Paris")              → Score
+            llm.score("The capital of France is", [" Paris", " Rome"])   → [Score, Score]
+            llm.score(["1 + 1 =", "1 + 2 ="], [" 2", " 3"])              → [Score, Score]
+
+        Prompt and answer are tokenised apart, and the answer without special tokens: its ids follow
+        those of the prompt. So begin an answer with the space that belongs to it, and write an end
+        of turn where one is wanted. A prompt with many answers is computed once.
+
+        Args:
+            prompts: one prompt, or one for each answer, as for `generate`.
+            answers: one answer, as a text or as token ids, or many.
+            template_kwargs: options of the model's chat template.
+            progress: whether to show a bar on stderr; None shows it in a terminal.
+            **options: `top_logprobs=K` returns the K most likely tokens at each position, up to
+                256; `logprobs_mode="processed"` is of the distribution that `temperature` and the
+                other options of `SamplingParams` make; `columns` are those of context scope.
+
+        Returns:
+            The score of one answer, or a list in the order of many. An answer that cannot be
+            scored has an `error`.
+
+        Raises:
+            ValueError: an option cannot be honoured, or there is not one answer for each prompt.
+        """
+        if "max_new_tokens" in options or "n" in options:
+            raise ValueError("score generates nothing: leave out n and max_new_tokens")
+        options["max_new_tokens"] = 0
+        params = SamplingParams(**options)
+        asked, given = read_prompts(prompts), read_answers(answers)
+        pairs = pairs_of(asked, given)
+        self.engine  # noqa: B018  (raises an error if it was closed)
+        ids = PromptIds(self.tokenizer, template_kwargs or {}, self._images)
+        ids.check(asked[0])
+        shown = sys.stderr.isatty() if progress is None else progress
+        scores = scores_of(self._streams, ids, pairs, params.request, shown)
+        return scores[0] if asked[1] and given[1] else scores
+
+    def close(self) -> None:
+        """Give the device's memory back. The LLM cannot be used after that."""
+        usable = self._streams.closed or self.engine.is_usable
+        self._streams.close()
+        if self._images is not None:
+            self._images.close()
+        if usable:
+            release_cached_memory(self._device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._streams.closed:
+            return f"LLM({self._model!r}, closed)"
+        engine = self.engine
+        dtype = str(self._dtype).removeprefix("torch.")
+        what = f"{engine.strategy.name}, {self._device}, {dtype}"
+        return (
+            f"LLM({self._model!r}, {what}, max_model_len {engine.max_model_len:,}: {engine.memory})"
+        )
+
+    def _generate(self, prompts: Any, call: Arguments) -> list[Output] | list[list[Output]]:
+        """Generate as `generate` says."""
+        read, is_one = read_prompts(prompts)
+        params = call.params_of(len(read))
+        outputs: list[list[Output]] = [[] for _ in read]
+        tokens = self.engine.generated_tokens
+        started = time.monotonic()
+        shown = sys.stderr.isatty() if call.progress is None else call.progress
+        ids = PromptIds(self.tokenizer, call.template_kwargs or {}, self._images)
+        total = sum(own.n for own in params)
+        with tqdm(total=total, unit="output", disable=not shown, dynamic_ncols=True) as bar:
+            for output in self._stream(read, params, ids):
+                outputs[output.prompt_index].append(output)
+                seconds = max(time.monotonic() - started, 1e-9)
+                speed = (self.engine.generated_tokens - tokens) / seconds
+                bar.set_postfix_str(f"{speed:,.0f} tok/s", refresh=False)
+                bar.update()
+        for samples in outputs:
+            samples.sort(key=lambda output: output.sample_index)
+        return outputs[0] if is_one else outputs
+
+    def _stream(
+        self, prompts: list[ReadPrompt], params: list[SamplingParams], ids: PromptIds
+    ) -> Iterator[Output]:
+        """Check what can be checked at once, and return the iterator that `stream` describes."""
+        self.engine  # noqa: B018  (raises an error if it was closed)
+        ids.check(prompts)
+        return self._outputs(prompts, params, ids)
+
+    def _outputs(
+        self, prompts: list[ReadPrompt], params: list[SamplingParams], ids: PromptIds
+    ) -> Iterator[Output]:
+        requests = []
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                found: AskedPrompt | RequestError = ids.of(prompt)
+            except RequestError as error:
+                found = error
+            for sample in range(own.n):
+                seeded = sample_params(own.request, str(index), sample)
+                requests.append(Request(index, sample, found, seeded))
+        with closing(self._streams.run(requests)) as stream:
+            for request, finished in stream:
+                index, sample = request.prompt_index, request.sample_index
+                yield Output.of(finished, prompts[index].given, index, sample)
+
+
+def _one_message(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]

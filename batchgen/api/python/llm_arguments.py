@@ -1,0 +1,76 @@
+"""The arguments of `LLM` and its methods, as they are used inside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast, get_args, get_type_hints
+
+import torch
+
+from batchgen.api.python.params import PARAMETER_NAMES, SamplingParams
+from batchgen.api.python.unknown_names import SAME, Names
+from batchgen.config.groups.convert_value import convert
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.inputs.model.open_model import DtypeName
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+"""The parameters of all prompts of a call, or one for each of them; None is `SamplingParams()`."""
+_ENGINE_KEYS = tuple(field.name for field in fields(EngineConfig))
+_SWITCHES = ("enforce_eager", "kv_cache_memory_bytes")
+_ENGINE_NAMES = Names("LLM", (*_ENGINE_KEYS, *_SWITCHES), SAME["LLM"])
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a call of `generate`, `chat` or `stream`, under our names."""
+
+    params: Params = None
+    n: int | None = None
+    progress: bool | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+
+    def params_of(self, number: int) -> list[SamplingParams]:
+        """The parameters of each of `number` prompts."""
+        given = SamplingParams() if self.params is None else self.params
+        params = [given] * number if isinstance(given, SamplingParams) else given
+        if not isinstance(params, Sequence) or len(params) != number:
+            what = f"{len(params)} params" if isinstance(params, Sequence) else repr(params)
+            raise ValueError(
+                f"{what} for {number} prompts: give one SamplingParams for all, or a list with "
+                "one for each"
+            )
+        for own in params:
+            if not isinstance(own, SamplingParams):
+                raise ValueError(f"params must be batchgen.SamplingParams, got {own!r:.100}")
+        return [own if self.n is None else own.replace(n=self.n) for own in params]
+
+
+def arguments_of(function: str, given: Mapping[str, Any], others: Mapping[str, Any]) -> Arguments:
+    """The arguments of a call; `others` are what the function does not declare."""
+    elsewhere = {
+        name: f"write params=SamplingParams({name}=…)" for name in PARAMETER_NAMES - given.keys()
+    }
+    names = Names(function, given.keys(), SAME["call"], elsewhere)
+    said = {name: value for name, value in given.items() if value is not None}
+    return Arguments(**names.ours({**said, **others}))
+
+
+def engine_config(config: EngineConfig | None, given: Mapping[str, Any]) -> EngineConfig:
+    """The engine's settings: those of `config`, with the single ones that were given."""
+    values = _ENGINE_NAMES.ours(given)
+    if values.pop("enforce_eager", False):
+        values["cuda_graph"] = False
+    if (size := values.pop("kv_cache_memory_bytes", None)) is not None:
+        values["kv_cache_gib"] = size / 2**30
+    hints = get_type_hints(EngineConfig)
+    checked = {name: convert(value, hints[name], name) for name, value in values.items()}
+    return replace(config or EngineConfig(), **checked)
+
+
+def dtype_name(dtype: DtypeName | torch.dtype) -> DtypeName:
+    """The name of a dtype that the user gave by its name or as torch's object."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in get_args(DtypeName):
+        raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeName))}, got {dtype!r}")
+    return cast("DtypeName", name)

@@ -1,0 +1,166 @@
+"""Scores of given answers: how likely the model finds each of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from batchgen.api.python.given_prompts import AskedPrompt, PromptIds, ReadPrompt, is_token_id
+from batchgen.api.python.streams import Request, Streams
+from batchgen.engine.interface.outputs import RequestError, RequestOutput
+from batchgen.engine.sampling.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Answer = str | Sequence[int]
+"""An answer is a text, or token ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What a model says of one given answer to one prompt, of N tokens.
+
+    With an `error` there are no tokens: `error.type` is one word, such as "answer_too_long".
+    """
+
+    prompt: Any  # as it was given
+    answer: Any  # as it was given
+    prompt_token_ids: list[int]
+    token_ids: list[int]  # the answer's
+    logprobs: npt.NDArray[np.float32]  # [N], of each token of the answer behind those before it
+    # [N, K] the log-probabilities of the K most likely tokens at each position, the most likely
+    # first, and their ids; None if they were not asked for.
+    top_logprobs: npt.NDArray[np.float32] | None = None
+    top_logprob_ids: npt.NDArray[np.int32] | None = None
+    rest_probs: npt.NDArray[np.float32] | None = None  # [N], the probability of all other tokens
+    columns: Mapping[str, npt.NDArray[Any]]  # all columns by name, those of context scope included
+    error: RequestError | None = None
+    num_cached_tokens: int = 0  # the number of prompt tokens that came from the prefix cache
+
+    @property
+    def logprob(self) -> float:
+        """The log-probability of the whole answer: the sum over its tokens."""
+        return float(self.logprobs.sum(dtype=np.float64))
+
+    @property
+    def perplexity(self) -> float:
+        """The perplexity of the answer; NaN with an error."""
+        mean = self.logprob / len(self.logprobs) if len(self.logprobs) else np.nan
+        return float(np.exp(-mean))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is the most likely one, which needs `top_logprobs` of 1 or more.
+        Raises ValueError without them."""
+        if self.top_logprob_ids is None:
+            raise ValueError("is_greedy needs the most likely tokens: ask for top_logprobs=1")
+        return bool((self.top_logprob_ids[:, 0] == self.token_ids).all())
+
+    @classmethod
+    def of(cls, finished: RequestOutput, prompt: Any, answer: Any) -> Score:
+        """Make the score of a finished request."""
+        columns = finished.columns
+        return cls(
+            prompt=prompt,
+            answer=answer,
+            prompt_token_ids=finished.prompt_token_ids,
+            token_ids=finished.answer_token_ids or [],
+            logprobs=columns.get("answer_logprobs", np.empty(0, np.float32)),
+            top_logprobs=columns.get("answer_top_logprobs"),
+            top_logprob_ids=columns.get("answer_top_logprob_ids"),
+            rest_probs=columns.get("answer_rest_probs"),
+            columns=columns,
+            error=finished.error,
+            num_cached_tokens=finished.num_cached_tokens,
+        )
+
+
+def read_answers(answers: Any) -> tuple[list[Any], bool]:
+    """Return the answers that a user gave, and whether that was one instead of many. Raises
+    ValueError if it is neither an answer nor answers."""
+    if isinstance(answers, str):
+        return [answers], True
+    items = None
+    if isinstance(answers, Iterable) and not isinstance(answers, (bytes, Mapping)):
+        items = list(answers)
+    if items is None:
+        raise ValueError(
+            f"answers must be a text, a list of token ids, or a list of these, got {answers!r:.100}"
+        )
+    if items and all(map(is_token_id, items)):
+        return [items], True
+    return items, False
+
+
+def pairs_of(
+    prompts: tuple[list[ReadPrompt], bool], answers: tuple[list[Any], bool]
+) -> list[tuple[ReadPrompt, Any]]:
+    """Return which prompt each answer belongs to: one prompt has all answers, and many have one
+    each. Raises ValueError if there is not one answer for each prompt."""
+    (read, is_one), (given, _) = prompts, answers
+    if is_one:
+        return [(read[0], answer) for answer in given]
+    if len(read) != len(given) or answers[1]:
+        raise ValueError(
+            f"{len(given)} answers for {len(read)} prompts: give one answer for each prompt, or "
+            "one prompt for all answers"
+        )
+    return list(zip(read, given, strict=True))
+
+
+def scores_of(
+    streams: Streams,
+    ids: PromptIds,
+    pairs: Sequence[tuple[ReadPrompt, Any]],
+    params: SamplingParams,
+    progress: bool,
+) -> list[Score]:
+    """Score the answers, and return their scores in order."""
+    known: dict[int, AskedPrompt | RequestError] = {}
+    requests = []
+    for index, (prompt, answer) in enumerate(pairs):
+        if id(prompt) not in known:
+            known[id(prompt)] = _ids(ids, prompt)
+        found = known[id(prompt)]
+        tokens: list[int] = []
+        try:
+            tokens = _answer_ids(ids.tokenizer, answer)
+        except RequestError as error:
+            found = error if not isinstance(found, RequestError) else found
+        requests.append(Request(index, 0, found, params, tokens))
+    scores: dict[int, Score] = {}
+    with (
+        closing(streams.run(requests)) as stream,
+        tqdm(total=len(pairs), unit="answer", disable=not progress, dynamic_ncols=True) as bar,
+    ):
+        for request, finished in stream:
+            prompt, answer = pairs[request.prompt_index]
+            scores[request.prompt_index] = Score.of(finished, prompt.given, answer)
+            bar.update()
+    return [scores[index] for index in range(len(pairs))]
+
+
+def _ids(ids: PromptIds, prompt: ReadPrompt) -> AskedPrompt | RequestError:
+    try:
+        return ids.of(prompt)
+    except RequestError as error:
+        return error
+
+
+def _answer_ids(tokenizer: PreTrainedTokenizerBase | None, answer: Any) -> list[int]:
+    """The token ids of one answer, without special tokens; RequestError (bad_answer) otherwise."""
+    if isinstance(answer, str) and tokenizer is not None:
+        return list(tokenizer.encode(answer, add_special_tokens=False, verbose=False))
+    if isinstance(answer, Iterable) and not isinstance(answer, (str, bytes, Mapping)):
+        items = list(answer)
+        if all(map(is_token_id, items)):
+            return [int(item) for item in items]
+    what = "a list of token ids" if tokenizer is None else "a text or a list of token ids"
+    raise RequestError("bad_answer", f"an answer must be {what}, got {answer!r:.100}")

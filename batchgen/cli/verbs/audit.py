@@ -1,0 +1,111 @@
+"""`batchgen audit OUT`: computes rows of a job again and says how many are equal to the bit."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from batchgen.cli.job_outcome import verb
+from batchgen.cli.verb_table import Parser
+from batchgen.util.errors import ConfigError
+
+if TYPE_CHECKING:
+    from batchgen.pipelines.proof.audit.audited_folder import Audited
+    from batchgen.pipelines.proof.audit.audited_job import AuditedRow
+
+_ABOUT = """\
+Choose rows of a job at random, compute them again with the job's own configuration, and compare
+them with its shards to the bit: token ids, every column with a value per token, and all others. It
+says how many are equal, what differs first in each of the others, and how large the share of rows
+that differ can be (at 95%). Exit code 0 only if all are equal.
+
+OUT is a job's folder, or a copy of it that somebody has published: config.yaml, manifest.json and
+data/ are needed. Of a set that `select` has written, the texts and what else it has of the rows are
+compared. Model and data set must be there, and must be those of the manifest. Of a pipeline's
+folder each step is audited, with its share of --rows; STEP.KEY=VALUE is for one step.
+
+  batchgen audit OUT
+  batchgen audit OUT --rows 100 --seed 7 model.path=/models/m dataset.path=rows.jsonl
+
+Rows are drawn by --seed, and by chance without it: who made them cannot know which ones.
+"""
+
+
+@verb
+def main(arguments: Sequence[str]) -> int:
+    given = _given(arguments)
+    from batchgen.pipelines.proof.audit.audited_folder import audit_steps
+
+    seed = secrets.randbelow(2**31) if given.seed is None else given.seed
+    values, remarks, all_equal = dict[str | None, dict[str, Any]](), set[str](), True
+    for step, found in audit_steps(given.out, given.rows, seed, given.override, given.trust):
+        different = [row for row in found.rows if row.difference is not None]
+        all_equal = all_equal and not different
+        if given.json:
+            values[step] = _values(found, different, seed)
+            continue
+        of = "" if step is None else f"{step}: "
+        for row in different:
+            print(f"{of}row {row.row_id}: {row.difference}")
+        for remark in found.remarks:
+            if remark not in remarks:
+                print(f"batchgen: {remark}", file=sys.stderr)
+            remarks.add(remark)
+        print(of + _verdict(found, len(different), seed))
+    if given.json:
+        print(json.dumps(values.get(None, values), ensure_ascii=False))
+    return int(not all_equal)
+
+
+def _given(arguments: Sequence[str]) -> Namespace:
+    parser = Parser("audit", _ABOUT)
+    parser.add_argument("out", metavar="OUT", help="the output.dir of a job or of a pipeline")
+    parser.add_argument(
+        "override", metavar="KEY=VALUE", nargs="*",
+        help="where model and data are, and how the engine runs; what decides rows must stay",
+    )  # fmt: skip
+    parser.add_argument("--rows", metavar="N", type=int, default=20, help="how many (default: 20)")
+    parser.add_argument("--seed", metavar="N", type=int, help="draw the rows that N draws")
+    parser.add_argument("--json", action="store_true", help="one object and nothing else")
+    parser.add_argument(
+        "--trust", metavar="OUT", action="append", default=[],
+        help="run what OUT/config.yaml names, even if it is not batchgen's own",
+    )  # fmt: skip
+    given = parser.parse_intermixed_args(arguments)
+    if given.rows < 1:
+        raise ConfigError(f"audit: --rows must be at least 1, got {given.rows}")
+    return given
+
+
+def _values(found: Audited, different: Sequence[AuditedRow], seed: int) -> dict[str, Any]:
+    from batchgen.pipelines.proof.audit.share_bound import most_different
+
+    rows, others = len(found.rows), len(different)
+    return {
+        "rows": rows,
+        "equal": rows - others,
+        "at_most_different": most_different(others, rows),
+        "seed": seed,
+        "different": [asdict(row) for row in different],
+        "remarks": list(found.remarks),
+    }
+
+
+def _verdict(found: Audited, different: int, seed: int) -> str:
+    """How many rows are equal, and what that says of all of them."""
+    from batchgen.pipelines.proof.audit.share_bound import most_different
+
+    count = len(found.rows)
+    samples = sum(row.samples for row in found.rows)
+    of = f" ({samples:,} samples)" if samples > count else ""
+    equal = count - different
+    head = f"{equal:,} of {count:,} rows{of} equal to the bit, of {found.total:,}, seed {seed}"
+    if count == found.total:
+        return f"{head}: these are all rows"
+    bound = most_different(different, count)
+    return f"{head}: at 95% fewer than {100 * bound:.3g}% of all rows differ"

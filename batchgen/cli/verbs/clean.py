@@ -1,0 +1,56 @@
+"""`batchgen clean OUT`: deletes what older versions of a pipeline's steps have left."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from batchgen.cli.job_outcome import verb
+from batchgen.cli.verb_table import Parser
+from batchgen.util.paths import user_folder
+
+_ABOUT = """\
+Delete the versions of a pipeline's steps that are not current. They are listed with their sizes
+first, and nothing is deleted without your word. A version stays in which a worker runs, which a
+current step reads, or whose rows a step that is not complete may still copy.
+
+  batchgen clean OUT
+  batchgen clean OUT --yes
+"""
+
+
+@verb
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser("clean", _ABOUT)
+    parser.add_argument("out", metavar="OUT", help="the pipeline's output.dir")
+    parser.add_argument("--yes", action="store_true", help="delete without asking")
+    given = parser.parse_args(arguments)
+    from batchgen.pipelines.run.old_versions import OldVersions
+    from batchgen.util.text.text_table import counted, size
+
+    versions = OldVersions(user_folder(given.out, "OUT"))
+    found = versions.found()
+    if not found:
+        print("There is nothing to delete: all versions are current.")
+        return 0
+    for one in found:
+        stays = "" if one.needed is None else f"  stays: {one.needed}"
+        print(f"{size(one.size):>9}  {one.folder}{stays}")
+    old = [one for one in found if one.needed is None]
+    code = 1 if len(old) < len(found) else 0
+    total = f"{counted(len(old), 'folder')}, {size(sum(one.size for one in old))}"
+    if not old or not (given.yes or _agreed(total)):
+        print("Nothing was deleted.")
+        return code
+    for one in old:
+        versions.delete(one)
+    print(f"Deleted {total}.")
+    return code
+
+
+def _agreed(total: str) -> bool:
+    """Whether the user says yes; nobody does where no terminal is."""
+    if not sys.stdin.isatty():
+        print(f"{total}: add --yes to delete them")
+        return False
+    return input(f"Delete {total}? [y/N] ").strip().lower() in ("y", "yes")

@@ -1,0 +1,140 @@
+"""`batchgen export OUT`: the rows of a job as files for other programs, in constant memory."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from batchgen.cli.job_outcome import column_list, verb
+from batchgen.cli.verb_table import Parser
+from batchgen.pipelines.publish.finished_rows import open_rows
+from batchgen.pipelines.publish.trainers.text_export import export_text
+from batchgen.pipelines.publish.trainers.trainer_export import export_for
+from batchgen.pipelines.publish.trainers.trainer_rows import FORMATS, Asked
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import user_path
+from batchgen.util.text.row_writers import WRITERS
+
+_ABOUT = """\
+Write the rows of a job, or of a set that `select` made, in their order. Without --to and --where
+the job may still run; then the rows that are finished are written.
+
+jsonl  an object per row, with all columns unless --columns names some
+csv    a header and a line per row; lists and other nested values are JSON in their cells, a missing
+       value is an empty cell. Spreadsheets run texts that begin with = + - or @ as formulas: for
+       these, --quote-formulas puts an apostrophe before such a text, which they do not show
+txt    the generated text alone, or the one column that --columns names: a row per line, newlines
+       as \\n
+
+With --to, complete jobs become what trainers read, as JSON lines or, by the name of --out, as
+Parquet or as a folder with shards and a card. Rows with an error are left out, and counted.
+
+sft     messages, or prompt and completion of a plain text; tools, if the prompts had some
+dpo     prompt, chosen, rejected, score_chosen, score_rejected: of each input row up to --pairs
+        pairs of answers of which --by says that one is better, by --gap at least
+kto     prompt, completion, label (--label: an expression)
+grpo    prompt, answer, pass_rate, row_id: a row for each input row; pass_rate is the mean of --by
+prm     prompt, completions, labels: one text and whether it is right for each step
+openai  the result lines of an OpenAI batch: id, custom_id, response, error
+kd      messages, logprobs, target_token_ids: the likeliest tokens at each token of an answer, which
+        was scored (prompt.answer) or generated; needs output.columns=[top_logprobs]
+kd-v1   messages, logprobs with entries {token: token_id:N, logprob}
+kd-packed  token ids, and their likeliest tokens in few bytes: ids of as many bits as they need,
+        log-probabilities of 16 bits, the probability of the rest; trainer_files.py of
+        the examples reads them
+rl      token_ids, mask, logprobs, temperatures, reward (--by, or mark), and routed_experts as
+        bytes with their shape; needs output.columns=[prompt_token_ids,logprobs]
+
+The prompt is what the job's configuration says, made again of the columns of the row, and the
+answer is the generated text. --messages gives other messages, a template for each.
+"""
+
+
+@verb
+def main(arguments: Sequence[str]) -> int:
+    given = _parser().parse_args(arguments)
+    path = None if given.file is None else user_path(given.file, "--out")
+    if given.to is not None:
+        return _for_trainers(given, path)
+    for name in (*_STRINGS, *_NUMBERS, "across"):
+        if name != "where" and getattr(given, name) not in (None, False):
+            raise ConfigError(f"export --{name} needs --to, which says what it is for")
+    return _as_text(given, path)
+
+
+_STRINGS = {
+    "where": ("EXPR", "which rows: an expression over their columns and grades"),
+    "messages": ("YAML", "messages with their templates; the last, the assistant's, is the answer"),
+    "reasoning": ("COLUMN", "the column that becomes reasoning_content of the answer"),
+    "by": ("COLUMN", "dpo: what is better; grpo: what is right, rl: the reward (default: mark)"),
+    "label": ("EXPR", "kto: which answers are good"),
+    "answer": ("COLUMN", "grpo: what is right (default: target)"),
+    "steps": ("COLUMN", "prm: the list of steps (default: steps)"),
+    "labels": ("COLUMN", "prm: the list of which steps are right (default: labels)"),
+}
+_NUMBERS: dict[str, tuple[type, str, str]] = {
+    "gap": (float, "G", "dpo: by how much answers of a pair differ at least"),
+    "pairs": (int, "K", "dpo: how many pairs a row gives at most (default: 1)"),
+}
+
+
+def _parser() -> Parser:
+    parser = Parser("export", _ABOUT)
+    parser.add_argument("out", metavar="OUT", help="the job's output.dir, or the folder of a set")
+    parser.add_argument(
+        "--format", choices=[*WRITERS], help="default: by the file's name, or jsonl"
+    )
+    parser.add_argument("--columns", metavar="A,B", type=column_list, help="default: all")
+    parser.add_argument(
+        "--out", dest="file", metavar="FILE",
+        help="a new file, compressed if its name ends in .gz; default: standard output",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quote-formulas", action="store_true", help="in CSV for spreadsheets, see above"
+    )
+    parser.add_argument("--to", choices=FORMATS, help="what trainers read, see above")
+    for name, (metavar, help) in _STRINGS.items():
+        parser.add_argument(f"--{name}", metavar=metavar, help=help)
+    for name, (kind, metavar, help) in _NUMBERS.items():
+        parser.add_argument(f"--{name}", metavar=metavar, type=kind, help=help)
+    parser.add_argument(
+        "--across", action="store_true",
+        help="dpo: pairs of answers that other jobs gave to one row; see `dataset=job`",
+    )  # fmt: skip
+    return parser
+
+
+def _for_trainers(given: Namespace, path: Path | None) -> int:
+    for name in ("format", "columns", "quote_formulas"):
+        if getattr(given, name):
+            raise ConfigError(
+                f"export --{name.replace('_', '-')} is not for --to {given.to}, whose columns are "
+                "those that trainers read; --out says by its name whether they are Parquet"
+            )
+    options = {name: getattr(given, name) for name in (*_STRINGS, *_NUMBERS)}
+    asked = Asked(to=given.to, across=given.across, **options)
+    done = export_for(open_rows(given.out), asked, path)
+    if not done.made:
+        print(f"{given.file} has these rows already.", file=sys.stderr)
+        return 0
+    left_out = "".join(f"; {count:,} left out {why}" for why, count in done.left_out.items())
+    if path is not None or left_out:
+        print(f"{done.rows:,} rows in {given.file or 'all'}{left_out}", file=sys.stderr)
+    return 0
+
+
+def _as_text(given: Namespace, path: Path | None) -> int:
+    """Write the columns of the rows as they are."""
+    count = export_text(
+        given.out,
+        path,
+        form=given.format,
+        columns=given.columns,
+        where=given.where,
+        quote=given.quote_formulas,
+    )
+    if path is not None:
+        print(f"{count:,} rows in {given.file}", file=sys.stderr)
+    return 0

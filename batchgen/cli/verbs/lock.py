@@ -1,0 +1,44 @@
+"""`batchgen lock OUT`: what made a data set and what it must come to, in a few kB."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from batchgen.cli.job_outcome import verb
+from batchgen.cli.verb_table import Parser
+from batchgen.util.paths import user_path
+
+_ABOUT = """\
+Write the lock of a complete job, or of a pipeline: the configuration of each step, digests of its
+models, data set, steps and code that it read, the versions of the libraries, and the root of a tree
+of digests over all its rows. Jobs whose rows it reads (dataset=job) come along. `batchgen rebuild`
+makes the rows again from it, or one of them, and says whether they are equal.
+
+  batchgen lock out -o out.lock
+"""
+
+
+@verb
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser("lock", _ABOUT)
+    parser.add_argument("out", metavar="OUT", help="the output.dir of a job or of a pipeline")
+    parser.add_argument(
+        "-o", dest="file", metavar="FILE", help="a new file; default: standard output"
+    )
+    given = parser.parse_args(arguments)
+    from batchgen.pipelines.proof.make_lock import make_lock
+    from batchgen.storage.stores.whole_file import write_atomic
+
+    lock = make_lock(given.out)
+    if given.file is None:
+        print(lock.text(), end="")
+        return 0
+    path = user_path(given.file, "-o")
+    write_atomic(path, lock.text(), f"-o {given.file}")
+    rows = sum(proof.rows for proof in lock.proof.values())
+    steps = len(lock.proof)
+    size = path.stat().st_size
+    of = f"{steps} steps" if steps > 1 else "one job"
+    print(f"{given.file}: {size:,} bytes, {of} with {rows:,} rows", file=sys.stderr)
+    return 0

@@ -1,0 +1,48 @@
+"""`batchgen push DIR USER/SET`: a job's folder, or a set, as a data set of the hub."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from batchgen.cli.job_outcome import verb
+from batchgen.cli.verb_table import Parser
+
+_ABOUT = """\
+Push the folder of a complete job, or one that `select` or `export` wrote, to a data set of the hub,
+with its card, its configuration and its manifests. The data set is made if it is not there. What is
+there already is not sent again, so the same command goes on after it was stopped, and sends what
+has come since; shards that are not of this folder are deleted there. A data set that holds the rows
+of another job or set is refused, and a damaged file is never sent.
+
+Who may write there is known from `hf auth login`; batchgen keeps no token. --while-running pushes
+the shards of a job as they are published, until the job is complete.
+"""
+
+
+@verb
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser("push", _ABOUT)
+    parser.add_argument("dir", metavar="DIR", help="a job's output.dir, or the folder of a set")
+    parser.add_argument("repo", metavar="USER/SET", help="the data set on the hub")
+    parser.add_argument("--private", action="store_true", help="make the data set a private one")
+    parser.add_argument("--while-running", action="store_true", help="see above")
+    given = parser.parse_args(arguments)
+    from batchgen.pipelines.publish.push_folder import FolderPush
+    from batchgen.pipelines.publish.pushed_files import PushedFolder
+
+    folder = PushedFolder(given.dir)
+    if not given.while_running:
+        folder.refuse_incomplete()
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    push = FolderPush(folder, given.repo, private=given.private, say=say)
+    if given.while_running:
+        push.push_while_running()
+    else:
+        push.push(complete=True)
+    done = f"{push.pushed:,} files pushed" if push.pushed else "All files are there already"
+    print(f"{done}: {push.url}")
+    return 0

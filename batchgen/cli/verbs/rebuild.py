@@ -1,0 +1,73 @@
+"""`batchgen rebuild FILE`: makes the rows of a lock again, and says whether they are equal."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from batchgen.cli.job_outcome import verb
+from batchgen.cli.verb_table import Parser
+from batchgen.util.paths import user_path
+
+if TYPE_CHECKING:
+    from batchgen.pipelines.proof.rebuilt import RebuiltStep
+
+_ABOUT = """\
+Make the rows again that a lock describes, step by step, and compare each shard with it. A single
+job is written into output.dir, several jobs into folders below it; the same command goes on after
+it was stopped. Exit code 0 only if all rows are equal.
+
+  batchgen rebuild out.lock output.dir=again
+  batchgen rebuild out.lock output.dir=again model.path=/models/m draft.dataset.path=rows.jsonl
+
+A lock is a stranger's file: code that it names does not run unless --trust allows it, and the
+models, data sets and files that it names are read only if they are typed, or confirmed with --yes.
+Models and data must have the digests of the lock.
+"""
+
+
+@verb
+def main(arguments: Sequence[str]) -> int:
+    given = _given(arguments)
+    path = user_path(given.file, "FILE")
+    from batchgen.pipelines.proof.lock_file import Lock
+    from batchgen.pipelines.proof.locked_jobs import locked_jobs
+
+    lock = Lock.read(path)
+    jobs = locked_jobs(lock, path, given.override, given.trust, confirmed=given.yes)
+    from batchgen.pipelines.proof.rebuilt import rebuild
+
+    equal = True
+    for step in rebuild(jobs, lambda line: print(f"batchgen: {line}", file=sys.stderr)):
+        if isinstance(step, int):
+            print("stopped; the same command goes on from there", file=sys.stderr)
+            return 128 + step
+        print(_line(step))
+        equal = equal and step.difference is None
+    return int(not equal)
+
+
+def _given(arguments: Sequence[str]) -> Namespace:
+    parser = Parser("rebuild", _ABOUT)
+    parser.add_argument("file", metavar="FILE", help="what `batchgen lock` has written")
+    parser.add_argument(
+        "override", metavar="KEY=VALUE", nargs="*",
+        help="output.dir, and where models and data are; STEP.KEY=VALUE for one step",
+    )  # fmt: skip
+    parser.add_argument("--yes", action="store_true", help="read the places that the lock names")
+    parser.add_argument(
+        "--trust", metavar="FILE", action="append", default=[],
+        help="run code that the lock names, even if it is not batchgen's own",
+    )  # fmt: skip
+    return parser.parse_intermixed_args(arguments)
+
+
+def _line(step: RebuiltStep) -> str:
+    """What became of a step."""
+    if step.difference is not None:
+        return f"{step.name}: different: {step.difference}"
+    count = f"{step.rows:,} rows in {step.shards:,} shard{'s' * (step.shards != 1)}"
+    how = "equal to the byte" if step.same_bytes else "equal rows, in files with other bytes"
+    return f"{step.name}: {how}: {count}"

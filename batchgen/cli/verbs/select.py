@@ -1,0 +1,62 @@
+"""`batchgen select OUT… --out DIR`: a new set of the rows of complete jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batchgen.cli.job_outcome import column_list, verb
+from batchgen.cli.verb_table import Parser
+
+_ABOUT = """\
+Write a new set out of the rows of complete jobs. Each condition is an expression over the columns
+of a row: the data set's own, those of batchgen (text, finish_reason, …) and those of the grades,
+as grades.mark, or as mark if the rows have no such column.
+
+Rows with an error are left out. What is asked for is done in this order:
+--where   rows for which it is true stay
+--best    of the samples of a row that with the greatest number stays, the first of equal ones
+--by      rows are sorted by a number, the greatest first, or the least with --ascending
+--dedupe  of the rows in which it has one value the first stays
+--top     the first N rows stay
+
+A row of the set has an id, the data set's columns, the generated text as `response`, the columns of
+the grades, and in `source` the job, row and sample that it came from. The folder has README.md and
+selection.json, which has the manifests of the jobs. The same command again changes nothing.
+"""
+
+
+@verb
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser("select", _ABOUT)
+    parser.add_argument("jobs", metavar="OUT", nargs="+", help="output.dir of a complete job")
+    parser.add_argument("--where", metavar="EXPR", help="which rows stay")
+    parser.add_argument("--best", metavar="COLUMN", help="one sample of each input row")
+    parser.add_argument("--dedupe", metavar="COLUMN", help="one row of those that agree in it")
+    parser.add_argument("--top", metavar="N", type=int, help="the first N rows")
+    parser.add_argument("--by", metavar="COLUMN", help="by what rows are sorted")
+    parser.add_argument("--ascending", action="store_true", help="the least first")
+    parser.add_argument(
+        "--columns", metavar="A,B", type=column_list, help="default: see above; those of the grades"
+        " may be written grades.NAME",
+    )  # fmt: skip
+    parser.add_argument(
+        "--text-as", metavar="NAME", default="response", help="what the generated text is called"
+    )
+    parser.add_argument("--out", metavar="DIR", required=True, help="the folder of the new set")
+    given = parser.parse_args(arguments)
+    from batchgen.pipelines.publish.chosen_rows import Choice
+    from batchgen.pipelines.publish.data_folder import new_folder
+    from batchgen.pipelines.publish.finished_rows import open_rows
+    from batchgen.pipelines.publish.selection import select
+
+    choice = Choice(given.where, given.best, given.dedupe, given.by, given.top, given.ascending)
+    out = new_folder(given.out)
+    jobs = [open_rows(job) for job in given.jobs]
+    done = select(jobs, choice, out, columns=given.columns, text_as=given.text_as)
+    if not done.made:
+        print(f"{given.out} has these rows already.")
+        return 0
+    for step, rows in done.funnel:
+        print(f"{rows:>12,}  {step}")
+    print(f"{done.rows:,} rows in {given.out}")
+    return 0

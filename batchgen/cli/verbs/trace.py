@@ -1,0 +1,45 @@
+"""`batchgen trace OUT ROW`: from a row back to where it came from, or to what has dropped it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batchgen.cli.job_outcome import verb
+from batchgen.cli.verb_table import Parser
+
+_ABOUT = """\
+Follow a row back: from a line of an exported file or a row of a set to the answers that it was made
+of, with their grades, from a job to the job whose answers it has read, and to the row of the data
+set with its file. For an id that is not there it says which step has dropped it, and why. Exit code
+1 if the row was dropped.
+
+  batchgen trace out/judge q17#3
+  batchgen trace chosen 'q17#3'
+  batchgen trace sft.parquet --line 17
+"""
+
+
+@verb
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser("trace", _ABOUT)
+    parser.add_argument(
+        "out", metavar="OUT", help="the folder of a job, a pipeline or a set, or an exported file"
+    )
+    parser.add_argument("row", metavar="ROW", nargs="?", help="the row_id, or the id in a set")
+    parser.add_argument("--line", metavar="N", type=int, help="a line of the file, from 1 on")
+    parser.add_argument("--of", metavar="OUT", help="what a file was made of that does not say so")
+    parser.add_argument("--sample", metavar="K", type=int, help="only this sample of the row")
+    parser.add_argument("--whole", action="store_true", help="texts to their end")
+    parser.add_argument("--json", action="store_true", help="a list of objects and nothing else")
+    given = parser.parse_intermixed_args(arguments)
+    from batchgen.pipelines.trace.trace_row import trace_row
+    from batchgen.pipelines.trace.trace_text import trace_lines, trace_values
+    from batchgen.util.text.row_json import json_text
+
+    found = trace_row(given.out, given.row, line=given.line, sample=given.sample, of=given.of)
+    if given.json:
+        print(json_text(trace_values(found)))
+    else:
+        for line in trace_lines(found, whole=given.whole):
+            print(line)
+    return int(not found.is_there)

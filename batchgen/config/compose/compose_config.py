@@ -1,0 +1,175 @@
+"""Makes a job's configuration of what a user gives: a job file, a mapping, `key=value` texts.
+
+Hydra composes the choices of the groups and the ready jobs; the keys are then set here, so that a
+text stays as it was typed and a mistake is named in words of our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from batchgen.config.compose.experiments import leave_out_others
+from batchgen.config.compose.given_values import Given
+from batchgen.config.compose.group_choices import inferred_choice
+from batchgen.config.compose.load_config import load_config
+from batchgen.config.compose.overrides import Override, parse_override
+from batchgen.config.compose.trust import TYPED, Trust
+from batchgen.config.compose.value_references import NO_REFERENCE
+from batchgen.config.groups.config_keys import EXPERIMENT, GROUPS, PARTS, STEP_LISTS
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.util.errors import ConfigError
+
+
+def compose(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
+    """The configuration of one job.
+
+    `values` are a job as a job file has it, and the word of the program, so they may name any code.
+    A key is a group with its choice ("model": "hf"), a group with its keys ("model": {"path": "…"},
+    and "choice": "hf" among them if need be), one key with its full name ("sampling.n": 4), or a
+    list of steps ("post": […]). `overrides` are arguments `key=value` as on the command line; they
+    go before `values`, and a choice among them replaces all that `values` says of its group.
+    """
+    return checked(compose_groups(values, overrides).groups, TYPED)
+
+
+def checked(groups: dict[str, Any], trust: Trust) -> JobConfig:
+    """The configuration that composed groups make, which are the word of `trust`; ConfigError if a
+    value is missing or wrong, or names code that needs the user's word."""
+    try:
+        return load_config(OmegaConf.create(groups), trust)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or 'a value'} {NO_REFERENCE}") from None
+
+
+@dataclass(frozen=True)
+class Composed:
+    """The groups of a job with all their keys, not checked yet, and the choice that each began as.
+    A class of the user's own has no choice."""
+
+    groups: dict[str, Any]
+    choices: dict[str, str]
+
+
+def compose_groups(
+    values: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    folders: Sequence[Path] = (),
+    places: Mapping[str, str] | None = None,
+) -> Composed:
+    """Put the choices and keys of a job together, from what `compose` takes, folders with further
+    choices (laid out as conf/ is), and the places of keys in a job file, for error messages."""
+    given, parsed = collect(values, overrides, folders=folders, places=places)
+    groups = _composed(given)
+    for key, value in given.keys.items():
+        _set(groups, given, key, value)
+    for override in parsed:
+        if override.group not in STEP_LISTS and (override.names or override.sign == "~"):
+            _apply(groups, given, override)
+    groups |= given.steps
+    ordered = {name: groups[name] for name in [*PARTS, *groups] if name in groups}
+    return Composed(ordered, given.choices)
+
+
+def collect(
+    values: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    folders: Sequence[Path] = (),
+    places: Mapping[str, str] | None = None,
+) -> tuple[Given, list[Override]]:
+    """What a user has said, with the choices that follow from it, and the arguments in parts."""
+    given = Given(folders, places or {})
+    given.add_values(values)
+    parsed = [parse_override(argument) for argument in overrides]
+    for override in parsed:
+        given.add_override(override)
+    if not given.experiments:
+        for group, named in given.named.items():
+            if group not in given.choices and group not in given.whole:
+                if (choice := inferred_choice(group, named)) is not None:
+                    given.choices[group] = choice
+    return given, parsed
+
+
+def _composed(given: Given) -> dict[str, Any]:
+    """The groups with their choices, before the keys are set."""
+    overrides = [f"{group}={choice}" for group, choice in given.choices.items()]
+    overrides += [f"+{EXPERIMENT}={name}" for name in given.experiments[:1]]
+    if len(given.experiments) > 1:
+        raise ConfigError(f"experiment: choose one of {', '.join(given.experiments)}")
+    if given.folders:
+        paths = ",".join(f"'file://{folder.absolute()}'" for folder in given.folders)
+        overrides.append(f"hydra.searchpath=[{paths}]")
+    # Hydra takes a tenth of a second to load, and what was refused until here does not need it.
+    from hydra import compose as compose_choices
+    from hydra import initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module("batchgen.conf", version_base="1.3"):
+            composed = compose_choices("config", overrides=overrides, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"the choices {' '.join(overrides)} do not fit: {error}") from None
+    names = [str(name) for name in composed if name != "hydra"]
+    groups = {name: OmegaConf.to_container(composed[name]) for name in names}
+    for experiment in given.experiments:
+        own_columns = "columns" in given.named.get("output", ())
+        leave_out_others(groups, experiment, given.choices, own_columns=own_columns)
+    made = composed.hydra.runtime.choices
+    given.choices = {group: made[group] for group in GROUPS if group not in given.whole}
+    return {**groups, **given.whole}
+
+
+def _set(groups: dict[str, Any], given: Given, key: str, value: Any) -> None:
+    """Set a key of the job file."""
+    group, _, name = key.partition(".")
+    if name not in groups[group] and name.partition(".")[0] in groups[group]:
+        _set_below(groups[group], name.split("."), value, given.at(key) + key)
+        return
+    if name not in groups[group]:
+        raise ConfigError(given.at(key) + given.unknown_key(key))
+    groups[group][name] = value
+
+
+def _apply(groups: dict[str, Any], given: Given, override: Override) -> None:
+    """Set, add or take away a key, as an argument says."""
+    start, key = f"{override.argument}: ", override.key
+    if override.sign == "~" and not override.names:
+        groups.pop(key, None)
+        return
+    group = groups.get(override.group)
+    if not isinstance(group, dict):
+        raise ConfigError(f"{start}the group {override.group} was taken away")
+    name = override.names[0]
+    if override.sign == "~":
+        if group.pop(name, start) is start:
+            raise ConfigError(start + given.unknown_key(f"{override.group}.{name}"))
+        return
+    if name not in group and override.sign == "":
+        raise ConfigError(start + given.unknown_key(f"{override.group}.{name}"))
+    if name in group and override.sign == "+" and len(override.names) == 1:
+        raise ConfigError(f"{start}{key} is there already: drop the +")
+    if len(override.names) > 1:
+        _set_below(group, override.names, override.value(), start + key)
+    else:
+        group[name] = override.value()
+
+
+def _set_below(group: dict[str, Any], names: list[str], value: Any, start: str) -> None:
+    """Set a key inside a mapping that is the value of a key."""
+    for name in names[:-1]:
+        if group.get(name) is None:
+            group[name] = {}
+        group = group[name]
+        if not isinstance(group, dict):
+            raise ConfigError(f"{start}: {name} is {group!r}, which has no keys of its own")
+    group[names[-1]] = value

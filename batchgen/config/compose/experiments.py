@@ -1,0 +1,64 @@
+"""Leaves out what a ready job sets for another choice of a group than the user takes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from batchgen.config.groups.config_keys import EXPERIMENT, all_keys, choice_values, choices
+from batchgen.config.groups.job_config import COMMON_COLUMNS
+from batchgen.config.groups.named_code import named_code
+
+_KINDS = ("prompt", "strategy", "constraint", "launcher")
+"""The groups whose choices have keys that the others refuse."""
+
+
+def choices_with(column: str) -> list[str]:
+    """The choices of the group strategy whose rows have the column. Their classes load torch."""
+    return [choice for choice in choices("strategy") if column in _columns(choice)]
+
+
+def leave_out_others(
+    groups: dict[str, Any], experiment: str, asked: Mapping[str, str], *, own_columns: bool
+) -> None:
+    """Take from a ready job's keys and columns those of other choices than `asked` (by group), and
+    say so on stderr. What the user gives is set later, and refused where it does not fit; with
+    `own_columns` he gives `output.columns` himself."""
+    left_out = []
+    for group in _KINDS:
+        choice = asked.get(group)
+        if choice is None or choice not in choices(group):
+            continue
+        own, known = choice_values(group, choice), all_keys()
+        for name in list(groups[group]):
+            if name not in own and f"{group}.{name}" in known:
+                del groups[group][name]
+                left_out.append(f"{group}.{name}")
+    strategy = asked.get("strategy")
+    if strategy is not None and strategy in choices("strategy") and not own_columns:
+        output = groups["output"]
+        columns = output.get("columns") or ()
+        if of_others := [name for name in columns if _is_of_others(name, strategy)]:
+            output["columns"] = [name for name in columns if name not in of_others]
+            left_out.append(f"of output.columns {', '.join(of_others)}")
+    if left_out:
+        taken = " ".join(f"{group}={asked[group]}" for group in _KINDS if group in asked)
+        print(
+            f"batchgen: with {taken} these of {EXPERIMENT}={experiment} are left out: "
+            f"{', '.join(left_out)}",
+            file=sys.stderr,
+        )
+
+
+def _is_of_others(column: str, strategy: str) -> bool:
+    """Whether a column comes with other strategies, and not with this choice."""
+    if column in COMMON_COLUMNS or column in _columns(strategy):
+        return False
+    return bool(choices_with(column))
+
+
+def _columns(strategy: str) -> list[str]:
+    """The names of the columns that a choice of the group strategy declares."""
+    target = choice_values("strategy", strategy)["_target_"]
+    return [column.name for column in named_code(target, "strategy._target_").columns]

@@ -1,0 +1,145 @@
+"""What a user has said of a job, collected from a job file or mapping and from arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchgen.config.compose.group_choices import inferred_choice
+from batchgen.config.compose.overrides import Override, unknown_group, unknown_key
+from batchgen.config.groups.config_keys import (
+    EXPERIMENT,
+    GROUPS,
+    STEP_LISTS,
+    all_keys,
+    choices,
+    nearest,
+    nearest_key,
+)
+from batchgen.config.groups.convert_value import plain_value
+from batchgen.util.errors import ConfigError
+
+CHOICE = "choice"
+"""The key of a group in a job file that says which of its choices is taken."""
+
+
+@dataclass
+class Given:
+    """What a user has said, before it meets the defaults: the choices of groups, ready jobs, keys
+    of the job file by full name, groups that are taken as given without a choice, lists of steps,
+    and for each group the names of the keys that are given, on the command line too."""
+
+    folders: Sequence[Path]
+    places: Mapping[str, str]
+    choices: dict[str, str] = field(default_factory=dict)
+    experiments: list[str] = field(default_factory=list)
+    keys: dict[str, Any] = field(default_factory=dict)
+    whole: dict[str, dict[str, Any]] = field(default_factory=dict)
+    steps: dict[str, Any] = field(default_factory=dict)
+    named: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def at(self, key: str) -> str:
+        """Where a key of the job file stands, as the beginning of a message."""
+        return f"{self.places.get(key, key)}: "
+
+    def add_values(self, values: Mapping[str, Any]) -> None:
+        for key, value in values.items():
+            value = plain_value(value)
+            group = key.partition(".")[0] if isinstance(key, str) else ""
+            if key == EXPERIMENT:
+                for name in value if isinstance(value, list) else [value]:
+                    self.experiments.append(self._known(key, name, self.at(key)))
+            elif group in STEP_LISTS:
+                self._add_steps(str(key), value, self.at(str(key)))
+            elif group not in GROUPS:
+                raise ConfigError(self.at(str(key)) + unknown_group(group or repr(key)))
+            elif key != group:
+                self._add_key(key, value)
+            elif isinstance(value, dict):
+                self._add_group(group, dict(value))
+            elif value is not None:
+                self.choices[group] = self._known(group, value, self.at(key))
+
+    def _add_steps(self, key: str, value: Any, start: str) -> None:
+        if key not in STEP_LISTS:
+            name = key.partition(".")[0]
+            raise ConfigError(
+                f"{start}{name} is a list of steps and has no keys: give all of it, "
+                f"{name}=[{{NAME: {{KEY: VALUE}}}}, …]"
+            )
+        self.steps[key] = value
+
+    def _add_group(self, group: str, values: dict[str, Any]) -> None:
+        if CHOICE in values:
+            choice = values.pop(CHOICE)
+            self.choices[group] = self._known(group, choice, self.at(f"{group}.{CHOICE}"))
+        elif values.get("_target_") is not None and inferred_choice(group, values) is None:
+            self.whole[group] = values  # a class of the user's own
+            return
+        for name, value in values.items():
+            self._add_key(f"{group}.{name}", value)
+
+    def _add_key(self, key: str, value: Any) -> None:
+        group, _, name = key.partition(".")
+        if self._is_nowhere(key):
+            raise ConfigError(self.at(key) + self.unknown_key(key))
+        self.keys[key] = value
+        self.named.setdefault(group, {})[name.partition(".")[0]] = value
+
+    def add_override(self, override: Override) -> None:
+        group, start = override.group, f"{override.argument}: "
+        if group in STEP_LISTS:
+            self._add_steps(override.key, None if override.sign == "~" else override.value(), start)
+            return
+        if group not in (*GROUPS, EXPERIMENT):
+            raise ConfigError(start + _unknown(override))
+        if override.names:
+            if override.sign == "":
+                key = f"{group}.{override.names[0]}"
+                if self._is_nowhere(key):
+                    raise ConfigError(start + self.unknown_key(key))
+                self.named.setdefault(group, {})[override.names[0]] = override.text
+            return
+        if override.sign == "~":
+            return
+        value = override.value()
+        if group == EXPERIMENT:
+            self.experiments.append(self._known(group, value, start))
+            return
+        self.choices[group] = self._known(group, value, start)
+        self.whole.pop(group, None)
+        self.keys = {key: v for key, v in self.keys.items() if key.partition(".")[0] != group}
+
+    def unknown_key(self, key: str) -> str:
+        """The message, without the place, for a key that the job does not have."""
+        others = list(all_keys().get(key, ()))
+        return unknown_key(key, self.choices.get(key.partition(".")[0]), others)
+
+    def _is_nowhere(self, key: str) -> bool:
+        """Whether no choice has a key. It can be told at once, before Hydra loads."""
+        group, _, name = key.partition(".")
+        known = f"{group}.{name.partition('.')[0]}" in all_keys()
+        return not (known or self.folders or group in self.whole)
+
+    def _known(self, group: str, choice: Any, start: str) -> str:
+        known = choices(group, self.folders)
+        if isinstance(choice, dict):
+            raise ConfigError(f"{start}give the keys of a group one by one: {group}.KEY=VALUE")
+        if choice not in known:
+            guess = nearest(choice, known) if isinstance(choice, str) else None
+            raise ConfigError(
+                f"{start}{group} has no choice {choice}: "
+                + (f"did you mean {guess}? Its" if guess else "its")
+                + f" choices are {', '.join(known)}"
+            )
+        return str(choice)
+
+
+def _unknown(override: Override) -> str:
+    """The message for a group that is not there: it may have been left out of a key."""
+    if not override.names:
+        if guess := nearest_key(override.key):
+            return f"there is no group {override.key}: did you mean {guess}?"
+    return unknown_group(override.group)

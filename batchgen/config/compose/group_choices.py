@@ -1,0 +1,52 @@
+"""Which choice of a group is meant where only some of its keys are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchgen.config.groups.class_names import short_name
+from batchgen.config.groups.config_keys import choice_values, choices, default_choices
+from batchgen.util.errors import ConfigError
+
+_FIXED = ("kind", "_target_")
+"""Keys whose value tells choices apart."""
+_BY_KEY = {
+    ("model", "path"): "hf",
+    ("dataset", "path"): "files",
+    ("prompt", "messages"): "messages",
+    ("prompt", "messages_column"): "messages",
+    ("launcher", "workers"): "local",
+    ("launcher", "restarts"): "local",
+}
+"""What a key means that several choices have, where the default would not do."""
+
+
+def inferred_choice(group: str, given: Mapping[str, Any]) -> str | None:
+    """The choice that has all the given keys of a group, which are without its name; None for the
+    default, and if no choice has them.
+
+    A model with a path is model=hf, a data set with a path is dataset=files, messages_column is
+    prompt=messages, and launcher.workers is launcher=local. Otherwise the default is taken if it
+    has the keys, and else the only choice that has them; ConfigError if there are several.
+    """
+    fitting = [choice for choice in choices(group) if _fits(choice_values(group, choice), given)]
+    for name, value in given.items():
+        choice = _BY_KEY.get((group, name))
+        if choice in fitting and value is not None and "user" not in given:
+            return choice
+    if not fitting or default_choices()[group] in fitting:
+        return None
+    if len(fitting) > 1 and not any(name in given for name in _FIXED):
+        raise ConfigError(
+            f"{group}: {', '.join(given)} may belong to {', '.join(fitting)}: add {group}=…"
+        )
+    return fitting[0]
+
+
+def _fits(values: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    fixed = {name: given[name] for name in _FIXED if name in given}
+    if isinstance(target := fixed.get("_target_"), str):
+        fixed["_target_"] = short_name(target)
+    same = all(values.get(name) == value for name, value in fixed.items())
+    return same and given.keys() <= values.keys()

@@ -1,0 +1,121 @@
+"""Arguments `key=value` of the command line, and what is said of those that are none."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.config.groups.config_keys import (
+    GROUPS,
+    declared_type,
+    has_escapes,
+    nearest,
+    nearest_key,
+)
+from batchgen.config.groups.read_value import UnclearEscape, Unreadable, read_value
+from batchgen.util.errors import ConfigError
+
+WORKER = "worker"
+"""What names this process among the workers of a job, as `+worker=3`; it is no group."""
+_WORKER_NAME = "workers.name"
+_ARGUMENT = re.compile(r"(\+\+|\+|~|)([\w./@-]+)(?:=(.*))?", re.DOTALL)
+
+
+def names_worker(argument: str) -> bool:
+    """Whether an argument only says what this process is called, which makes no other job."""
+    return argument.partition("=")[0].lstrip("+") in (WORKER, _WORKER_NAME)
+
+
+@dataclass(frozen=True)
+class Override:
+    """One argument as it was typed, and in parts: the sign (nothing sets a key that is there, `+`
+    adds one that is not, `++` does either, `~` takes it away), the key with its group, and the text
+    behind the `=`, None without one."""
+
+    argument: str
+    sign: str
+    key: str
+    text: str | None
+
+    @property
+    def group(self) -> str:
+        return self.key.partition(".")[0]
+
+    @property
+    def names(self) -> list[str]:
+        """The parts of the key behind its group."""
+        return self.key.split(".")[1:]
+
+    def value(self) -> Any:
+        """The value that the text means for this key; ConfigError says how to type it."""
+        assert self.text is not None
+        key = ".".join([self.group, *self.names[:1]])
+        hint = Any if len(self.names) > 1 else declared_type(key)
+        try:
+            return read_value(self.text, hint, escapes=has_escapes(key))
+        except UnclearEscape as error:
+            raise ConfigError(f"{self.argument}: {error}: {self._clear_forms()}") from None
+        except Unreadable as error:
+            raise ConfigError(f"{self.argument} cannot be read: {error}") from None
+
+    def _clear_forms(self) -> str:
+        """How to type a text whose escape may mean two things."""
+        assert self.text is not None
+        if self.text.lstrip().startswith("["):
+            return "put the text into double quotes for the former, and write \\\\ for the latter"
+        start = f"{self.sign}{self.key}="
+        quoted = self.text.replace('"', '\\"')
+        former = shlex.quote(f'{start}"{quoted}"')
+        latter = shlex.quote(start + self.text.replace("\\", "\\\\"))
+        return f"type {former} for the former, or {latter} for the latter"
+
+
+def parse_override(argument: str) -> Override:
+    """Split an argument into its parts; ConfigError if it is not of the form key=value or ~key."""
+    match = _ARGUMENT.fullmatch(argument)
+    if match is None or (match[3] is None and match[1] != "~"):
+        raise ConfigError(_no_override(argument))
+    sign, key, text = match.groups()
+    if key == WORKER:
+        sign, key = "", _WORKER_NAME
+    if re.match(r"hydra\b", key):
+        raise ConfigError(
+            f"{argument}: keys of Hydra itself are for the command line only: output.dir says "
+            "where a job goes"
+        )
+    return Override(argument, sign, key, text)
+
+
+def _no_override(argument: str) -> str:
+    word = argument.partition("=")[0]
+    if "=" in argument:
+        return f"{argument}: {word!r} is no key: arguments are key=value, such as sampling.n=4"
+    hint = "arguments are key=value, such as sampling.n=4, or a job file before all others"
+    if word in GROUPS or (found := nearest_key(word)) is None:
+        example = f"{word}=… or {word}.KEY=…" if word in GROUPS else None
+    else:
+        example = f"{found}=…"
+    return f"{argument} has no value: {hint}" + (f"; did you mean {example}?" if example else "")
+
+
+def unknown_group(group: str) -> str:
+    """The message, without the place, for a group that is not there."""
+    guess = nearest(group, [*GROUPS, "experiment"])
+    return f"there is no group {group}: " + (
+        f"did you mean {guess}?" if guess else f"choose among {', '.join(GROUPS)}"
+    )
+
+
+def unknown_key(key: str, choice: str | None, others: list[str]) -> str:
+    """The message, without the place, for a key that its group lacks; `others` have it."""
+    group, _, name = key.partition(".")
+    owner = f"{group}={choice}" if choice else group
+    if others:
+        with_key = ", ".join(f"{group}={other}" for other in others)
+        return f"{owner} has no key {name}: it comes with {with_key}"
+    guess = nearest_key(key)
+    return f"{owner} has no key {name}: " + (
+        f"did you mean {guess}?" if guess else f"`batchgen --help {group}` lists its keys"
+    )

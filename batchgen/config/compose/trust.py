@@ -1,0 +1,140 @@
+"""What of a configuration runs code that is not batchgen's own, and on whose word it does.
+
+A configuration may name classes and functions by their import paths, and a launcher may run lines
+of shell. What the user types, and what his conf/ says, is his word. What is read from a file may be
+a stranger's: it needs `--trust` for that file, or for a folder that the file is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from batchgen.config.compose.overrides import parse_override
+from batchgen.config.groups.class_names import is_own
+from batchgen.config.groups.config_keys import (
+    EXPERIMENT,
+    GROUPS,
+    STEP_LISTS,
+    choice_values,
+    choices,
+)
+from batchgen.config.groups.launcher_config import launcher_class
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import user_path
+
+_TARGET = "_target_"
+
+Named = tuple[str, str]
+"""A place in a configuration, and what it names to be run: an import path, or the value of a key of
+a launcher."""
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Whose word stands behind a configuration: files and folders that the user does not trust, and
+    what he has typed that runs code, as `Named` has it behind the place."""
+
+    sources: tuple[Path, ...] = ()
+    typed: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, sources: Sequence[Path], trusted: Sequence[str], overrides: Sequence[str]) -> Self:
+        """The user's word for a configuration that is read from `sources` with typed arguments, of
+        which he trusts those named by `--trust`; ConfigError if nothing is read from one of these.
+        """
+        known = [user_path(path, "--trust").resolve() for path in trusted]
+        homes = {source: {source.resolve(), *source.resolve().parents} for source in sources}
+        for given, path in zip(trusted, known, strict=True):
+            if not any(path in parents for parents in homes.values()):
+                read = " and ".join(map(str, sources)) or "the command line alone"
+                raise ConfigError(f"--trust {given}: the configuration is read from {read}")
+        left = tuple(source for source, own in homes.items() if own.isdisjoint(known))
+        return cls(left, frozenset(_typed(overrides)))
+
+    def check(self, groups: Mapping[str, Any]) -> None:
+        """Raise ConfigError for code that is nobody's word, in plain groups without references."""
+        if not self.sources:
+            return
+        asked = [named for named in foreign_code(groups) if named[1] not in self.typed]
+        if not asked:
+            return
+        own = {what for _, what in _of_conf()}
+        if found := [f"{place} {what}" for place, what in asked if what not in own]:
+            flags = " ".join(f"--trust {source}" for source in self.sources)
+            raise ConfigError(
+                f"{' and '.join(map(str, self.sources))}: this is not batchgen's own code, and it "
+                f"would run with your rights: {'; '.join(found)}: if you trust whoever wrote it, "
+                f"add {flags}"
+            )
+
+
+TYPED = Trust()
+"""All of a configuration is the user's word: it was typed, or is made by his program."""
+
+
+def foreign_code(groups: Mapping[str, Any]) -> Iterator[Named]:
+    """What a configuration names that runs and is not batchgen's own.
+
+    Only classes of batchgen are its own, where a strategy, a step or a launcher belongs: who could
+    have its functions called with any arguments could do much with them.
+    """
+    launcher = dict(groups.get("launcher") or {})
+    starter = launcher.pop(_TARGET, None)
+    classes = {"strategy": groups.get("strategy")}
+    if starter is not None:
+        classes["launcher"] = {_TARGET: starter}
+    for name in STEP_LISTS:
+        classes |= {f"{name}[{i}]": step for i, step in enumerate(groups.get(name) or ())}
+    for place, values in classes.items():
+        for below, target in _targets(values, place):
+            if below != f"{place}.{_TARGET}" or not is_own(target):
+                yield below, target
+    # What a stranger's class does with its keys is not known.
+    own = is_own(str(starter))
+    for key in launcher_class(starter).running_keys if own else launcher:
+        if launcher.get(key):
+            yield f"launcher.{key}", repr(launcher[key])
+
+
+def _targets(value: Any, place: str) -> Iterator[Named]:
+    """All that `_target_` says in a value and in what it holds."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if key == _TARGET:
+                yield f"{place}.{key}", str(item)
+            else:
+                yield from _targets(item, f"{place}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _targets(item, f"{place}[{number}]")
+
+
+def _typed(overrides: Sequence[str]) -> Iterator[str]:
+    """What typed arguments name to be run."""
+    for argument in overrides:
+        override = parse_override(argument)
+        if override.text is None:
+            continue
+        try:
+            value = override.value()
+        except ConfigError:  # it lists the values of a sweep
+            continue
+        if override.names[-1:] == [_TARGET]:
+            yield str(value)
+        elif override.group == "launcher":
+            yield repr(value)
+        yield from (what for _, what in _targets(value, override.key))
+
+
+def _of_conf() -> Collection[Named]:
+    """What the choices of conf/ name to be run."""
+    found: list[Named] = []
+    for group in GROUPS:
+        for choice in choices(group):
+            found += foreign_code({group: choice_values(group, choice)})
+    for name in choices(EXPERIMENT):
+        found += foreign_code(choice_values(EXPERIMENT, name))
+    return found

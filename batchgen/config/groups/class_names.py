@@ -1,0 +1,150 @@
+"""The names of batchgen's own classes in configurations: short ones, which stay when files move.
+
+    rows: [{Filter: {where: …}}]        strategy: {_target_: ar}
+
+Configurations have short names, whichever spelling a user or an older file has. A class of the
+user's own has its import path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+OWN = "batchgen."
+"""How import paths of batchgen's own classes begin."""
+CLASSES: Mapping[str, Mapping[str, str]] = {
+    "rows": {
+        "Filter": "batchgen.inputs.steps.choose:Filter",
+        "Keep": "batchgen.inputs.steps.choose:Keep",
+        "Balance": "batchgen.inputs.steps.choose:Balance",
+        "Dedupe": "batchgen.inputs.steps.dedupe:Dedupe",
+        "Against": "batchgen.inputs.steps.against:Against",
+        "Explode": "batchgen.inputs.steps.split:Explode",
+        "Chunk": "batchgen.inputs.steps.chunk:Chunk",
+        "Join": "batchgen.inputs.steps.join:Join",
+        "Pick": "batchgen.inputs.steps.pieces:Pick",
+        "Cross": "batchgen.inputs.steps.pieces:Cross",
+        "OrderChoices": "batchgen.evals.graders.choices:OrderChoices",
+    },
+    "post": {
+        "Extract": "batchgen.evals.graders.extract:Extract",
+        "Grade": "batchgen.evals.graders.grade:Grade",
+        "ParseScore": "batchgen.evals.graders.parse_score:ParseScore",
+        "ChoiceScore": "batchgen.evals.graders.parse_score:ChoiceScore",
+    },
+    "strategy": {
+        "ar": "batchgen.strategies.ar.strategy:ARStrategy",
+        "ar_spec": "batchgen.strategies.ar_spec.strategy:ARSpecStrategy",
+        "dllm": "batchgen.strategies.dllm.strategy:DLLMStrategy",
+    },
+    "launcher": {
+        "local": "batchgen.jobs.launchers.local:LocalLauncher",
+        "ray": "batchgen.jobs.launchers.ray_launcher:RayLauncher",
+        "slurm": "batchgen.jobs.launchers.slurm:SlurmLauncher",
+    },
+}
+"""By the key under which they stand: short name → where the class is, as `module:Class`."""
+_FIRST_PATHS = {
+    "Filter": "steps.choose.Filter",
+    "Keep": "steps.choose.Keep",
+    "Balance": "steps.choose.Balance",
+    "Dedupe": "steps.dedupe.Dedupe",
+    "Against": "steps.against.Against",
+    "Explode": "steps.split.Explode",
+    "Chunk": "steps.chunk.Chunk",
+    "Join": "steps.join.Join",
+    "Pick": "steps.pieces.Pick",
+    "Cross": "steps.pieces.Cross",
+    "OrderChoices": "grading.choices.OrderChoices",
+    "Extract": "grading.extract.Extract",
+    "Grade": "grading.grade.Grade",
+    "ParseScore": "grading.parse_score.ParseScore",
+    "ChoiceScore": "grading.parse_score.ChoiceScore",
+    "ar": "strategies.ar.strategy.ARStrategy",
+    "ar_spec": "strategies.ar_spec.strategy.ARSpecStrategy",
+    "dllm": "strategies.dllm.strategy.DLLMStrategy",
+    "local": "launchers.local.LocalLauncher",
+    "ray": "launchers.ray_launcher.RayLauncher",
+    "slurm": "launchers.slurm.SlurmLauncher",
+}
+"""Short name → import path, below `batchgen.`, in version 0.1.0, whose folders and files go on to
+be read. It never changes; classes that came later are not in it."""
+_PATHS = {
+    name: path.replace(":", ".") for classes in CLASSES.values() for name, path in classes.items()
+}
+_SHORT = {path: name for name, path in _PATHS.items()}
+_SHORT |= {OWN + path: name for name, path in _FIRST_PATHS.items()}
+_WITHOUT = {"OrderChoices", *CLASSES["post"]} & _FIRST_PATHS.keys()
+"""Steps that had no short names in identities of version 0.1.0."""
+
+
+def short_name(target: str) -> str:
+    """The short name of a class of batchgen's own, in any spelling; else the import path."""
+    return _SHORT.get(target, target)
+
+
+def class_path(target: str) -> str:
+    """Where a class is that is named in any spelling."""
+    return _PATHS.get(short_name(target), target)
+
+
+def is_own(target: str) -> bool:
+    """Whether a class is batchgen's own."""
+    return class_path(target).startswith(OWN)
+
+
+def lasting_name(target: str) -> str:
+    """What digests, grade files and identities call a class, wherever it lies: the import path of
+    version 0.1.0, the short name of a class that came later, or the path of a user's class."""
+    name = short_name(target)
+    return OWN + _FIRST_PATHS[name] if name in _FIRST_PATHS else name
+
+
+def lasting_step_name(target: str) -> str:
+    """What fingerprints and identities call a step of `rows`: its short name if it had one in
+    version 0.1.0 or came later, else as of `lasting_name`."""
+    name = short_name(target)
+    return lasting_name(name) if name in _WITHOUT else name
+
+
+def with_lasting_names(groups: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain groups of a configuration with their steps and strategy as identities and addresses
+    have them, which must be equal in all versions."""
+    found = dict(groups)
+    if "strategy" in found:
+        strategy = found["strategy"]
+        found["strategy"] = {**strategy, "_target_": lasting_name(strategy["_target_"])}
+    for key in ("rows", "post"):
+        if key in found:
+            found[key] = [_lasting_step(step) for step in found[key]]
+    return found
+
+
+def _lasting_step(step: Mapping[str, Any]) -> Mapping[str, Any]:
+    name = next(iter(step))
+    return {"_target_": lasting_name(name), **step[name]} if name in _WITHOUT else step
+
+
+def with_short_names(groups: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain groups of a configuration of any version, or of an identity, with short names.
+    What is no class or step stays: files of strangers may hold anything."""
+    found = dict(groups)
+    for key in ("strategy", "launcher"):
+        if _names_class(group := found.get(key)):
+            found[key] = {**group, "_target_": short_name(group["_target_"])}
+    for key in ("rows", "post"):
+        if isinstance(steps := found.get(key), list):
+            found[key] = [step_values(step) if _names_class(step) else step for step in steps]
+    return found
+
+
+def _names_class(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping) and isinstance(value.get("_target_"), str)
+
+
+def step_values(step: Mapping[str, Any]) -> dict[str, Any]:
+    """A step with `_target_` as users write it: by its short name if it has one."""
+    options = {key: value for key, value in step.items() if key != "_target_"}
+    name = short_name(step["_target_"])
+    return {name: options} if name in _PATHS else {"_target_": name, **options}

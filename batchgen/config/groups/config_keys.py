@@ -1,0 +1,187 @@
+"""Which groups, choices and keys there are, what their values may be, and the nearest to a typo."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from batchgen.config.groups.constraint_config import CONSTRAINT_KINDS
+from batchgen.config.groups.convert_value import key_of
+from batchgen.config.groups.job_config import (
+    PROMPT_KINDS,
+    DatasetConfig,
+    EngineGroup,
+    JobConfig,
+    ModelGroup,
+    OutputConfig,
+    ProgressConfig,
+    ScoreConfig,
+)
+from batchgen.config.groups.named_code import named_code
+from batchgen.config.groups.sampling_config import SamplingConfig
+from batchgen.config.groups.workers_config import BudgetConfig, WorkersConfig
+
+STEP_LISTS = ("rows", "post")
+"""The keys of a job that are no groups: each is a list of steps `{NAME: {KEY: VALUE}}`."""
+PARTS = tuple(field.name for field in dataclasses.fields(JobConfig))
+"""The groups and the lists of steps, in the order in which a job file has them."""
+GROUPS = tuple(name for name in PARTS if name not in STEP_LISTS)
+EXPERIMENT = "experiment"
+"""The group of ready jobs, each of which chooses in all other groups."""
+
+_DECLARED: dict[str, Sequence[type]] = {
+    "model": [ModelGroup],
+    "dataset": [DatasetConfig],
+    "prompt": [*PROMPT_KINDS.values()],
+    "sampling": [SamplingConfig],
+    "constraint": [*CONSTRAINT_KINDS.values()],
+    "engine": [EngineGroup],
+    "workers": [WorkersConfig],
+    "score": [ScoreConfig],
+    "budget": [BudgetConfig],
+    "output": [OutputConfig],
+    "progress": [ProgressConfig],
+}
+"""The classes whose fields are the keys of a group. Options of strategies are declared by classes
+that load torch; conf/strategy/ has their names and defaults."""
+
+_WITH_ESCAPES = {
+    *("prompt.user", "prompt.system", "prompt.text", "prompt.messages"),
+    "prompt.answer",
+    *("dataset.delimiter", "sampling.stop", "constraint.start_after", "constraint.choices"),
+}
+_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+
+
+@cache
+def _conf(group: str) -> dict[str, str]:
+    """The content of the files in the folder of a group that comes with batchgen, by choice."""
+    folder = files("batchgen.conf").joinpath(group)
+    found = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
+    return {
+        file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8")
+        for file in sorted(found, key=lambda file: file.name)
+    }
+
+
+def choice_text(group: str, choice: str) -> str:
+    """The yaml file of a choice that comes with batchgen."""
+    return _conf(group)[choice]
+
+
+@cache
+def choice_values(group: str, choice: str) -> dict[str, Any]:
+    """The keys and defaults of a choice that comes with batchgen."""
+    values: dict[str, Any] = yaml.load(choice_text(group, choice), _LOADER)
+    return values
+
+
+def choices(group: str, folders: Sequence[Path] = ()) -> list[str]:
+    """The choices of a group, those in folders of the user included."""
+    own = [file.stem for folder in folders for file in sorted((folder / group).glob("*.yaml"))]
+    return list(dict.fromkeys([*_conf(group), *own]))
+
+
+@cache
+def default_choices() -> dict[str, str]:
+    """The choice of each group if nothing is said, from conf/config.yaml."""
+    text = files("batchgen.conf").joinpath("config.yaml").read_text(encoding="utf-8")
+    entries = yaml.safe_load(text)["defaults"]
+    return {
+        group: choice
+        for entry in entries
+        if isinstance(entry, dict)
+        for group, choice in entry.items()
+        if group in GROUPS
+    }
+
+
+@cache
+def declared_type(key: str) -> Any:
+    """The declared type of `group.key`; Any if nothing is declared for it. An option of a strategy
+    has the type of its default, if that says one."""
+    group, _, name = key.partition(".")
+    declaring = _launchers() if group == "launcher" else _DECLARED.get(group, ())
+    declared = [get_type_hints(cls) for cls in declaring]
+    hints = [{key_of(field): hint for field, hint in each.items()}.get(name) for each in declared]
+    if found := [hint for hint in hints if hint is not None]:
+        return found[0]
+    if group == "strategy":
+        for choice in choices(group):
+            if (default := choice_values(group, choice).get(name)) is not None:
+                return type(default)
+    return Any
+
+
+def _launchers() -> list[type]:
+    """The classes of launchers; those of strategies load torch, so that nobody may ask for them."""
+    targets = [choice_values("launcher", choice)["_target_"] for choice in choices("launcher")]
+    return [named_code(target, "launcher._target_") for target in targets if target is not None]
+
+
+def has_escapes(key: str) -> bool:
+    r"""Whether `\n` ends a line in the value: in texts that the model reads or writes, and in the
+    one character that separates the cells of a file."""
+    return key in _WITH_ESCAPES
+
+
+@cache
+def all_keys() -> dict[str, tuple[str, ...]]:
+    """Every `group.key` of every choice → the choices of its group that have it."""
+    found: dict[str, tuple[str, ...]] = {}
+    for group in GROUPS:
+        for choice in choices(group):
+            for name in choice_values(group, choice):
+                key = f"{group}.{name}"
+                found[key] = (*found.get(key, ()), choice)
+    return found
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that was probably meant: the one with the fewest typos, of at most a third of
+    the letters, else one that begins with this one or has all its parts: max_tokens is
+    max_new_tokens."""
+    words = list(known)
+    distance, found = min(((edit_distance(word, other), other) for other in words), default=(9, ""))
+    if distance <= max(1, min(3, len(word) // 3)):
+        return found
+    parts = set(word.split("_"))
+    like = (o for o in words if o.startswith(word) or parts <= set(o.split("_")))
+    return next(like, None) if len(word) > 1 else None
+
+
+def nearest_key(key: str) -> str | None:
+    """The key of any group that was probably meant, also where the group was left out or wrong."""
+    group, _, name = key.rpartition(".")
+    names: dict[str, str] = {}
+    for known in all_keys():
+        names.setdefault(known.partition(".")[2], known)
+    if group not in GROUPS:
+        group = nearest(group, GROUPS) or ""
+    own = [known.partition(".")[2] for known in all_keys() if known.startswith(f"{group}.")]
+    if found := nearest(name, own):
+        return f"{group}.{found}"
+    elsewhere = nearest(name, names)
+    return names[elsewhere] if elsewhere else None
+
+
+def edit_distance(first: str, second: str) -> int:
+    """How many letters must be added, dropped, changed or swapped with their neighbours to turn one
+    word into the other (optimal string alignment)."""
+    before: list[int] = []
+    above = list(range(len(second) + 1))
+    for i, letter in enumerate(first):
+        row = [i + 1]
+        for j, other in enumerate(second):
+            cost = min(above[j] + (letter != other), above[j + 1] + 1, row[j] + 1)
+            if i and j and letter == second[j - 1] and other == first[i - 1]:
+                cost = min(cost, before[j - 1] + 1)
+            row.append(cost)
+        before, above = above, row
+    return above[-1]

@@ -1,0 +1,329 @@
+"""The job's configuration: a frozen dataclass for each Hydra group, checked when it is made.
+
+The fields are the keys that users write. The files in `conf/` say what each one means and in which
+unit it is. Ranges are checked here, types before (convert.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from batchgen.config.groups.class_names import CLASSES, short_name
+from batchgen.config.groups.constraint_config import (
+    ChoiceConstraintConfig,
+    ConstraintConfig,
+    NoConstraintConfig,
+    job_constraint,
+)
+from batchgen.config.groups.convert_value import check
+from batchgen.config.groups.dataset_config import DatasetConfig as DatasetConfig
+from batchgen.config.groups.prompt_config import PROMPT_KINDS as PROMPT_KINDS
+from batchgen.config.groups.prompt_config import PromptConfig as PromptConfig
+from batchgen.config.groups.prompt_config import answer_key
+from batchgen.config.groups.sampling_config import SamplingConfig
+from batchgen.config.groups.workers_config import BudgetConfig, WorkersConfig
+from batchgen.engine.interface.constraint_error import ConstraintError
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.sampling.sampling_params import LogprobsMode, SamplingParams
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import user_folder
+
+_MOST_IN_SHARD = 1_000_000_000
+"""The most answers of a shard, for each of which a running job keeps a flag in memory."""
+PARSED = "parsed"
+COMMON_COLUMNS = ("logprobs", "top_logprobs", "prompt_token_ids", PARSED)
+"""The columns of `output.columns` that every strategy has; others are declared by a strategy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelGroup:
+    """Which model runs. What its own config.json says is `engine.models.config.ModelConfig`."""
+
+    path: str
+    name: str | None = None
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["auto", "gguf", "dummy"] = "auto"
+    quantization: Literal["fp8"] | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        check(bool(self.path), "model.path", "a folder, a .gguf file or a hub name", self.path)
+        if self.trust_remote_code:
+            raise ConfigError(
+                "model.trust_remote_code must be false: batchgen never runs code that comes with "
+                "a model; models it knows need none"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepConfig:
+    """A class and its arguments by name: an entry of `rows` or `post`.
+
+    Attributes:
+        target: the short name of `config.class_names`, whichever spelling was given, or the import
+            path of a class of the user's own.
+    """
+
+    target: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target", short_name(self.target))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherConfig(StepConfig):
+    """What starts the workers of a job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyConfig(StepConfig):
+    """The decoding paradigm."""
+
+    def __post_init__(self) -> None:
+        StepConfig.__post_init__(self)
+        parts, names = self.target.split("."), CLASSES["strategy"]
+        check(
+            self.target in names or (len(parts) > 1 and all(part.isidentifier() for part in parts)),
+            "strategy._target_",
+            f"{', '.join(names)} or the import path of a class",
+            self.target,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineGroup(EngineConfig):
+    """How the work is laid out on the device. Only `max_model_len` decides the output."""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+
+    def __post_init__(self) -> None:
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise ConfigError(f"engine.{error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputConfig:
+    """Which columns are written, and where."""
+
+    dir: str
+    columns: tuple[str, ...] = ()
+    top_logprobs: int = 5
+    logprobs_mode: LogprobsMode = "raw"
+    rows_per_shard: int = 1000
+    text_column: str = "text"
+    reasoning_end: str | None = None
+    reasoning_start: str | None = None
+    whole_text: bool = False
+    overwrite: bool = False
+    retry_errors: bool = False
+    on_all_errors: Literal["stop", "continue"] = "stop"
+    report: bool = True
+    reuse: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check(bool(self.dir), "output.dir", "a folder", self.dir)
+        object.__setattr__(self, "dir", user_folder(self.dir, "output.dir"))
+        if self.reuse is not None:
+            folders = tuple(user_folder(folder, "output.reuse") for folder in self.reuse)
+            object.__setattr__(self, "reuse", folders)
+        if len(set(self.columns)) != len(self.columns):
+            raise ConfigError(f"output.columns names a column twice: {list(self.columns)}")
+        for key in ("reasoning_end", "reasoning_start"):
+            allowed = "null or a text such as '</think>'"
+            check(getattr(self, key) != "", f"output.{key}", allowed, "")
+        if self.reasoning_start is not None and self.reasoning_end is None:
+            raise ConfigError(
+                "output.reasoning_start is set without output.reasoning_end: set both, as in "
+                "output.reasoning_start='<think>' output.reasoning_end='</think>'"
+            )
+        if self.whole_text and self.reasoning_end is not None:
+            raise ConfigError(
+                "output.whole_text=true leaves thoughts in the text, and output.reasoning_end "
+                "takes them out: choose one"
+            )
+        check(bool(self.text_column), "output.text_column", "a name", self.text_column)
+        check(1 <= self.top_logprobs <= 256, "output.top_logprobs", "1 to 256", self.top_logprobs)
+        check(self.rows_per_shard >= 1, "output.rows_per_shard", "at least 1", self.rows_per_shard)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressConfig:
+    """What the job shows on the terminal while it runs."""
+
+    show: float = 30.0
+
+    def __post_init__(self) -> None:
+        allowed = "0 (never) or a number of seconds"
+        check(0 <= self.show < math.inf, "progress.show", allowed, self.show)
+
+
+CutTexts = Literal["as_marked", "wrong", "left_out"]
+"""What texts that reached `sampling.max_new_tokens` count as in scores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreConfig:
+    """How `post` steps run, and how their marks become scores."""
+
+    workers: int | None = None
+    seconds: float = 10.0
+    subset: str | None = None
+    cluster: str | None = None
+    ks: tuple[int, ...] | None = None
+    cut_texts: CutTexts = "as_marked"
+
+    def __post_init__(self) -> None:
+        ks = self.ks
+        workers = self.workers
+        allowed = "null (one on each core) or 1 to 1024"
+        check(workers is None or 1 <= workers <= 1024, "score.workers", allowed, workers)
+        check(0 < self.seconds < math.inf, "score.seconds", "a number above 0", self.seconds)
+        check(ks is None or (bool(ks) and min(ks) >= 1), "score.ks", "numbers from 1 on", ks)
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: `params` is kept in the object's __dict__
+class JobConfig:
+    """The whole configuration of one job. `rows` are steps that add columns to a row before its
+    prompt is made, `post` steps that make columns of a finished row, such as its mark."""
+
+    model: ModelGroup
+    dataset: DatasetConfig
+    rows: tuple[StepConfig, ...] = ()
+    prompt: PromptConfig
+    sampling: SamplingConfig
+    strategy: StrategyConfig
+    constraint: ConstraintConfig = field(default_factory=NoConstraintConfig)
+    engine: EngineGroup
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    launcher: LauncherConfig | None = None
+    post: tuple[StepConfig, ...] = ()
+    score: ScoreConfig = field(default_factory=ScoreConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    output: OutputConfig
+    progress: ProgressConfig = field(default_factory=ProgressConfig)
+
+    def __post_init__(self) -> None:
+        kind = self.constraint.kind
+        if kind != "none" and self.sampling.ignore_eos:
+            raise ConfigError(
+                "sampling.ignore_eos must be false with a constraint: a constrained row ends with "
+                "EOS"
+            )
+        self._check_markers()
+        until, samples = self.sampling.until, self.sampling.most_samples
+        in_shard = self.output.rows_per_shard * samples
+        if in_shard > _MOST_IN_SHARD:
+            key = "sampling.n" if until is None else "sampling.until.most"
+            raise ConfigError(
+                f"output.rows_per_shard={self.output.rows_per_shard} with {key}={samples} makes "
+                f"shards of {in_shard:,} answers: choose fewer rows, at most "
+                f"{_MOST_IN_SHARD // samples:,}"
+            )
+        if PARSED in self.output.columns and kind not in ("json_schema", "json"):
+            raise ConfigError(
+                f"output.columns: {PARSED} is for JSON, and the constraint is {kind}: use "
+                "constraint=json_schema or constraint=json, or leave the column out"
+            )
+        if self.scores_choices and self.sampling.n > 1:
+            raise ConfigError(
+                f"constraint.scores describes a row and not its samples, and sampling.n is "
+                f"{self.sampling.n}: set it to 1"
+            )
+        if self.scores_choices and until is not None:
+            raise ConfigError(
+                "constraint.scores describes a row and not its samples, and sampling.until draws "
+                "samples: leave one of the two out"
+            )
+        answer = answer_key(self.prompt)
+        if answer is not None or not self.sampling.max_new_tokens:
+            self._check_answer(answer)
+        _ = self.params  # making them checks the ranges of the group sampling
+
+    @property
+    def scores_choices(self) -> bool:
+        """Whether each choice of a row's constraint is scored."""
+        return isinstance(self.constraint, ChoiceConstraintConfig) and self.constraint.scores
+
+    def _check_answer(self, key: str | None) -> None:
+        """Check what goes with given answers that are scored, which `key` says."""
+        most = self.sampling.max_new_tokens
+        if key is None:
+            raise ConfigError(
+                "sampling.max_new_tokens=0 generates nothing: give an answer to score with "
+                "prompt.answer='{{ COLUMN }}', or set it to 1 or more"
+            )
+        if most:
+            raise ConfigError(
+                f"{key} is scored and nothing is generated behind it, but "
+                f"sampling.max_new_tokens is {most}: set it to 0, or {key}=null"
+            )
+        for ok, what in (
+            (self.constraint.kind == "none", f"constraint={self.constraint.kind} restricts"),
+            (self.sampling.column is None, "sampling.column has options of"),
+            (self.output.reasoning_end is None, "output.reasoning_end cuts"),
+            (self.sampling.n == 1, f"sampling.n={self.sampling.n} asks for several times"),
+            (self.sampling.until is None, "sampling.until draws again"),
+        ):
+            if not ok:
+                raise ConfigError(
+                    f"{what} what is generated, and with {key} nothing is: leave it out"
+                )
+
+    @property
+    def constrained(self) -> bool:
+        """Whether rows can have a constraint."""
+        return self.constraint.kind != "none" or self.sampling.column is not None
+
+    @property
+    def constraint_marker(self) -> str:
+        """What ends free text before what a row's constraint asks for; empty for none."""
+        constraint = self.constraint
+        own = None if isinstance(constraint, NoConstraintConfig) else constraint.start_after
+        return own or self.output.reasoning_end or ""
+
+    def _check_markers(self) -> None:
+        """Thoughts and the free text before a constraint end at one marker."""
+        constraint, end = self.constraint, self.output.reasoning_end
+        if end is None or isinstance(constraint, NoConstraintConfig):
+            return
+        if constraint.start_after != end:
+            raise ConfigError(
+                f"output.reasoning_end={end} with a constraint needs constraint.start_after={end}: "
+                f"the constraint holds behind the thoughts; got {constraint.start_after!r}"
+            )
+
+    @cached_property
+    def params(self) -> SamplingParams:
+        """The sampling parameters that all requests of the job share.
+
+        Two of them are replaced for each request: `seed`, which is the job's seed here, and
+        `constraint`, which is None here if each row has its own. They are made once: a constraint
+        may be a large schema.
+        """
+        values = asdict(self.sampling)
+        for name in ("n", "until", "column", "stream"):
+            del values[name]
+        columns = self.output.columns
+        try:
+            constraint = job_constraint(self.constraint)
+        except ConstraintError as error:
+            raise ConfigError(f"constraint: {error}") from None
+        try:
+            return SamplingParams(
+                **values,
+                logprobs="logprobs" in columns,
+                top_logprobs=self.output.top_logprobs if "top_logprobs" in columns else 0,
+                logprobs_mode=self.output.logprobs_mode,
+                columns=tuple(name for name in columns if name not in COMMON_COLUMNS),
+                constraint=constraint,
+            )
+        except ValueError as error:
+            raise ConfigError(f"sampling.{error}") from None

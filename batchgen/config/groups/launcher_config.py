@@ -1,0 +1,86 @@
+"""The group `launcher`: what starts the workers of a job. Files in conf/launcher/ name classes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.named_code import named_code, strategy_options
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import is_url
+
+
+@dataclass(frozen=True)
+class Launched:
+    """How a job ended: the exit code of `batchgen.__main__`, the number of the signal that stopped
+    it, and what the user is told."""
+
+    exit_code: int
+    stopped_by: int | None
+    message: str
+
+
+class Launcher(ABC):
+    """Starts the workers of a job. The parameters of its constructor are the keys of the group."""
+
+    name: ClassVar[str]
+    package: ClassVar[str | None] = None  # needed from elsewhere, as the extra `batchgen[name]`
+    # Keys that run something, or say who is given what runs: a stranger's file may not set them.
+    running_keys: ClassVar[tuple[str, ...]] = ()
+    wait: bool = True  # for the end of the job
+
+    @abstractmethod
+    def launch(self, config: JobConfig) -> Launched:
+        """Run a job to its end; ConfigError if it cannot run, or not here."""
+
+    @abstractmethod
+    def described(self) -> str:
+        """The launcher and its workers, for people."""
+
+    def check_here(self, config: JobConfig) -> None:  # noqa: B027
+        """Raise ConfigError if `launch` would do so here before it starts a worker."""
+
+
+def job_launcher(config: JobConfig) -> Launcher | None:
+    """The launcher of a job; None if the command itself is the worker. ConfigError if its class is
+    no launcher, a key is wrong, or the job's folder is a bucket."""
+    if config.launcher is None:
+        return None
+    target = config.launcher.target
+    cls = launcher_class(target)
+    launcher = cls(**strategy_options(cls, config.launcher.options, "launcher"))
+    if is_url(config.output.dir):
+        raise ConfigError(
+            f"launcher={launcher.name} watches its workers in a folder, and output.dir="
+            f"{config.output.dir} is in an object store: start the workers yourself, with the "
+            "same command without launcher=, as often and on as many machines as you like"
+        )
+    return launcher
+
+
+def launcher_class(target: str) -> type[Launcher]:
+    """The class at an import path; ConfigError if it is no launcher."""
+    cls = named_code(target, "launcher._target_")
+    if not (isinstance(cls, type) and issubclass(cls, Launcher)):
+        raise ConfigError(f"launcher._target_: {target} is no launcher")
+    return cls
+
+
+def check_workers(workers: int | None, most: int) -> None:
+    if workers is not None and not 1 <= workers <= most:
+        raise ConfigError(f"launcher.workers must be 1 to {most:,}, got {workers}")
+
+
+def at_least(least: int, **values: float | None) -> None:
+    """Raise ConfigError for a key with a lower value."""
+    for key, value in values.items():
+        if value is not None and value < least:
+            raise ConfigError(f"launcher.{key} must be at least {least}, got {value}")
+
+
+def workers_text(count: int | None) -> str:
+    if count is None:
+        return "a worker on each GPU"
+    return f"{count} worker{'s' * (count != 1)}"

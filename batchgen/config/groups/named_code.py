@@ -1,0 +1,94 @@
+"""Finds the class or function that a configuration names by its import path, and the options that
+its constructor declares.
+
+Nothing else imports by a name that is not written in batchgen's own code. Whether a configuration
+may name it is decided before, by `config.trust`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from pkgutil import resolve_name
+from typing import Any
+
+from batchgen.config.groups.class_names import OWN, class_path
+from batchgen.config.groups.convert_value import Unsupported, check_keys, convert
+from batchgen.util.errors import ConfigError
+
+
+def named_code(name: str, place: str) -> Any:
+    """What has a short name of `config.class_names` or an import path `package.module.Class`; the
+    user's own modules may be in the working directory, too. `place` is where the name stands, for
+    error messages.
+
+    Raises ConfigError if there is nothing, or it is none of batchgen's own where the path says so:
+    `batchgen.jobs.run.run_job.os.system` is not.
+    """
+    path = class_path(name)
+    is_own = path.startswith(OWN)
+    if not is_own and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{place}: {path} is not there: {error}") from None
+    if is_own and not str(getattr(found, "__module__", "")).startswith(OWN):
+        raise ConfigError(f"{place}: {path} is not batchgen's own: give the path of its own module")
+    return found
+
+
+def strategy_options(
+    cls: type, options: Mapping[str, Any], place: str = "strategy"
+) -> dict[str, Any]:
+    """The keyword arguments for the constructor of a class that stands at `place` in the
+    configuration.
+
+    A parameter with an annotation gets a value of that type; one without gets the plain value.
+    ConfigError if an option is unknown, missing or of another type, or no configuration can give
+    it.
+    """
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    parameters = _parameters(cls, name, place)
+    required = [key for key, p in parameters.items() if p.default is inspect.Parameter.empty]
+    check_keys(options, known=list(parameters), required=required, prefix=f"{place}.")
+    return {
+        key: _option(value, parameters[key].annotation, f"{place}.{key}", name)
+        for key, value in options.items()
+    }
+
+
+def _parameters(cls: type, name: str, place: str) -> dict[str, inspect.Parameter]:
+    """The parameters that can be given by name, without *args and **kwargs, which would take any
+    typo."""
+    try:
+        signature = inspect.signature(cls, eval_str=True)
+    except (ArithmeticError, AttributeError, LookupError, NameError, SyntaxError) as error:
+        raise ConfigError(f"{place}._target_: an annotation of {name} is wrong: {error}") from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{place}._target_: the parameters of {name} cannot be read: {error}"
+        ) from None
+    found = {}
+    for key, parameter in signature.parameters.items():
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            found[key] = parameter
+        elif parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise ConfigError(
+                f"{place}._target_: {name} takes {key} by position only, and a configuration "
+                "gives options by name: drop the / from the constructor"
+            )
+    return found
+
+
+def _option(value: Any, hint: Any, key: str, cls: str) -> Any:
+    try:
+        return convert(value, hint, key)
+    except Unsupported:
+        raise ConfigError(
+            f"{key}: {cls} declares it as {inspect.formatannotation(hint)}, which a "
+            "configuration cannot give: declare it as bool, int, float, str, Literal, list, tuple "
+            "or dict of these, or a union of these with None, or leave it without an annotation"
+        ) from None

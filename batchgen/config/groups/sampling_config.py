@@ -1,0 +1,72 @@
+"""The group `sampling`: how tokens are chosen, and how many samples a row has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchgen.config.groups.convert_value import check
+from batchgen.engine.sampling.sampling_params import SharedSampling
+from batchgen.util.errors import ConfigError
+
+_MOST_SAMPLES = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UntilConfig:
+    """When a row has enough samples: as soon as `valid` of them fulfil the expression `where`, or
+    when there are `most`."""
+
+    where: str
+    valid: int = 1
+    most: int
+
+    def __post_init__(self) -> None:
+        check(bool(self.where.strip()), "sampling.until.where", "an expression", self.where)
+        check(self.valid >= 1, "sampling.until.valid", "at least 1", self.valid)
+        allowed = f"from sampling.until.valid={self.valid} to {_MOST_SAMPLES:,}"
+        check(self.valid <= self.most <= _MOST_SAMPLES, "sampling.until.most", allowed, self.most)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig(SharedSampling):
+    """How tokens are chosen in every row. Each sample of each row gets its own seed from the job's,
+    and `SamplingParams` checks the ranges."""
+
+    temperature: float = 0.0
+    n: int = 1
+    until: UntilConfig | None = None
+    column: str | None = None
+    stream: str | None = None
+
+    def __post_init__(self) -> None:
+        check(self.stream != "", "sampling.stream", "null or a name", self.stream)
+        check(self.n >= 1, "sampling.n", "at least 1", self.n)
+        check(self.n <= _MOST_SAMPLES, "sampling.n", f"at most {_MOST_SAMPLES:,}", self.n)
+        if self.until is None:
+            return
+        if self.n != 1:
+            raise ConfigError(
+                f"sampling.n={self.n} says how many samples each row gets, and sampling.until says "
+                "when it has enough: leave n out; a row begins with sampling.until.valid samples"
+            )
+        if self.temperature == 0 and self.column is None:
+            raise ConfigError(
+                "sampling.until at sampling.temperature=0 draws copies of one answer: set a "
+                "temperature above 0"
+            )
+
+    @property
+    def most_samples(self) -> int:
+        """How many samples a row has, or with `until` at most."""
+        return self.n if self.until is None else self.until.most
+
+
+def copies_warning(n: int, temperature: float) -> str | None:
+    """What to tell a user whose rows are answered `n` times without chance; None for others."""
+    if n < 2 or temperature > 0:
+        return None
+    return (
+        f"sampling.n={n} at sampling.temperature=0: the {n} answers to a row are copies of one, so "
+        "pass@k, maj@k and the interval for the same questions say nothing: set a temperature "
+        "above 0 to draw answers, or sampling.n=1"
+    )

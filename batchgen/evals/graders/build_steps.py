@@ -1,0 +1,104 @@
+"""Makes the steps of the keys `rows` and `post`, which a configuration names by their classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from typing import Any, Protocol
+
+from batchgen.config.groups.class_names import lasting_name
+from batchgen.config.groups.convert_value import plain_value
+from batchgen.config.groups.job_config import ScoreConfig, StepConfig
+from batchgen.config.groups.named_code import named_code, strategy_options
+from batchgen.evals.graders.choices import RowStep
+from batchgen.evals.graders.grade_rows import StepChain
+from batchgen.evals.graders.step import MARK, PostStep
+from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import some_names
+
+
+class _Versioned(Protocol):
+    @property
+    def version(self) -> int: ...
+
+
+def row_step(number: int, config: StepConfig) -> RowStep:
+    """Step `number` of `rows`, which adds columns."""
+    step: RowStep = _made("rows", number, config, RowStep)
+    return step
+
+
+def post_steps(configs: Sequence[StepConfig]) -> tuple[PostStep, ...]:
+    """The steps of `post`.
+
+    Raises:
+        ConfigError: a mistake in a step, or the steps do not go together (see `StepChain`).
+    """
+    steps = tuple(_made("post", number, step, PostStep) for number, step in enumerate(configs))
+    StepChain(steps)  # it refuses columns that are there twice, or that come too late
+    return steps
+
+
+def described(configs: Sequence[StepConfig], steps: Sequence[_Versioned]) -> list[dict[str, Any]]:
+    """Each step's class, options and version as plain values: what its columns follow from. They
+    are compared with those of other versions of batchgen."""
+    return [
+        {
+            "_target_": lasting_name(config.target),
+            "version": step.version,
+            **plain_value(config.options),
+        }
+        for config, step in zip(configs, steps, strict=True)
+    ]
+
+
+def check_fields(steps: Sequence[PostStep], columns: Sequence[str]) -> None:
+    """Check that the rows of a job's output have the columns that its `post` steps read."""
+    for number, step in enumerate(steps):
+        for name in step.field_names or ():
+            if name not in columns:
+                raise ConfigError(
+                    f"post[{number}]: {type(step).__name__} reads the column {name!r}, which the "
+                    f"rows of the output do not have: choose among {some_names(columns)}, or have "
+                    "it copied (dataset.columns)"
+                )
+
+
+def _made(key: str, number: int, config: StepConfig, protocol: type) -> Any:
+    place = f"{key}[{number}]"
+    target = f"{place}._target_: {config.target}"
+    cls = named_code(config.target, f"{place}._target_")
+    if not isinstance(cls, type):
+        raise ConfigError(f"{target} is no class")
+    declared = {field.name for field in dataclasses.fields(cls)} if is_dataclass(cls) else set()
+    members = [name for name in vars(protocol) if not name.startswith("_")]
+    if lacks := [name for name in members if name not in declared and not hasattr(cls, name)]:
+        raise ConfigError(
+            f"{target} is no step of {key}: the class has no {', '.join(lacks)} "
+            f"({protocol.__module__}.{protocol.__name__} says what a step has)"
+        )
+    options = strategy_options(cls, config.options, place)
+    try:
+        return cls(**options)
+    except ValueError as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
+def check_scored(post: Sequence[PostStep], config: ScoreConfig, columns: Sequence[str]) -> None:
+    """Check before a job runs that it can be scored when it ends. Marks whose column has a prefix
+    give no scores, which is said on stderr if there are no others."""
+    made = [column.name for step in post for column in step.columns]
+    if MARK not in made and (marks := [name for name in made if name.endswith(f"_{MARK}")]):
+        print(
+            f"batchgen: warning: there will be no scores: these are made of the column {MARK}, and "
+            f"the steps of post write {', '.join(marks)}: leave out the prefix of one of them",
+            file=sys.stderr,
+        )
+    for key, name in {"subset": config.subset, "cluster": config.cluster}.items():
+        if post and name is not None and name not in columns:
+            raise ConfigError(
+                f"score.{key}: the rows of the output have no column {name!r}: choose among "
+                f"{some_names(columns)}, or have it copied (dataset.columns)"
+            )

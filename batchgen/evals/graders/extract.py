@@ -1,0 +1,281 @@
+"""The step that finds the answer in what a model wrote, and says where it stands."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from batchgen.engine.constraint.json_schema.json_text import NotJson, parse_json
+from batchgen.evals.graders.latex import Span, boxes, stripped
+from batchgen.evals.graders.letters import letter_spans
+from batchgen.evals.graders.step import AnswerRow, AnswerRows, Column, GradeFailure, TextStep
+from batchgen.util.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from batchgen.evals.graders.boxed_fast import LoneBoxes
+
+Method = Literal["boxed", "last_number", "letter", "regex", "json_path", "whole"]
+METHODS = ("boxed", "last_number", "letter", "regex", "json_path", "whole")
+Which = Literal["first", "last"]
+
+_SPACED = r"\d{1,3}(?:(?:[\u00a0\u2009\u202f]\d{3})+|(?: \d{3}){2,}| 0\d{2})(?!\d)"
+_NUMBER = re.compile(
+    r"(?<![\w.])(?:(?<![\w)\]}.])[-−–+])?"
+    rf"(?:{_SPACED}|\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+(?!\w)|(?::\d+)+)?(?!\.?\d)",
+    re.A,
+)
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
+_FENCE = re.compile(r"```(?:json)?[ \t]{0,8}\n(.*?)```", re.S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extract(TextStep):
+    r"""Finds the answer in the text of a row.
+
+    First the reasoning is cut off: what stands up to the last `reasoning_end`, and what stands from
+    an unclosed `reasoning_start` on. Then the methods are tried in turn; the first that finds
+    something wins.
+
+    - `boxed`: the content of a box (`\boxed{…}`).
+    - `last_number`: a number with its sign, thousands (`1,000`, `1 000 000`), decimals and power of
+      ten (`1e6`); a time or ratio (`10:30`) is one whole.
+    - `letter`: one of `letters`: where an answer is stated ("Answer: C", "the answer is (C)",
+      "option B is correct", "答案：C"), else in a box, else a first or last line of its own ("C",
+      "(C)"), else where one is decided for ("it must be C"), else at the start of the answer
+      ("C. because"), else behind a bare label ("option C"). Two letters ("A, B") are none.
+    - `regex`: group `group` of `pattern`.
+    - `json_path`: the value at `path`, such as `$.result[0].answer`, in the JSON that the answer
+      is or holds. Strings are taken as they are, other values as JSON text. Its span is that of the
+      whole JSON.
+    - `whole`: all of it.
+
+    Attributes:
+        methods: one of these or several.
+        which: whether the first or the last match counts, where there are several.
+        reasoning_required: a text without `reasoning_end` has no answer. For models whose chat
+            template begins the reasoning, so that a text that was cut has no mark in it.
+        prefix: put before the names of the columns.
+    """
+
+    methods: tuple[Method, ...] = ("boxed",)
+    which: Which = "last"
+    reasoning_start: str | None = "<think>"
+    reasoning_end: str | None = "</think>"
+    reasoning_required: bool = False
+    letters: str = "ABCD"
+    pattern: str | None = None
+    group: int = 1
+    path: str | None = None
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "methods", tuple(self.methods))
+        for method in self.methods:
+            if method not in METHODS:
+                raise ConfigError(
+                    f"Extract: methods must be among {', '.join(METHODS)}, got {method!r}"
+                )
+        if not self.methods:
+            raise ConfigError(f"Extract: methods is empty: choose among {', '.join(METHODS)}")
+        if self.which not in ("first", "last"):
+            raise ConfigError(f"Extract: which must be first or last, got {self.which!r}")
+        if ("regex" in self.methods) != (self.pattern is not None):
+            raise ConfigError("Extract: pattern belongs to the method regex: give both")
+        if ("json_path" in self.methods) != (self.path is not None):
+            raise ConfigError("Extract: path belongs to the method json_path: give both")
+        if not re.fullmatch(r"[A-Z]+", self.letters):
+            raise ConfigError(f"Extract: letters must be letters A to Z, got {self.letters!r}")
+        self._check_pattern()
+        if self.path is not None:
+            _steps(self.path)
+
+    def _check_pattern(self) -> None:
+        if self.pattern is None:
+            return
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ConfigError(f"Extract: pattern is no regular expression: {error}") from None
+        if not 0 <= self.group <= groups:
+            raise ConfigError(f"Extract: group {self.group}: the pattern has {groups} groups")
+
+    @property
+    def version(self) -> int:
+        """Grows for the methods whose answers change, so that other grades stay as they are."""
+        return 3 if "letter" in self.methods else 2
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        names = ("answer", "answer_start", "answer_end", "reasoning_end")
+        return tuple(self.prefix + name for name in names)
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        answer, start, end, reasoning = self._names
+        return (
+            Column(answer, "string", "the answer that was found in text; null if there is none"),
+            Column(start, "int32", f"where {answer} begins in text, in characters"),
+            Column(end, "int32", f"where {answer} ends in text, in characters"),
+            Column(
+                reasoning, "int32", "where the reasoning ends in text, in characters; 0 if none"
+            ),
+        )
+
+    @property
+    def isolated(self) -> bool:
+        return "regex" in self.methods
+
+    def apply(self, row: AnswerRow) -> dict[str, Any]:
+        return dict(zip(self._names, self._values(row.text), strict=True))
+
+    def apply_all(
+        self, rows: AnswerRows, failures: dict[int, GradeFailure]
+    ) -> dict[str, list[Any]]:
+        from batchgen.evals.graders.boxed_fast import parts_of  # workers need no numpy
+
+        texts = rows.texts
+        lone = self._lone_boxes(texts)
+        answers: list[str | None] = parts_of(texts, lone.first, lone.last).to_pylist()
+        starts: list[int | None] = lone.first.tolist()
+        ends: list[int | None] = lone.last.tolist()
+        reasoning_ends = [0] * len(texts)
+        for place in lone.others:
+            values = self._values(texts[place].as_py())
+            answers[place], starts[place], ends[place], reasoning_ends[place] = values
+        return dict(zip(self._names, (answers, starts, ends, reasoning_ends), strict=True))
+
+    def _lone_boxes(self, texts: pa.StringArray) -> LoneBoxes:
+        """`lone_boxes` of texts without a mark of the reasoning, if nothing comes before boxes."""
+        from batchgen.evals.graders.boxed_fast import LoneBoxes, lone_boxes
+
+        marks = [mark for mark in (self.reasoning_start, self.reasoning_end) if mark is not None]
+        if self.methods[0] != "boxed" or self.reasoning_required or "" in marks:
+            return LoneBoxes.none(len(texts))
+        return lone_boxes(texts, "".join({mark[0] for mark in marks}))
+
+    def _values(self, text: str) -> tuple[str | None, int | None, int | None, int]:
+        """The values of the columns for a text."""
+        start = 0
+        # One character is found many times faster than a word.
+        if self._first_of_marks in text or self.reasoning_required:
+            start, end = self._behind_reasoning(text)
+            text = text[start:end]
+        found = self._find(text)
+        if found is None:
+            return None, None, None, start
+        answer, (first, last) = found
+        return answer, start + first, start + last, start
+
+    @cached_property
+    def _first_of_marks(self) -> str:
+        """A character without which no mark of the reasoning is in a text; empty if there is none
+        such."""
+        firsts = {mark[:1] for mark in (self.reasoning_start, self.reasoning_end) if mark}
+        return firsts.pop() if len(firsts) == 1 else ""
+
+    def _behind_reasoning(self, text: str) -> Span:
+        start, end = 0, len(text)
+        if self.reasoning_end is not None:
+            at = text.rfind(self.reasoning_end)
+            if at >= 0:
+                start = at + len(self.reasoning_end)
+            elif self.reasoning_required:
+                return end, end
+        if self.reasoning_start is not None:
+            at = text.find(self.reasoning_start, start)
+            end = at if at >= 0 else end
+        return start, end
+
+    def _find(self, text: str) -> tuple[str, Span] | None:
+        """The answer and its span in the text behind the reasoning."""
+        for method in self.methods:
+            if method == "json_path":
+                if (found := self._json_path(text)) is not None:
+                    return found
+            elif (span := self._span(method, text)) is not None:
+                whole = text[span[0] : span[1]]
+                if answer := whole.strip():
+                    start = span[0] + whole.find(answer)
+                    return answer, (start, start + len(answer))
+        return None
+
+    def _span(self, method: Method, text: str) -> Span | None:
+        if method == "boxed":
+            return self._pick(boxes(text))
+        if method == "last_number":
+            return self._pick([match.span() for match in _NUMBER.finditer(text)])
+        if method == "letter":
+            return self._letter(text)
+        if method == "regex":
+            return self._regex(text)
+        return 0, len(text)
+
+    def _pick(self, spans: list[Span]) -> Span | None:
+        if not spans:
+            return None
+        return spans[0] if self.which == "first" else spans[-1]
+
+    def _regex(self, text: str) -> Span | None:
+        assert self.pattern is not None
+        spans = [m.span(self.group) for m in re.finditer(self.pattern, text)]
+        return self._pick([span for span in spans if span[0] >= 0])
+
+    def _letter(self, text: str) -> Span | None:
+        return self._pick(letter_spans(text, self.letters))
+
+    def _json_path(self, text: str) -> tuple[str, Span] | None:
+        assert self.path is not None
+        found = _json_in(text)
+        if found is None:
+            return None
+        value, span = found
+        for key in _steps(self.path):
+            if isinstance(key, int) and isinstance(value, list) and key < len(value):
+                value = value[key]
+            elif isinstance(key, str) and isinstance(value, dict) and key in value:
+                value = value[key]
+            else:
+                return None
+        if value is None:
+            return None
+        return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)), span
+
+
+def _json_in(text: str) -> tuple[Any, Span] | None:
+    """The JSON value that a text is, that its last fenced block holds, or that begins with its
+    first brace; and where it stands."""
+    spans = [stripped(text, (0, len(text)))]
+    spans += [stripped(text, match.span(1)) for match in _FENCE.finditer(text)][-1:]
+    for span in spans:
+        try:
+            return parse_json(text[slice(*span)]), span
+        except (NotJson, ValueError, RecursionError):
+            continue
+    start = text.find("{")
+    if start < 0:
+        return None
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None
+    return value, (start, end)
+
+
+def _steps(path: str) -> list[str | int]:
+    """The keys and positions of a path such as `$.a.b[0]`.
+
+    Raises:
+        ConfigError: it is no such path.
+    """
+    at, steps = 1, []
+    while path.startswith("$") and (match := _STEP.match(path, at)):
+        steps.append(match[1] if match[1] is not None else int(match[2]))
+        at = match.end()
+    if not path.startswith("$") or at != len(path):
+        raise ConfigError(f"Extract: path must be like $.a.b[0], got {path!r}")
+    return steps

@@ -1,0 +1,371 @@
+"""The step that compares the extracted answer with the row's target."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+from batchgen.config.groups.named_code import named_code
+from batchgen.engine.constraint.json_schema.json_text import NotJson, parse_json, parse_unique_json
+from batchgen.engine.constraint.json_schema.validator import make_validator
+from batchgen.engine.interface.constraint_error import ConstraintError
+from batchgen.evals.graders.choices import LETTERS
+from batchgen.evals.graders.integers import normal_integer, short_integers
+from batchgen.evals.graders.latex import plain
+from batchgen.evals.graders.step import AnswerRow, AnswerRows, Column, GradeFailure
+from batchgen.evals.math.same import MOST_CHARACTERS, forms, same_math
+from batchgen.util.errors import ConfigError
+
+Method = Literal["integer", "math", "choice", "exact", "regex", "json_schema", "function"]
+METHODS = ("integer", "math", "choice", "exact", "regex", "json_schema", "function")
+_Values = tuple[float | None, str | None, str | None]
+_LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
+_NEXT_LETTER = r"\s*\(?[A-Za-z](?![A-Za-z])"
+_LETTER_FIRST = re.compile(
+    rf"\(?([A-Za-z])(?:[).:](?!\s*(?:[,;]|and\b|or\b){_NEXT_LETTER})|,(?!{_NEXT_LETTER})).*", re.S
+)
+_LETTERS = re.compile(
+    r"\(?[A-Za-z][).:]?(?:\s*(?:[,;/&+、]|,?\s*and\b|,?\s*und\b|和)\s*\(?[A-Za-z][).:]?)+", re.I
+)
+_LABEL = re.compile(
+    r"(?:(?:the\s+)?(?:correct\s+)?(?:answer|option|choice)(?:\s+is)?|答案|选项?)[是为]?\s*[:：]?\s*"
+    r"(?=\(?[A-Za-z]\b)",
+    re.I,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grade:
+    """Marks the answer of a row: 1 if it is right, 0 if it is wrong or there is none.
+
+    - `integer`: both are the same whole number, as `normal_integer` reads them.
+    - `math`: both are mathematically the same, as `batchgen.same_math` compares them.
+    - `choice`: the answer is the letter of the target, or the text of that choice or of an equal
+      one; of several letters ("A, C") all, in any order.
+    - `exact`: the same text, apart from white space at the ends and runs of it. A target true or
+      false is meant in any case.
+    - `regex`: the target is a regular expression that matches the whole answer.
+    - `json_schema`: the answer is JSON that is valid against `schema`, or against the target.
+    - `function`: what `function` returns: true or false, or a number from 0 to 1.
+
+    Attributes:
+        answer: the column with the answer, which an earlier step wrote.
+        target: the column with what is right.
+        target_pattern: a regular expression; the last match of its group 1 in the column is the
+            target. GSM8K has its targets at the end of a text.
+        choices: for `choice`, the column with the texts of the choices; null takes letters only.
+        ignore_case: for `exact` and `regex`.
+        schema: for `json_schema`, as JSON text or a mapping; null takes the target.
+        function: `_target_` is the import path of a function, which is called with the keyword
+            arguments answer (None if there is none), target, text and fields, and with the other
+            keys of this mapping.
+        prefix: put before the names of the columns.
+    """
+
+    version = 2
+
+    method: Method
+    answer: str = "answer"
+    target: str = "target"
+    target_pattern: str | None = None
+    choices: str | None = "choices"
+    ignore_case: bool = False
+    schema: str | Mapping[str, Any] | None = None
+    function: Mapping[str, Any] | None = None
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(f"Grade: method must be among {', '.join(METHODS)}: {self.method!r}")
+        if (self.method == "function") != (self.function is not None):
+            raise ConfigError("Grade: function belongs to method=function: give both")
+        if self.function is not None:
+            object.__setattr__(self, "function", dict(self.function))
+            _resolve(self.function.get("_target_"))
+        if self.schema is not None:
+            if self.method != "json_schema":
+                raise ConfigError("Grade: schema belongs to method=json_schema")
+            try:
+                make_validator(_schema(self.schema))
+            except (ConstraintError, ValueError) as error:
+                raise ConfigError(f"Grade: schema: {error}") from None
+        if self.target_pattern is not None:
+            try:
+                groups = re.compile(self.target_pattern).groups
+            except re.error as error:
+                raise ConfigError(f"Grade: target_pattern: {error}") from None
+            if groups < 1:
+                raise ConfigError("Grade: target_pattern must have a group: put it in parentheses")
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        answer, target = self.answer, self.target
+        mark, key, against = self._names
+        return (
+            Column(
+                mark,
+                "float64",
+                f"1 if {answer} is right, 0 if it is wrong or missing ({self.method}); null if "
+                "that is not known",
+            ),
+            Column(
+                key,
+                "string",
+                f"{answer} in a normal form, in which votes are counted; null if there is none",
+            ),
+            Column(
+                against,
+                "string",
+                f"what {answer} was compared with, from {target}; null if nothing",
+            ),
+        )
+
+    @property
+    def isolated(self) -> bool:
+        return self.method in ("regex", "json_schema", "function")
+
+    @property
+    def reads_text(self) -> bool:
+        return self.method == "function"
+
+    @property
+    def field_names(self) -> tuple[str, ...] | None:
+        if self.method == "function":
+            return None
+        names = [self.target]
+        if self.method == "choice" and self.choices is not None:
+            names.append(self.choices)
+        return tuple(names)
+
+    @property
+    def value_names(self) -> tuple[str, ...]:
+        # A function also gets the text, and may do without the column of that default name.
+        return () if (self.method, self.answer) == ("function", "answer") else (self.answer,)
+
+    def prepare(self) -> None:
+        pass
+
+    @cached_property
+    def _names(self) -> tuple[str, str, str]:
+        return self.prefix + "mark", self.prefix + "answer_key", self.prefix + "graded_against"
+
+    def apply(self, row: AnswerRow) -> dict[str, Any]:
+        answer = row.values.get(self.answer)
+        if self.method == "function":
+            target = self._target(row.fields.get(self.target))
+            values: _Values = self._call(answer, target, row), answer, target
+        else:
+            choices = None if self.choices is None else row.fields.get(self.choices)
+            values = self._values(answer, row.fields.get(self.target), choices)
+        return dict(zip(self._names, values, strict=True))
+
+    def apply_all(
+        self, rows: AnswerRows, failures: dict[int, GradeFailure]
+    ) -> dict[str, list[Any]]:
+        none = [None] * len(rows.texts)
+        answers = rows.values.get(self.answer, none)
+        targets = rows.fields.get(self.target, none)
+        choices = none if self.choices is None else rows.fields.get(self.choices, none)
+        marks: list[float | None] = list(none)
+        keys: list[str | None] = list(none)
+        against: list[str | None] = list(none)
+        places: Sequence[int] = range(len(none))
+        if self.method == "integer" and self.target_pattern is None:
+            marks, keys, against, places = _short_integer_marks(answers, targets)
+        for place in places:
+            given = answers[place], targets[place], choices[place]
+            try:
+                marks[place], keys[place], against[place] = self._values(*given)
+            except GradeFailure as failure:
+                failures[place] = failure
+        return dict(zip(self._names, (marks, keys, against), strict=True))
+
+    def _values(self, answer: Any, value: Any, choices: Any) -> _Values:
+        """The values of the columns for a row's answer, its target and the texts of its choices."""
+        texts = choices if isinstance(choices, list | tuple) else ()
+        target = self._target(value, texts)
+        if answer is None:
+            return 0.0, None, target
+        ignore_case = self.ignore_case or isinstance(value, bool)
+        right, key = self._compare(str(answer), target, texts, ignore_case)
+        return float(right), key, target
+
+    def _target(self, value: Any, choices: Sequence[Any] = ()) -> str | None:
+        """The text of the target, or GradeFailure if the row has none; None where the method needs
+        none."""
+        if value is None:
+            if self.method == "function" or self.schema is not None:
+                return None
+            raise GradeFailure("no_target", f"the row has no value in column {self.target!r}")
+        text = str(value) if self.method == "function" else self._text_of(value, choices)
+        if self.target_pattern is not None:
+            found = [match[1] for match in re.finditer(self.target_pattern, text)]
+            if not found or found[-1] is None:
+                raise GradeFailure(
+                    "no_target", f"column {self.target!r}: target_pattern does not match it"
+                )
+            text = found[-1].strip()
+        return text
+
+    def _text_of(self, value: Any, choices: Sequence[Any]) -> str:
+        """The text of a target that may be of another type."""
+        if isinstance(value, Mapping) and self.method == "json_schema":
+            return repr_json(value)
+        if isinstance(value, list) and self.method == "choice":
+            if value and all(isinstance(each, str) for each in value):
+                return ", ".join(value)  # the letters of several choices
+        if isinstance(value, Mapping) or (
+            isinstance(value, list) and not all(type(each) in (int, float) for each in value)
+        ):
+            raise GradeFailure(
+                "bad_target",
+                f"column {self.target!r} must hold one target, and holds {value!r:.100}: make one "
+                "text of it, or grade with method=function",
+            )
+        if self.method == "choice" and type(value) is int and str(value) not in map(str, choices):
+            raise GradeFailure(
+                "bad_target",
+                f"the target {value} is no letter and no text of a choice: the row step "
+                "OrderChoices makes the letter of a position",
+            )
+        return str(value)
+
+    def _compare(
+        self, answer: str, target: str | None, choices: Sequence[Any], ignore_case: bool
+    ) -> tuple[bool, str | None]:
+        """Whether the answer is right, and its normal form."""
+        if self.method == "json_schema":
+            return _valid_json(answer, self.schema if self.schema is not None else target)
+        assert target is not None
+        if self.method == "integer":
+            wanted, given = normal_integer(target), normal_integer(answer)
+            if wanted is None:
+                raise GradeFailure("bad_target", f"the target {target!r} is no whole number")
+            return given == wanted, normal_text(answer) if given is None else given
+        if self.method == "math":
+            right = same_math(target, answer)
+            if not right and len(answer) > MOST_CHARACTERS:
+                raise GradeFailure("too_long", f"the answer has {len(answer)} characters")
+            # All ways to write the right answer are one answer where votes are counted.
+            return right, forms(target if right else answer).shortest
+        if self.method == "choice":
+            key, wanted = choice_letter(answer, choices), choice_letter(target, choices)
+            return key == wanted or _are_equal(key, wanted, choices), key
+        given = normal_text(answer, ignore_case)
+        if self.method == "exact":
+            return given == normal_text(target, ignore_case), given
+        flags = re.IGNORECASE if ignore_case else 0
+        try:
+            pattern = re.compile(target, flags)
+        except re.error as error:
+            raise GradeFailure(
+                "bad_target", f"the target is no regular expression: {error}"
+            ) from None
+        return pattern.fullmatch(answer.strip()) is not None, given
+
+    def _call(self, answer: Any, target: str | None, row: AnswerRow) -> float:
+        assert self.function is not None
+        options = {key: value for key, value in self.function.items() if key != "_target_"}
+        call = _resolve(self.function["_target_"])
+        mark = call(answer=answer, target=target, text=row.text, fields=row.fields, **options)
+        if not isinstance(mark, bool | int | float) or not 0 <= mark <= 1:
+            raise GradeFailure(
+                "failed", f"the function returned {mark!r}: it must be a number from 0 to 1"
+            )
+        return float(mark)
+
+
+def _short_integer_marks(
+    answers: Sequence[Any], targets: Sequence[Any]
+) -> tuple[list[float | None], list[str | None], list[str | None], list[int]]:
+    """The marks, keys and targets of N rows whose answer and target are short integers; None for
+    the other rows, and the places of these."""
+    import pyarrow.compute as pc  # workers do not need it
+
+    given, is_short = short_integers(answers)
+    wanted, is_short_target = short_integers(targets)
+    short = pc.and_(is_short, is_short_target)
+    columns = pc.equal(given, wanted).cast("float64"), given, wanted
+    marks, keys, against = (pc.if_else(short, column, None).to_pylist() for column in columns)
+    return marks, keys, against, [at for at, is_one in enumerate(short.to_pylist()) if not is_one]
+
+
+def normal_text(text: str, ignore_case: bool = False) -> str:
+    """The text with single spaces for white space, and none at its ends."""
+    joined = " ".join(text.split())
+    return joined.casefold() if ignore_case else joined
+
+
+def choice_letter(answer: str, choices: Sequence[Any]) -> str:
+    """The letter that an answer names alone (`b`, `(B)`, `Option B`), or the letter of the choice
+    whose text it is, or the letter before a text (`B. iron`), or several letters in their order
+    (`A, C` for `C and A`); else the answer's own text."""
+    text = plain(answer)
+    text = _LABEL.sub("", text, count=1) if _LABEL.match(text) else text
+    if match := _LETTER.fullmatch(text):
+        return match[1].upper()
+    for ignore_case in (False, True):  # `Aa` and `aa` may be two choices
+        for letter, choice in zip(LETTERS, choices, strict=False):
+            if normal_text(text, ignore_case) == normal_text(plain(str(choice)), ignore_case):
+                return letter
+    if _LETTERS.fullmatch(text):
+        named = re.findall(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])", text)
+        return ", ".join(sorted({letter.upper() for letter in named}))
+    if text.isascii() and text.isalpha() and set(text) <= set(LETTERS[: len(choices)]):
+        return ", ".join(sorted(set(text)))  # `CA`
+    match = _LETTER_FIRST.fullmatch(text)
+    return match[1].upper() if match else normal_text(text)
+
+
+def _are_equal(one: str, other: str, choices: Sequence[Any]) -> bool:
+    """Whether two letters are those of choices with the same text."""
+    texts = [
+        normal_text(str(choices[at]))
+        for letter in (one, other)
+        if len(letter) == 1 and 0 <= (at := LETTERS.find(letter)) < len(choices)
+    ]
+    return len(texts) == 2 and texts[0] == texts[1]
+
+
+def _valid_json(answer: str, schema: Any) -> tuple[bool, str]:
+    try:
+        validator = _validator(schema if isinstance(schema, str) else repr_json(schema))
+    except (ConstraintError, ValueError) as error:
+        raise GradeFailure("bad_target", f"not a JSON Schema: {error}") from None
+    try:
+        value = parse_json(answer)
+    except NotJson:
+        return False, normal_text(answer)
+    return validator.is_valid(value), repr_json(value)
+
+
+@lru_cache(maxsize=64)
+def _validator(schema: str) -> Any:
+    return make_validator(parse_unique_json(schema))
+
+
+def repr_json(value: Any) -> str:
+    """JSON text in a normal form: sorted keys, no spaces."""
+    import json
+
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def _schema(given: str | Mapping[str, Any]) -> Any:
+    return parse_unique_json(given) if isinstance(given, str) else dict(given)
+
+
+def _resolve(path: Any) -> Callable[..., Any]:
+    """The function that a user names."""
+    if not isinstance(path, str) or "." not in path:
+        raise ConfigError(
+            f"Grade: function._target_ must be the import path of a function, got {path!r}"
+        )
+    found = named_code(path, "Grade: function._target_")
+    if not callable(found):
+        raise ConfigError(f"Grade: function._target_: {path} is no function")
+    resolved: Callable[..., Any] = found
+    return resolved

@@ -1,0 +1,72 @@
+"""The process of a worker: calls one function for one item after another, until it is killed.
+
+    python -c PROGRAM FD      (see pool.py)
+
+It talks over the socket FD. First it gets the function and the limit of its memory, and sends READY
+when it can begin. Then it gets lists of items, for each of which it sends (True, result) or (False,
+(type, message)).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from batchgen.evals.graders.step import GradeFailure
+
+READY = "ready"
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve until the parent closes the socket or is gone."""
+    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    setup = connection.recv_bytes()
+    # Ctrl-C reaches the whole process group. The parent decides what becomes of its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent, memory_bytes, function, prepare = pickle.loads(setup)
+    die_with(parent)
+    if prepare is not None:
+        prepare()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, hard))
+    try:
+        connection.send(READY)
+        while True:
+            for item in connection.recv():
+                if not _answer(connection, function, item):
+                    return
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+def _answer(connection: Connection[Any, Any], function: Callable[[Any], Any], item: Any) -> bool:
+    """Send what the function makes of an item. Returns whether the process is fit to go on."""
+    try:
+        reply = (True, function(item))
+    except MemoryError:
+        connection.send((False, ("memory", "it needs more memory than a worker may have")))
+        return False
+    except GradeFailure as failure:
+        reply = (False, (failure.type, str(failure)))
+    # Whatever an answer makes a library raise costs that answer and nothing else.
+    except Exception as error:
+        reply = (False, ("failed", f"{type(error).__name__}: {error}"[:500]))
+    connection.send(reply)
+    return True
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel (Linux) kill this process when its parent ends, even if a
+    call never returns."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(0)

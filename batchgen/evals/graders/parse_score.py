@@ -1,0 +1,185 @@
+"""The steps that make a number of what a judge wrote, or of how likely its choices were."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from batchgen.evals.graders.latex import Span, number
+from batchgen.evals.graders.step import AnswerRow, Column, TextStep
+from batchgen.util.errors import ConfigError
+
+_LABEL = r"(?:\b(?:score|rating|grade|mark)\b|评分|得分|打分|总分|分数)"
+_SCALE = r"(?:\([^()\n]{1,60}\)|\[[^\[\]\n]{1,40}\]|\d{1,4}\s?(?:-|–|to)\s?\d{1,4})"
+_NUMBER = r"(?P<number>[-+]?\d{1,15}(?:\.\d{1,15})?)"
+_OPENS = r"[\s*_\"'\[(]{0,6}"
+_SCORES = re.compile(
+    rf"(?P<most>\b(?:max|maximum|minimum|min|highest|lowest|best|worst|possible|perfect|passing|"
+    rf"average|mean|total\spossible)\s(?:possible\s)?)?{_LABEL}[\s*_\"'>]{{0,4}}"
+    rf"(?:{_SCALE}[\s*_]{{0,4}}(?=[:=：]|is\b))?"
+    rf"(?P<says>is\b|[:=：]|-\s|(?<=[\s*])of\b|(?<=>))?{_OPENS}{_NUMBER}(?P<behind>[\s*_\"'\])]{{0,6}}"
+    r"(?:(?:/|out\sof)[\s*_]{0,4}(?P<scale>\d{1,6})|(?P<percent>%)|"
+    r"(?P<range>(?:-|–|—|~|to\b|or\b)\s?\d|(?<=\d),\d))?)",
+    re.I,
+)
+"""What names a score and its number: of the best or the average score (`most`), with a word or sign
+that says it (`says`), on a scale, in percent, or as a range of numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParseScore(TextStep):
+    """Reads a score between `low` and `high` from the text of a judge.
+
+    Without `pattern` it is the last one that is said ("Score: 7", "rating is **7**", "Score (1-10):
+    7", "评分：7"), else the last that stands behind such a word ("grade 7", "score [[7]]"). A scale
+    or the best possible score is none, and neither is a number of another scale ("4/5" where `high`
+    is 10) or outside of the bounds. A range ("7-8") leaves the text without a score, unless one
+    follows.
+
+    Attributes:
+        pattern: a regular expression whose group 1 is the number; its last match counts.
+        prefix: put before the names of the columns.
+    """
+
+    low: float = 0.0
+    high: float = 10.0
+    pattern: str | None = None
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ConfigError(f"ParseScore: low must be below high, got {self.low} and {self.high}")
+        if self.pattern is None:
+            return
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ConfigError(f"ParseScore: pattern is no regular expression: {error}") from None
+        if groups < 1:
+            raise ConfigError("ParseScore: pattern must have a group around the number")
+
+    @property
+    def version(self) -> int:
+        """Grows for scores without a pattern of the user's own."""
+        return 2 if self.pattern is None else 1
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        score = self.prefix + "score"
+        return (
+            Column(score, "float64", "the judge's score; null if there is none in the text"),
+            Column(score + "_start", "int32", "where the score begins in text, in characters"),
+            Column(score + "_end", "int32", "where the score ends in text, in characters"),
+            Column(
+                self.prefix + "mark",
+                "float64",
+                f"{score} on a scale from 0 ({self.low:g}) to 1 ({self.high:g}); null without one",
+            ),
+        )
+
+    @property
+    def isolated(self) -> bool:
+        return self.pattern is not None
+
+    def apply(self, row: AnswerRow) -> dict[str, Any]:
+        span = self._said(row.text) if self.pattern is None else self._matched(row.text)
+        values: tuple[Any, ...] = (None, None, None, None)
+        if span is not None:
+            score = float(row.text[slice(*span)])
+            values = (score, *span, (score - self.low) / (self.high - self.low))
+        return {c.name: value for c, value in zip(self.columns, values, strict=True)}
+
+    def _matched(self, text: str) -> Span | None:
+        """The last match of the pattern that is a score."""
+        assert self.pattern is not None
+        spans = (match.span(1) for match in re.finditer(self.pattern, text))
+        return next((span for span in reversed(list(spans)) if self._is_score(text, span)), None)
+
+    def _said(self, text: str) -> Span | None:
+        """The last score that the text says, else the last behind a bare label."""
+        found: dict[bool, Span | None] = {}
+        for match in _SCORES.finditer(text):
+            says = match["says"] is not None and match["says"].lower() != "of"
+            if match["most"]:
+                continue
+            if match["range"]:
+                if says:
+                    found[says] = None
+                continue
+            scale = 100.0 if match["percent"] else float(match["scale"] or self.high)
+            if scale == self.high and self._is_score(text, match.span("number")):
+                found[says] = match.span("number")
+        return found.get(True, found.get(False))
+
+    def _is_score(self, text: str, span: Span) -> bool:
+        exact = number(text[slice(*span)]) if span[0] >= 0 else None
+        return exact is not None and self.low <= exact <= self.high
+
+
+_CHOICE_SCORES = "choice_scores"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceScore(TextStep):
+    """Reads the score of a judge from the probabilities that a job with constraint.scores=true
+    writes.
+
+    Attributes:
+        choices: the choices of the job, in their order.
+        choice: the choice whose probability is the score. null takes the expected value of
+            choices that are all numbers.
+        prefix: put before the name of the column.
+    """
+
+    version = 1
+    isolated = False
+
+    choices: Sequence[str]
+    choice: str | None = None
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "choices", tuple(map(str, self.choices)))
+        if self.choice is not None and self.choice not in self.choices:
+            raise ConfigError(
+                f"ChoiceScore: choice {self.choice!r} is none of choices {list(self.choices)}"
+            )
+        if self.choice is None and not all(map(_is_finite, self.choices)):
+            raise ConfigError(
+                "ChoiceScore: choices are not all numbers, so they have no expected value: set "
+                "choice to the one whose probability is the score"
+            )
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        what = "expected value of the choices"
+        if self.choice is not None:
+            what = f"probability of {self.choice!r} among the choices"
+        return (Column(self.prefix + "score", "float64", f"the {what}; null without choices"),)
+
+    @property
+    def reads_text(self) -> bool:
+        return False
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        return (_CHOICE_SCORES,)
+
+    def apply(self, row: AnswerRow) -> dict[str, Any]:
+        scores, name = row.fields[_CHOICE_SCORES], self.prefix + "score"
+        if not scores or len(scores) != len(self.choices):
+            return {name: None}
+        if self.choice is not None:
+            return {name: scores[list(self.choices).index(self.choice)]}
+        pairs = zip(scores, self.choices, strict=True)
+        return {name: sum(score * float(choice) for score, choice in pairs)}
+
+
+def _is_finite(text: str) -> bool:
+    try:
+        return isfinite(float(text))
+    except ValueError:
+        return False

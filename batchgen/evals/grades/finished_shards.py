@@ -1,0 +1,229 @@
+"""The shards of a complete job, or of a set of rows, with their grades beside them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchgen.evals.grades.folder_grades import GRADES
+from batchgen.evals.grades.grade_files import ROW_KEYS, SHARD_KEY, STEPS_KEY, bytes_digest
+from batchgen.storage.folder.read_job import BATCH
+from batchgen.storage.folder.whole_shards import FinishedShard, WholeShards
+from batchgen.storage.leases.lease_files import DATA
+from batchgen.storage.shards.checked_file import CheckedFile, DamagedFile, Source, damaged
+from batchgen.storage.shards.row_order import KEYS, row_keys
+from batchgen.storage.shards.shard_files import shard_files, shard_path
+from batchgen.storage.stores.job_storage import Storage
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.fingerprint import fingerprint_text
+
+
+class GradedShards(ABC):
+    """Shards of rows, and what their grades say of each.
+
+    Attributes:
+        given: the folder, as people call it.
+        shards: by their number.
+        schema: the columns of the rows.
+        grade_schema: the columns of the grades, without those that every row has; empty without
+            grades.
+    """
+
+    shards: list[FinishedShard]
+    schema: pa.Schema
+    grade_schema: pa.Schema
+
+    def __init__(self, storage: Storage, given: str) -> None:
+        self.given, self.storage = given, storage
+
+    @property
+    def total(self) -> int:
+        """How many rows there are, samples and errors included."""
+        return self.shards[-1].first + self.shards[-1].ends[-1] if self.shards else 0
+
+    @property
+    def fingerprint(self) -> str:
+        """Another one if any byte of the rows is another one."""
+        return fingerprint_text(*(shard.digest or "" for shard in self.shards))
+
+    @abstractmethod
+    def _check_grades(self) -> None:
+        """Raise ConfigError unless the grades can be used."""
+
+    def answers(
+        self,
+        ordinals: npt.NDArray[np.int64] | range,
+        columns: Sequence[str],
+        grades: Sequence[str] = (),
+    ) -> Iterator[tuple[pa.Table, pa.Table]]:
+        """Some columns of some rows, which ascend, and of their grades; the KEYS are read, too. See
+        `tables`."""
+        wanted = np.asarray(ordinals, np.int64)
+        firsts = [shard.first for shard in self.shards]
+        at = 0
+        while at < len(wanted):
+            number = bisect_right(firsts, int(wanted[at])) - 1
+            first = firsts[number]
+            stop = int(np.searchsorted(wanted, first + self.shards[number].ends[-1]))
+            yield from self.tables(number, [*columns, *KEYS], grades, wanted[at:stop] - first)
+            at = stop
+
+    def tables(
+        self,
+        number: int,
+        columns: Sequence[str],
+        grades: Sequence[str] = (),
+        places: npt.NDArray[np.int64] | None = None,
+    ) -> Iterator[tuple[pa.Table, pa.Table]]:
+        """Some columns of a shard, and of its grades, in tables of at most BATCH rows.
+
+        Args:
+            columns: which columns; others may be there besides.
+            places: which of its rows, ascending; None for all.
+
+        Raises:
+            ConfigError: the grades cannot be used.
+            JobError: a file is damaged, or another one than when the folder was opened.
+        """
+        shard, first = self.shards[number], 0
+        graded = self._graded(number, grades) if grades else None
+        names = [*columns, *KEYS] if grades else columns
+        names = [*dict.fromkeys(names)] or self.schema.names[:1]
+        places = np.arange(shard.ends[-1]) if places is None else places
+        with CheckedFile(self._source(DATA, number)) as file:
+            if file.content_digest() != shard.digest:
+                raise JobError(
+                    f"{self.given} has changed while it was read: run the same command again"
+                )
+            for group, end in enumerate(shard.ends):
+                start, stop = np.searchsorted(places, [first, end])
+                for rows, at in _taken(file, group, names, places[start:stop], first):
+                    yield rows, self._beside(rows, at, graded, grades)
+                first = end
+
+    def _beside(
+        self, rows: pa.Table, places: pa.Array, graded: pa.Table | None, names: Sequence[str]
+    ) -> pa.Table:
+        """Some columns of the grades of rows at some places; no columns without grades."""
+        if graded is None:
+            return pa.table({})
+        grades = graded.take(places)
+        if (row_keys(grades) != row_keys(rows)).any():
+            raise self._unusable("some are of other rows")
+        return grades.select(names)
+
+    def _graded(self, number: int, names: Sequence[str]) -> pa.Table:
+        """Some columns of the grades of a shard, with KEYS."""
+        self._check_grades()
+        source, count = self._source(GRADES, number), self.shards[number].ends[-1]
+        with CheckedFile(source) as file:
+            if lacks := [name for name in (*names, *KEYS) if name not in file.schema.names]:
+                raise damaged(source, f"it has no column {lacks[0]}")
+            found = file.read([*dict.fromkeys([*names, *KEYS])])
+        if found.num_rows != count:
+            raise damaged(source, f"it has {found.num_rows} rows, and its shard {count}")
+        return found
+
+    def _is_graded(self, number: int, grades: pa.Schema) -> bool:
+        """Whether grades with this schema were made of the shard as it is."""
+        paths = (shard_path(self.storage.path / name, number) for name in (DATA, GRADES))
+        written, graded = map(self.storage.modified, paths)
+        # A shard that is older than its grades is the one that they were made of.
+        if written is not None and graded is not None and written < graded:
+            return True
+        made_of = (grades.metadata or {}).get(SHARD_KEY, b"")
+        return bool(made_of == bytes_digest(self._source(DATA, number)).encode())
+
+    def _unusable(self, fault: str) -> ConfigError:
+        return ConfigError(
+            f"the grades of {self.given} cannot be used ({fault}): run "
+            f"`batchgen grade {self.given}` first"
+        )
+
+    def _files(self, folder: str) -> list[int]:
+        """The numbers of the files in a folder of shards, ascending."""
+        path = self.storage.path / folder
+        try:
+            return list(shard_files(path, self.storage.names(path)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def _source(self, folder: str, number: int) -> Source:
+        return self.storage.parquet(shard_path(self.storage.path / folder, number))
+
+
+class FinishedShards(GradedShards):
+    """The shards of a complete job, or of a set of rows, which do not change any more."""
+
+    def __init__(self, storage: Storage, given: str, whole: WholeShards) -> None:
+        """Take the shards that the folder has, as `whole_shards` found them, and look at the ends
+        of its grades."""
+        super().__init__(storage, given)
+        self.shards, self.schema = whole.shards, whole.schema
+        for number, shard in enumerate(self.shards):
+            if shard.digest is None:
+                with CheckedFile(self._source(DATA, number)) as file:
+                    self.shards[number] = replace(shard, digest=file.content_digest())
+        self.grade_schema, self._grades_fault = self._look_at_grades()
+
+    @cached_property
+    def grades_digest(self) -> str:
+        """A digest of the grades, or ConfigError if some are missing, of other steps or of other
+        rows."""
+        digests = list[str]()
+        if self._grades_fault is not None:
+            raise self._unusable(self._grades_fault)
+        for number in range(len(self.shards)):
+            with CheckedFile(self._source(GRADES, number)) as file:
+                digests.append(file.content_digest())
+                schema = file.schema
+            if not self._is_graded(number, schema):
+                raise self._unusable("some are of other rows, which were computed since")
+        return fingerprint_text(*digests)
+
+    def _check_grades(self) -> None:
+        assert self.grades_digest
+
+    def _look_at_grades(self) -> tuple[pa.Schema, str | None]:
+        """The columns of the grades, and why they cannot be used, if they cannot."""
+        files, made, schema = self._files(GRADES), set[bytes | None](), pa.schema([])
+        try:
+            for number in files:
+                with CheckedFile(self._source(GRADES, number)) as file:
+                    made.add((file.schema.metadata or {}).get(STEPS_KEY))
+                    schema = schema if number else file.schema
+        except DamagedFile as error:
+            return schema, str(error)
+        schema = pa.schema([field for field in schema if field.name not in ROW_KEYS])
+        if files and (len(made) > 1 or files != list(range(len(self.shards)))):
+            return schema, "some shards have no grades, or such of other steps"
+        return schema, None
+
+
+def _taken(
+    file: CheckedFile,
+    group: int,
+    names: Sequence[str],
+    places: npt.NDArray[np.int64],
+    first: int,
+) -> Iterator[tuple[pa.Table, pa.Array]]:
+    """The rows at some places of a row group, which begins at `first`, and the places of each
+    table."""
+    at = 0
+    for batch in file.batches(BATCH, names, [group]) if len(places) else ():
+        stop = int(np.searchsorted(places, first + batch.num_rows))
+        if at < stop:
+            rows = pa.Table.from_batches([batch])
+            if stop - at < batch.num_rows:
+                rows = rows.take(pa.array(places[at:stop] - first))
+            yield rows, pa.array(places[at:stop])
+        first, at = first + batch.num_rows, stop
+        if at == len(places):
+            return

@@ -1,0 +1,188 @@
+"""The folder `grades` of a job: what `post` steps make of its rows, a Parquet file per shard."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from batchgen.config.groups.job_config import ScoreConfig, StepConfig
+from batchgen.engine.device.host_limits import usable_cores
+from batchgen.evals.graders.build_steps import check_fields, described, post_steps
+from batchgen.evals.graders.grade_rows import Grader, StepChain
+from batchgen.evals.grades.changed_marks import ChangedMarks
+from batchgen.evals.grades.grade_files import ROW_KEYS, STEPS_KEY, Part, bytes_digest, made_of
+from batchgen.evals.grades.grading_pass import GradingPass, Stopped, Witness
+from batchgen.storage.shards.checked_file import CheckedFile, DamagedFile, read_schema
+from batchgen.storage.shards.shard_files import shard_files, shard_path, unwritable
+from batchgen.util.errors import ConfigError
+
+GRADES = "grades"
+_STEPS_FILE = "steps.json"
+"""Earlier versions wrote the steps into this file of the folder, for which readers of a folder of
+Parquet files have no use."""
+
+
+class JobGrades:
+    """The grades of one job.
+
+    A part says of which shard and by which steps it was made. Parts that are up to date stay; so
+    grading goes on where it was killed, and what a job computed anew is graded anew. An object
+    remembers which shards it has read and which parts it has written.
+    """
+
+    def __init__(self, job: Path, witness: Witness | None = None) -> None:
+        """Open the grades; `witness` looks at parts as they are made, if the steps take columns."""
+        self.job, self.path = job, job / GRADES
+        self._witness = witness
+        self._digests: dict[Path, tuple[tuple[int, ...], str]] = {}
+        self._written: dict[Part, str] = {}  # by which steps
+        self._steps: str | None = None
+
+    @property
+    def steps(self) -> str | None:
+        """The steps of the grades with their options and versions, as JSON: those that this object
+        was last told to grade by, else those of the first part. None if there are no grades."""
+        if self._steps is not None:
+            return self._steps
+        files = shard_files(self.path).values() if self.path.is_dir() else ()
+        found = (made_of(path).get(STEPS_KEY) for path in files)
+        return next((steps.decode(errors="replace") for steps in found if steps is not None), None)
+
+    def parts(self, shards: Collection[int] | None = None) -> Iterator[Part]:
+        """A part for each shard of the job, or for those of these numbers, in order."""
+        found = shard_files(self.job / "data")
+        return map(self.part, (n for n in found if shards is None or n in shards))
+
+    def part(self, number: int) -> Part:
+        """The part of the shard with this number, which is there."""
+        shard = shard_path(self.job / "data", number)
+        stat = shard.stat()
+        stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        known, digest = self._digests.get(shard, (None, ""))
+        if known != stamp:
+            digest = bytes_digest(shard)
+            self._digests[shard] = stamp, digest
+        return Part(shard, shard_path(self.path, number), digest)
+
+    def _is_made(self, part: Part, steps: str) -> bool:
+        """Whether a part is there by these steps."""
+        written = self._written.get(part) == steps and part.path.is_file()
+        return written or part.is_made_by(steps)
+
+    def finished(self) -> list[Part]:
+        """The parts, once all are there.
+
+        Raises:
+            ConfigError: there are no grades, or some are missing, of other steps or of other rows.
+            DamagedFile: some are damaged.
+        """
+        steps = self.steps
+        if steps is None:
+            self._refuse_damaged()
+            raise ConfigError(
+                f"{self.job} has no grades: `batchgen grade {self.job} post=…` makes them"
+            )
+        parts = list(self.parts())
+        missing = sum(not self._is_made(part, steps) for part in parts)
+        if missing:
+            self._refuse_damaged()
+            raise ConfigError(
+                f"{missing} of {len(parts)} shards of {self.job} have no grades, or such of other "
+                f"rows or steps: run `batchgen grade {self.job}` first"
+            )
+        return parts
+
+    def _refuse_damaged(self) -> None:
+        for path in shard_files(self.path).values() if self.path.is_dir() else ():
+            read_schema(path)
+
+    def lie_beside(self) -> bool:
+        """Whether every shard has a part of the same length, all by the same steps.
+
+        Only the ends of the files are read, so a shard that was computed again is not noticed:
+        `finished` reads all of them.
+        """
+        steps = self.steps
+        if steps is None:
+            return False
+        for number, shard in shard_files(self.job / "data").items():
+            path = shard_path(self.path, number)
+            if not path.exists():
+                return False
+            try:
+                with CheckedFile(path) as grades, CheckedFile(shard) as rows:
+                    made = (grades.metadata.metadata or {}).get(STEPS_KEY)
+                    counts = {grades.metadata.num_rows, rows.metadata.num_rows}
+            except DamagedFile:
+                return False
+            if made != steps.encode() or len(counts) > 1:
+                return False
+        return True
+
+    def make(
+        self,
+        configs: Sequence[StepConfig],
+        text_column: str,
+        config: ScoreConfig,
+        *,
+        shards: Collection[int] | None = None,
+        stop: Callable[[], bool] = lambda: False,
+        changes: ChangedMarks | None = None,
+    ) -> int | None:
+        """Grade all rows that have no such grades yet; returns their number, or None if it was
+        stopped.
+
+        Args:
+            text_column: the column of generated text.
+            config: how many processes run steps that need them, and for how long at most.
+            shards: the numbers of the shards to grade; None for all.
+            stop: whether to stop, as for `GradingPass`.
+            changes: gets what changes where grades are replaced.
+
+        Raises:
+            ConfigError: a step is wrong, or reads a column that the rows do not have.
+            JobError: a shard is damaged, or the grades cannot be written.
+        """
+        steps = post_steps(configs)
+        _check_names(StepChain(steps))
+        made = json.dumps(described(configs, steps), sort_keys=True)
+        pending = [part for part in self.parts(shards) if not self._is_made(part, made)]
+        if pending:
+            check_fields(steps, read_schema(pending[0].shard).names)
+        self._steps = made
+        with contextlib.suppress(OSError):  # it is of no use, and harms nobody here
+            (self.path / _STEPS_FILE).unlink(missing_ok=True)
+        if not pending:
+            return 0
+        try:
+            self.path.mkdir(exist_ok=True)
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+        count = config.workers or usable_cores()
+        with Grader(steps, workers=count, seconds=config.seconds) as grader:
+            todo = GradingPass(grader, made, text_column, stop, self._witness, changes)
+            rows = 0
+            try:
+                for part, number in todo.grade(pending):
+                    self._written[part] = made
+                    rows += number
+            except Stopped:
+                return None
+            return rows
+
+    def schema(self) -> pa.Schema | None:
+        """The columns of the grades; None if there are none."""
+        files = shard_files(self.path).values() if self.path.is_dir() else ()
+        return next((read_schema(path) for path in files), None)
+
+
+def _check_names(chain: StepChain) -> None:
+    for column in chain.columns:
+        if column.name in ROW_KEYS:
+            raise ConfigError(
+                f"post: a step writes {column.name!r}, which every row has: rename it"
+            )

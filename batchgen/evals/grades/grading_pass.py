@@ -1,0 +1,220 @@
+"""One pass over shards that have no grades yet: reads their rows and writes a part for each."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchgen.evals.graders.grade_rows import Grader
+from batchgen.evals.graders.step import arrow_schema
+from batchgen.evals.grades.changed_marks import ChangedMarks
+from batchgen.evals.grades.grade_files import ROW_KEYS, SHARD_KEY, STEPS_KEY, Part
+from batchgen.storage.shards.checked_file import CheckedFile, read_schema, seal
+from batchgen.storage.stores.whole_file import whole_file
+from batchgen.util.text.row_json import json_readers
+
+_BATCH = 1024
+_REASON = "finish_reason"
+_THREADS = 2
+"""Parts that are graded at once, where the steps take columns."""
+
+
+class Stopped(Exception):
+    """Raised between two rows or two batches when grading is to be left off."""
+
+
+@dataclass(frozen=True)
+class Witness:
+    """What looks at rows and their grades as these are made, and so need not read them again. A
+    shard that lacks one of the `columns` is not shown. `see` takes a written part, its rows and its
+    grades."""
+
+    columns: tuple[str, ...]
+    see: Callable[[Part, pa.Table, pa.Table], None]
+
+
+@dataclass(frozen=True)
+class GradingPass:
+    """One pass over the shards that have no grades.
+
+    Attributes:
+        steps: by which steps the grades are made, for the metadata of the parts.
+        stop: whether to stop; asked after every row, or after every batch of columns.
+        witness: looks at what steps that take columns have made; None for nobody.
+        changes: gets what changes where grades are replaced; None for nobody.
+    """
+
+    grader: Grader
+    steps: str
+    text_column: str
+    stop: Callable[[], bool]
+    witness: Witness | None = None
+    changes: ChangedMarks | None = None
+
+    def grade(self, parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
+        """Write the parts one after the other, and give each with the number of its rows. `Stopped`
+        is raised if `stop` says so; parts that were given stay."""
+        if not self.grader.chain.takes_columns:
+            return self._grade_rows(parts)
+        return self._grade_in_threads(parts)
+
+    def _grade_in_threads(self, parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
+        """Write parts whose steps take columns. Most of their time goes by in Arrow and in the
+        kernel, so that threads do some of it side by side."""
+        with ThreadPoolExecutor(_THREADS, "grade") as pool:
+            try:
+                made = pool.map(self._grade_columns, parts)
+                for part, (count, seen) in zip(parts, made, strict=True):
+                    if self.witness is not None and seen is not None:
+                        self.witness.see(part, *seen)
+                    yield part, count
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _grade_columns(self, part: Part) -> tuple[int, tuple[pa.Table, pa.Table] | None]:
+        """Write one part batch by batch; returns the number of its rows, and what the witness needs
+        of the rows and of the grades."""
+        seen: list[tuple[pa.RecordBatch, pa.RecordBatch]] = []
+        with CheckedFile(part.shard) as file:
+            schema = self._schema(part, file.schema)
+            batches = self._graded_batches(file, schema, seen)
+            count = self._write(part, schema, batches)
+        if self.witness is None or not seen:
+            return count, None
+        rows, grades = (pa.Table.from_batches(batches) for batches in zip(*seen, strict=True))
+        is_whole = set(self.witness.columns) <= set(rows.column_names)
+        return count, (rows, grades) if is_whole else None
+
+    def _graded_batches(
+        self,
+        file: CheckedFile,
+        schema: pa.Schema,
+        seen: list[tuple[pa.RecordBatch, pa.RecordBatch]],
+    ) -> Iterator[pa.RecordBatch]:
+        """The grades of the rows of a shard; `seen` gets what the witness needs."""
+        more = () if self.witness is None else self.witness.columns
+        for batch, readers in self._batches(file, more):
+            if self.stop():
+                raise Stopped
+            fields = {name: batch[name].to_pylist() for name in self._fields(batch.schema)}
+            for name in fields.keys() & readers.keys():
+                fields[name] = [readers[name](value) for value in fields[name]]
+            values = self.grader.chain.all_values(batch[self.text_column], fields)
+            columns = [batch[name] for name in ROW_KEYS]
+            columns += [pa.array(values[field.name], field.type) for field in self._made]
+            grades = pa.RecordBatch.from_arrays(columns, schema=schema)
+            if self.witness is not None:
+                kept = [name for name in batch.schema.names if name in (*ROW_KEYS, *more)]
+                seen.append((batch.select(kept), grades))
+            yield grades
+
+    def _grade_rows(self, parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
+        """Write parts row by row, with rows of several parts at the workers at a time."""
+        keys: deque[tuple[Part, Mapping[str, Any]]] = deque()  # rows the grader has not given back
+
+        def rows() -> Iterator[tuple[str | None, Mapping[str, Any]]]:
+            for part in parts:
+                for row in self._rows(part.shard):
+                    keys.append((part, {name: row[name] for name in ROW_KEYS}))
+                    yield row[self.text_column], row
+
+        def graded() -> Iterator[tuple[Part, dict[str, Any]]]:
+            for values in self.grader.grade(rows()):
+                if self.stop():
+                    raise Stopped
+                part, key = keys.popleft()
+                yield part, {**key, **values}
+
+        for part, found in itertools.groupby(graded(), key=lambda pair: pair[0]):
+            schema = self._schema(part, read_schema(part.shard))
+            values = (row for _, row in found)
+            yield part, self._write(part, schema, _row_batches(schema, values))
+
+    def _rows(self, shard: Path) -> Iterator[dict[str, Any]]:
+        with CheckedFile(shard) as file:
+            for batch, readers in self._batches(file):
+                for row in batch.to_pylist():
+                    for name, read in readers.items():
+                        row[name] = read(row[name])
+                    yield row
+
+    def _batches(
+        self, file: CheckedFile, more: Sequence[str] = ()
+    ) -> Iterator[tuple[pa.RecordBatch, Mapping[str, Callable[[Any], Any]]]]:
+        """Batches of an opened shard with the columns that the steps read and some more, and how to
+        read those that are JSON."""
+        schema = file.schema
+        names = [*ROW_KEYS, *self._fields(schema), self.text_column]
+        names += [name for name in more if name in schema.names]
+        names = list(dict.fromkeys(names))
+        readers = json_readers(pa.schema([schema.field(name) for name in names]))
+        read = list(dict.fromkeys([*names, _REASON]))
+        for batch in file.batches(_BATCH, read, use_threads=False):
+            yield self._answered(batch).select(names), readers
+
+    def _answered(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """A batch in which only rows with an error have no text. One that the model ended or left
+        without an answer has an empty text, which steps mark as they do a wrong one."""
+        if not batch[self.text_column].null_count:
+            return batch
+        is_error = pc.equal(batch[_REASON], "error")
+        texts = batch[self.text_column]
+        at = batch.schema.get_field_index(self.text_column)
+        kept = pc.if_else(is_error, texts, pc.fill_null(texts, ""))
+        return batch.set_column(at, batch.schema.field(at), kept)
+
+    def _fields(self, schema: pa.Schema) -> list[str]:
+        """The columns that the steps read, apart from the text and ROW_KEYS. Those of the data set
+        lie before the text."""
+        steps = self.grader.chain.steps
+        if all(step.field_names is not None for step in steps):
+            wanted = {name for step in steps for name in step.field_names or ()}
+            return [name for name in schema.names if name in wanted and name not in ROW_KEYS]
+        return list(schema.names[len(ROW_KEYS) : schema.names.index(self.text_column)])
+
+    def _write(self, part: Part, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> int:
+        """Write the grades of one shard; returns their number."""
+        count = 0
+        changes = self.changes
+        before = None if changes is None else changes.replaced(part, schema)
+        after: list[pa.RecordBatch] = []
+        with whole_file(part.path) as temporary:
+            # Dictionaries take longer to make than what zstd saves without them.
+            with (
+                pa.OSFile(str(temporary), "wb") as sink,
+                pq.ParquetWriter(sink, schema, compression="zstd", use_dictionary=False) as writer,
+            ):
+                for batch in batches:
+                    writer.write_batch(batch)
+                    count += batch.num_rows
+                    if before is not None:
+                        after.append(batch.select(before.column_names))
+            seal(temporary)
+            if changes is not None and before is not None and after:
+                changes.add(before, pa.Table.from_batches(after))
+        return count
+
+    def _schema(self, part: Part, rows: pa.Schema) -> pa.Schema:
+        """The columns of a part, given those of its shard."""
+        fields = [rows.field(name) for name in ROW_KEYS]
+        made = {STEPS_KEY: self.steps, SHARD_KEY: part.digest}
+        return pa.schema([*fields, *self._made], metadata=made)
+
+    @cached_property
+    def _made(self) -> pa.Schema:
+        return arrow_schema(self.grader.chain.columns)
+
+
+def _row_batches(schema: pa.Schema, rows: Iterator[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
+    while batch := list(itertools.islice(rows, _BATCH)):
+        yield pa.RecordBatch.from_pylist(batch, schema=schema)

@@ -1,0 +1,98 @@
+"""The values of expressions at points, by which expressions with variables are compared.
+
+Two expressions that agree at a few points whose coordinates have nothing to do with each other are
+equal, but for a chance that does not matter; so no algebra is needed, and every comparison ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from fractions import Fraction
+from functools import lru_cache, partial
+
+from batchgen.evals.math import numbers
+from batchgen.evals.math.numbers import CONTEXT, Undefined, Value
+from batchgen.evals.math.reading.nodes import (
+    Call,
+    Node,
+    NotRead,
+    Number,
+    Symbol,
+    variables_of,
+)
+
+POINTS = 4
+"""Points at which expressions are compared. In the last two, variables are negative: there
+`sqrt(x^2)` is not `x`."""
+
+CONSTANTS = {"pi": CONTEXT.pi, "e": CONTEXT.e, "i": CONTEXT.j}
+
+
+@lru_cache(maxsize=4096)
+def coordinate(point: int, name: str) -> Fraction:
+    """The value that a variable has at a point: a fraction that follows from its name."""
+    digest = hashlib.sha256(f"{point} {name}".encode("utf-8", "surrogatepass")).digest()
+    size = Fraction(int.from_bytes(digest[:4], "big") % 9973 + 1009, 4001)
+    return -size if point >= POINTS // 2 else size
+
+
+def values_of(node: Node) -> tuple[Value, ...]:
+    """The values of an expression at all points; NotRead if it is none, Undefined where it has no
+    value."""
+    return tuple(value_at(node, partial(coordinate, point)) for point in range(POINTS))
+
+
+def value_at(node: Node, variable: Callable[[str], Value]) -> Value:
+    """The value of an expression where `variable` gives those of variables; NotRead or Undefined
+    otherwise."""
+    if isinstance(node, Number):
+        return node.value
+    if isinstance(node, Symbol):
+        if node.name == "oo":
+            raise Undefined
+        constant = CONSTANTS.get(node.name)
+        return variable(node.name) if constant is None else +constant
+    if not isinstance(node, Call):
+        raise NotRead
+    values = [value_at(argument, variable) for argument in node.arguments]
+    first = values[0]
+    match node.name:
+        case "+":
+            for value in values[1:]:
+                first = numbers.add(first, value)
+        case "*" | "scale":
+            for value in values[1:]:
+                first = numbers.multiply(first, value)
+        case "/":
+            first = numbers.divide(*values)
+        case "^":
+            first = numbers.power(*values)
+        case "negate":
+            first = numbers.multiply(Fraction(-1), first)
+        case "degree":
+            first = numbers.multiply(numbers.multiply(first, +CONTEXT.pi), Fraction(1, 180))
+        case "percent":
+            first = numbers.divide(first, Fraction(100))
+        case "factorial":
+            first = numbers.factorial(first)
+        case "binomial":
+            first = numbers.binomial(*values)
+        case _:
+            return numbers.call(node.name, tuple(values))
+    return first
+
+
+def constant(node: Node) -> Value:
+    """The value of an expression without variables; NotRead or Undefined otherwise."""
+    if variables_of(node):
+        raise NotRead
+    return numbers.snapped(value_at(node, lambda _: Fraction(0)))
+
+
+def value_form(node: Node) -> str:
+    """The text of an expression's value; with variables, of its values at several points."""
+    if not variables_of(node):
+        return numbers.value_text(constant(node))
+    texts = [numbers.value_text(value, exact=False) for value in values_of(node)]
+    return texts[0] if len(set(texts)) == 1 else " | ".join(texts)

@@ -1,0 +1,60 @@
+"""The number that an answer writes down, without anything that must be computed."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from batchgen.evals.math.reading.layout import tidy
+from batchgen.evals.math.reading.nodes import (
+    Call,
+    Choice,
+    Node,
+    NotRead,
+    Number,
+    Quantity,
+    Relation,
+    Symbol,
+)
+from batchgen.evals.math.reading.parser import read
+from batchgen.evals.math.relation_forms import named_value
+
+
+def literal(text: str) -> Fraction | None:
+    """The number that an answer says in digits; None if it says no number, or asks for arithmetic.
+
+    A sign, a unit, a percent sign, a name or a sum of names before `=` and words for powers of ten
+    may stand with it: `-5`, `18 cm`, `x = 5`, `m + n = 5`, `5 million`. `9 + 9` and `18!` are none.
+    """
+    try:
+        return _literal(read(tidy(text)))
+    except (NotRead, RecursionError):
+        return None
+
+
+def _literal(node: Node) -> Fraction | None:
+    match node:
+        case Number(value):
+            return value
+        case Call("negate", (inner,)):
+            number = _literal(inner)
+            return None if number is None else -number
+        case Call("scale", (inner, Number(scale))):
+            number = _literal(inner)
+            return None if number is None else number * scale
+        case Call("percent" | "degree" | "°C" | "°F", (inner,)) | Quantity(inner):
+            return _literal(inner)
+        case Relation((first, value), ("=",)) if _is_sum_of_names(first):
+            return _literal(value)
+        case Relation():
+            value_node = named_value(node)
+            return None if value_node is None else _literal(value_node)
+        case Choice():
+            return _literal(node.text)
+    return None
+
+
+def _is_sum_of_names(node: Node) -> bool:
+    """Whether a side is a sum, difference or product of bare names, as `m + n` of `m + n = 293`."""
+    if not isinstance(node, Call) or node.name not in ("+", "*", "negate"):
+        return False
+    return all(isinstance(each, Symbol) or _is_sum_of_names(each) for each in node.arguments)

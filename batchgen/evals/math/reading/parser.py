@@ -1,0 +1,53 @@
+"""Reads what an answer says."""
+
+from __future__ import annotations
+
+from batchgen.evals.math.reading.answers import Answers
+from batchgen.evals.math.reading.cursor import Cursor
+from batchgen.evals.math.reading.nodes import Choice, Node, NotRead, Symbol, Words
+from batchgen.evals.math.reading.tokens import Token, tokens_of
+
+
+def read(text: str, thousands: bool = True) -> Node:
+    """The answer that a tidy text says, or NotRead; `thousands` says whether `1,000` is one
+    number."""
+    tokens = tokens_of(text, thousands)
+    if not tokens:
+        raise NotRead
+    if (choice := _choice(tokens)) is not None:
+        return choice
+    return _read(tokens)
+
+
+def _read(tokens: list[Token]) -> Node:
+    return Answers(Cursor(tokens)).whole()
+
+
+def _choice(tokens: list[Token]) -> Node | None:
+    """A letter in parentheses and, perhaps, the choice's text behind it."""
+    texts = [token.text for token in tokens[:3]]
+    if tokens[0].kind == "letter" and tokens[0].text.isupper() and len(tokens) > 1:
+        ended = texts[1] == ")" or (texts[1] in (".", ":") and len(tokens) > 2 and tokens[2].spaced)
+        if ended and tokens[2:3] != [] and tokens[2].kind == "letter" and not tokens[2].quoted:
+            return None
+        if ended:
+            return _choice_of(texts[0], tokens[2:])
+        return None
+    if len(texts) < 3 or (texts[0], texts[2]) != ("(", ")") or tokens[1].kind != "letter":
+        return None
+    if not texts[1].isupper():
+        return None
+    if len(tokens) > 3 and not (tokens[0].quoted or tokens[3].spaced):
+        return None
+    if len(tokens) > 3 and (tokens[3].text in (",", ";") or tokens[3].joins):
+        return None
+    return _choice_of(texts[1], tokens[3:])
+
+
+def _choice_of(letter: str, rest: list[Token]) -> Node:
+    if not rest:
+        return Symbol(letter)
+    try:
+        return Choice(letter, _read(rest))
+    except NotRead:
+        return Choice(letter, Words(" ".join(token.text for token in rest)))

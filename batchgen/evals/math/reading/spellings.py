@@ -1,0 +1,61 @@
+"""Spellings of one thing in LaTeX that are rewritten to the usual one."""
+
+from __future__ import annotations
+
+import re
+
+from batchgen.evals.math.reading.units import UNITS
+
+_SYSTEM = re.compile(
+    r"(?:\\\{\s*)?\\begin\{(cases|aligned|align\*?|gathered|array|matrix)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}\s*\.?",
+    re.S,
+)
+_UNIT_FRACTION = re.compile(
+    r"\\[dt]?frac\s*\{\s*(?:\\(?:text|mathrm)\s*\{)?\s*([A-Za-z]+)\s*\}*\s*"
+    r"\{\s*(?:\\(?:text|mathrm)\s*\{)?\s*([A-Za-z]+)\s*\}+"
+)
+
+_REWRITTEN = (
+    (re.compile(r"m\\angle(?![A-Za-z])"), r"\\angle"),
+    (re.compile(r"\^\s*\{?\s*\\prime\s*\}?"), "'"),
+    (re.compile(r"\{([^{}]*)\\choose([^{}]*)\}"), r"\\binom{\1}{\2}"),
+    (re.compile(r"(?<![A-Za-z])C_\{?([0-9a-z]+)\}?\^\{?([0-9a-z]+)\}?"), r"\\binom{\1}{\2}"),
+    (re.compile(r"(?<![A-Za-z])d([a-z])\s*/\s*d([a-z])(?![A-Za-z])"), r"\\frac{d\1}{d\2}"),
+    (re.compile(r"\^\s*\{?\s*\\text\s*\{\s*(st|nd|rd|th)\s*\}\s*\}?"), r"\\text{ \1}"),
+    (re.compile(r"(?<=[\])}])\s*U\s*(?=[\[({\\])"), r"\\cup "),
+    (re.compile(r"(?<![A-Za-z])C\(\s*([0-9a-z]+)\s*,\s*([0-9a-z]+)\s*\)"), r"\\binom{\1}{\2}"),
+    (re.compile(r"(^|[,;]\s*)([A-Z])\s*\((?=[^()]*,)"), r"\1\2=("),
+    (re.compile(r"\(([0-9]+)\)\s*_"), r"\1_"),
+    (re.compile(r"(?<=[0-9])(st|nd|rd|th)(?![A-Za-z])"), r"\\text{ \1}"),
+    (re.compile(r"US\\?\$"), r"\\$"),
+    (re.compile(r"(?<=[0-9])[ \n]+(?=[A-Za-z](?:_[0-9a-z])?\s*=)"), ", "),
+    (re.compile(r"\(\s*([a-z])\s*\\in\s*(\\mathbb\s*\{?[A-Z]\}?)[^()]*\)\s*\Z"), r", \1 \\in \2"),
+    (re.compile(r"\\p?mod\s*\{?\s*([0-9a-z]+)\s*\}?"), r" mod \1"),
+    (re.compile(r"\(\s*(?:\\text\s*\{\s*)?mod\s*\}?\s*([0-9a-z]+)\s*\)"), r" mod \1"),
+)
+
+
+def usual(text: str) -> str:
+    """The text with the usual spelling of what may be spelled in several ways."""
+    if text.isdigit():
+        return text
+    if "\\" in text:
+        text = _SYSTEM.sub(_system, text)
+        text = _UNIT_FRACTION.sub(_unit_fraction, text)
+    for pattern, spelling in _REWRITTEN:
+        text = pattern.sub(spelling, text)
+    return text
+
+
+def _unit_fraction(found: re.Match[str]) -> str:
+    above, below = found.groups()
+    known = above in UNITS and below in UNITS and found[0].count("{") == found[0].count("}")
+    return rf" {above}/{below}" if known else found[0]
+
+
+def _system(found: re.Match[str]) -> str:
+    """The equations of a system, with commas between them; a matrix stays."""
+    if found[1] in ("array", "matrix") and not found[0].startswith("\\{"):
+        return found[0]
+    rows = re.split(r"\\\\", found[2].replace("&", " "))
+    return ", ".join(row.strip(" ,.") for row in rows if row.strip())

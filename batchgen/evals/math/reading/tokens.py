@@ -1,0 +1,215 @@
+"""The tokens of an answer: numbers, letters, words, commands and signs."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass, replace
+
+from batchgen.evals.math.reading.nodes import NotRead
+from batchgen.evals.math.reading.units import UNITS
+
+MOST_TOKENS = 2000
+
+FUNCTIONS = {
+    "sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan",
+    "ln", "lg", "log", "exp", "sqrt", "max", "min", "gcd", "lcm", "floor", "ceil", "abs",
+    "asin", "acos", "atan", "cbrt",
+}  # fmt: skip
+SCALES = {
+    "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9,
+    "trillion": 10**12, "万": 10**4, "亿": 10**8,
+}  # fmt: skip
+_COMMANDS = {
+    "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "leq": "le", "leqslant": "le", "geq": "ge",
+    "geqslant": "ge", "neq": "ne", "lt": "<", "gt": ">", "times": "*", "cdot": "*", "ast": "*",
+    "div": "/", "over": "/", "varnothing": "emptyset", "lbrace": "{set", "rbrace": "}set",
+    "{": "{set", "}": "}set", "land": "and", "wedge": "and", "lor": "or", "vee": "or",
+    "backslash": "setminus", "infin": "infty", "lvert": "|", "rvert": "|", "vert": "|",
+    "colon": ":", "circ": "degree", "dbinom": "binom", "tbinom": "binom", "lbrack": "[",
+    "rbrack": "]", "_": " ", "arccot": "acot", "prime": "'",
+    "euro": "€", "pounds": "£", "approxeq": "approx", "simeq": "approx",
+    "thickapprox": "approx", "R": "reals", "varphi": "phi", "varepsilon": "epsilon",
+    "rightarrow": "to", "Rightarrow": "implies",
+}  # fmt: skip
+_STRUCTURE = set(
+    "frac binom pi infty overline bar overrightarrow angle triangle lfloor rfloor lceil rceil "
+    "langle rangle degree le ge ne approx in equiv to cong sim parallel perp notin subset "
+    "subseteq implies iff mid cup cap setminus emptyset reals pm mp".split()
+)
+"""Commands that the grammar knows; any other one is a letter, such as `\\alpha`."""
+_TEXT = re.compile(r"\\(?:text[a-z]*|mathrm|mbox|operatorname\*?|hbox)\s*(?=\{)")
+_NUMBER = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?"
+_GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])(?:\.[0-9]+)?"
+_SPACED = r"[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9])(?:\.[0-9]+)?"
+_TOKEN = re.compile(
+    rf"(?P<begin>\\begin\s*\{{(?P<kind>[a-z]*)\*?\}}(?:\s*\{{[clr|]*\}})?)|(?P<end>\\end\s*\{{[a-z]*\*?\}})"
+    r"|(?P<row>\\\\(?:\[[^\]]*\])?)|(?P<blackboard>\\mathbb\s*\{?\s*([A-Z])\s*\}?)"
+    r"|\\(?P<command>[A-Za-z]+|[^A-Za-z\s])"
+    rf"|(?P<number>{_GROUPED}|{_SPACED}|{_NUMBER})|(?P<letters>[\u3400-\u9fff]+|[^\W\d_\u3400-\u9fff]+)"
+    r"|(?P<sign><=|>=|!=|<>|==|[^\s\w]|_)|(?P<space>\s+)",
+    re.S,
+)
+_PLAIN_NUMBER = re.compile(_NUMBER)
+_SIGNS = {"<=": "le", ">=": "ge", "!=": "ne", "<>": "ne", "==": "="}
+_JOINING = frozenset(("and", "or", "und", "oder"))
+_VOWEL = re.compile("[aeiouyAEIOUY]")
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    r"""A token of an answer.
+
+    Attributes:
+        kind: `number`, `letter` (a variable), `word`, `function`, `begin`, `end` or `sign` (all
+            else, commands without their backslash included).
+        spaced: whether white space stands before it.
+        quoted: whether it stands in `\text{…}` or the like.
+    """
+
+    kind: str
+    text: str
+    spaced: bool = False
+    quoted: bool = False
+
+    @property
+    def joins(self) -> bool:
+        """Whether it is a word between answers, such as `and`."""
+        return self.kind == "word" and self.text.lower() in _JOINING
+
+
+def tokens_of(text: str, thousands: bool = True) -> list[Token]:
+    """The tokens of a tidy text; NotRead if they are too many, or a brace is not closed."""
+    found = _tokens(text, thousands)
+    if len(found) > MOST_TOKENS:
+        raise NotRead
+    return found
+
+
+def _tokens(
+    text: str, thousands: bool, before: Token | None = None, quoted: bool = False
+) -> list[Token]:
+    found: list[Token] = []
+    at, spaced = 0, False
+    while at < len(text):
+        if not quoted and (match := _TEXT.match(text, at)):
+            end = _closing(text, match.end())
+            last = found[-1] if found else None
+            inner = _tokens(text[match.end() + 1 : end], thousands, last, quoted=True)
+            if inner:
+                inner[0] = replace(inner[0], spaced=True)
+            found += inner
+            at, spaced = end + 1, True
+            continue
+        match = _TOKEN.match(text, at)
+        if match is None:
+            raise NotRead
+        at = match.end()
+        if match["space"]:
+            spaced = True
+            continue
+        if match["number"] and not thousands and "," in match["number"]:
+            match = _PLAIN_NUMBER.match(text, match.start())
+            assert match is not None
+            at = match.end()
+            found.append(Token("number", match[0], spaced, quoted))
+        else:
+            found += _read(match, spaced, quoted, found[-1] if found else before)
+        spaced = False
+    return found
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the brace that opens at a place is closed."""
+    depth = 0
+    for at in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if depth == 0:
+            return at
+    raise NotRead
+
+
+def _read(match: re.Match[str], spaced: bool, quoted: bool, previous: Token | None) -> list[Token]:
+    if match["number"]:
+        number = match["number"].replace(",", "").replace(" ", "")
+        return [Token("number", number, spaced, quoted)]
+    if match["letters"]:
+        letters = match["letters"]
+        if quoted and len(letters) == 1 and letters in UNITS and _is_value(previous, letters):
+            return [Token("word", letters, spaced, quoted)]
+        if previous is None and not quoted and len(letters) == 2 and letters in UNITS:  # of nothing
+            return [Token("letter", letter, spaced) for letter in letters]
+        return _letters(letters, spaced, quoted)
+    if match["begin"]:
+        return [Token("begin", match["kind"], spaced)]
+    if match["end"]:
+        return [Token("end", "", spaced)]
+    if match["row"]:
+        return [Token("sign", "row", spaced)]
+    if match["blackboard"]:
+        letter = match["blackboard"].strip("} ")[-1]
+        return [Token("sign", {"R": "reals"}.get(letter, f"set {letter}"), spaced)]
+    if (command := match["command"]) is not None:
+        command = _COMMANDS.get(command, command)
+        if command in FUNCTIONS:
+            return [Token("function", command, spaced)]
+        if command in _JOINING:
+            return [Token("word", command, spaced)]
+        if len(command) > 1 and command.isalpha() and command not in _STRUCTURE:
+            return [Token("letter", command, spaced, quoted=True)]
+        return [Token("sign", command, spaced)]
+    sign = match["sign"]
+    return [Token("sign", _SIGNS.get(sign, sign), spaced, quoted)]
+
+
+def _letters(letters: str, spaced: bool, quoted: bool) -> list[Token]:
+    """Letters without a backslash: a function, a word, or variables one after another."""
+    # Without a backslash these are minutes and, in a text, seconds.
+    is_time = letters == "min" or (quoted and letters == "sec")
+    if letters in FUNCTIONS and not is_time:
+        return [Token("function", letters, spaced, quoted)]
+    if letters in ("pi", "infty", "infinity", "inf", "cup", "oo"):
+        name = {"infinity": "infty", "inf": "infty", "oo": "infty"}.get(letters, letters)
+        return [Token("sign", name, spaced, quoted)]
+    if letters >= "\u3400":
+        return _chinese(letters, spaced, quoted)
+    if len(letters) == 1:
+        return [Token("letter", _letter(letters), spaced, quoted)]
+    if quoted or letters.lower() in _JOINING or _is_word(letters):
+        return [Token("word", letters, spaced, quoted)]
+    return [
+        Token("letter", _letter(letter), spaced and at == 0) for at, letter in enumerate(letters)
+    ]
+
+
+def _is_value(token: Token | None, letter: str) -> bool:
+    """Whether a token ends a value, behind which a letter in a text is a unit."""
+    if token is None:
+        return False
+    return token.kind == "number" or (letter.islower() and token.text in ("}", ")", "pi"))
+
+
+def _chinese(letters: str, spaced: bool, quoted: bool) -> list[Token]:
+    """A Chinese word; ten thousand of something is a word of its own."""
+    if letters[0] in SCALES and len(letters) > 1:
+        first = Token("word", letters[0], spaced, quoted)
+        return [first, Token("word", letters[1:], quoted=quoted)]
+    return [Token("word", letters, spaced, quoted)]
+
+
+def _letter(letter: str) -> str:
+    """The name of a variable: `alpha` for the Greek letter."""
+    kind, _, name = unicodedata.name(letter, "").rpartition(" LETTER ")
+    return {"GREEK SMALL": name.lower(), "GREEK CAPITAL": name.capitalize()}.get(kind, letter)
+
+
+def _is_word(letters: str) -> bool:
+    """Whether bare letters are a word rather than a product of variables."""
+    if (
+        letters in UNITS
+        or letters.lower() in SCALES
+        or letters
+        in ("per", "pct", "not", "mod", "at", "is", "if", "on", "by", "of", "AM", "PM", "am", "pm")
+    ):
+        return True
+    return len(letters) >= 4 and bool(_VOWEL.search(letters)) and not letters.isupper()

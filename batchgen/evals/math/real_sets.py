@@ -1,0 +1,242 @@
+"""Sets of real numbers as sorted intervals, and the sets that relations with one variable say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from batchgen.evals.math import numbers
+from batchgen.evals.math.evaluate import constant, value_at
+from batchgen.evals.math.numbers import Undefined, Value
+from batchgen.evals.math.reading.nodes import (
+    Builder,
+    Call,
+    Group,
+    Listing,
+    Node,
+    NotRead,
+    Relation,
+    SetOperation,
+    Symbol,
+    variables_of,
+)
+
+INFINITY = float("inf")
+_MOST_PIECES = 100
+_MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~": "="}
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A place between real numbers: just below a value, or just above it."""
+
+    value: Any
+    above: bool
+
+    def __lt__(self, other: Edge) -> bool:
+        if self.value == other.value:
+            return not self.above and other.above
+        return less(self.value, other.value)
+
+
+def less(left: Any, right: Any) -> bool:
+    """Whether a bound is below another."""
+    if isinstance(left, float) or isinstance(right, float):  # an infinity
+        return float(left) < float(right)
+    return bool(numbers.as_float(left) < numbers.as_float(right))
+
+
+Pieces = tuple[tuple[Edge, Edge], ...]
+"""Intervals from one edge to another, in order, which do not touch."""
+
+_LEFT, _RIGHT = Edge(-INFINITY, False), Edge(INFINITY, True)
+ALL: Pieces = ((_LEFT, _RIGHT),)
+
+
+def interval(low: Any, high: Any, with_low: bool, with_high: bool) -> Pieces:
+    """The numbers between two bounds."""
+    first, last = Edge(low, not with_low), Edge(high, with_high)
+    return ((first, last),) if first < last else ()
+
+
+def union(sets: Iterable[Pieces]) -> Pieces:
+    """The numbers that are in any of the sets."""
+    pieces = sorted((piece for one in sets for piece in one), key=lambda piece: piece[0])
+    if len(pieces) > _MOST_PIECES:
+        raise NotRead
+    merged: list[tuple[Edge, Edge]] = []
+    for first, last in pieces:
+        if merged and not merged[-1][1] < first:
+            if merged[-1][1] < last:
+                merged[-1] = merged[-1][0], last
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
+def complement(pieces: Pieces) -> Pieces:
+    """The real numbers that are not in a set."""
+    edges = [_LEFT, *(edge for piece in pieces for edge in piece), _RIGHT]
+    return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
+
+
+def intersection(left: Pieces, right: Pieces) -> Pieces:
+    """The numbers that are in both sets."""
+    return complement(union((complement(left), complement(right))))
+
+
+def set_text(pieces: Pieces) -> str:
+    """The text of a set: `(-oo,2) U [3,3]`."""
+    if not pieces:
+        return "{}"
+    if all(first.value == last.value for first, last in pieces):
+        return "{" + ";".join(sorted(_edge_text(first.value) for first, _ in pieces)) + "}"
+    return " U ".join(
+        f"{'(' if first.above or first.value == -INFINITY else '['}{_edge_text(first.value)},"
+        f"{_edge_text(last.value)}{']' if last.above and last.value != INFINITY else ')'}"
+        for first, last in pieces
+    )
+
+
+def _edge_text(value: Any) -> str:
+    if isinstance(value, float):
+        return "oo" if value > 0 else "-oo"
+    return numbers.value_text(value)
+
+
+def bound(node: Node) -> Any:
+    """The value of an interval's bound, real or infinite, or NotRead."""
+    if node == Symbol("oo"):
+        return INFINITY
+    if node == Call("negate", (Symbol("oo"),)):
+        return -INFINITY
+    try:
+        return numbers.real(constant(node))
+    except Undefined:
+        raise NotRead from None
+
+
+def set_of(node: Node, only_sets: bool = True) -> Pieces:
+    """The set of real numbers that an answer says, or NotRead. With `only_sets` relations are
+    refused, which say what is in a set but are none."""
+    if isinstance(node, Group):
+        if node.opening == "{set":
+            return union(interval(at, at, True, True) for at in map(bound, node.items))
+        if len(node.items) == 2 and node.opening in "([" and node.closing in ")]":
+            low, high = map(bound, node.items)
+            if not less(low, high):
+                if low == high and node.opening + node.closing == "[]":
+                    return interval(low, high, True, True)
+                raise NotRead
+            return interval(low, high, node.opening == "[", node.closing == "]")
+    elif isinstance(node, SetOperation):
+        left, right = set_of(node.left), set_of(node.right)
+        if node.name == "|":
+            return union((left, right))
+        return intersection(left, right if node.name == "&" else complement(right))
+    elif isinstance(node, Builder):
+        return set_of(node.condition, only_sets=False)
+    elif not only_sets:
+        return set_of_relations(node)
+    raise NotRead
+
+
+def set_of_relations(node: Node) -> Pieces:
+    """The values of the one variable of relations for which they hold, or NotRead."""
+    if isinstance(node, Relation):
+        return _set_of_chain(node)
+    if isinstance(node, Listing):
+        if len({name for item in node.items for name in _variable(item)}) > 1:
+            raise NotRead
+        sets = [set_of_relations(item) for item in node.items]
+        excludes = node.joined == "," and all(_excludes(item) for item in node.items)
+        if node.joined == "and" or excludes:
+            result = ALL
+            for one in sets:
+                result = intersection(result, one)
+            return result
+        either = union(sets)
+        if either == ALL and node.joined == ",":  # `x > 2, x < 5` says both
+            return intersection(sets[0], sets[1]) if len(sets) == 2 else either
+        return either
+    raise NotRead
+
+
+def _excludes(node: Node) -> bool:
+    return isinstance(node, Relation) and node.names == ("!=",)
+
+
+def _variable(node: Node) -> set[str]:
+    if not isinstance(node, Relation):
+        raise NotRead
+    return set().union(*(variables_of(side) for side in node.sides))
+
+
+def _set_of_chain(node: Relation) -> Pieces:
+    if node.names == ("in",) and isinstance(node.sides[0], Symbol):
+        return set_of(node.sides[1])
+    if len(_variable(node)) != 1:
+        raise NotRead
+    result = ALL
+    for left, name, right in zip(node.sides, node.names, node.sides[1:], strict=False):
+        if name not in _MIRRORED:
+            raise NotRead
+        result = intersection(result, _set_of_one(left, name, right))
+    return result
+
+
+def _set_of_one(left: Node, name: str, right: Node) -> Pieces:
+    """The set that a relation of two sides says, one of which has the variable, linearly."""
+    if not variables_of(left):
+        left, right, name = right, left, _MIRRORED[name]
+    if isinstance(left, Call) and left.name == "abs" and not variables_of(right):
+        limit, inner = right, left.arguments[0]
+        if name in ("<", "<="):
+            return intersection(
+                _set_of_one(inner, name, limit),
+                _set_of_one(inner, _MIRRORED[name], Call("negate", (limit,))),
+            )
+        return union(
+            (
+                _set_of_one(inner, name, limit),
+                _set_of_one(inner, _MIRRORED[name], Call("negate", (limit,))),
+            )
+        )
+    if isinstance(left, Symbol) and not variables_of(right):
+        return _half(bound(right), name)
+    slope, offset = _line(Call("+", (left, Call("negate", (right,)))))
+    root = numbers.divide(numbers.multiply(Fraction(-1), offset), slope)
+    return _half(root, name if slope > 0 else _MIRRORED[name])
+
+
+def _line(node: Node) -> tuple[Value, Value]:
+    """The slope and the value at 0 of an expression that is linear in its variable."""
+    try:
+        at = [
+            numbers.real(value_at(node, lambda _, x=x: Fraction(x)))  # type: ignore[misc]
+            for x in (0, 1, 2, -5)
+        ]
+        slope = numbers.add(at[1], -at[0])
+        for x, value in zip((2, -5), at[2:], strict=True):
+            there = numbers.add(at[0], numbers.multiply(slope, Fraction(x)))
+            if numbers.snapped(numbers.add(value, -there)) != 0:
+                raise NotRead
+    except Undefined:
+        raise NotRead from None
+    if slope == 0:
+        raise NotRead
+    return slope, at[0]
+
+
+def _half(value: Any, name: str) -> Pieces:
+    """The numbers in a relation to a value."""
+    match name:
+        case "<" | "<=":
+            return interval(-INFINITY, value, True, name == "<=")
+        case ">" | ">=":
+            return interval(value, INFINITY, name == ">=", True)
+        case "!=":
+            return complement(interval(value, value, True, True))
+    return interval(value, value, True, True)

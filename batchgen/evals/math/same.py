@@ -1,0 +1,93 @@
+"""Whether two answers are mathematically the same: public as `batchgen.same_math`."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from batchgen.evals.math.forms import Forms, text_form
+from batchgen.evals.math.normal_forms import forms_of
+from batchgen.evals.math.reading.layout import tidy
+from batchgen.evals.math.reading.nodes import Listing, NotRead, Symbol, Words
+from batchgen.evals.math.reading.parser import read
+
+MOST_CHARACTERS = 2000
+"""Longer answers are not read as mathematics: they are only the same as their own text."""
+
+_SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
+_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]{3}-[0-9]{4}")
+_TIME = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))? ?([ap])m", re.I)
+_CIRCLED = re.compile(r"[①-⑳](?:[\s,、，和或与]*[①-⑳])*")
+_ORDERED = re.compile(r"(?!inf)(?:[A-Z]{2,}|(?=.*[aeiouyAEIOUY])[A-Za-z]{3,}|no|on|of|is|it|if)")
+_CHOICES = re.compile(r"(?=..)A?B?C?D?E?F?")
+_TEXT = re.compile(r"\\(?:text[a-z]*|mathrm|mbox|hbox|operatorname)(?![A-Za-z])")
+_WORDS = re.compile(r"(?=.*[^\W\d_]{2})(?:\w|\s|['\"?!-](?![0-9])|[.,;:](?=\s|\Z))*", re.S)
+_SHORT_INTEGER = re.compile(r"-?[1-9][0-9]{0,30}|0")
+_GROUPED = re.compile(r"[0-9],[1-9][0-9]{2}(?![0-9])")
+_BRACKET = re.compile(r"[(\[]|\\\{")
+_ZEROS = re.compile(r"[0-9],0[0-9]{2}(?![0-9])")
+
+
+def same_math(gold: str, answer: str) -> bool:
+    r"""Whether two answers to a question of mathematics are the same.
+
+    Numbers are compared exactly; expressions by their values; equations, inequalities, intervals,
+    sets, points, lists, matrices and units of measure as such; anything else as words. A unit, a
+    percent sign, or a name before an equals sign (`x = 5`) may be missing on one side. The result
+    depends on nothing but the two texts, whatever they hold, and takes bounded time.
+
+    Example:
+        >>> same_math(r"\frac{1}{2}", "0.5"), same_math("x >= 5", "x <= 5")
+        (True, False)
+    """
+    if _bare(gold) == _bare(answer):
+        return True
+    return forms(gold).same(forms(answer))
+
+
+def _bare(text: str) -> str:
+    return _SPACE.sub("", text)
+
+
+@lru_cache(maxsize=4096)  # samples of one question often give one answer
+def forms(text: str) -> Forms:
+    """The normal forms of any text."""
+    if _SHORT_INTEGER.fullmatch(text):  # most answers
+        return Forms.of(text)
+    if len(text) > MOST_CHARACTERS:
+        return Forms.of("long " + _bare(text))
+    if _CIRCLED.fullmatch(text.strip(" .。")):  # which statements are right
+        return Forms.of("{" + ";".join(sorted(set(re.findall("[①-⑳]", text)))) + "}")
+    plain = tidy(text)
+    words = _TEXT.sub(" ", plain).replace("{", "").replace("}", "").strip()
+    if (special := _special(words)) is not None:
+        return special
+    found: Forms | None = None
+    ways: tuple[bool, ...] = (True,)
+    if _GROUPED.search(plain) and not _ZEROS.search(plain):
+        ways = (False,) if _BRACKET.search(plain) else (True, False)
+    for thousands in ways:
+        try:
+            one = forms_of(read(plain, thousands))
+        except (NotRead, RecursionError):
+            continue
+        found = one if found is None else found.or_else(one)
+    if _WORDS.fullmatch(words):
+        said = forms_of(Words(words))
+        return said if found is None else found.or_else(said)
+    return Forms.of(f"unread {_bare(plain)}") if found is None else found
+
+
+def _special(words: str) -> Forms | None:
+    """The forms of a date, a time of day, and letters whose order matters."""
+    if _DATE.fullmatch(words):
+        return Forms.of(text_form(words))
+    if match := _TIME.fullmatch(_SPACE.sub("", words)):
+        hour = int(match[1]) % 12 + (12 if match[3] in "pP" else 0)
+        return Forms.of(f"time {hour}:{match[2] or '00'}")
+    if _ORDERED.fullmatch(words):  # names, and the order of things
+        forms = forms_of(Words(words))
+        if _CHOICES.fullmatch(words):  # `ACD` is also three choices
+            forms = forms.or_else(forms_of(Listing(tuple(map(Symbol, words)), ",")))
+        return forms
+    return None

@@ -1,0 +1,112 @@
+"""What the verbs `grade`, `score` and `compare` share: a complete job, and how it is scored."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from batchgen.storage.folder.open_folder import open_folder, refuse_incomplete
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import short_user_path
+
+if TYPE_CHECKING:
+    from batchgen.config.groups.job_config import ScoreConfig, StepConfig
+    from batchgen.storage.leases.folder_lock import FolderLock
+
+_KEYS = ("post", "score", "experiment")
+
+
+class GradedJob:
+    """A complete job, which may have grades; `given` is its folder as the user named it."""
+
+    def __init__(self, given: str, verb: str) -> None:
+        """Open a job for a verb, or raise ConfigError if the folder is none of a complete job."""
+        self.given = given
+        self._reader = open_folder(given, verb)
+        self.path = self._reader.path
+        refuse_incomplete(self._reader, given)
+
+    def locked(self) -> FolderLock:
+        """A lock on the folder, for writing grades or scores; ConfigError if a job runs there."""
+        from batchgen.storage.leases.folder_lock import FolderLock
+
+        try:
+            return FolderLock(self.path / ".lock")
+        except OSError as error:
+            raise ConfigError(f"{self.given} cannot be written: {error.strerror}") from None
+
+    def warn_of_copies(self) -> None:
+        """Say on stderr if the samples of a row are copies of one answer."""
+        from batchgen.config.groups.sampling_config import copies_warning
+
+        sampling = self.config.get("sampling") or {}
+        n, temperature = sampling.get("n", 1), sampling.get("temperature", 0.0)
+        numbers = isinstance(n, int) and isinstance(temperature, (int, float))
+        if numbers and (copies := copies_warning(n, temperature)) is not None:
+            print(f"batchgen: warning: {self.given} has {copies}", file=sys.stderr)
+
+    @property
+    def text_column(self) -> str:
+        return self._reader.text_column
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The job's configuration, as in its config.yaml."""
+        return self._reader.config
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Those of the job's manifest."""
+        found: dict[str, str] = self._reader.manifest["fingerprints"]
+        return found
+
+    @cached_property
+    def columns(self) -> list[str]:
+        """The columns of its rows."""
+        schema = self._reader.schema
+        return [] if schema is None else list(schema.names)
+
+    def rows(self, columns: Sequence[str]) -> Any:
+        """Its rows with some columns."""
+        return self._reader.rows(columns)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a job is graded and scored."""
+
+    post: tuple[StepConfig, ...]
+    score: ScoreConfig
+
+
+def scoring(
+    job: GradedJob, overrides: Sequence[str], trusted: Sequence[str] | None = None
+) -> Scoring:
+    """The `post` steps and the group `score` of a job, with what the user gives in their place:
+    arguments `post=…`, `score.KEY=…`, and `+experiment=NAME`, which takes both from a ready job.
+
+    `trusted` is what the user has given as `--trust`; None where no step runs.
+
+    Raises:
+        ConfigError: an argument is another one, a value is wrong, or a step needs the user's word.
+    """
+    from batchgen.config.compose.compose_config import checked, compose_groups
+    from batchgen.config.compose.overrides import parse_override
+    from batchgen.config.compose.trust import TYPED, Trust
+
+    groups = [parse_override(argument).group for argument in overrides]
+    for group, argument in zip(groups, overrides, strict=True):
+        if group not in _KEYS:
+            raise ConfigError(
+                f"{argument}: here only post=…, score.KEY=… and +experiment=… can be given"
+            )
+    values: dict[str, Any] = {}
+    if "experiment" not in groups:
+        values = {key: job.config[key] for key in ("post", "score") if key in job.config}
+    read = [short_user_path(job.given, "OUT") / "config.yaml"]
+    trust = TYPED if trusted is None else Trust.of(read, trusted, overrides)
+    config = checked(compose_groups(values, overrides).groups, trust)
+    return Scoring(config.post, config.score)

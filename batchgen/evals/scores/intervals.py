@@ -1,0 +1,162 @@
+"""How sure a score is: of the questions that one could have asked, and of those that were asked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchgen.evals.scores.marks import Floats, Ints, Marks
+from batchgen.evals.scores.score_metrics import avg_at
+from batchgen.evals.scores.student_t import t_quantile
+
+LEVEL = 0.95
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate, its standard error, and the bounds of its 95% interval."""
+
+    estimate: float
+    se: float
+    low: float
+    high: float
+
+
+def cluster_sums(values: Floats, clusters: Ints) -> tuple[Floats, Ints]:
+    """Σ(s − s̄) and the number of questions of each cluster. [C], [C]"""
+    _, places = np.unique(clusters, return_inverse=True)
+    sums = np.bincount(places, values - values.mean()).astype(np.float64)
+    return sums, np.bincount(places).astype(np.int64)
+
+
+def cluster_se(values: Floats, clusters: Ints) -> float:
+    """The standard error of the mean of N values in C clusters, NaN if C is 1.
+
+    sqrt(C / (C−1) · Σ_c (Σ(s − s̄))²) / N (Miller, arXiv 2411.00640). If each value is a cluster of
+    its own, it is their standard deviation over sqrt(N).
+    """
+    return _se(cluster_sums(values, clusters)[0], len(values))
+
+
+def _se(sums: Floats, number: int) -> float:
+    """`cluster_se` of `number` values from the sums of their clusters."""
+    count = len(sums)
+    if count < 2:
+        return math.nan
+    return math.sqrt(count / (count - 1) * float(np.square(sums).sum())) / number
+
+
+def population_interval(values: Floats, clusters: Ints) -> Interval | None:
+    """The mean of values from 0 to 1, and where it would be with other questions of the same kind.
+
+    The interval has t quantiles with C − 1 degrees of freedom and is made on the scale of log-odds,
+    so that it stays between 0 and 1 and is longer on the side where there is more room; its length
+    is that of mean ± t·SE to first order. If all values are 0 or all are 1 it is Wilson's interval
+    for C questions. In simulations with 198 or 500 questions it holds the true value in 94 to 97 of
+    100 cases. With 30 questions it does so in 94 to 98, except where a model answers nearly all of
+    them always right (or always wrong) and has many samples of each: at a true mean of 0.95 that
+    30 questions with 64 samples show, the share falls to 88 of 100, because most draws of 30
+    questions have hardly one that says how hard the others may be.
+
+    Args:
+        values: [Q]; NaN is left out.
+        clusters: [Q].
+
+    Returns:
+        None if there is no value. The error and the bounds are NaN if there is one cluster.
+    """
+    known = np.isfinite(values)
+    values, clusters = values[known], clusters[known]
+    if not len(values):
+        return None
+    sums, _ = cluster_sums(values, clusters)
+    mean, se, count = float(values.mean()), _se(sums, len(values)), len(sums)
+    if math.isnan(se):
+        return Interval(mean, se, math.nan, math.nan)
+    t = t_quantile((1 + LEVEL) / 2, count - 1)
+    if not 0 < mean < 1:
+        reach = t * t / (count + t * t)
+        return Interval(mean, se, max(0.0, mean - reach), min(1.0, mean + reach))
+    return _on_log_odds(mean, se, t)
+
+
+@dataclass(frozen=True)
+class SampleError:
+    """How much a mean mark would differ if the same questions were sampled again.
+
+    Attributes:
+        variance: of the mean: Σ v/k / Q² over the questions, where v is the variance of a
+            question's k marks.
+        square: Σ (v/k)² / (k − 1) / Q⁴ over the questions with several marks, which says how
+            sure the variance is.
+    """
+
+    variance: float
+    square: float
+
+    def __add__(self, other: SampleError) -> SampleError:
+        return SampleError(self.variance + other.variance, self.square + other.square)
+
+    @property
+    def df(self) -> float:
+        """The degrees of freedom of the variance (Satterthwaite 1946); NaN if it is 0."""
+        return self.variance**2 / self.square if self.square else math.nan
+
+
+def sample_error(marks: Marks) -> SampleError | None:
+    """The error of the mean mark for the same questions. A question with one mark gets the mean
+    variance of the others.
+
+    Returns:
+        None if no question has two marks. The variance is 0 if all marks of each question are
+        equal. This does not say that the mean is certain: the samples may be copies of each other.
+    """
+    counts, means = marks.num_samples, avg_at(marks)
+    known = counts > 0
+    counts, means = counts[known], means[known]
+    several = counts > 1
+    if not several.any():
+        return None
+    squares = np.nansum(np.square(marks.marks), 1)[known] - counts * means**2
+    variances = np.maximum(squares, 0.0) / np.maximum(counts - 1, 1)
+    variances[variances < _ROUNDING] = 0.0
+    variances[~several] = variances[several].mean()
+    parts = variances / counts / len(counts) ** 2
+    square = np.square(parts[several]) / (counts[several] - 1)
+    return SampleError(float(parts.sum()), float(square.sum()))
+
+
+def same_questions_interval(marks: Marks) -> Interval | None:
+    """The mean mark, and where it would be if the same questions were sampled again.
+
+    The error is sqrt(Σ v/k) / Q as of `sample_error`; for right and wrong that is
+    sqrt(Σ p(1−p)/(k−1)) / Q. The interval has t quantiles with Satterthwaite's degrees of freedom
+    and is made on the scale of log-odds, as that of `population_interval`.
+
+    Returns:
+        None if no question has two marks. The error and the bounds are NaN if all marks of each
+        question are equal: how far they scatter cannot be told then.
+    """
+    error = sample_error(marks)
+    if error is None:
+        return None
+    means = avg_at(marks)
+    mean = float(means[np.isfinite(means)].mean())
+    if not error.variance:
+        return Interval(mean, math.nan, math.nan, math.nan)
+    t = t_quantile((1 + LEVEL) / 2, error.df)
+    return _on_log_odds(mean, math.sqrt(error.variance), t)
+
+
+def _on_log_odds(mean: float, se: float, t: float) -> Interval:
+    """The interval of a mean between 0 and 1, neither included, that on the scale of log-odds is
+    symmetric, and mean ± t·SE to first order."""
+    odds, reach = math.log(mean / (1 - mean)), t * se / (mean * (1 - mean))
+    return Interval(mean, se, _logistic(odds - reach), _logistic(odds + reach))
+
+
+def _logistic(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x > 0 else math.exp(x) / (1 + math.exp(x))

@@ -1,0 +1,76 @@
+"""The marks and scores of a job, from its rows and their grades."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from batchgen.config.groups.job_config import ScoreConfig
+from batchgen.evals.scores.marks import Marks
+from batchgen.evals.scores.samples import Samples, graded_rows
+from batchgen.evals.scores.scores import score
+from batchgen.storage.metrics.timeline import metrics_text
+from batchgen.storage.stores.whole_file import write_atomic
+
+_TARGET = "graded_against"
+
+
+def job_marks(job: Path, config: ScoreConfig) -> Marks:
+    """The marks of a job whose rows are all graded, as `config` says that they count.
+
+    Raises:
+        ConfigError: rows lack grades, no step gave marks, or there is no column of a name in
+            `config`.
+        JobError: a file is damaged.
+    """
+    return Marks.of_table(Samples(job, config).table()).counting_cut_texts(config.cut_texts)
+
+
+def job_targets(job: Path) -> dict[str, str]:
+    """What the answers to each row were compared with, where that is known.
+
+    Raises:
+        ConfigError, JobError: as of `job_marks`.
+    """
+    targets: dict[str, str] = {}
+    for grades in graded_rows(job):
+        if _TARGET in grades.column_names:
+            pairs = zip(grades["row_id"].to_pylist(), grades[_TARGET].to_pylist(), strict=True)
+            targets |= {row_id: target for row_id, target in pairs if target is not None}
+    return targets
+
+
+def job_score(job: Path, config: ScoreConfig) -> dict[str, Any]:
+    """The scores of a job, as of `batchgen.evals.scores.scores.score`.
+
+    Raises:
+        ConfigError, JobError: as of `job_marks`.
+    """
+    return sample_score(Samples(job, config))
+
+
+def sample_score(samples: Samples) -> dict[str, Any]:
+    """The scores of the job that the samples are of.
+
+    Raises:
+        ConfigError, JobError: as of `job_marks`.
+    """
+    config = samples.config
+    return score(Marks.of_table(samples.table()), config.ks, config.cut_texts)
+
+
+def save_score(job: Path, scores: Mapping[str, Any] | None) -> None:
+    """Write the scores into the metrics.json of a complete job, or take them out.
+
+    Raises:
+        JobError: it cannot be written.
+    """
+    path = job / "metrics.json"
+    metrics = json.loads(path.read_text(encoding="utf-8"))
+    metrics.pop("score", None)
+    if scores is not None:
+        last = {key: metrics.pop(key) for key in ("attempts", "timeline") if key in metrics}
+        metrics |= {"score": scores, **last}
+    write_atomic(path, metrics_text(metrics))

@@ -1,0 +1,225 @@
+"""The marks of a job: a table of questions and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchgen.config.groups.job_config import CutTexts
+from batchgen.util.errors import ConfigError
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+NO_KEY = -1
+"""Stands for the key of a sample that has no answer."""
+_NOTHING = "there are no graded rows to score"
+_INSTEAD = {"wrong": 0.0, "left_out": np.nan}
+"""The mark of a text that was cut, by what it counts as; as_marked leaves it."""
+_KINDS = {"no_answer": 1, "truncated": 2, "error": 4, "grade_error": 8}
+
+
+class Sample(NamedTuple):
+    """What scoring needs of one graded sample.
+
+    Attributes:
+        mark: from 0 to 1; None if it is not known (`error` or `grade_error`).
+        key: the answer in the normal form in which votes are counted; None without an answer.
+        truncated: whether the text ended because it reached its greatest length.
+        error: the type of the row's own error.
+        grade_error: the type of the grader's error.
+        subset: the name of the part of the exam that the question belongs to.
+        cluster: what questions that are not independent have in common, such as the text that
+            they are about; None if the question stands alone.
+    """
+
+    row_id: str
+    sample_index: int
+    mark: float | None
+    key: str | None
+    truncated: bool = False
+    error: str | None = None
+    grade_error: str | None = None
+    subset: str | None = None
+    cluster: str | None = None
+
+
+SAMPLES = {
+    "row_id": pa.string(),
+    "sample_index": pa.int64(),
+    "mark": pa.float64(),
+    "key": pa.string(),
+    "truncated": pa.bool_(),
+    "error": pa.string(),
+    "grade_error": pa.string(),
+    "subset": pa.string(),
+    "cluster": pa.string(),
+}
+"""The fields of `Sample` as columns of a table."""
+
+
+@dataclass(frozen=True, eq=False)
+class Marks:
+    """Marks of Q questions with up to K samples each, in the order in which questions came.
+
+    Attributes:
+        row_ids: [Q] of the questions.
+        marks: [Q, K], NaN where there is no sample or its mark is not known.
+        keys: [Q, K], which answer a sample gives: equal numbers are equal answers to a question,
+            `NO_KEY` is no answer.
+        kinds: [Q, K], a sum of the values of `_KINDS`; 0 for a sample without any of them.
+        present: [Q, K], whether there is such a sample.
+        subsets: [Q] names; None for none.
+        clusters: [Q], equal numbers are one cluster.
+    """
+
+    row_ids: tuple[str, ...]
+    marks: Floats
+    keys: Ints
+    kinds: Ints
+    present: Bools
+    subsets: tuple[str | None, ...]
+    clusters: Ints
+
+    @staticmethod
+    def of(samples: Iterable[Sample]) -> Marks:
+        """The table of samples that come in any order.
+
+        Raises:
+            ConfigError: there is no sample, one comes twice, or a mark is not from 0 to 1.
+        """
+        columns = zip(*samples, strict=True)
+        given = dict(zip(Sample._fields, columns, strict=False))
+        if not given:
+            raise ConfigError(_NOTHING)
+        table = {name: pa.array(given[name], kind) for name, kind in SAMPLES.items()}
+        return Marks.of_table(pa.table(table, schema=pa.schema(SAMPLES.items())))
+
+    @staticmethod
+    def of_table(samples: pa.Table) -> Marks:
+        """The table of samples that are rows in any order, with the columns `SAMPLES`.
+
+        Raises:
+            ConfigError: as of `of`.
+        """
+        if not len(samples):
+            raise ConfigError(_NOTHING)
+        names, question = _numbers(samples["row_id"])
+        index = samples["sample_index"].to_numpy()
+        mark = samples["mark"].to_numpy()
+        for place in np.flatnonzero((mark < 0) | (mark > 1)):
+            raise ConfigError(
+                f"row {names[question[place]]!r} has the mark {mark[place]}: marks are from 0 to 1"
+            )
+        shape = (len(names), 1 + int(index.max()))
+        seen = np.zeros(shape, np.bool_)
+        seen[question, index] = True
+        if np.count_nonzero(seen) < len(index):
+            places: Ints = question * shape[1] + index
+            first = np.unique(places, return_index=True)[1]
+            again = np.setdiff1d(np.arange(len(places)), first)[0]
+            raise ConfigError(
+                f"row {names[question[again]]!r} has sample {index[again]} twice: score one job"
+            )
+        return _table(samples, names, seen, (question, index), mark)
+
+    @property
+    def num_samples(self) -> Ints:
+        """[Q]: how many samples of a question have a mark."""
+        counts: Ints = np.isfinite(self.marks).sum(1, dtype=np.int64)
+        return counts
+
+    def has(self, kind: str) -> Bools:
+        """[Q, K]: which samples are no_answer, truncated, error or grade_error."""
+        found: Bools = np.not_equal(self.kinds & _KINDS[kind], 0)
+        return found
+
+    def select(self, questions: Sequence[int] | Ints) -> Marks:
+        """The table of these questions only, in this order."""
+        at = np.asarray(questions, np.int64)
+        return Marks(
+            tuple(self.row_ids[i] for i in at),
+            self.marks[at],
+            self.keys[at],
+            self.kinds[at],
+            self.present[at],
+            tuple(self.subsets[i] for i in at),
+            self.clusters[at],
+        )
+
+    def counting_cut_texts(self, count_as: CutTexts) -> Marks:
+        """This table, in which texts that were cut count as `marks_counting`. If that is not as
+        they are marked, they have no vote; `kinds` stays."""
+        if count_as == "as_marked":
+            return self
+        cut = self.has("truncated")
+        marks = marks_counting(self.marks, cut, count_as)
+        return replace(self, marks=marks, keys=np.where(cut, NO_KEY, self.keys))
+
+    def by_subset(self) -> Mapping[str, Marks]:
+        """The table of each subset, sorted by name. Empty if no question names one."""
+        places: dict[str, list[int]] = {}
+        for place, name in enumerate(self.subsets):
+            if name is not None:
+                places.setdefault(name, []).append(place)
+        return {name: self.select(places[name]) for name in sorted(places)}
+
+
+def marks_counting(marks: Floats, cut: Bools, count_as: CutTexts) -> Floats:
+    """The marks with which samples count; NaN is none.
+
+    Args:
+        marks: as the steps gave them.
+        cut: of the same shape, which texts were cut.
+        count_as: what these count as: as_marked, wrong (a mark becomes 0) or left_out (none).
+    """
+    if (instead := _INSTEAD.get(count_as)) is None:
+        return marks
+    counted: Floats = np.where(cut & np.isfinite(marks), instead, marks)
+    return counted
+
+
+def _table(
+    samples: pa.Table, names: Sequence[str], present: Bools, at: tuple[Ints, Ints], mark: Floats
+) -> Marks:
+    """The table of samples whose questions and indices are `at`, and are there once."""
+    shape, question = present.shape, at[0]
+    marks = np.full(shape, np.nan)
+    keys, kinds = np.full(shape, NO_KEY), np.zeros(shape, np.int64)
+    marks[at] = mark
+    keys[at] = _numbers(samples["key"])[1]
+    kinds[at] = _kinds(samples)
+    # The first sample of a question says what the question belongs to.
+    first = np.flatnonzero(np.diff(np.maximum.accumulate(question), prepend=-1))
+    subsets = samples["subset"].take(pa.array(first)).to_pylist()
+    _, clusters = _numbers(samples["cluster"].take(pa.array(first)))
+    alone = clusters == NO_KEY
+    clusters[alone] = len(names) + np.flatnonzero(alone)  # a cluster of its own
+    return Marks(tuple(names), marks, keys, kinds, present, tuple(subsets), clusters)
+
+
+def _numbers(values: pa.ChunkedArray) -> tuple[list[str], Ints]:
+    """The different texts in the order in which they come first, and the number of each value's
+    text; `NO_KEY` for null."""
+    encoded = values.combine_chunks().dictionary_encode()
+    numbers = encoded.indices.fill_null(NO_KEY).to_numpy().astype(np.int64)
+    return encoded.dictionary.to_pylist(), numbers
+
+
+def _kinds(samples: pa.Table) -> Ints:
+    """A sum for each sample of the values of `_KINDS`. An error of the row hides one of the grader,
+    and both that there is no answer."""
+    error, grade_error, key = (
+        samples[name].is_valid().to_numpy() for name in ("error", "grade_error", "key")
+    )
+    kinds: Ints = _KINDS["truncated"] * samples["truncated"].to_numpy().astype(np.int64)
+    kinds += _KINDS["error"] * error
+    kinds += _KINDS["grade_error"] * (grade_error & ~error)
+    kinds += _KINDS["no_answer"] * ~(key | error | grade_error)
+    return kinds

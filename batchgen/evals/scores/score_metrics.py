@@ -1,0 +1,87 @@
+"""Metrics of an exam that was sat several times: avg@k, pass@k, pass^k and maj@k, per question.
+
+A sample counts as passed if its mark is 1. Samples without a mark (errors of the row or of the
+grader) are left out: they say nothing about the model. Each function returns one value for each
+question [Q], NaN where there are fewer than k samples with a mark; the metric is their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from batchgen.evals.scores.marks import NO_KEY, Floats, Ints, Marks
+
+
+def avg_at(marks: Marks) -> Floats:
+    """The mean mark of each question. [Q]"""
+    n = marks.num_samples
+    return np.where(n > 0, np.nansum(marks.marks, 1) / np.maximum(n, 1), np.nan)
+
+
+def pass_at(marks: Marks, k: int) -> Floats:
+    """The chance that at least one of k of the samples, drawn without replacement, passed. [Q]
+
+    That is 1 − C(n−c, k) / C(n, k) of n samples, c of which passed (Chen et al., arXiv 2107.03374).
+    """
+    passed, n = _passed(marks)
+    return np.where(n >= k, 1 - _all_of(n - passed, n, k), np.nan)
+
+
+def pass_all(marks: Marks, k: int) -> Floats:
+    """The chance that all of k of the samples, drawn without replacement, passed ("pass^k"). [Q]
+
+    That is C(c, k) / C(n, k) (Yao et al., arXiv 2406.12045).
+    """
+    passed, n = _passed(marks)
+    return np.where(n >= k, _all_of(passed, n, k), np.nan)
+
+
+def maj_at(marks: Marks, k: int) -> Floats:
+    """The mark of the answer that most of k samples give. [Q]
+
+    Samples without an answer do not vote; where none votes, the mark is 0. Of answers with equally
+    many votes the mean counts, and of one answer the mean of its marks. Of more than k samples each
+    full run of k (0 to k−1, k to 2k−1, …) is one vote, and the votes' mean counts.
+    """
+    assert k >= 1
+    if marks.marks.shape[1] == k == 1:  # one vote
+        voted = np.where(marks.keys[:, 0] == NO_KEY, 0.0, marks.marks[:, 0])
+        return np.where(marks.num_samples == 1, voted, np.nan)
+    values = np.full(len(marks.row_ids), np.nan)
+    # Plain lists: a question has few samples, for which numpy takes ten times as long.
+    rows = zip(marks.marks.tolist(), marks.keys.tolist(), strict=True)
+    for question, (row, keys) in enumerate(rows):
+        pairs = [(mark, key) for mark, key in zip(row, keys, strict=True) if mark == mark]
+        votes = [_vote(pairs[i : i + k]) for i in range(0, len(pairs) - k + 1, k)]
+        if votes:
+            values[question] = sum(votes) / len(votes)
+    return values
+
+
+def _vote(pairs: Sequence[tuple[float, int]]) -> float:
+    """The mark of the answer that most samples give, of (mark, answer) of each."""
+    of_answer: dict[int, list[float]] = {}
+    for mark, key in pairs:
+        if key != NO_KEY:
+            of_answer.setdefault(key, []).append(mark)
+    if not of_answer:
+        return 0.0
+    most = max(map(len, of_answer.values()))
+    winners = [sum(given) / most for given in of_answer.values() if len(given) == most]
+    return sum(winners) / len(winners)
+
+
+def _passed(marks: Marks) -> tuple[Ints, Ints]:
+    """How many samples passed and how many have a mark. [Q], [Q]"""
+    return (marks.marks == 1).sum(1), marks.num_samples
+
+
+def _all_of(chosen: Ints, n: Ints, k: int) -> Floats:
+    """C(chosen, k) / C(n, k) as a product, which does not overflow. [Q], 0 where chosen < k."""
+    assert k >= 1
+    ratio = np.ones(len(n))
+    for i in range(k):
+        ratio *= np.maximum(chosen - i, 0) / np.maximum(n - i, 1)
+    return ratio

@@ -1,0 +1,103 @@
+"""The scores of a job as plain values, for metrics.json, the summary and reports."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from batchgen.config.groups.job_config import CutTexts
+from batchgen.evals.scores.intervals import Interval, population_interval, same_questions_interval
+from batchgen.evals.scores.marks import Floats, Marks
+from batchgen.evals.scores.score_metrics import avg_at, maj_at, pass_all, pass_at
+from batchgen.util.errors import ConfigError
+
+RATES = ("no_answer", "truncated", "error", "grade_error")
+
+
+def default_ks(marks: Marks) -> tuple[int, ...]:
+    """1, 2, 4, … up to the largest number of samples of a question, and that number."""
+    most = int(marks.present.sum(1).max())
+    powers = [2**i for i in range(most.bit_length()) if 2**i <= most]
+    return tuple(sorted({*powers, most}))
+
+
+def score(
+    marks: Marks, ks: Sequence[int] | None = None, cut_texts: CutTexts = "as_marked"
+) -> dict[str, Any]:
+    """All metrics of a job and of its subsets, as JSON can hold them (null for NaN).
+
+    - `questions` and `samples`: how many there are; `marked`: samples with a mark.
+    - `avg`: the mean mark, with `population` (new questions of the same kind) and `same_questions`
+      (the same questions sampled again; its values are null where that cannot be told).
+    - `pass@k`, `pass^k` and `maj@k` for each k, with the interval `population`; null where no
+      question has k marks. `questions` says how many have.
+    - `rates`: of all samples, how many have no_answer, truncated, error and grade_error. Of a text
+      that was truncated the answer may be no more than the last number before the cut:
+      `truncated_with_answer` says how many have one, and `cut_texts` what they count as.
+    - `bounds`: the mean mark if all samples without a mark were wrong, or right.
+    - `subsets`: the same for each subset, by name.
+
+    Args:
+        ks: the sizes k; None takes `default_ks`.
+        cut_texts: what texts that were truncated count as.
+
+    Raises:
+        ConfigError: a k is below 1.
+    """
+    sizes = default_ks(marks) if ks is None else tuple(ks)
+    if any(k < 1 for k in sizes):
+        raise ConfigError(f"k must be at least 1, got {list(sizes)}")
+    marks = marks.counting_cut_texts(cut_texts)
+    values = {**_score(marks, sizes), "cut_texts": cut_texts}
+    values["subsets"] = {name: _score(part, sizes) for name, part in marks.by_subset().items()}
+    return values
+
+
+def _score(marks: Marks, sizes: tuple[int, ...]) -> dict[str, Any]:
+    mean = avg_at(marks)
+    values: dict[str, Any] = {
+        "questions": len(marks.row_ids),
+        "samples": int(marks.present.sum()),
+        "marked": int(marks.num_samples.sum()),
+        "avg": {
+            **_metric(mean, marks),
+            "same_questions": _plain(same_questions_interval(marks)),
+        },
+    }
+    for name, function in (("pass@", pass_at), ("pass^", pass_all), ("maj@", maj_at)):
+        for k in sizes:
+            values[f"{name}{k}"] = _metric(function(marks, k), marks)
+    total = values["samples"]
+    values["rates"] = {kind: int(marks.has(kind).sum()) / total for kind in RATES}
+    unanswered = marks.has("no_answer") | marks.has("error") | marks.has("grade_error")
+    answered = marks.has("truncated") & ~unanswered
+    values["rates"]["truncated_with_answer"] = int(answered.sum()) / total
+    values["bounds"] = [_filled_mean(marks, 0.0), _filled_mean(marks, 1.0)]
+    return values
+
+
+def _metric(values: Floats, marks: Marks) -> dict[str, Any]:
+    interval = population_interval(values, marks.clusters)
+    return {
+        "value": None if interval is None else interval.estimate,
+        "questions": int(np.isfinite(values).sum()),
+        "population": _plain(interval),
+    }
+
+
+def _filled_mean(marks: Marks, mark: float) -> float:
+    """The mean over questions of their mean marks, with `mark` for those that are not known."""
+    filled = np.where(np.isfinite(marks.marks), marks.marks, mark)
+    return float(np.average(filled, axis=1, weights=marks.present).mean())
+
+
+def _plain(interval: Interval | None) -> dict[str, float | None] | None:
+    if interval is None:
+        return None
+    values = asdict(interval)
+    del values["estimate"]
+    return {key: None if math.isnan(value) else value for key, value in values.items()}

@@ -1,0 +1,78 @@
+"""The constraint that a column of the data set holds for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from batchgen.config.groups.constraint_config import (
+    ConstraintConfig,
+    NoConstraintConfig,
+    constraint_column,
+)
+from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.constraint.json_schema.json_text import compact_json
+from batchgen.engine.interface.constraint_error import ConstraintError
+from batchgen.engine.interface.outputs import RequestError
+from batchgen.inputs.constraint.timed_checks import TimedConstraints
+from batchgen.inputs.dataset.dataset_columns import named_path, value_at
+from batchgen.inputs.dataset.source import Row
+
+MAX_CACHED = 4096
+"""How many different cells of the column are kept with the constraints that were made of them."""
+_MUST_HOLD = {
+    "json_schema": "JSON text or a struct",
+    "regex": "text",
+    "choice": "a list of texts, or JSON text of one",
+    "grammar": "text (EBNF)",
+    "structural_tag": "JSON text or a struct",
+}
+
+
+class RowConstraints:
+    """Tells what the output of each row must look like, where a column of the data set says it."""
+
+    def __init__(self, config: ConstraintConfig, features: Mapping[str, Any]) -> None:
+        """`features` says what the library datasets takes the columns to hold. ConfigError if the
+        data set does not have the column that the job names."""
+        self._column = constraint_column(config)
+        self._kind = config.kind
+        if self._column is None:
+            return
+        assert not isinstance(config, NoConstraintConfig)
+        self._path = named_path("constraint.column", self._column, features)
+        # Many rows often hold the same constraint, and a schema takes time to check.
+        self._made = lru_cache(MAX_CACHED)(TimedConstraints(config).make)
+
+    def of(self, row: Row) -> Constraint | None:
+        """The constraint that a row has of its own, None if it has none; RequestError
+        (bad_constraint) for a cell that holds none."""
+        if self._column is None:
+            return None
+        try:
+            text = cell_text(self._kind, value_at(row.fields, self._path))
+            return None if text is None else self._made(text)
+        except ConstraintError as error:
+            raise RequestError("bad_constraint", f"column {self._column!r}: {error}") from None
+
+
+def cell_text(kind: str, cell: Any) -> str | None:
+    """What the constraint column holds for one row, as text; None if it holds nothing. A list of
+    choices, a schema and a tag become JSON text.
+
+    Raises:
+        ConstraintError: the cell is neither text nor what else may stand there for this kind.
+    """
+    if cell is None or isinstance(cell, str):
+        return cell
+    try:
+        if isinstance(cell, dict) and kind in ("json_schema", "structural_tag"):
+            return compact_json(cell)
+        if isinstance(cell, list) and kind == "choice":
+            return compact_json(cell)
+    except RecursionError:
+        raise ConstraintError("is nested too deeply") from None
+    except (TypeError, ValueError) as error:  # a date or NaN in a struct, for example
+        raise ConstraintError(f"must hold {_MUST_HOLD[kind]}, got no JSON: {error}") from None
+    raise ConstraintError(f"must hold {_MUST_HOLD[kind]}, got {cell!r:.100}")

@@ -1,0 +1,177 @@
+"""Sampling options that a row brings along, under our names or those of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any, get_type_hints
+
+from batchgen.config.groups.convert_value import convert
+from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.constraint.json_schema.json_text import compact_json
+from batchgen.engine.interface.constraint_error import ConstraintError
+from batchgen.engine.interface.outputs import RequestError
+from batchgen.engine.sampling.sampling_params import SamplingParams, SharedSampling
+from batchgen.util.errors import ConfigError
+
+BAD_OPTION = "bad_option"
+"""The type of a row's error whose options cannot be honoured."""
+SAME_OPTIONS = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+}
+"""Names of other programs that mean one of ours."""
+IGNORED_OPTIONS = (
+    *("model", "user", "metadata", "store", "stream", "stream_options", "service_tier"),
+    *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+)
+"""Keys of OpenAI's API that do not change what the model writes."""
+HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "modalities": (["text"],),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+}
+"""Keys that may have these values, which change nothing, and no others."""
+_HINTS = get_type_hints(SharedSampling)
+OPTIONS = tuple(_HINTS)
+"""Our names of the options that a row may have."""
+
+MakeConstraint = Callable[[str], Constraint]
+
+
+class RowOptions:
+    """Reads the options of rows for a job with these parameters.
+
+    `samples` is the job's `n`, `prompt_keys` are keys of the options that the prompt reads, and
+    `make_schema` makes the constraint of a schema's JSON text. A `marker` ends free text before
+    what `response_format` asks for.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        samples: int,
+        prompt_keys: Collection[str] = (),
+        make_schema: MakeConstraint,
+        marker: str = "",
+    ) -> None:
+        self._params, self._samples = params, samples
+        self._prompt_keys = frozenset(prompt_keys)
+        self._make_schema, self._marker = make_schema, marker
+
+    def params(self, given: Mapping[str, Any]) -> SamplingParams:
+        """The job's parameters with the options of a row, a null being none; RequestError
+        (bad_option, bad_constraint) for an option that cannot be honoured."""
+        own: dict[str, Any] = {}
+        names: dict[str, str] = {}
+        for key, value in given.items():
+            if value is None or key in self._prompt_keys or key in IGNORED_OPTIONS:
+                continue
+            name = SAME_OPTIONS.get(key, key)
+            if name in _HINTS:
+                if name in names:
+                    raise _refused(f"{names[name]} and {key} are the same: give one")
+                names[name], own[name] = key, _converted(key, value, _HINTS[name])
+            elif key == "response_format":
+                own |= self._constraint(value)
+            else:
+                self._refuse_other(key, value, given)
+        if not own:
+            return self._params
+        try:
+            if own.get("max_new_tokens") == 0:
+                raise ValueError("max_new_tokens must be at least 1, got 0")
+            return replace(self._params, **own)
+        except ValueError as error:
+            name, _, rest = str(error).partition(" ")
+            raise _refused(f"{names.get(name, name)} {rest}") from None
+
+    def _constraint(self, value: Any) -> dict[str, Any]:
+        """What a `response_format` asks for."""
+        kind = value.get("type") if isinstance(value, Mapping) else None
+        if kind == "text":
+            return {}
+        if kind not in ("json_object", "json_schema"):
+            allowed = "{type: text}, {type: json_object} or {type: json_schema, json_schema: …}"
+            raise _refused(f"response_format must be {allowed}, got {value!r:.100}")
+        if self._params.constraint is not None:
+            raise _refused("response_format: the job has a constraint for all rows: drop one")
+        try:
+            if kind == "json_object":
+                made = Constraint.make("json", None, start_after=self._marker)
+            else:
+                made = self._make_schema(_schema_text(value))
+        except ConstraintError as error:
+            raise RequestError("bad_constraint", f"response_format: {error}") from None
+        return {"constraint": made}
+
+    def _refuse_other(self, key: str, value: Any, given: Mapping[str, Any]) -> None:
+        """Refuse an option that is no parameter of a request, unless it changes nothing."""
+        if any(value == harmless and type(value) is type(harmless) for harmless in _harmless(key)):
+            return
+        if key == "n":
+            if value != self._samples:
+                raise _refused(
+                    f"n={value!r} differs from sampling.n={self._samples}, which all rows share"
+                )
+        elif key in ("logprobs", "top_logprobs"):
+            self._check_logprobs(key, value)
+        elif key in HARMLESS_VALUES:
+            allowed = " or ".join(f"{harmless!r}" for harmless in _harmless(key))
+            raise _refused(f"{key} can only be {allowed} here, got {value!r:.100}")
+        else:
+            raise _refused(
+                f"unknown option {key!r}: a row may have {', '.join((*OPTIONS, *SAME_OPTIONS))}, "
+                "n, response_format, logprobs and top_logprobs"
+            )
+
+    def _check_logprobs(self, key: str, value: Any) -> None:
+        """Log-probabilities are columns, which a job has for all rows or for none."""
+        counts = key == "top_logprobs" or type(value) is int  # logprobs of completions is a number
+        number = _converted(key, value, int if counts else bool)
+        if not self._params.logprobs:
+            raise _refused(f"{key}: the job writes no logprobs: set output.columns=[logprobs]")
+        if counts and number > self._params.top_logprobs:
+            raise _refused(
+                f"{key}={number} is more than the job writes ({self._params.top_logprobs}): set "
+                f"output.columns=[logprobs,top_logprobs] output.top_logprobs={number}"
+            )
+
+
+def _harmless(key: str) -> tuple[Any, ...]:
+    return HARMLESS_VALUES.get(key, ())
+
+
+def _converted(key: str, value: Any, hint: Any) -> Any:
+    """An option's value as its type; JSON may have an integer as 16.0, and -1 turns top_k off."""
+    if hint is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if key == "top_k" and value == -1:
+        value = 0
+    try:
+        return convert(value, hint, key)
+    except ConfigError as error:
+        raise _refused(str(error)) from None
+
+
+def _schema_text(value: Mapping[str, Any]) -> str:
+    """The JSON text of the schema in a `response_format`."""
+    format = value.get("json_schema")
+    schema = format.get("schema") if isinstance(format, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise ConstraintError(f"json_schema must have a schema, got {format!r:.100}")
+    try:
+        return compact_json(dict(schema))
+    except RecursionError:
+        raise ConstraintError("is nested too deeply") from None
+
+
+def _refused(message: str) -> RequestError:
+    return RequestError(BAD_OPTION, message)

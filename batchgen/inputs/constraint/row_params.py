@@ -1,0 +1,106 @@
+"""The parameters of each row's requests: the job's, with what the row has of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from batchgen.config.groups.constraint_config import JsonSchemaConstraintConfig
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.prompt_config import ChatPromptConfig, OpenAIPromptConfig
+from batchgen.engine.interface.outputs import RequestError
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.inputs.constraint.row_constraints import MAX_CACHED, RowConstraints
+from batchgen.inputs.constraint.row_options import BAD_OPTION, RowOptions
+from batchgen.inputs.constraint.timed_checks import TimedConstraints
+from batchgen.inputs.dataset.dataset_columns import json_cell, named_path, value_at
+from batchgen.inputs.dataset.source import Row
+
+CheckParams = Callable[[SamplingParams], None]
+"""Raises ValueError for parameters that the strategy or the model cannot honour."""
+
+
+class RowParams:
+    """Tells how each row is sampled. The seed is the job's, or the row's own instead of it, from
+    which each sample gets its own."""
+
+    def __init__(self, config: JobConfig, features: Mapping[str, Any], check: CheckParams) -> None:
+        """Read what a job says of all rows; `features` are the columns of its data set.
+
+        Raises:
+            ConfigError: the data set does not have the column of constraints, or that of options.
+        """
+        self._job, self._check = config.params, check
+        self._constraints = RowConstraints(config.constraint, features)
+        self._column = config.sampling.column
+        if self._column is None:
+            return
+        self._path = named_path("sampling.column", self._column, features)
+        marker = config.constraint_marker
+        schemas = TimedConstraints(
+            JsonSchemaConstraintConfig(column=self._column, start_after=marker or None)
+        )
+        self._options = RowOptions(
+            self._job,
+            samples=config.sampling.n,
+            prompt_keys=_prompt_keys(config, self._column),
+            make_schema=lru_cache(MAX_CACHED)(schemas.make),
+            marker=marker,
+        )
+
+    def sampling(self, row: Row) -> SamplingParams:
+        """The parameters of a row without its constraint, if a column holds that.
+
+        Raises:
+            RequestError: bad_option, bad_constraint: the row's options cannot be honoured.
+        """
+        if self._column is None:
+            return self._job
+        try:
+            given = json_cell(value_at(row.fields, self._path))
+        except ValueError as error:
+            raise RequestError(BAD_OPTION, f"column {self._column!r}: {error}") from None
+        if given is None:
+            return self._job
+        if not isinstance(given, Mapping):
+            raise RequestError(
+                BAD_OPTION, f"column {self._column!r} must hold options by name, got {given!r:.100}"
+            )
+        try:
+            params = self._options.params(given)
+        except RequestError as error:
+            raise RequestError(error.type, f"column {self._column!r}: {error}") from None
+        try:
+            self._check(params)
+        except ValueError as error:
+            raise RequestError(BAD_OPTION, f"column {self._column!r}: {error}") from None
+        return params
+
+    def constrained(self, row: Row, params: SamplingParams) -> SamplingParams:
+        """Parameters from `sampling` with the constraint of the row's own; RequestError
+        (bad_constraint) for a cell that holds none."""
+        constraint = self._constraints.of(row)
+        if constraint is None:
+            return params
+        if params.constraint is not None:
+            raise RequestError(
+                BAD_OPTION, "the row has a response_format and a constraint.column: choose one"
+            )
+        try:
+            return replace(params, constraint=constraint)
+        except ValueError as error:
+            raise RequestError(BAD_OPTION, str(error)) from None
+
+
+def _prompt_keys(config: JobConfig, column: str) -> list[str]:
+    """The keys below the column of options that the prompt reads."""
+    prompt = config.prompt
+    named: list[str | None] = []
+    if isinstance(prompt, ChatPromptConfig):
+        named = [prompt.messages_column, prompt.tools_column]
+    if isinstance(prompt, OpenAIPromptConfig):
+        named = [f"{prompt.body_column}.{key}" for key in ("messages", "tools", "prompt")]
+    start = f"{column}."
+    return [name.removeprefix(start) for name in named if name and name.startswith(start)]

@@ -1,0 +1,48 @@
+"""Rows from nothing: `dataset=count`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+from datasets import Features, Value
+
+from batchgen.inputs.dataset.source import Left, ReadJob, Row
+
+ROW_INDEX = "row_index"
+
+
+class CountedRows:
+    """A `Source` of rows that have nothing but their index, which is their id, too.
+
+    The output has the index anyway, so that no column is copied.
+    """
+
+    columns: tuple[str, ...] = (ROW_INDEX,)
+    schema = pa.schema([])
+    fingerprint = "count"
+    jobs: tuple[ReadJob, ...] = ()
+    funnel: tuple[Left, ...] = ()
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows: int | None = num_rows
+        self.features = Features({ROW_INDEX: Value("int64")})
+        self._number = num_rows
+
+    def rows(self, start: int = 0) -> Iterator[Row]:
+        """See `Source`."""
+        return self.rows_at(range(start, self._number))
+
+    def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
+        """See `Source`."""
+        return (Row(index, str(index), {ROW_INDEX: index}) for index in indices)
+
+    def passthrough(self, row: Row) -> dict[str, Any]:
+        """See `Source`."""
+        return {}
+
+    def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
+        """See `Source`."""
+        for start in range(0, stop, size):
+            yield pa.table({ROW_INDEX: pa.array(range(start, min(start + size, stop)), pa.int64())})

@@ -1,0 +1,300 @@
+"""Opens the data set at `dataset.path`: local files and folders, or the hub."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from logging import CRITICAL
+from pathlib import Path
+from typing import Any, Literal
+
+import datasets
+from datasets import Dataset, DatasetBuilder, DatasetDict, IterableDataset
+from datasets.utils import logging as datasets_logging
+from huggingface_hub import DatasetCard
+from huggingface_hub.utils import logging as hub_logging
+
+from batchgen.config.groups.dataset_config import STDIN, DatasetConfig
+from batchgen.inputs.tables.json_tables import JsonColumns
+from batchgen.inputs.tables.local_files import check_reading, local_rows
+from batchgen.inputs.tables.read_errors import READ_ERRORS, unreadable
+from batchgen.inputs.tables.stdin_table import called_stdin, spooled_stdin
+from batchgen.inputs.tables.table_formats import SUPPORTED, TEXT_FORMATS, format_of, reason
+from batchgen.util.errors import ConfigError
+from batchgen.util.fingerprint import content_digests, fingerprint_text
+from batchgen.util.package_files import PACKAGE_SCHEME, find_in_package
+from batchgen.util.paths import short_user_path
+
+_READING_VERSION = 2
+"""Another number where the same files give other rows than in an older version of batchgen."""
+_CACHE_VERSION = "rows-3"
+"""Another name where rows are kept otherwise in the cache than by an older version."""
+_FILE_KEYS = {"config_name", "data_files", "data_dir", "default"}
+"""Keys of a configuration in a README.md that only say which files have its rows."""
+DEMO = Path(__file__).parents[2] / "data" / "demo.jsonl"
+
+
+@dataclass(frozen=True)
+class LoadedDataset:
+    """All rows of one split. The fingerprint differs if the content of any row differs; `files` are
+    the local files that it is read from, none for the hub. `json` are the columns of rows that
+    `data` keeps as JSON text."""
+
+    data: Dataset | IterableDataset
+    fingerprint: str
+    files: tuple[Path, ...] = ()
+    json: JsonColumns | None = None
+
+
+def load_split(config: DatasetConfig) -> LoadedDataset:
+    """The split that the configuration names.
+
+    Unless they are streamed, local files are converted once into Arrow files in the cache of
+    datasets. The folder there is named by their content, so that a file which has changed is never
+    taken from an old cache.
+
+    Raises:
+        ConfigError: the path, the split or the data cannot be used.
+    """
+    with quiet():
+        if config.kind == "hub":
+            return _load_hub(config)
+        if config.path == STDIN:
+            with called_stdin(file := spooled_stdin(_cache_dir("stdin"))):
+                return _load_files([file], config, _pick_split(["train"], config))
+        path = DEMO if config.kind == "demo" else _local_path(str(config.path))
+        if path.is_dir():
+            if config.name is None and (path / "dataset_dict.json").is_file():
+                split = _pick_split(_saved_splits(path), config)
+                return _load_saved(path / split, split, config)
+            if config.name is None and (path / "state.json").is_file():
+                return _load_saved(path, _pick_split(["train"], config), config)
+            return _load_folder(path, config)
+        if config.name is not None:
+            raise ConfigError(f"dataset.name is for hub data sets and folders, {path} is neither")
+        return _load_files(_find_files(path), config, _pick_split(["train"], config))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the progress bars and log lines of datasets: our own errors say what they would."""
+    levels = [(log, log.get_verbosity()) for log in (datasets_logging, hub_logging)]
+    bars = datasets.are_progress_bars_disabled()
+    for log, _ in levels:
+        log.set_verbosity(CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        for log, level in levels:
+            log.set_verbosity(level)
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+def _local_path(path: str) -> Path:
+    if path.startswith(PACKAGE_SCHEME):
+        return find_in_package(path, "dataset.path:")
+    return short_user_path(path, "dataset.path")
+
+
+def _find_files(path: Path) -> list[Path]:
+    if path.is_file():
+        files = [path]
+    elif glob.has_magic(str(path)):
+        files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+        files = [file for file in files if file.is_file()]
+        if not files:
+            raise ConfigError(f"dataset.path: no file matches {path} (from {Path.cwd()})")
+    else:
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        hub = "; for a data set of the hub use dataset=hub" if _like_hub_name(str(path)) else ""
+        raise ConfigError(f"dataset.path: {path} does not exist{where}{hub}")
+    _check_formats(files)
+    return files
+
+
+def _like_hub_name(path: str) -> bool:
+    return (
+        path.count("/") <= 1 and not path.startswith((".", "/")) and format_of(Path(path)) is None
+    )
+
+
+def _check_formats(files: Sequence[Path]) -> str:
+    """The format that all files have."""
+    by_format: dict[str | None, Path] = {}
+    for file in files:
+        by_format.setdefault(format_of(file), file)
+    if None in by_format:
+        raise ConfigError(
+            f"dataset.path: {by_format[None]} is of no known format: use {SUPPORTED} "
+            "(those of text also with .gz)"
+        )
+    if len(by_format) > 1:
+        examples = ", ".join(f"{kind} ({file.name})" for kind, file in by_format.items())
+        raise ConfigError(
+            f"dataset.path: files of several formats, {examples}: choose one with a glob such as "
+            f"'{files[0].parent}/*{files[0].suffix}'"
+        )
+    (kind,) = by_format
+    assert kind is not None
+    return kind
+
+
+def _load_files(files: Sequence[Path], config: DatasetConfig, split: str) -> LoadedDataset:
+    kind = _check_formats(files)
+    check_reading(config, kind)
+    fingerprint = _content(split, files, kind, config)
+    try:
+        local = local_rows(kind, files, config, split, _cache_dir(fingerprint, _CACHE_VERSION))
+        if local.is_mixed:
+            fingerprint = fingerprint_text(fingerprint, "each value is what its row says")
+        data = _read(local.builder, config)[split]
+        return LoadedDataset(data, fingerprint, tuple(files), local.json)
+    except ConfigError:
+        raise
+    except READ_ERRORS as error:
+        raise unreadable(error, files) from None
+
+
+def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
+    """A folder, read as datasets does: its file names or its README.md tell its splits."""
+    if folder.resolve() == Path("/"):
+        raise ConfigError(
+            "dataset.path=/ is the root of all files of this machine: give the file or folder with "
+            "the rows"
+        )
+    try:
+        files = sorted(f for f in folder.rglob("*") if f.is_file() and format_of(f) is not None)
+    except OSError as error:
+        raise ConfigError(f"dataset.path: cannot read {error.filename}: {error.strerror}") from None
+    files = [f for f in files if not any(p.startswith(".") for p in f.relative_to(folder).parts)]
+    if not files:
+        raise ConfigError(f"dataset.path: folder {folder} has no files of {SUPPORTED}")
+    declared = _declared(folder)
+    # Beside rows of another format .txt files are notes.
+    files = [f for f in files if format_of(f) != "txt"] or files
+    if declared == "nothing":
+        _check_formats(files)
+    try:
+        path = str(folder.absolute())
+        used = datasets.load_dataset_builder(path, config.name).config.data_files
+        split = _pick_split(list(map(str, used)), config)
+        chosen = [Path(name) for name in used[split]]
+        if declared == "nothing":
+            _check_all_used(files, [Path(name) for names in used.values() for name in names])
+        # Text that nobody has declared types for is read as it is anywhere else.
+        is_text = declared == "only files" and format_of(chosen[0]) in TEXT_FORMATS
+        if declared == "nothing" or is_text:
+            return _load_files(chosen, config, split)
+        check_reading(config, "declared by its README.md")
+        fingerprint = _content(split, chosen, "declared", config)
+        cache = str(_cache_dir(fingerprint))
+        builder = datasets.load_dataset_builder(path, config.name, cache_dir=cache)
+        return LoadedDataset(_read(builder, config)[split], fingerprint, tuple(chosen))
+    except ConfigError:
+        raise
+    except READ_ERRORS as error:
+        raise unreadable(error, files) from None
+
+
+def _declared(folder: Path) -> Literal["nothing", "only files", "more"]:
+    """What the README.md of a folder says of its rows: nothing, in which files they are, or also
+    what these hold or how they are read."""
+    readme = folder / "README.md"
+    try:
+        card = DatasetCard.load(readme).data.to_dict() if readme.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"dataset.path: the YAML of {readme} is wrong: {reason(error)}") from None
+    configs = card.get("configs") or []
+    keys = {key for config in configs for key in config}
+    if not configs:
+        return "nothing"
+    return "more" if keys - _FILE_KEYS or "dataset_info" in card else "only files"
+
+
+def _check_all_used(files: Sequence[Path], used: Sequence[Path]) -> None:
+    """Refuse a folder of which datasets would leave out a file: if the names of some files contain
+    the name of a split, it drops all files without one."""
+    known = {file.resolve() for file in used}
+    left_out = [file for file in files if file.resolve() not in known]
+    if left_out:
+        raise ConfigError(
+            f"dataset.path: {left_out[0]} belongs to no split, though other files are named like "
+            "splits (train, test, …): name the files you mean with a glob"
+        )
+
+
+def _saved_splits(folder: Path) -> list[str]:
+    file = folder / "dataset_dict.json"
+    try:
+        return [str(split) for split in json.loads(file.read_text(encoding="utf-8"))["splits"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"dataset.path: {file} is damaged: {reason(error)}") from None
+
+
+def _load_saved(folder: Path, split: str, config: DatasetConfig) -> LoadedDataset:
+    """A split that datasets' save_to_disk wrote, memory-mapped as it is."""
+    check_reading(config, "saved by datasets")
+    try:
+        data = datasets.load_from_disk(str(folder))
+        assert not isinstance(data, DatasetDict)
+        names = [entry["filename"] for entry in data.cache_files]
+        fingerprint = _content(split, [Path(name) for name in names], "saved", config)
+    except READ_ERRORS as error:
+        raise unreadable(error, [folder]) from None
+    return LoadedDataset(data.to_iterable_dataset() if config.streaming else data, fingerprint)
+
+
+def _load_hub(config: DatasetConfig) -> LoadedDataset:
+    try:
+        builder = datasets.load_dataset_builder(config.path, config.name, revision=config.revision)
+        if builder.info.splits:
+            _pick_split(list(builder.info.splits), config)  # before anything is downloaded
+        splits = _read(builder, config)
+        split = _pick_split(list(map(str, splits)), config)
+    except ConfigError:
+        raise
+    except READ_ERRORS as error:
+        raise ConfigError(f"dataset.path: cannot load {config.path}: {reason(error)}") from None
+    # The hash is the commit of the data set's repository, also if the data comes from the cache.
+    parts = ("hub", str(config.path), builder.config.name, split, str(builder.hash))
+    return LoadedDataset(splits[split], fingerprint_text(*parts))
+
+
+def _read(builder: DatasetBuilder, config: DatasetConfig) -> dict[str, Any]:
+    """All splits of the builder, by name."""
+    if config.streaming:
+        return dict(builder.as_streaming_dataset())
+    builder.download_and_prepare()
+    if builder.info.splits and not sum(info.num_examples for info in builder.info.splits.values()):
+        raise ConfigError(f"dataset.path: {config.path} has no rows")
+    return dict(builder.as_dataset())
+
+
+def _pick_split(splits: Sequence[str], config: DatasetConfig) -> str:
+    names = ", ".join(map(str, splits))
+    if config.split is None:
+        if len(splits) == 1:
+            return splits[0]
+        raise ConfigError(f"dataset.split: {config.path} has several splits, choose among {names}")
+    if config.split not in splits:
+        raise ConfigError(f"dataset.split: {config.path} has no {config.split!r}, only {names}")
+    return config.split
+
+
+def _content(split: str, files: Sequence[Path], kind: str, config: DatasetConfig) -> str:
+    """The fingerprint of a split's files in their order, with how they are read, wherever they
+    lie."""
+    how = json.dumps([_READING_VERSION, kind, config.reading], sort_keys=True)
+    try:
+        return fingerprint_text(split, how, *content_digests(files))
+    except OSError as error:
+        raise ConfigError(f"dataset.path: cannot read {error.filename}: {error.strerror}") from None
+
+
+def _cache_dir(*names: str) -> Path:
+    return Path(datasets.config.HF_DATASETS_CACHE).joinpath("batchgen", *names)

@@ -1,0 +1,105 @@
+"""The fields of rows, made of the tables in which a data set keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import pyarrow as pa
+from datasets import Features
+
+from batchgen.inputs.tables.json_tables import ROW_TEXT, JsonColumns, parse_rows
+from batchgen.inputs.tables.json_values import has_json
+from batchgen.util.text.row_json import value_reader
+
+
+class RowFields(Protocol):
+    """How the rows of a data set are kept.
+
+    Attributes:
+        columns: the columns that are read for the fields, as the data set calls them.
+    """
+
+    columns: Sequence[str]
+
+    def of_table(self, table: pa.Table) -> list[dict[str, Any]]:
+        """The fields of each row of a table that has the `columns`."""
+        ...
+
+    def typed(self, table: pa.Table) -> pa.Table:
+        """A table that has the `columns` as one of the columns that users see."""
+        ...
+
+
+class ArrowFields:
+    """Rows that lie in Arrow columns: JSON in text is parsed, and of structs the fields are left
+    out that are null, since Arrow gives each the fields of all."""
+
+    def __init__(self, features: Features) -> None:
+        self.columns = list(features)
+        self._readers = {
+            name: read
+            for name, described in features.to_dict().items()
+            if (read := value_reader(described)) is not None
+        }
+        self._json = {name for name, feature in features.items() if has_json(feature)}
+
+    def of_table(self, table: pa.Table) -> list[dict[str, Any]]:
+        """See `RowFields`."""
+        readers = {
+            name: read
+            for name, read in self._readers.items()
+            if name in self._json or any(map(_has_padding, table[name].chunks))
+        }
+        return _read(table.to_pylist(), readers)
+
+    def of_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The fields of rows, as Python has what is in their columns."""
+        return _read(rows, self._readers)
+
+    def typed(self, table: pa.Table) -> pa.Table:
+        """See `RowFields`."""
+        return table
+
+
+class JsonFields:
+    """Rows that are kept as JSON text, each of which is parsed for itself."""
+
+    columns = (ROW_TEXT,)
+
+    def __init__(self, columns: JsonColumns, names: Mapping[str, str]) -> None:
+        """`names` are those that the columns have in the files, by those that users see."""
+        self._json, self._names = columns, names
+        self._same = tuple(names) if list(names) == list(names.values()) else None
+
+    def of_table(self, table: pa.Table) -> list[dict[str, Any]]:
+        """See `RowFields`."""
+        same, names = self._same, self._names.items()
+        return [
+            row if tuple(row) == same else {new: row.get(name) for new, name in names}
+            for row in parse_rows(table[ROW_TEXT].to_pylist())
+        ]
+
+    def typed(self, table: pa.Table) -> pa.Table:
+        """See `RowFields`."""
+        return self._json.table(table[ROW_TEXT].to_pylist()).rename_columns(list(self._names))
+
+
+def _read(
+    rows: list[dict[str, Any]], readers: Mapping[str, Callable[[Any], Any]]
+) -> list[dict[str, Any]]:
+    for fields in rows if readers else ():
+        fields |= {name: read(fields[name]) for name, read in readers.items() if name in fields}
+    return rows
+
+
+def _has_padding(array: pa.Array) -> bool:
+    """Whether a struct in an array has a field that is null. It costs much less than to look into
+    each value."""
+    kind = array.type
+    if pa.types.is_struct(kind):
+        parts = array.flatten()  # null where the struct is
+        return any(part.null_count > array.null_count or _has_padding(part) for part in parts)
+    if pa.types.is_nested(kind) and not pa.types.is_map(kind):
+        return _has_padding(array.flatten())
+    return False

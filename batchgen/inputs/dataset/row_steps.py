@@ -1,0 +1,119 @@
+"""A data set with the columns that the steps of `rows` add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+from datasets import Features
+
+from batchgen.engine.interface.outputs import RequestError
+from batchgen.evals.graders.choices import BadChoices, RowStep
+from batchgen.evals.graders.step import arrow_schema
+from batchgen.inputs.dataset.source import Following, Left, ReadJob, Row, Source
+from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import some_names
+
+
+@dataclass(frozen=True, slots=True)
+class SteppedRow(Row):
+    """A row with the columns of the steps in `fields`; `given` is the row as the
+    data set has it."""
+
+    given: Row = field(kw_only=True)
+
+
+class SteppedSource:
+    """A `Source` whose rows went through steps, one after the other.
+
+    A column that a step writes replaces one of the data set with the same name. A row in which a
+    step fails has none of the steps' columns and becomes an error row (bad_choices). The
+    fingerprint is that of the data set: the steps are part of the job's configuration.
+    """
+
+    def __init__(self, source: Source, steps: Sequence[RowStep]) -> None:
+        """Check that every column which a step reads is one of the data set or of a step before
+        it."""
+        self._source, self._steps = source, tuple(steps)
+        made = arrow_schema([column for step in steps for column in step.writes])
+        self._made = {column.name: column for column in made}
+        known = list(source.features)
+        for number, step in enumerate(steps):
+            for name in step.field_names:
+                if name not in known:
+                    raise ConfigError(
+                        f"rows[{number}]: {type(step).__name__} reads the column {name!r}, which "
+                        f"the data set does not have: choose among {some_names(known)}"
+                    )
+            known += [column.name for column in step.writes]
+        added = Features.from_arrow_schema(pa.schema(list(self._made.values())))
+        self.features = Features({**source.features, **added})
+        self.columns = tuple(self.features)
+        kept = [column for column in source.schema if column.name not in self._made]
+        self.schema = pa.schema([*kept, *self._made.values()])
+
+    @property
+    def jobs(self) -> tuple[ReadJob, ...]:
+        """Those of the data set."""
+        return self._source.jobs
+
+    @property
+    def num_rows(self) -> int | None:
+        """See `Source`."""
+        return self._source.num_rows
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the data set."""
+        return self._source.fingerprint
+
+    @property
+    def funnel(self) -> tuple[Left, ...]:
+        """That of the data set."""
+        return self._source.funnel
+
+    def rows(self, start: int = 0) -> Iterator[Row]:
+        """See `Source`; the columns of the steps are added."""
+        return self._stepped(self._source.rows(start))
+
+    def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
+        """See `Source`; the columns of the steps are added."""
+        return self._stepped(self._source.rows_at(indices))
+
+    def _stepped(self, rows: Iterator[Row]) -> Iterator[Row]:
+        for row in rows:
+            fields, failure = row.fields, None
+            try:
+                for step in self._steps:
+                    fields = fields | step.apply(row.index, fields)
+            except BadChoices as error:
+                fields, failure = row.fields, RequestError("bad_choices", str(error))
+            yield SteppedRow(row.index, row.id, fields, failure, given=row)
+
+    def passthrough(self, row: Row) -> dict[str, Any]:
+        """See `Source`; the steps' columns are null in a row in which a step failed."""
+        assert isinstance(row, SteppedRow)
+        values = self._source.passthrough(row.given)
+        ok = row.failure is None
+        return values | {name: row.fields[name] if ok else None for name in self._made}
+
+    def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
+        """The rows as the data set has them, as of `Source`."""
+        return self._source.tables(stop, size)
+
+
+class FollowedSteps(SteppedSource, Following):
+    """Rows that come while they are read, with the columns of steps."""
+
+    @property
+    def num_ready(self) -> int:
+        """See `Following`."""
+        assert isinstance(self._source, Following)
+        return self._source.num_ready
+
+    def learn(self, may_write: Callable[[], bool] = lambda: False) -> bool:
+        """See `Following`."""
+        assert isinstance(self._source, Following)
+        return self._source.learn(may_write)

@@ -1,0 +1,141 @@
+"""Reads the headers of image files, and decodes them to pixels. Pillow does the work."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+
+from batchgen.engine.interface.outputs import RequestError
+from batchgen.engine.vision.image import Pixels
+from batchgen.util.errors import ConfigError
+
+if TYPE_CHECKING:
+    from PIL import Image as Pillow
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""The formats that are read. Others that Pillow knows start programs, such as EPS, or are rare."""
+MOST_PIXELS = 100_000_000
+"""The most pixels of a file: a header may claim any number, and each takes 3 to 8 bytes."""
+_ORIENTATION = 0x0112
+"""The EXIF tag that says how a camera was held."""
+_SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE",
+    6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90",
+}  # fmt: skip
+
+
+def pillow_version() -> str:
+    """The version of Pillow, or ConfigError if it is not installed."""
+    try:
+        import PIL
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "images are read with Pillow, which is not installed: pip install 'batchgen[images]'"
+        ) from None
+    return PIL.__version__
+
+
+def has_pillow() -> bool:
+    """Whether Pillow is installed."""
+    return find_spec("PIL") is not None
+
+
+def image_size(data: bytes | BinaryIO) -> tuple[int, int]:
+    """The height and width of an image, upright, from its header.
+
+    Raises:
+        RequestError: bad_image: it is no image of FORMATS, or has more than MOST_PIXELS.
+    """
+    with _opened(data) as image:
+        width, height = image.size
+        return (width, height) if _turn(image) >= 5 else (height, width)
+
+
+def decode_image(data: bytes, height: int, width: int) -> Pixels:
+    """The pixels of an image, upright, on white where it is transparent, and scaled to a size.
+
+    Of an animated image it is the first frame. Values of 16 bits keep their upper 8. The scaling is
+    Pillow's bicubic one, as transformers' processors on Pillow have it.
+
+    Raises:
+        RequestError: bad_image: the file is damaged, or of a kind that has no colours.
+    """
+    from PIL import Image as pillow
+
+    with _opened(data) as image:
+        image.load()
+        if (turn := _turn(image)) in _TURNS:
+            image = image.transpose(pillow.Transpose[_TURNS[turn]])
+        image = _in_colour(image)
+        if image.size != (width, height):
+            image = image.resize((width, height), pillow.Resampling.BICUBIC)
+        return np.array(image)  # a copy that can be written to, as torch wants it
+
+
+@contextmanager
+def _opened(data: bytes | BinaryIO) -> Iterator[Pillow.Image]:
+    from PIL import Image as pillow
+    from PIL import UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Pillow about what it reads all the same
+            file = io.BytesIO(data) if isinstance(data, bytes) else data
+            with pillow.open(file, formats=FORMATS) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    raise RequestError(
+                        "bad_image",
+                        f"the image has {image.width}×{image.height} pixels, and at most "
+                        f"{MOST_PIXELS:,} are read: scale it down",
+                    )
+                yield image
+    except UnidentifiedImageError:
+        raise RequestError(
+            "bad_image", f"the file is no image that can be read: use {', '.join(FORMATS)}"
+        ) from None
+    except RequestError:
+        raise
+    except _damage() as error:
+        raise RequestError("bad_image", f"the image cannot be read: {error}"[:300]) from None
+
+
+def _damage() -> tuple[type[Exception], ...]:
+    """What Pillow raises for damaged files, as its documentation and its plugins have it."""
+    import struct
+
+    from PIL import Image as pillow
+
+    return (
+        OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, OverflowError, EOFError,
+        MemoryError, ZeroDivisionError, NotImplementedError, AttributeError, struct.error,
+        pillow.DecompressionBombError,
+    )  # fmt: skip
+
+
+def _turn(image: Pillow.Image) -> int:
+    """The orientation that the header of an image has; 1 is upright. Pillow turns TIFF itself."""
+    if image.format == "TIFF" or "exif" not in image.info:
+        return 1
+    value = image.getexif().get(_ORIENTATION, 1)
+    return value if isinstance(value, int) else 1
+
+
+def _in_colour(image: Pillow.Image) -> Pillow.Image:
+    from PIL import Image as pillow
+
+    if image.mode in _SIXTEEN_BITS:
+        values = np.asarray(image.convert("I"), np.int32)
+        image = pillow.fromarray((values >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError(f"its values are of 32 bits (mode {image.mode}), and no colours")
+    if image.has_transparency_data:
+        paper = pillow.new("RGBA", image.size, (255, 255, 255, 255))
+        image = pillow.alpha_composite(paper, image.convert("RGBA"))
+    return image if image.mode == "RGB" else image.convert("RGB")

@@ -1,0 +1,223 @@
+"""The images of a row: which they are, how large they get, and what the engine is given of them."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+from batchgen.engine.device.host_limits import usable_cores
+from batchgen.engine.interface.outputs import RequestError
+from batchgen.engine.vision.image import DIGEST_BYTES, Image, Pixels
+from batchgen.inputs.images.decode_ahead import DecodeAhead
+from batchgen.inputs.images.decode_image import decode_image, image_size, pillow_version
+from batchgen.inputs.images.image_sizes import ImageSizes
+from batchgen.inputs.images.image_sources import ImageFolder, ImageSource
+from batchgen.inputs.images.thumbnails import Thumbnails
+
+FILE_DIGEST_BYTES = 16
+MOST_IMAGES = 32
+"""The most images of a row where nothing else is said."""
+_DATA_URL = re.compile(r"(data:image\\?/[\w.+-]{1,40});base64,([\w+/\\-]*={0,2})", re.ASCII)
+"""A data: URL; JSON may write a slash with a backslash."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowImage:
+    """An image of a row, for the engine and for the output.
+
+    `path` is what the row names it by, None without a name; `file_digest` is over the bytes of its
+    file, as hex digits.
+    """
+
+    image: Image
+    tokens: int
+    path: str | None
+    file_digest: str
+
+    @property
+    def reference(self) -> dict[str, Any]:
+        """What the output says of it."""
+        return {
+            "path": self.path,
+            "digest": self.file_digest,
+            "width": self.image.width,
+            "height": self.image.height,
+            "tokens": self.tokens,
+        }
+
+
+class RowImages:
+    """Makes images for the engine of what rows name.
+
+    Args:
+        image_token_id: the token that stands for an image in a prompt, once for each of its tokens.
+        most: the most images of a row.
+
+    Attributes:
+        thumbnails: small pictures of the images that were decoded.
+    """
+
+    def __init__(
+        self,
+        folder: ImageFolder,
+        sizes: ImageSizes,
+        image_token_id: int,
+        most: int = MOST_IMAGES,
+    ) -> None:
+        self._folder, self._sizes, self._most = folder, sizes, most
+        self.thumbnails = Thumbnails()
+        self.image_token_id = image_token_id
+        self.fingerprint = sizes.fingerprint(pillow_version())
+        threads = min(8, usable_cores())
+        self._ahead = DecodeAhead(threads, max(16, 2 * threads))
+        self._told = False
+
+    def tokens(self, sources: Sequence[ImageSource]) -> list[int]:
+        """How many tokens each image takes, from the headers of the files alone.
+
+        Raises:
+            RequestError: too_many_images, or an image is not there or cannot be used.
+        """
+        self._check_count(sources)
+        return [self._sizes.tokens(*self._sizes.size(*self._own_size(each))) for each in sources]
+
+    def load(self, sources: Sequence[ImageSource]) -> list[RowImage]:
+        """The images, which are decoded later; RequestError as `tokens` has it."""
+        self._check_count(sources)
+        return [self._load(source) for source in sources]
+
+    def file_digests(self, sources: Sequence[ImageSource]) -> list[str]:
+        """The digests of the files that a row names; of images within the row there is none."""
+        return [_digest(self._folder.read(name)) for name in file_names(sources)]
+
+    def file_stamps(self, sources: Sequence[ImageSource]) -> list[str]:
+        """The names, sizes and times of change of the files that a row names."""
+        found = ((name, self._folder.find(name).stat()) for name in file_names(sources))
+        return [f"{name} {status.st_size} {status.st_mtime_ns}" for name, status in found]
+
+    def expanded(self, ids: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """A prompt in which each image has as many tokens as it takes, of one in which it has one.
+
+        Raises:
+            RequestError: bad_images: the prompt has another number of such tokens, as of a text
+                that writes one itself.
+        """
+        marks = ids.count(self.image_token_id)
+        if marks != len(tokens):
+            raise RequestError(
+                "bad_images",
+                f"the chat template has made {marks} places for the row's {len(tokens)} images: a "
+                "text of the row may write the model's image token, or the template leaves images "
+                "out",
+            )
+        counts, found = iter(tokens), list[int]()
+        for token in ids:
+            found += [token] * (next(counts) if token == self.image_token_id else 1)
+        return found
+
+    def close(self) -> None:
+        """Stop decoding."""
+        self._ahead.close()
+
+    def _check_count(self, sources: Sequence[ImageSource]) -> None:
+        if len(sources) > self._most:
+            raise RequestError(
+                "too_many_images",
+                f"the row has {len(sources)} images, and at most {self._most} are read: raise "
+                "prompt.max_images",
+            )
+
+    def _own_size(self, source: ImageSource) -> tuple[int, int]:
+        if source.data is not None:
+            return image_size(source.data)
+        assert source.path is not None
+        path = self._folder.find(source.path)
+        try:
+            with path.open("rb") as file:
+                return image_size(file)
+        except OSError as error:
+            raise RequestError(
+                "image_not_found", f"{source.path} cannot be read: {error.strerror}"
+            ) from None
+
+    def _load(self, source: ImageSource) -> RowImage:
+        data = source.data
+        if data is None:
+            assert source.path is not None
+            data = self._folder.read(source.path)
+        own = image_size(io.BytesIO(data))
+        self._tell(*own)
+        height, width = self._sizes.size(*own)
+        key = blake2b(data, digest_size=DIGEST_BYTES)
+        key.update(f"{self.fingerprint} {height} {width}".encode())
+        file_digest = _digest(data)
+        read = self._reader(source, file_digest)
+        decode = partial(self._decode, read, height, width, file_digest)
+        image = Image(self._ahead.add(decode), height, width, key.digest())
+        tokens = self._sizes.tokens(height, width)
+        return RowImage(image, tokens, source.path, file_digest)
+
+    def _reader(self, source: ImageSource, file_digest: str) -> Callable[[], bytes]:
+        """Gives the bytes again when they are decoded: rows that wait hold no files in memory."""
+        if (data := source.data) is not None:
+            return lambda: data
+        name, folder = source.path, self._folder
+        assert name is not None
+
+        def read() -> bytes:
+            found = folder.read(name)
+            if _digest(found) != file_digest:
+                raise RequestError("bad_image", f"{name} has changed while the job ran")
+            return found
+
+        return read
+
+    def _decode(
+        self, read: Callable[[], bytes], height: int, width: int, file_digest: str
+    ) -> Pixels:
+        pixels = decode_image(read(), height, width)
+        self.thumbnails.add(file_digest, pixels)
+        return pixels
+
+    def _tell(self, height: int, width: int) -> None:
+        """Say once that images are scaled down."""
+        if self._told or not self._sizes.scales_down(height, width):
+            return
+        self._told = True
+        most = self._sizes.most
+        print(
+            f"batchgen: an image of {width}×{height} pixels is scaled down to at most {most:,} "
+            f"pixels ({most // self._sizes.side**2:,} tokens), and so are others: prompt.max_pixels"
+            f" says how many, and this model takes up to {self._sizes.most_of_model:,}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def file_names(sources: Sequence[ImageSource]) -> list[str]:
+    """The names of the files among the images of a row."""
+    return [each.path for each in sources if each.data is None and each.path is not None]
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=FILE_DIGEST_BYTES).hexdigest()
+
+
+def without_pixels(value: Any) -> Any:
+    """A value in which each data: URL of an image, at any depth and within any text, has its digest
+    instead of its bytes, so that no pixels are written to the output."""
+    if isinstance(value, str):
+        return _DATA_URL.sub(_short_url, value) if "data:image" in value else value
+    if isinstance(value, Mapping):
+        return {key: without_pixels(item) for key, item in value.items()}
+    return [without_pixels(item) for item in value] if isinstance(value, list) else value
+
+
+def _short_url(found: re.Match[str]) -> str:
+    return f"{found[1]};blake2b={_digest(found[2].encode())}"

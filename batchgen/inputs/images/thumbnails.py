@@ -1,0 +1,101 @@
+"""Small pictures of a job's images, which its pages show; the rows themselves hold no pixels.
+
+Each worker has a file in the folder THUMBNAILS of the job: base64 by the digests of the images.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchgen.storage.leases.own_files import THUMBNAILS
+from batchgen.storage.stores.job_storage import Storage
+
+if TYPE_CHECKING:
+    from batchgen.engine.vision.image import Pixels
+
+SIDE = 112
+"""The most pixels of a side."""
+MOST_BYTES = 3 << 20
+"""The most that one worker keeps, in base64; the images that come first are kept."""
+_MOST_EACH = 16 << 10
+_JPEG = re.compile(r"/9j/[A-Za-z0-9+/]*={0,2}", re.ASCII)
+"""Base64 of what begins as a JPEG file does."""
+_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
+
+class Thumbnails:
+    """Makes the pictures as images are decoded. Any thread may add one."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] = {}
+        self._size = 0
+        self._is_new = False
+        self._lock = threading.Lock()
+
+    def add(self, digest: str, pixels: Pixels) -> None:
+        """Keep a picture of an image, unless it is known or there are enough."""
+        if digest in self._found or self._size >= MOST_BYTES:
+            return
+        from PIL import Image
+
+        image = Image.fromarray(pixels)
+        image.thumbnail((SIDE, SIDE))
+        file = io.BytesIO()
+        image.save(file, "JPEG", quality=75)
+        self._keep(digest, base64.b64encode(file.getvalue()).decode())
+
+    def save(self, storage: Storage, worker: int) -> None:
+        """Write the worker's file, with what it held before, if there are new ones."""
+        if not self._is_new:
+            return
+        path = storage.path / THUMBNAILS / f"{worker:05}.json"
+        for digest, text in _read(storage.read(path)).items():
+            self._keep(digest, text)
+        with self._lock:
+            self._is_new = False
+            text = json.dumps(self._found, indent=0)
+        storage.make_folder(path.parent)
+        storage.write(path, text)
+
+    def _keep(self, digest: str, text: str) -> None:
+        with self._lock:
+            if digest not in self._found and len(text) <= _MOST_EACH:
+                self._found[digest] = text
+                self._size += len(text)
+                self._is_new = True
+
+
+def read_thumbnails(folder: Path) -> dict[str, str]:
+    """The pictures that a job's folder has, as base64 of JPEG files, by the images' digests. What
+    is damaged, or no such picture, is left out."""
+    found: dict[str, str] = {}
+    below = folder / THUMBNAILS
+    files = sorted(below.glob("*.json")) if below.is_dir() and not below.is_symlink() else []
+    for file in files:
+        if file.is_file() and not file.is_symlink() and file.stat().st_size <= 2 * MOST_BYTES:
+            found |= _read(file.read_bytes())
+    return found
+
+
+def _read(content: bytes | None) -> Mapping[str, str]:
+    try:
+        values = json.loads(content or b"{}")
+    except ValueError:
+        return {}
+    if not isinstance(values, dict):
+        return {}
+    return {
+        digest: text
+        for digest, text in values.items()
+        if _DIGEST.fullmatch(digest)
+        and isinstance(text, str)
+        and len(text) <= _MOST_EACH
+        and _JPEG.fullmatch(text)
+    }

@@ -1,0 +1,219 @@
+"""Makes an engine of opened models, in this process or in those of other ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from batchgen.engine.constraint.compiler import GrammarCompiler
+from batchgen.engine.device.contract import contract, refuse_unkept
+from batchgen.engine.engine_models import planned_uses
+from batchgen.engine.interface.engine_config import EngineConfig, ResolvedConfig
+from batchgen.engine.layers.fp8_format import has_fp8_units
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.memory.kernel_warmup import compiling_kernels
+from batchgen.engine.memory.model_use import ModelUse
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.model_registry import model_class
+from batchgen.engine.parallel.rank_processes import RankProcesses
+from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
+from batchgen.engine.replicas import Leader, follow
+from batchgen.engine.strategy import Strategy
+from batchgen.inputs.model.open_model import (
+    DeviceName,
+    DtypeName,
+    OpenedModel,
+    device_of,
+    limit_threads,
+)
+from batchgen.inputs.model.other_models import strategy_heads
+from batchgen.kernels.library import keep_one_order
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class EngineRecipe:
+    """All that an engine is made of, which pickle can send to the processes of other ranks.
+
+    Attributes:
+        others: the strategy's other models that have checkpoints of their own, by name.
+        strategy: the decoding paradigm. An engine changes it, so it belongs to that engine.
+        context_columns: the names of the columns of context scope that rows may ask for.
+        threads: the threads of torch on a CPU; None means as many as the process may run at once.
+    """
+
+    model: OpenedModel
+    others: Mapping[str, OpenedModel]
+    strategy: Strategy
+    config: EngineConfig
+    dtype: DtypeName
+    device: DeviceName
+    context_columns: tuple[str, ...]
+    threads: int | None = None
+
+    def check(self) -> None:
+        """Check before any weights load that they can be divided between the ranks, and that rows
+        keep their bits if they are to, or raise ValueError."""
+        size = self.config.tensor_parallel
+        if self.config.deterministic:
+            refuse_unkept(
+                device_of(self.device),
+                self.model.dtype(self.dtype, self.device),
+                size,
+                reads_images=self.model.with_vision,
+                rejection=self.strategy.depends_on_drafts,
+            )
+        if size == 1:
+            return
+        kind = device_of(self.device).type
+        if kind == "cuda" and torch.cuda.device_count() < size:
+            raise ValueError(
+                f"tensor_parallel is {size}, and PyTorch sees {torch.cuda.device_count()} GPUs"
+            )
+        heads = strategy_heads(self.strategy, self.model)
+        for opened in (self.model, *self.others.values()):
+            bare(opened, torch.float32, heads if opened is self.model else [], size)
+
+    def contract(self) -> dict[str, str]:
+        """Return what decides the bits of rows besides the models, see `contract`."""
+        dtype = self.model.dtype(self.dtype, self.device)
+        return contract(device_of(self.device), dtype, self.config.tensor_parallel)
+
+    def start(self) -> Ranks:
+        """Start the processes of the other ranks, if there are any.
+
+        Raises:
+            ValueError: the weights cannot be divided, or this process has ranks already.
+            RuntimeError: a process has ended before it was ready.
+        """
+        self.check()
+        size = self.config.tensor_parallel
+        if size == 1:
+            return Ranks(self, None)
+        kind, recipe = device_of(self.device).type, self
+        if kind == "cpu":
+            limit_threads()
+            threads = max(1, torch.get_num_threads() // size)
+            recipe = replace(self, threads=threads)
+            torch.set_num_threads(threads)
+        return Ranks(recipe, RankProcesses(size, recipe, kind))
+
+    def load(self, parallel: TensorParallel = ALONE) -> CausalLM:
+        """Load the target's weights, or this rank's share; ValueError if a tensor is missing or
+        wrong."""
+        if self.config.deterministic and device_of(self.device).type == "cuda":
+            keep_one_order()
+        heads = strategy_heads(self.strategy, self.model)
+        return self.model.load(self.dtype, self.device, heads, parallel)
+
+    def load_others(self, weights: CausalLM) -> dict[str, CausalLM]:
+        """Load the weights of the other models, beside those of the target."""
+        return {name: other.load_beside(weights) for name, other in self.others.items()}
+
+    def compiling_kernels(self) -> AbstractContextManager[None]:
+        """Enter this while the weights are loaded: the engine's kernels are compiled meanwhile."""
+        if self.config.tensor_parallel > 1:
+            return nullcontext()
+        return compiling_kernels(device_of(self.device), self._plan)
+
+    def _plan(self) -> tuple[list[ModelUse], ResolvedConfig]:
+        """Return what `planned_uses` does, of models without values."""
+        device, dtype = device_of(self.device), self.model.dtype(self.dtype, self.device)
+        native = has_fp8_units(device)
+        heads = strategy_heads(self.strategy, self.model)
+        target = bare(self.model, dtype, heads, native_fp8=native, device=device)
+        others = {
+            name: bare(other, dtype, [], native_fp8=native, device=device)
+            for name, other in self.others.items()
+        }
+        uses, config = planned_uses(
+            target, others, self.strategy, self.config, self.context_columns
+        )
+        return list(uses.values()), config
+
+    def engine(
+        self,
+        weights: CausalLM,
+        others: Mapping[str, CausalLM],
+        compiler: GrammarCompiler | None = None,
+        leader: Leader | None = None,
+    ) -> LLMEngine:
+        """Make the engine of loaded models; ValueError if the configuration suits neither them nor
+        the memory."""
+        return self.model.engine(
+            weights, self.strategy, self.config, others, compiler, self.context_columns, leader
+        )
+
+    def follow(self, parallel: TensorParallel, connection: Connection[Any, Any]) -> None:
+        """Make the engine of a rank behind rank 0, and let it do what rank 0 does."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        weights = self.load(parallel)
+        follow(self.engine(weights, self.load_others(weights)), connection)
+
+
+class Ranks:
+    """The processes between which an engine is divided, if there are several.
+
+    Attributes:
+        recipe: the engine of each of them.
+        parallel: the ranks as this process sees them.
+        leader: what the engine of this process needs to know of the others; None if it is alone.
+    """
+
+    def __init__(self, recipe: EngineRecipe, processes: RankProcesses | None) -> None:
+        self.recipe, self._processes = recipe, processes
+        self.parallel = ALONE if processes is None else processes.parallel
+        self.leader: Leader | None = None
+        if processes is not None:
+            self.leader = Leader(processes)
+            # An engine that is dropped without being closed takes the other ranks along.
+            weakref.finalize(self.leader, processes.close)
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Enter this while the engine is made: if that fails, the other ranks end, too."""
+        return nullcontext() if self._processes is None else self._processes.starting()
+
+    def build(self) -> tuple[CausalLM, LLMEngine]:
+        """Load the weights of all models and make this process's engine; RuntimeError if a rank
+        was lost."""
+        with self.starting():
+            with self.recipe.compiling_kernels():
+                weights = self.recipe.load(self.parallel)
+                others = self.recipe.load_others(weights)
+            return weights, self.recipe.engine(weights, others, leader=self.leader)
+
+
+def bare(
+    opened: OpenedModel,
+    dtype: torch.dtype,
+    heads: list[str],
+    tensor_parallel: int = 1,
+    *,
+    native_fp8: bool = True,
+    device: torch.device = _META,
+) -> CausalLM:
+    """Make a model whose parameters have shapes and no values, as rank 0 would have it.
+
+    Args:
+        native_fp8: whether the device computes in FP8, and so from MXFP4, too.
+        device: where the parameters are, or where they say that they are within `Undone`.
+    """
+    kind = model_class(opened.config.architecture, opened.path)
+    parallel = TensorParallel(0, tensor_parallel)
+    return kind(
+        opened.config,
+        device=device,
+        dtype=dtype,
+        heads=heads,
+        form=opened.form(native=native_fp8),
+        parallel=parallel,
+        vision=opened.with_vision,
+    )

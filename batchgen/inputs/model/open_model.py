@@ -1,0 +1,225 @@
+"""Opens a model in two steps: first everything that is cheap to check, then weights and engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from batchgen.engine.constraint.compiler import GrammarCompiler
+from batchgen.engine.device.host_limits import usable_cores
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.layers.fp8_format import has_fp8_units
+from batchgen.engine.layers.mxfp4_format import WeightFormat, format_name
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loading.config_file import LoadFormat, load_config
+from batchgen.engine.loading.loader import Quantization, chosen_form, load_model
+from batchgen.engine.loading.safetensors_files import safetensors_files
+from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
+from batchgen.engine.replicas import Leader
+from batchgen.engine.strategy import Strategy
+from batchgen.inputs.model.model_source import resolve_model
+
+DeviceName = Literal["auto", "cuda", "cpu"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model whose configuration and tokenizer are read, but whose weights are not loaded yet.
+
+    Attributes:
+        path: the model's folder or GGUF file.
+        tokenizer: None if the model comes without one.
+        eos_token_ids: the token ids that end an answer of this model.
+        load_format: how the weights are loaded, as for `load_model`.
+        quantization: what is done to the weights while they load, as for `load_model`.
+        with_vision: whether the tower that reads images is loaded, too.
+    """
+
+    path: Path
+    config: ModelConfig
+    tokenizer: PreTrainedTokenizerBase | None
+    eos_token_ids: tuple[int, ...]
+    load_format: LoadFormat
+    quantization: Quantization | None = None
+    with_vision: bool = False
+
+    def dtype(self, name: DtypeName, device: DeviceName) -> torch.dtype:
+        """The dtype of weights and activations on a device, or ValueError if the machine lacks the
+        device.
+
+        `auto` is the checkpoint's dtype on a GPU. On a CPU it is float32, because only in that are
+        a row's tokens exactly independent of the batch.
+        """
+        target = device_of(device)
+        if name == "auto":
+            return torch.float32 if target.type == "cpu" else self.config.dtype
+        dtype = getattr(torch, name)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def form(self, *, native: bool) -> WeightFormat | None:
+        """The format of the layers' weights on a device that does or does not compute from it;
+        None if it is the model's dtype."""
+        return chosen_form(self.config, self.quantization, native=native)
+
+    def weights_text(self, device: DeviceName) -> str | None:
+        """In which format the weights are on a device, if that is not the model's dtype."""
+        form = self.form(native=has_fp8_units(device_of(device)))
+        if form is None:
+            return None
+        return format_name(form) if form.native else f"dequantised {format_name(form)}"
+
+    def load(
+        self,
+        dtype: DtypeName,
+        device: DeviceName,
+        heads: Collection[str] = (),
+        parallel: TensorParallel = ALONE,
+    ) -> CausalLM:
+        """Load the model with its weights and some of its heads.
+
+        On a CPU this also limits torch to as many threads as can run at once. If weights in FP8 or
+        MXFP4 are dequantised, because the device does not compute from them, stderr says so.
+
+        Raises:
+            ValueError: a tensor is missing or wrong, or the machine has no such device.
+        """
+        target = device_of(device)
+        if target.type == "cpu" and parallel.size == 1:
+            limit_threads()
+        torch_dtype = self.dtype(dtype, device)
+        form = self.form(native=has_fp8_units(target))
+        if form is not None and not form.native:
+            name, given = str(torch_dtype).removeprefix("torch."), format_name(form)
+            print(
+                f"model: this device does not compute in {given}, so weights in {given} are "
+                f"dequantised to {name}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return load_model(
+            self.path,
+            device=target,
+            dtype=torch_dtype,
+            load_format=self.load_format,
+            heads=heads,
+            quantization=self.quantization,
+            parallel=parallel,
+            vision=self.with_vision,
+        )
+
+    def load_beside(self, model: CausalLM) -> CausalLM:
+        """Load the model with its weights, on the device and in the dtype of another model, and
+        divided between the same ranks."""
+        return load_model(
+            self.path,
+            device=model.device,
+            dtype=model.dtype,
+            load_format=self.load_format,
+            parallel=model.parallel,
+        )
+
+    def engine(
+        self,
+        model: CausalLM,
+        strategy: Strategy,
+        config: EngineConfig,
+        others: Mapping[str, CausalLM] | None = None,
+        compiler: GrammarCompiler | None = None,
+        context_columns: Sequence[str] = (),
+        leader: Leader | None = None,
+    ) -> LLMEngine:
+        """Make an engine for the loaded model.
+
+        Args:
+            others: the strategy's other models with their weights, by name.
+            compiler: compiles constraints; None lets the engine make one when a row needs it.
+            context_columns: the names of the columns of context scope that rows may ask for.
+            leader: the other ranks between which the weights are divided; None without any.
+
+        Raises:
+            ValueError: the configuration does not suit the models or the device's memory.
+        """
+        return LLMEngine(
+            model,
+            self.tokenizer,
+            self.eos_token_ids,
+            strategy,
+            config,
+            others=others,
+            compiler=compiler,
+            context_columns=context_columns,
+            leader=leader,
+        )
+
+    def grammar_compiler(self) -> GrammarCompiler:
+        """Make a compiler of constraints for this model's tokenizer and vocabulary."""
+        if self.tokenizer is None:
+            raise ValueError(
+                "a constraint is about text, and the model comes without a tokenizer: use a model "
+                "with one, or no constraint"
+            )
+        if not self.eos_token_ids:
+            raise ValueError(
+                "a constrained row ends with EOS, and neither the model's configuration nor its "
+                "tokenizer names an EOS token: set eos_token_id in generation_config.json, or use "
+                "no constraint"
+            )
+        special_ids = (*self.eos_token_ids, *self.config.never_generated)
+        return GrammarCompiler(self.tokenizer, self.config.vocab_size, special_ids)
+
+
+def open_model(
+    model: str,
+    revision: str | None,
+    load_format: LoadFormat,
+    quantization: Quantization | None = None,
+) -> OpenedModel:
+    """Find a model and read its configuration and tokenizer; a hub model is downloaded first.
+
+    Raises:
+        ValueError: the model cannot be found or is not supported; the message says what to do.
+    """
+    path = resolve_model(model, revision, weights=load_format != "dummy")
+    if load_format == "gguf" and path.suffix != ".gguf":
+        raise ValueError(f"load_format is gguf, but {path} is not a .gguf file")
+    config, tokenizer = load_config(path, load_format), load_tokenizer(path)
+    if config.untied:
+        print(
+            f"model: {path}/config.json says tie_word_embeddings, and the weights of the embedding "
+            "and of lm_head differ: both are used, and tie_word_embeddings=false would say so",
+            file=sys.stderr,
+            flush=True,
+        )
+    if path.is_dir() and load_format != "dummy":
+        safetensors_files(path)  # This raises an error if there are none.
+    # Some checkpoints name ids behind those that the model has, which no answer can end with.
+    eos = tuple(i for i in eos_token_ids(path, tokenizer) if 0 <= i < config.vocab_size)
+    return OpenedModel(path, config, tokenizer, eos, load_format, quantization)
+
+
+def limit_threads() -> None:
+    """Limit torch to as many threads as the process may run at once, unless OMP_NUM_THREADS is set.
+    In a container torch would start a thread for each core of the host."""
+    if "OMP_NUM_THREADS" not in os.environ and (cores := usable_cores()) < torch.get_num_threads():
+        torch.set_num_threads(cores)
+
+
+def device_of(name: DeviceName) -> torch.device:
+    """The device of this name, or ValueError if it is a GPU and the machine has none."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    elif name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but PyTorch sees no GPU: use auto or cpu")
+    return torch.device(name)

@@ -1,0 +1,118 @@
+"""Finds texts that are nearly the same as one before, by MinHash with one permutation.
+
+The hashes of a text's word n-grams fall into K bins by their upper bits, and each bin keeps the
+smallest one; an empty bin takes the value of another, drawn by its number alone. Two texts agree in
+a bin with the probability of their Jaccard similarity. The bins are grouped into 8 bands of r, and
+texts that agree in a whole band are compared in full.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh64_intdigest
+
+from batchgen.inputs.ngrams.kept_rows import HashTable, KeptRows
+from batchgen.inputs.ngrams.word_ngrams import Hashes, jaccard, mixed
+
+BANDS = 8
+FOUND = 0.95
+"""The share of pairs with a similarity of just `near` that agree in a band, at least."""
+_MOST_BINS = 128
+_MOST_COMPARED = 64
+"""With how many texts one is compared in full. More agree with it only where most of a text is the
+same in very many."""
+_DRAWS = 64
+_EMPTY = np.uint64(2**64 - 1)
+
+
+class Near(NamedTuple):
+    """A text before: its name, and how similar it is."""
+
+    name: str
+    similarity: float
+
+
+def band_rows(near: float) -> int:
+    """The bins of a band, with which FOUND of the pairs with this similarity are found."""
+    least = 1 - (1 - FOUND) ** (1 / BANDS)  # the probability that one band must agree with
+    most = _MOST_BINS // BANDS
+    return most if near >= 1 else max(1, min(most, int(math.log(least) / math.log(near))))
+
+
+class NearDuplicates:
+    """The texts that were kept so far, in some 100 bytes of memory for each; their n-grams are on
+    the disk, 8 bytes for each."""
+
+    def __init__(self, near: float) -> None:
+        self._near, self._rows = near, band_rows(near)
+        bins = BANDS * self._rows
+        edges = [(place * 2**64) // bins for place in range(bins)]
+        self._edges = np.array(edges, np.uint64)
+        self._last = np.array([*edges[1:], 2**64 - 1], np.uint64)
+        self._donors = _donors(bins)
+        self._table, self._kept = HashTable(), KeptRows()
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the table."""
+        return self._table.num_bytes + 8 * len(self._kept)
+
+    def earlier(self, hashes: Hashes, name: str) -> Near | None:
+        """The first text that was kept and is as near; if there is none, this one is kept.
+
+        `hashes` are its n-grams, sorted and each once. A text without any is kept and near none.
+        """
+        if not len(hashes):
+            return None
+        keys = self.band_keys(hashes)
+        candidates = sorted({row for key in keys for row in self._table.find(key)})
+        for row in candidates[:_MOST_COMPARED]:
+            content = self._kept.read(row)
+            size = 8 * int.from_bytes(content[:4], "little")
+            similarity = jaccard(hashes, np.frombuffer(content, np.uint64, size // 8, 4))
+            if similarity >= self._near:
+                return Near(content[4 + size :].decode("utf-8", "surrogatepass"), similarity)
+        head = len(hashes).to_bytes(4, "little") + hashes.tobytes()
+        row = self._kept.append(head + name.encode("utf-8", "surrogatepass"))
+        for key in keys:
+            self._table.add(key, row)
+        return None
+
+    def band_keys(self, hashes: Hashes) -> list[int]:
+        """A hash of 64 bits for each band of the text."""
+        values, size = self.signature(hashes).tobytes(), 8 * self._rows
+        bands = (values[band * size : (band + 1) * size] for band in range(BANDS))
+        return [xxh64_intdigest(content, band) for band, content in enumerate(bands)]
+
+    def signature(self, hashes: Hashes) -> Hashes:
+        """The smallest hash of each bin [K]; an empty bin has that of another bin."""
+        first = np.searchsorted(hashes, self._edges)
+        inside = first < len(hashes)
+        smallest = np.where(inside, hashes[np.minimum(first, len(hashes) - 1)], _EMPTY)
+        filled = inside & (smallest < self._last)
+        if filled.all():
+            return smallest
+        empty = np.flatnonzero(~filled)
+        donors = self._donors[empty]  # [empty, draws]
+        usable = filled[donors]
+        chosen = np.take_along_axis(donors, usable.argmax(1)[:, None], 1)[:, 0]
+        unlucky = ~usable.any(1)
+        if unlucky.any():
+            chosen[unlucky] = np.flatnonzero(filled)[0]
+        smallest[empty] = smallest[chosen]
+        return smallest
+
+    def close(self) -> None:
+        self._kept.close()
+
+
+def _donors(bins: int) -> npt.NDArray[np.int64]:
+    """For each bin the other ones [K, draws] from which it takes a value if it is empty, in order;
+    the same on every machine."""
+    places = np.arange(bins * _DRAWS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    drawn = mixed(mixed(places + np.uint64(1))) >> np.uint64(32)
+    return ((drawn * np.uint64(bins)) >> np.uint64(32)).astype(np.int64).reshape(bins, _DRAWS)

@@ -1,0 +1,285 @@
+"""Prompts that are conversations, in the chat format of the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import UndefinedError
+from transformers import PreTrainedTokenizerBase
+
+from batchgen.config.groups.prompt_config import ChatPromptConfig
+from batchgen.engine.constraint.harmony import HarmonyTokens
+from batchgen.engine.interface.outputs import RequestError
+from batchgen.inputs.dataset.dataset_columns import named_path, value_at
+from batchgen.inputs.images.image_sources import ImageSource
+from batchgen.inputs.images.row_images import RowImage, RowImages
+from batchgen.inputs.prompts.chat_templates import bound_chat_templates, on_day, today
+from batchgen.inputs.prompts.image_places import ImagePlaces, refuse_template_without_images
+from batchgen.inputs.prompts.messages import checked_messages, known_roles
+from batchgen.inputs.prompts.prompt_tokens import TextTokens, text_bytes
+from batchgen.inputs.prompts.tools import checked_tools
+from batchgen.util.errors import ConfigError
+from batchgen.util.templates.row_templates import RowTemplate, template_errors
+from batchgen.util.templates.template_sandbox import RENDER_ERRORS
+
+if TYPE_CHECKING:
+    from batchgen.inputs.dataset.source import Row
+
+Messages = list[dict[str, Any]]
+EFFORTS = ("low", "medium", "high")
+"""The reasoning efforts that models of Harmony were trained with; the template takes any text."""
+
+
+class ChatPrompt:
+    """A conversation in the model's chat format, up to where the model's answer starts, or up to
+    the end of a last message that the model continues.
+
+    The tokenizer adds no special tokens to the text, because the chat template writes a BOS itself
+    where the model wants one.
+
+    Attributes:
+        day: the day that the chat template writes, YYYY-MM-DD; None if it writes none. It is the
+            configuration's, else what the argument `day` says.
+    """
+
+    def __init__(
+        self,
+        config: ChatPromptConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        columns: Mapping[str, Any],
+        room: int | None = None,
+        images: RowImages | None = None,
+        day: Callable[[], str] = today,
+    ) -> None:
+        bound_chat_templates()
+        self._config, self._tokenizer = config, tokenizer
+        self._tokens = TextTokens(tokenizer, room)
+        self._kwargs = dict(config.template_kwargs or {})
+        source = self._chat_template()
+        self.day = _day(config.date, source, day)
+        self._roles = known_roles(source)
+        if config.messages_column is not None:
+            self._path = named_path("prompt.messages_column", config.messages_column, columns)
+        if config.tools_column is not None:
+            self._tools_path = named_path("prompt.tools_column", config.tools_column, columns)
+            _refuse_no_tools(source)
+        self._places = None if images is None else ImagePlaces(images, config, columns)
+        self._system = _template("prompt.system", config.system, columns)
+        self._turns = self._templates(columns)
+        self._try_roles()
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all rows get the same prompt, because it is made of no column."""
+        templates = [template for _, template in self._turns]
+        templates += [] if self._system is None else [self._system]
+        by_templates = bool(self._turns) and self._config.tools_column is None
+        return by_templates and not any(template.uses_columns for template in templates)
+
+    def token_ids(self, row: Row) -> list[int]:
+        """The prompt of a row; RequestError as `Prompt.token_ids` says."""
+        ids, sources = self._ids_and_sources(row)
+        if self._places is None:
+            return ids
+        images = self._places.images
+        return images.expanded(ids, images.tokens(sources))
+
+    def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
+        """The prompt of a row with its images; RequestError as `token_ids` has it."""
+        ids, sources = self._ids_and_sources(row)
+        if self._places is None:
+            return ids, []
+        images = self._places.images
+        found = images.load(sources)
+        return images.expanded(ids, [image.tokens for image in found]), found
+
+    @property
+    def images(self) -> RowImages | None:
+        """What makes the images of rows; None if these have none."""
+        return None if self._places is None else self._places.images
+
+    def image_sources(self, row: Row) -> list[ImageSource]:
+        """The images that a row names; RequestError as `token_ids` has it."""
+        return self._placed(row)[1]
+
+    def _ids_and_sources(self, row: Row) -> tuple[list[int], list[ImageSource]]:
+        """The prompt with one token for each image, and the images."""
+        messages, sources = self._placed(row)
+        if self._turns:
+            for message in messages:
+                for text in _texts(message):
+                    self._tokens.refuse_long(text)  # before it is copied for each mark
+        text = self._rendered(messages, self._tools(row))
+        return self._tokens.of(text, add_special_tokens=False), sources
+
+    def _placed(self, row: Row) -> tuple[Messages, list[ImageSource]]:
+        messages = self._messages(row)
+        return (messages, []) if self._places is None else self._places.placed(row, messages)
+
+    def size(self, row: Row) -> int:
+        """How many bytes of text go into the row's prompt, and tokens of images."""
+        messages, sources = self._placed(row)
+        tools = self._tools(row)
+        beside = 0 if tools is None else text_bytes(str(tools))
+        if sources:
+            assert self._places is not None
+            beside += sum(self._places.images.tokens(sources))
+        if self._turns:
+            return beside + sum(text_bytes(text) for each in messages for text in _texts(each))
+        return beside + text_bytes(str(messages))
+
+    def text(self, row: Row) -> str:
+        """The prompt of a row before it becomes tokens."""
+        return self._rendered(self._placed(row)[0], self._tools(row))
+
+    def _templates(self, columns: Mapping[str, Any]) -> list[tuple[str, RowTemplate]]:
+        """The role and the template of each message that the configuration gives."""
+        config = self._config
+        if config.user is not None:
+            return [("user", RowTemplate("prompt.user", config.user, columns))]
+        turns = []
+        for position, message in enumerate(config.messages or ()):
+            ((role, source),) = message.items()
+            key = f"prompt.messages[{position}].{role}"
+            if role not in self._roles:
+                raise ConfigError(f"{key}: unknown role {role!r}: use {', '.join(self._roles)}")
+            turns.append((role, RowTemplate(key, source, columns)))
+        return turns
+
+    def _rendered(self, messages: Messages, tools: Sequence[Any] | None) -> str:
+        """The text of a conversation, or RequestError if the chat template does not take it."""
+        try:
+            with template_errors("the model's chat template"):
+                return self._render(messages, tools)
+        except UndefinedError as error:
+            text = f"the model's chat template: {error.message}"
+            raise RequestError("template_error", text) from None
+
+    def _messages(self, row: Row) -> Messages:
+        """The conversation of a row, with the system message."""
+        column = self._config.messages_column
+        if self._turns:
+            messages = [
+                {"role": role, "content": template.render(row.fields, row.index)}
+                for role, template in self._turns
+            ]
+        else:
+            assert column is not None
+            value = value_at(row.fields, self._path)
+            messages = checked_messages(value, column, self._roles, images=self._places is not None)
+        if self._system is not None:
+            if messages[0]["role"] == "system":
+                raise RequestError(
+                    "bad_messages",
+                    f"the row's messages have a system message of their own ({column}): set "
+                    "prompt.system=null, or take it out of the row",
+                )
+            system = self._system.render(row.fields, row.index)
+            messages.insert(0, {"role": "system", "content": system})
+        if self._config.continue_ and (role := messages[-1]["role"]) != "assistant":
+            raise RequestError(
+                "bad_messages",
+                f"prompt.continue goes on with the assistant's last message, and the row's "
+                f"messages end with one of {role}",
+            )
+        return messages
+
+    def _tools(self, row: Row) -> list[dict[str, Any]] | None:
+        """The tools that a column names for the row; None if there are none."""
+        column = self._config.tools_column
+        if column is None:
+            return None
+        return checked_tools(value_at(row.fields, self._tools_path), column)
+
+    def _render(self, messages: Messages, tools: Sequence[Any] | None = None) -> str:
+        goes_on = self._config.continue_
+        given: dict[str, Any] = {**self._kwargs, **({} if tools is None else {"tools": tools})}
+        with on_day(self.day):
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=not goes_on,
+                continue_final_message=goes_on,
+                **given,
+            )
+        assert isinstance(text, str)
+        return text
+
+    def _chat_template(self) -> str:
+        """The source of the chat template; of one with several parts, that of all of them."""
+        template = self._kwargs.get("chat_template", self._tokenizer.chat_template)
+        if template is None:
+            raise ConfigError(
+                "prompt.kind=chat: the model's tokenizer has no chat template: use prompt=text and "
+                "write the whole prompt"
+            )
+        source = "".join(template.values()) if isinstance(template, Mapping) else str(template)
+        for name in self._kwargs:
+            if name != "chat_template" and not re.search(rf"\b{re.escape(name)}\b", source):
+                raise ConfigError(
+                    f"prompt.template_kwargs.{name}: the model's chat template knows no such option"
+                )
+        effort = self._kwargs.get("reasoning_effort")
+        if effort not in (None, *EFFORTS) and HarmonyTokens.of(self._tokenizer) is not None:
+            raise ConfigError(
+                f"prompt.template_kwargs.reasoning_effort must be one of {', '.join(EFFORTS)}, got "
+                f"{effort!r}"
+            )
+        return source
+
+    def _try_roles(self) -> None:
+        """Refuse a conversation before the job starts, if the chat template takes none such."""
+        roles = [role for role, _ in self._turns] or ["user"]
+        if self._config.continue_ and not self._turns:
+            roles.append("assistant")
+        roles = ["system"] * (self._system is not None) + roles
+        image = [{"type": "image"}, {"type": "text", "text": "text"}]
+        try:
+            self._render([{"role": role, "content": "text"} for role in roles])
+            if self._places is not None and "user" in roles:
+                text = self._render([{"role": "user", "content": image}])
+                mark = str(self._tokenizer.decode([self._places.images.image_token_id]))
+                refuse_template_without_images(text, mark)
+        except RENDER_ERRORS as error:
+            why = " ".join(str(error).split())
+            if self._config.continue_ and "continue_final_message" in why:
+                raise ConfigError(
+                    "prompt.continue: the model's chat template changes the last message, so that "
+                    "it cannot be continued: use prompt=text and write the whole prompt"
+                ) from None
+            raise ConfigError(
+                f"prompt: the model's chat template cannot take the roles {' and '.join(roles)}: "
+                f"{why}"
+            ) from None
+
+
+def _day(given: str | None, source: str, of_job: Callable[[], str]) -> str | None:
+    """The day that a chat template writes; None if it asks for none."""
+    if re.search(r"\bstrftime_now\b", source):
+        return of_job() if given is None else given
+    if given is not None:
+        raise ConfigError("prompt.date: the model's chat template writes no date: leave it out")
+    return None
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message, whose content is one or has parts."""
+    content = message["content"]
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if "text" in part]
+
+
+def _template(key: str, source: str | None, columns: Mapping[str, Any]) -> RowTemplate | None:
+    return None if source is None else RowTemplate(key, source, columns)
+
+
+def _refuse_no_tools(source: str) -> None:
+    """Refuse tools for a chat template that would leave them out."""
+    if not re.search(r"\btools\b", source):
+        raise ConfigError(
+            "prompt.tools_column: the model's chat template knows no tools: drop the key, and "
+            "write the tools into prompt.system"
+        )

@@ -1,0 +1,112 @@
+"""Puts the images of a row into its conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from batchgen.config.groups.prompt_config import ChatPromptConfig
+from batchgen.engine.interface.outputs import RequestError
+from batchgen.inputs.dataset.dataset_columns import named_path, value_at
+from batchgen.inputs.images.image_sources import ImageSource, sources_of
+from batchgen.inputs.images.row_images import RowImages
+from batchgen.util.errors import ConfigError
+from batchgen.util.templates.row_templates import RowTemplate
+
+if TYPE_CHECKING:
+    from batchgen.inputs.dataset.source import Row
+
+Messages = list[dict[str, Any]]
+USUAL_COLUMNS = ("image", "images")
+"""The columns whose images are read where the configuration names none."""
+
+
+class ImagePlaces:
+    """Finds the images of rows and their places in the messages.
+
+    A part that names its image has that one. Parts that name none have those of the row's column or
+    of `prompt.images`, in order. Without any part these stand before the first user message.
+    """
+
+    def __init__(
+        self, images: RowImages, config: ChatPromptConfig, columns: Mapping[str, Any]
+    ) -> None:
+        self.images = images
+        named = config.image_column
+        if named is None and config.images is None:
+            named = next((name for name in USUAL_COLUMNS if name in columns), None)
+        self._path = () if named is None else named_path("prompt.image_column", named, columns)
+        self._templates = [
+            RowTemplate(f"prompt.images[{index}]", source, columns)
+            for index, source in enumerate(config.images or ())
+        ]
+
+    def placed(self, row: Row, messages: Messages) -> tuple[Messages, list[ImageSource]]:
+        """The messages with a part `{type: image}` for each image, and the images in their order.
+
+        Raises:
+            RequestError: bad_images: the row has another number of images than parts for them.
+        """
+        own = self.own(row)
+        free = sum(_is_free(part) for message in messages for part in _parts(message))
+        if free and free != len(own):
+            raise RequestError(
+                "bad_images",
+                f"the messages have {free} images without a source, and the row has {len(own)} of "
+                "its own: their numbers must be equal",
+            )
+        rest, found = iter(own), list[ImageSource]()
+        placed = []
+        for message in messages:
+            content = message["content"] if "content" in message else None
+            if isinstance(content, list):
+                content = [self._part(part, rest, found) for part in content]
+                message = {**message, "content": content}
+            elif not free and own and message["role"] == "user":
+                text = [{"type": "text", "text": content}]
+                found += rest
+                message = {**message, "content": [{"type": "image"}] * len(own) + text}
+                own = []
+            placed.append(message)
+        if not free and own:
+            raise RequestError("bad_images", "the row has images and no user message for them")
+        return placed, found
+
+    def own(self, row: Row) -> list[ImageSource]:
+        """The images of the row's column, or those that `prompt.images` names."""
+        if self._templates:
+            texts = [template.render(row.fields, row.index) for template in self._templates]
+            return [source for text in texts for source in sources_of(text)]
+        return sources_of(value_at(row.fields, self._path)) if self._path else []
+
+    def _part(self, part: dict[str, Any], rest: Any, found: list[ImageSource]) -> dict[str, Any]:
+        if part["type"] != "image":
+            return part
+        if part["source"] is None:
+            found.append(next(rest))
+        else:
+            sources = sources_of(part["source"])
+            if len(sources) != 1:
+                raise RequestError("bad_images", "a part of a message must name one image")
+            found += sources
+        return {"type": "image"}
+
+
+def _parts(message: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    content = message.get("content")
+    return content if isinstance(content, list) else ()
+
+
+def _is_free(part: Mapping[str, Any]) -> bool:
+    return part["type"] == "image" and part["source"] is None
+
+
+def refuse_template_without_images(text: str, mark: str) -> None:
+    """Refuse a chat template that has made `text` of a message with one image, and has not written
+    the model's mark of an image for it."""
+    if text.count(mark) != 1:
+        raise ConfigError(
+            "prompt: the model's chat template leaves images out (it writes "
+            f"{text.count(mark)} times {mark!r} for one): give one that does not with "
+            "prompt.template_kwargs={chat_template: …}"
+        )

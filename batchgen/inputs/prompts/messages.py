@@ -1,0 +1,119 @@
+"""The messages of a conversation, checked and in one form, whatever form the data have them in."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from batchgen.engine.interface.outputs import RequestError
+
+USUAL_ROLES = ("system", "user", "assistant", "tool", "developer")
+"""The roles that conversations have, whether or not a chat template names them."""
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+"""The names that ShareGPT has for roles; its other names are the usual ones."""
+_PART_KINDS = ("image_url", "image", "text")
+_SOURCES = ("image_url", "image", "bytes", "path", "url")
+"""The keys under which a part names its image."""
+_COMPARED_ROLE = re.compile(r"""\brole\b['"]?\]?\s*[!=]=\s*['"]([\w-]+)['"]""")
+
+
+def known_roles(chat_template: str) -> tuple[str, ...]:
+    """The roles that messages may have: the usual ones, and those that the template asks for."""
+    return tuple(dict.fromkeys([*USUAL_ROLES, *_COMPARED_ROLE.findall(chat_template)]))
+
+
+def checked_messages(
+    value: Any, column: str, roles: tuple[str, ...], *, images: bool = False
+) -> list[dict[str, Any]]:
+    """The messages of a row, each with a role and a content, or tool calls instead of a content.
+
+    Messages of ShareGPT, which have `from` and `value`, are turned into such. Entries that are null
+    are left out: Arrow adds them where messages have different keys. With `images` a content may be
+    a list of parts, which `checked_parts` has put into one form.
+
+    Raises:
+        RequestError: bad_messages: the value is no list of such messages, or a role is unknown.
+    """
+    if not isinstance(value, list) or not value:
+        raise RequestError(
+            "bad_messages",
+            f"column {column!r} must hold a list of {{role, content}}, got {short(value)}",
+        )
+    messages = []
+    for position, item in enumerate(value):
+        message = {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else {}
+        if "from" in message and "role" not in message:
+            message = _of_sharegpt(message)
+        content = message.get("content", "" if "tool_calls" in message else None)
+        role = message.get("role")
+        where = f"column {column!r}, message {position}"
+        if images and isinstance(content, list):
+            content = message["content"] = checked_parts(content, where)
+        elif (kind := _other_part(content)) is not None:
+            raise RequestError(
+                "bad_messages",
+                f"{where}: content has a part of type {kind}, and only text is read here",
+            )
+        if not isinstance(role, str) or not isinstance(content, (str, list) if images else str):
+            raise RequestError(
+                "bad_messages", f"{where}: role and content must be strings, got {short(item)}"
+            )
+        if role not in roles:
+            raise RequestError(
+                "bad_messages", f"{where}: unknown role {short(role)}: use {', '.join(roles)}"
+            )
+        messages.append(message)
+    return messages
+
+
+def _other_part(content: Any) -> str | None:
+    """The type of the first part of a content that is no text, such as an image; None if there is
+    none, or if the content does not consist of parts."""
+    if not isinstance(content, list):
+        return None
+    types = (part.get("type") for part in content if isinstance(part, dict))
+    return next((short(kind) for kind in types if kind not in (None, "text")), None)
+
+
+def checked_parts(content: list[Any], where: str) -> list[dict[str, Any]]:
+    """The parts of a content in one form: `{type: text, text}` and `{type: image, source}`, whose
+    source is None where the row's own images come in.
+
+    Images are parts as OpenAI has them, `{type: image_url, image_url: {url}}`, or as HuggingFace
+    has them, `{type: image}` with or without `image`, `path`, `url` or `bytes`.
+
+    Raises:
+        RequestError: bad_messages: a part is neither.
+    """
+    parts: list[dict[str, Any]] = []
+    for item in content:
+        part = {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else {}
+        kind = part.get("type", next((name for name in _PART_KINDS if name in part), None))
+        if kind in ("text", "input_text") and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        elif kind in ("image_url", "input_image", "image"):
+            source = next((part[name] for name in _SOURCES if name in part), None)
+            if isinstance(source, dict) and "url" in source:
+                source = source["url"]
+            parts.append({"type": "image", "source": source})
+        else:
+            raise RequestError(
+                "bad_messages",
+                f"{where}: content has a part {short(item)}: parts are text and images",
+            )
+    return parts
+
+
+def short(value: Any) -> str:
+    """A value for an error message."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with `from` and `value` as one with role and content."""
+    role = message["from"]
+    others = {key: item for key, item in message.items() if key not in ("from", "value")}
+    if isinstance(role, str):
+        role = _SHAREGPT_ROLES.get(role, role)
+    return {"role": role, "content": message.get("value"), **others}

@@ -1,0 +1,152 @@
+"""Prompts of the bodies of OpenAI's batch files: a conversation, or a text or token ids."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from batchgen.config.groups.prompt_config import ChatPromptConfig, OpenAIPromptConfig
+from batchgen.engine.interface.outputs import RequestError
+from batchgen.inputs.dataset.dataset_columns import json_cell, named_path, value_at
+from batchgen.inputs.dataset.source import Row
+from batchgen.inputs.images.image_sources import ImageSource
+from batchgen.inputs.images.row_images import RowImage, RowImages
+from batchgen.inputs.prompts.chat_prompt import ChatPrompt
+from batchgen.inputs.prompts.chat_templates import today
+from batchgen.inputs.prompts.messages import short
+from batchgen.inputs.prompts.prompt_tokens import TextTokens, not_empty, text_bytes
+from batchgen.util.errors import ConfigError
+
+BAD_BODY = "bad_body"
+"""The type of a row's error whose body has no prompt."""
+
+
+class BodyPrompt:
+    """The `messages` of a body with its `tools`, by the chat template; or its `prompt`: a text, to
+    which the tokenizer adds its special tokens, or token ids as they are."""
+
+    is_constant = False
+
+    def __init__(
+        self,
+        config: OpenAIPromptConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        columns: Mapping[str, Any],
+        vocab_size: int,
+        room: int | None = None,
+        images: RowImages | None = None,
+        day: Callable[[], str] = today,
+    ) -> None:
+        self._column, self._vocab_size = config.body_column, vocab_size
+        self._path = named_path("prompt.body_column", config.body_column, columns)
+        self._tokens = TextTokens(tokenizer, room)
+        self._chat: ChatPrompt | None = None
+        template = tokenizer.chat_template
+        if template is None and config.date is not None:
+            raise ConfigError("prompt.date: the model has no chat template: leave it out")
+        if template is not None:
+            takes_tools = re.search(r"\btools\b", str(template)) is not None
+            chat = ChatPromptConfig(
+                messages_column="messages",
+                tools_column="tools" if takes_tools else None,
+                template_kwargs=config.template_kwargs,
+                date=config.date,
+            )
+            names = dict.fromkeys(("messages", "tools"))
+            self._chat = ChatPrompt(chat, tokenizer, names, room, images, day)
+            self._takes_tools = takes_tools
+
+    @property
+    def day(self) -> str | None:
+        """The day that the chat template writes; None if it writes none."""
+        return None if self._chat is None else self._chat.day
+
+    def token_ids(self, row: Row) -> list[int]:
+        """The prompt of a row; RequestError as `Prompt.token_ids` says, and bad_body."""
+        body = self._body(row)
+        if "messages" in body:
+            return self._of_messages().token_ids(self._messages(row, body))
+        prompt = body["prompt"]
+        if isinstance(prompt, str):
+            return self._tokens.of(prompt, add_special_tokens=True)
+        return not_empty(prompt)
+
+    def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
+        """The prompt of a row with its images; RequestError as `token_ids` has it."""
+        body = self._body(row)
+        if "messages" not in body:
+            return self.token_ids(row), []
+        return self._of_messages().asked(self._messages(row, body))
+
+    @property
+    def images(self) -> RowImages | None:
+        """What makes the images of rows; None if these have none."""
+        return None if self._chat is None else self._chat.images
+
+    def image_sources(self, row: Row) -> list[ImageSource]:
+        """The images that a row names; RequestError as `token_ids` has it."""
+        body = self._body(row)
+        if "messages" not in body:
+            return []
+        return self._of_messages().image_sources(self._messages(row, body))
+
+    def size(self, row: Row) -> int:
+        """How many bytes of text, or how many ids, go into the row's prompt."""
+        body = self._body(row)
+        if "messages" in body:
+            return self._of_messages().size(self._messages(row, body))
+        prompt = body["prompt"]
+        return text_bytes(prompt) if isinstance(prompt, str) else len(prompt)
+
+    def text(self, row: Row) -> str | None:
+        """The prompt of a row before it becomes tokens; None for ids."""
+        body = self._body(row)
+        if "messages" in body:
+            return self._of_messages().text(self._messages(row, body))
+        return body["prompt"] if isinstance(body["prompt"], str) else None
+
+    def _body(self, row: Row) -> dict[str, Any]:
+        """The body of a row with either `messages` or a good `prompt`."""
+        try:
+            found = json_cell(value_at(row.fields, self._path))
+        except ValueError as error:
+            raise self._bad(str(error)) from None
+        if not isinstance(found, Mapping):
+            raise self._bad(f"must hold the body of a request, got {short(found)}")
+        body = {key: value for key, value in found.items() if value is not None}
+        if ("messages" in body) == ("prompt" in body):
+            raise self._bad("must have either messages or a prompt")
+        if "prompt" in body:
+            self._check_prompt(body["prompt"])
+        return body
+
+    def _check_prompt(self, prompt: Any) -> None:
+        if isinstance(prompt, str):
+            return
+        if not isinstance(prompt, list) or any(type(token) is not int for token in prompt):
+            raise self._bad(f"prompt must be one text or one list of ids, got {short(prompt)}")
+        for token in prompt:
+            if not 0 <= token < self._vocab_size:
+                raise RequestError(
+                    "bad_token_ids",
+                    f"column {self._column!r}: {token} is not an id of the model, 0 to "
+                    f"{self._vocab_size - 1}",
+                )
+
+    def _of_messages(self) -> ChatPrompt:
+        if self._chat is None:
+            raise self._bad("messages need a chat template, and the model's tokenizer has none")
+        return self._chat
+
+    def _messages(self, row: Row, body: Mapping[str, Any]) -> Row:
+        """The row as the chat prompt reads it."""
+        if body.get("tools") and not self._takes_tools:
+            raise RequestError("bad_tools", "the model's chat template knows no tools")
+        fields = {"messages": body["messages"], "tools": body.get("tools")}
+        return Row(row.index, row.id, fields)
+
+    def _bad(self, why: str) -> RequestError:
+        return RequestError(BAD_BODY, f"column {self._column!r}: {why}")

@@ -1,0 +1,69 @@
+"""Makes token ids of texts, and refuses texts too long to be tokenised."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from transformers import PreTrainedTokenizerBase
+
+from batchgen.engine.constraint.json_schema.json_text import has_lone_surrogate
+from batchgen.engine.interface.outputs import RequestError
+
+_ALWAYS_BYTES = 2**21
+"""Texts up to this size are always tokenised. Tokenising takes about 250 times their memory."""
+
+
+class TextTokens:
+    """The token ids of prompts' texts, of at most `room` tokens if that is given.
+
+    A text with more bytes than the room could hold, if each token were the tokenizer's longest, is
+    refused before it is tokenised, which would take seconds and gigabytes.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, room: int | None) -> None:
+        self._tokenizer, self._room = tokenizer, room
+
+    def of(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text, at least one; RequestError (prompt_too_long, empty_prompt,
+        bad_text) otherwise."""
+        self.refuse_long(text)
+        if not text.isascii() and has_lone_surrogate(text):
+            raise RequestError(
+                "bad_text",
+                "the prompt has half of a UTF-16 pair (such as \\ud83d), which is no character: "
+                "cut texts between characters, not between units of UTF-16",
+            )
+        # Without `verbose=False` the tokenizer warns of long texts, which fit_prompt deals with.
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return not_empty(list(ids))
+
+    def refuse_long(self, text: str) -> None:
+        """Refuse a text, or a part of one, that the room could not hold."""
+        if self._room is None or len(text) * 4 <= _ALWAYS_BYTES:
+            return
+        size = text_bytes(text)
+        if size <= (most := max(self._room * self._longest_token, _ALWAYS_BYTES)):
+            return
+        raise RequestError(
+            "prompt_too_long",
+            f"the prompt has {size:,} bytes; {self._room} tokens are left for it, so more "
+            f"than {most:,} bytes are not even tokenised: shorten the row, use another column, "
+            "or raise engine.max_model_len",
+        )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Bytes of the longest token, or more: the vocabulary may write one byte with two."""
+        return max(map(text_bytes, self._tokenizer.get_vocab()))
+
+
+def text_bytes(text: str) -> int:
+    """The length of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def not_empty(ids: list[int]) -> list[int]:
+    """The token ids of a prompt, or RequestError (empty_prompt)."""
+    if not ids:
+        raise RequestError("empty_prompt", "the prompt has no tokens")
+    return ids

@@ -1,0 +1,216 @@
+"""Makes the prompt of a row: the token ids that the model reads first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from batchgen.config.groups.prompt_config import (
+    OpenAIPromptConfig,
+    PromptConfig,
+    TextPromptConfig,
+    TokensPromptConfig,
+    TooLong,
+)
+from batchgen.engine.interface.outputs import RequestError
+from batchgen.inputs.dataset.dataset_columns import named_path, value_at
+from batchgen.inputs.images.row_images import RowImage, RowImages
+from batchgen.inputs.prompts.chat_prompt import ChatPrompt
+from batchgen.inputs.prompts.chat_templates import today
+from batchgen.inputs.prompts.messages import short
+from batchgen.inputs.prompts.openai_bodies import BodyPrompt
+from batchgen.inputs.prompts.prompt_tokens import TextTokens, not_empty, text_bytes
+from batchgen.util.errors import ConfigError
+from batchgen.util.templates.row_templates import RowTemplate
+
+if TYPE_CHECKING:
+    from batchgen.inputs.dataset.source import Row
+
+
+_MOST_SHOWN = 1000
+"""Characters of a prompt that a warning shows."""
+
+
+class Prompt(Protocol):
+    """A way to make prompts of rows."""
+
+    @property
+    def day(self) -> str | None:
+        """The day that prompts name, YYYY-MM-DD; None if they name none."""
+        return None
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all rows get the same prompt, because no template uses a column."""
+        return False
+
+    def text(self, row: Row) -> str | None:
+        """The prompt of a row before it becomes tokens; None where it is tokens already."""
+        return None
+
+    def size(self, row: Row) -> int:
+        """How much of the row goes into its prompt: bytes of text, or how many token ids.
+
+        It costs much less than `token_ids`. Where prompts have a fixed frame, the rows with the
+        larger size have the larger prompts; no text has more tokens than bytes.
+        """
+        return len(self.token_ids(row))
+
+    def token_ids(self, row: Row) -> list[int]:
+        """The prompt of a row, which has at least one token and any length.
+
+        Raises:
+            RequestError: the row has no prompt. The error's type is missing_field, template_error,
+                bad_messages, bad_token_ids, empty_prompt or prompt_too_long.
+        """
+        ...
+
+    def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
+        """The prompt of a row and its images; RequestError as `token_ids` has it."""
+        return self.token_ids(row), []
+
+
+def build_prompt(
+    config: PromptConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    vocab_size: int,
+    columns: Mapping[str, Any],
+    room: int | None = None,
+    images: RowImages | None = None,
+    day: Callable[[], str] = today,
+) -> Prompt:
+    """The prompt that the configuration describes.
+
+    Args:
+        tokenizer: None if the model has none; then only token ids can be prompts.
+        columns: the data set's columns, and what they hold in the terms of datasets.
+        room: the most tokens of a prompt, for which far longer texts are refused untokenised; None
+            reads texts of any length.
+        images: makes the images of rows; None where the model or the rows have none.
+        day: says which day chat templates write, if the configuration does not.
+
+    Raises:
+        ConfigError: a template does not compile or asks for a column that the data set lacks,
+            or the model has no tokenizer or no chat template.
+    """
+    if isinstance(config, TokensPromptConfig):
+        return TokensPrompt("prompt.token_ids_column", config.token_ids_column, vocab_size, columns)
+    if tokenizer is None:
+        raise ConfigError(
+            f"prompt.kind={config.kind} needs a tokenizer, and the model comes without one: use "
+            "prompt=tokens"
+        )
+    if isinstance(config, TextPromptConfig):
+        return TextPrompt(config, tokenizer, columns, room)
+    if isinstance(config, OpenAIPromptConfig):
+        return BodyPrompt(config, tokenizer, columns, vocab_size, room, images, day)
+    return ChatPrompt(config, tokenizer, columns, room, images, day)
+
+
+def prompt_room(max_model_len: int, max_new_tokens: int) -> int:
+    """How many tokens a prompt may have, or RequestError (prompt_too_long) if the answer may have
+    all."""
+    if max_new_tokens >= max_model_len:
+        raise RequestError(
+            "prompt_too_long",
+            f"an answer of {max_new_tokens} tokens leaves no room for a prompt: both together have "
+            f"at most {max_model_len}",
+        )
+    return max_model_len - max_new_tokens
+
+
+def fit_prompt(
+    ids: list[int], max_len: int, too_long: TooLong, bos_id: int | None = None
+) -> list[int]:
+    """A prompt of at most `max_len` tokens.
+
+    Of a longer one `truncate_left` keeps the last tokens. A BOS token at its start stays, because
+    models answer badly without it. In a chat prompt the system message and the marks of a turn may
+    be cut off. With `error` a longer prompt raises RequestError (prompt_too_long).
+    """
+    assert max_len >= 1
+    if len(ids) <= max_len:
+        return ids
+    if too_long == "error":
+        raise RequestError(
+            "prompt_too_long",
+            f"the prompt has {len(ids)} tokens and at most {max_len} leave room for the answer: "
+            "raise engine.max_model_len, lower sampling.max_new_tokens, or set "
+            "prompt.too_long=truncate_left",
+        )
+    if ids[0] == bos_id and max_len > 1:
+        return [ids[0], *ids[1 - max_len :]]
+    return ids[-max_len:]
+
+
+def constant_prompt_warning(prompt: Prompt, row: Row) -> str:
+    """What users are told of a prompt that is the same for all rows, as it is seldom meant so."""
+    try:
+        text = prompt.text(row) or ""
+    except RequestError as error:
+        text = f"({error})"
+    shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+    return (
+        "the prompt uses no column of the data set, so all rows get the same one (a column is "
+        f"written {{{{ name }}}}, a file of a template is named with prompt.user_file or "
+        f"prompt.text_file). The first prompt:\n{shown}"
+    )
+
+
+class TextPrompt(Prompt):
+    """One template for the whole prompt.
+
+    The tokenizer adds its special tokens, such as a BOS, unless `add_special_tokens` is false.
+    """
+
+    def __init__(
+        self,
+        config: TextPromptConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        columns: Collection[str],
+        room: int | None = None,
+    ) -> None:
+        assert config.text is not None
+        self._tokens = TextTokens(tokenizer, room)
+        self._add_special_tokens = config.add_special_tokens
+        self._text = RowTemplate("prompt.text", config.text, columns)
+
+    @property
+    def is_constant(self) -> bool:
+        return not self._text.uses_columns
+
+    def token_ids(self, row: Row) -> list[int]:
+        return self._tokens.of(self.text(row), add_special_tokens=self._add_special_tokens)
+
+    def size(self, row: Row) -> int:
+        return text_bytes(self.text(row))
+
+    def text(self, row: Row) -> str:
+        return self._text.render(row.fields, row.index)
+
+
+class TokensPrompt(Prompt):
+    """The token ids that a column holds, as they are. `key` is the one that names the column."""
+
+    def __init__(self, key: str, column: str, vocab_size: int, columns: Mapping[str, Any]) -> None:
+        self._column, self._vocab_size = column, vocab_size
+        self._path = named_path(key, column, columns)
+
+    def token_ids(self, row: Row) -> list[int]:
+        ids = value_at(row.fields, self._path)
+        if not isinstance(ids, list):
+            raise RequestError(
+                "bad_token_ids",
+                f"column {self._column!r} must hold a list of integers, got {short(ids)}",
+            )
+        for position, token in enumerate(ids):
+            if type(token) is not int or not 0 <= token < self._vocab_size:
+                raise RequestError(
+                    "bad_token_ids",
+                    f"column {self._column!r}, position {position}: {short(token)} is not "
+                    f"an id of the model, 0 to {self._vocab_size - 1}",
+                )
+        return not_empty(ids)

@@ -1,0 +1,75 @@
+"""Makes the steps of `rows`, which a configuration names by short names or by their classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import keyword
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from batchgen.config.groups.class_names import CLASSES, lasting_step_name
+from batchgen.config.groups.job_config import StepConfig
+from batchgen.config.groups.named_code import named_code, strategy_options
+from batchgen.evals.graders.build_steps import row_step
+from batchgen.evals.graders.choices import RowStep
+from batchgen.inputs.steps.table_step import TableStep
+from batchgen.util.errors import ConfigError
+
+Step = TableStep | RowStep
+
+
+def build_rows(configs: Sequence[StepConfig]) -> tuple[Step, ...]:
+    """The steps of `rows`; ConfigError for a mistake in one."""
+    return tuple(_built(number, config) for number, config in enumerate(configs))
+
+
+def changes_rows(steps: Sequence[Step]) -> bool:
+    """Whether some step changes which rows there are; others only add columns."""
+    return any(isinstance(step, TableStep) for step in steps)
+
+
+def step_fingerprints(configs: Sequence[StepConfig], steps: Sequence[Step]) -> dict[str, str]:
+    """Versions of the steps and the content of what they read, by names for people."""
+    found = {}
+    for number, (step, config) in enumerate(zip(steps, configs, strict=True)):
+        name = lasting_step_name(config.target)
+        found[f"version of {name}"] = str(step.version)
+        if isinstance(step, TableStep):
+            try:
+                given = step.fingerprints()
+            except ConfigError as error:
+                raise ConfigError(f"rows[{number}] {type(step).__name__}: {error}") from None
+            found |= {f"rows[{number}] {name}.{what}": one for what, one in given.items()}
+    return found
+
+
+def _built(number: int, config: StepConfig) -> Step:
+    place = f"rows[{number}]"
+    cls = named_code(config.target, f"{place}._target_")
+    if not (isinstance(cls, type) and issubclass(cls, TableStep)):
+        return row_step(number, config)
+    if not cls.stable:
+        raise ConfigError(
+            f"{place}._target_: {config.target} must say `stable = True`: what it decides about a "
+            "row may depend on the rows up to this one alone (batchgen.TableStep)"
+        )
+    name = f"{place}.{config.target}" if config.target in CLASSES["rows"] else None
+    try:
+        step: TableStep = cls(**_options(cls, config.options, name or place))
+    except ValueError as error:
+        message = str(error)
+        if not message.startswith(place):
+            message = f"{name or place}: {message}"
+        raise ConfigError(message) from None
+    return step
+
+
+def _options(cls: type[TableStep], given: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The arguments of the class: `as` is `as_` there, and what is no option goes to `rest`."""
+    named = {f"{key}_" if keyword.iskeyword(key) else key: v for key, v in given.items()}
+    if cls.rest is not None:
+        known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if more := {key: value for key, value in given.items() if key not in known}:
+            kept = {key: value for key, value in named.items() if key in known}
+            named = {**kept, cls.rest: {**(kept.get(cls.rest) or {}), **more}}
+    return strategy_options(cls, named, place)

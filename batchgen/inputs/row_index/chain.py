@@ -1,0 +1,251 @@
+"""The steps of `rows` one after the other: from rows of the data set to rows of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, NamedTuple
+
+from datasets import Features
+
+from batchgen.engine.interface.outputs import RequestError
+from batchgen.evals.graders.choices import BadChoices, RowStep
+from batchgen.evals.graders.step import arrow_schema
+from batchgen.inputs.dataset.dataset_columns import column_path
+from batchgen.inputs.dataset.source import Row
+from batchgen.inputs.steps.table_step import BadRow, Dropped, Pass, StepRow, TableStep, Tools
+from batchgen.storage.folder.row_funnel import DroppedRow, StepCount
+from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import some_names
+
+Step = TableStep | RowStep
+BAD_ROW = "bad_row"
+MOST_EXAMPLES = 3
+
+
+class Failure(NamedTuple):
+    """Why a step has no answer for a row, as the output has it."""
+
+    type: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class MadeRow:
+    """A row of the job, as the row index keeps it.
+
+    Attributes:
+        index: the position of the data set's row that it comes from.
+        path: the `k` of each step that makes several rows of one; 0 after a failure.
+        stored: what steps made of it that cannot be made again from the data set, by name.
+        failure: why it is an error row, if it is one.
+    """
+
+    index: int
+    path: tuple[int, ...]
+    stored: Mapping[str, Any]
+    failure: Failure | None
+
+
+@dataclass(slots=True)
+class _Item:
+    """A row on its way through the steps."""
+
+    fields: Mapping[str, Any]
+    path: tuple[int, ...]
+    stored: Mapping[str, Any]
+    failure: Failure | None = None
+
+
+class Chain:
+    """Checked steps and what they make of columns.
+
+    Attributes:
+        features: what all columns hold behind the last step.
+        made: what the columns hold that steps add or replace.
+        stored: what the row index keeps of a row.
+        uncopied: the columns that are not copied to the output.
+        columns: for each step the names of those that it makes, and of what is stored of it.
+        levels: how many numbers `#k` ids get.
+        has_state: whether steps remember rows.
+    """
+
+    def __init__(self, steps: Sequence[Step], features: Mapping[str, Any]) -> None:
+        self.steps, self.made, self.stored = tuple(steps), Features({}), Features({})
+        self.names = [f"rows[{number}] {type(step).__name__}" for number, step in enumerate(steps)]
+        self.uncopied = set[str]()
+        self._features: list[Features] = []
+        self.columns: list[tuple[Sequence[str], Sequence[str]]] = []
+        for name, step in zip(self.names, steps, strict=True):
+            before = Features({**features, **self.made})
+            self._features.append(before)
+            _check_columns(name, step, before)
+            try:
+                made, stored = _made(step, before)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
+            if twice := [column for column in stored if column in self.stored]:
+                raise ConfigError(
+                    f"{name} makes the column {twice[0]!r}, which a step before makes: give it "
+                    "another name"
+                )
+            self.columns.append((tuple(made), tuple(stored)))
+            self.made = Features({**self.made, **made})
+            self.stored = Features({**self.stored, **stored})
+            if isinstance(step, TableStep):
+                self.uncopied = (self.uncopied | set(step.uncopied)) - set(made)
+        self.features = Features({**features, **self.made})
+        self.levels = sum(isinstance(step, TableStep) and step.splits for step in steps)
+        self.has_state = any(isinstance(step, TableStep) and step.has_state for step in steps)
+
+    def start(self, tokenizer: Any = None) -> ChainPass:
+        """The steps at the first row of the data set."""
+        passes: list[Pass | RowStep] = []
+        for name, step, features in zip(self.names, self.steps, self._features, strict=True):
+            try:
+                tools = Tools(features, tokenizer)
+                passes.append(step.start(tools) if isinstance(step, TableStep) else step)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
+        return ChainPass(self, passes)
+
+    def restored(self, row: Row, made: MadeRow) -> Mapping[str, Any]:
+        """The fields of a row of the job, made again from the data set's row."""
+        fields: Mapping[str, Any] = row.fields
+        levels = iter(made.path)
+        for step, (_, stored) in zip(self.steps, self.columns, strict=True):
+            if isinstance(step, TableStep):
+                k = next(levels) if step.splits else 0
+                if new := step.restored(fields, k, {name: made.stored[name] for name in stored}):
+                    fields = {**fields, **new}
+            else:
+                fields = {**fields, **step.apply(row.index, fields)}
+        return fields
+
+
+class ChainPass:
+    """Steps on their way through the rows of a data set, which `take` is given in order.
+
+    Attributes:
+        counts: what became of rows at each step so far.
+        dropped: the rows that were taken out and not fetched yet; the caller empties it.
+    """
+
+    def __init__(self, chain: Chain, passes: Sequence[Pass | RowStep]) -> None:
+        self._chain, self._passes = chain, passes
+        self.counts = [StepCount(name) for name in chain.names]
+        self.dropped: list[DroppedRow] = []
+        self._tables = [step if isinstance(step, TableStep) else None for step in chain.steps]
+
+    @property
+    def full(self) -> bool:
+        """Whether no later row can come through."""
+        return any(
+            running.full  # type: ignore[union-attr]
+            for running, table in zip(self._passes, self._tables, strict=True)
+            if table is not None
+        )
+
+    def take(self, row: Row) -> list[MadeRow]:
+        """The rows of the job that the next row of the data set becomes."""
+        bad = row.failure
+        failure = None if bad is None else Failure(bad.type, str(bad))
+        items = [_Item(row.fields, (), {}, failure)]
+        for number, table in enumerate(self._tables):
+            count = self.counts[number]
+            count.rows_in += len(items)
+            if table is None:
+                self._add_columns(number, row, items)
+            else:
+                items = self._changed(number, table, row, items)
+            count.rows_out += len(items)
+        return [MadeRow(row.index, item.path, item.stored, item.failure) for item in items]
+
+    def close(self) -> None:
+        """Give up what the steps hold."""
+        for running, table in zip(self._passes, self._tables, strict=True):
+            if table is not None:
+                running.close()  # type: ignore[union-attr]
+
+    def _add_columns(self, number: int, row: Row, items: Sequence[_Item]) -> None:
+        step = self._passes[number]
+        for item in items:
+            if item.failure is None:
+                try:
+                    item.fields = {**item.fields, **step.apply(row.index, item.fields)}  # type: ignore[union-attr]
+                except BadChoices as error:
+                    item.failure = Failure("bad_choices", str(error))
+                    self.counts[number].failed += 1
+
+    def _changed(
+        self, number: int, table: TableStep, row: Row, items: Sequence[_Item]
+    ) -> list[_Item]:
+        step, count = self._passes[number], self.counts[number]
+        found: list[_Item] = []
+        for item in items:
+            if item.failure is not None and not table.takes_failed:
+                found.append(_below(item, 0) if table.splits else item)
+                continue
+            row_id = path_id(row.id, item.path)
+            try:
+                taken = step.take(StepRow(row_id, row.index, item.fields))  # type: ignore[union-attr]
+            except BadRow as error:
+                count.failed += 1
+                path = (*item.path, 0) if table.splits else item.path
+                message = f"{self._chain.names[number]}: {error}"
+                found.append(_Item(item.fields, path, item.stored, Failure(BAD_ROW, message)))
+                continue
+            if isinstance(taken, Dropped):
+                count.dropped += 1
+                dropped = DroppedRow(row_id, number, taken.reason)
+                self.dropped.append(dropped)
+                if len(count.examples) < MOST_EXAMPLES:
+                    count.examples.append(dropped)
+            elif table.splits:
+                below = (_below(item, k) for k in range(len(taken)))
+                found += map(self._with, below, repeat(number), taken)
+            else:
+                (values,) = taken
+                found.append(self._with(item, number, values))
+        return found
+
+    def _with(self, item: _Item, number: int, values: Mapping[str, Any]) -> _Item:
+        """A row with the values of a step's columns."""
+        if not values:
+            return item
+        made, stored = self._chain.columns[number]
+        fields = {**item.fields, **{name: values[name] for name in made}}
+        kept = {**item.stored, **{name: values[name] for name in stored}}
+        return _Item(fields, item.path, kept, item.failure)
+
+
+def path_id(row_id: str, path: Sequence[int]) -> str:
+    """The id of a row of the job, from that of the data set's row."""
+    return "#".join([row_id, *map(str, path)]) if path else row_id
+
+
+def failure_of(failure: Failure | None) -> RequestError | None:
+    """A failure as rows have it."""
+    return None if failure is None else RequestError(failure.type, failure.message)
+
+
+def _below(item: _Item, k: int) -> _Item:
+    """Row number `k` of those that a step made of one."""
+    return _Item(item.fields, (*item.path, k), item.stored, item.failure)
+
+
+def _made(step: Step, features: Features) -> tuple[Features, Features]:
+    """The columns that a step makes, and what of it is stored."""
+    if isinstance(step, TableStep):
+        return step.made(features), step.stored(features)
+    return Features.from_arrow_schema(arrow_schema(step.writes)), Features({})
+
+
+def _check_columns(name: str, step: Step, features: Features) -> None:
+    for column in step.field_names:
+        if column_path(column, features) is None:
+            raise ConfigError(
+                f"{name} reads the column {column!r}, which the data set does not have: choose "
+                f"among {some_names(features, column)}"
+            )

@@ -1,0 +1,169 @@
+"""The row index in a job's folder: where each of the job's rows comes from, and what was dropped.
+
+rows.json                    how many rows there are behind each step; written last
+rows/part-00000.parquet …    for each row of the job: row_index (in the data set), path, made
+                             (what steps made that is not in the data set), error
+rows/dropped-00000.parquet … for each row that a step took out: row_id, step, reason
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.inputs.row_index.chain import Failure, MadeRow
+from batchgen.inputs.steps.stored_values import Storing
+from batchgen.storage.folder.row_funnel import DroppedRow, IndexFacts
+from batchgen.storage.leases.own_files import ROW_INDEX, ROWS
+from batchgen.storage.stores.whole_file import publish
+from batchgen.util.errors import JobError
+from batchgen.util.temporary import temporary_name
+
+GROUP = 16_384
+"""Rows of a row group, which are in memory while it is written or read."""
+PART_ROWS = 1_000_000
+DROPPED = pa.schema([("row_id", pa.string()), ("step", pa.string()), ("reason", pa.string())])
+_ERROR = pa.struct([("type", pa.string()), ("message", pa.string())])
+
+
+class IndexFolder:
+    """The files of an index in a folder; `upload` and `download` reach those of a store."""
+
+    def __init__(
+        self,
+        path: Path,
+        stored: Mapping[str, Any],
+        upload: Callable[[Path], None] = lambda _: None,
+        download: Callable[[Path], None] = lambda _: None,
+    ) -> None:
+        self.path = path / ROWS
+        self._storing = Storing(stored)
+        self._upload, self._download = upload, download
+        fields = [pa.field("row_index", pa.int64()), pa.field("path", pa.list_(pa.int32()))]
+        if stored:
+            fields.append(pa.field("made", pa.struct(list(self._storing.schema))))
+        self.schema = pa.schema([*fields, pa.field("error", _ERROR)])
+
+    def part(self, number: int) -> Path:
+        return self.path / f"part-{number:05d}.parquet"
+
+    def dropped(self, number: int) -> Path:
+        return self.path / f"dropped-{number:05d}.parquet"
+
+    def writing(self, path: Path, schema: pa.Schema) -> IndexFile:
+        """A file of the index that is to be written."""
+        return IndexFile(path, schema, self._upload)
+
+    def rows_table(self, rows: Sequence[MadeRow], names: Sequence[str]) -> pa.Table:
+        """Rows of the job as the index has them."""
+        columns: dict[str, Any] = {
+            "row_index": [row.index for row in rows],
+            "path": [list(row.path) for row in rows],
+            "error": [None if row.failure is None else row.failure._asdict() for row in rows],
+        }
+        if names:
+            columns["made"] = [self._made(row, names) for row in rows]
+        return pa.table([pa.array(columns[f.name], f.type) for f in self.schema], self.schema)
+
+    def _made(self, row: MadeRow, names: Sequence[str]) -> dict[str, Any]:
+        return dict(self._storing.encoded({name: row.stored.get(name) for name in names}))
+
+    @staticmethod
+    def dropped_table(rows: Sequence[DroppedRow], names: Sequence[str]) -> pa.Table:
+        """Dropped rows as the index has them."""
+        values = [{"row_id": row.id, "step": names[row.step], "reason": row.reason} for row in rows]
+        return pa.Table.from_pylist(values, DROPPED)
+
+    def made_rows(self, table: pa.RecordBatch | pa.Table) -> Iterator[MadeRow]:
+        """The rows of the job that a table of the index has."""
+        for row in table.to_pylist():
+            stored = self._storing.decoded(row["made"]) if row.get("made") else {}
+            failure = None if row["error"] is None else Failure(**row["error"])
+            yield MadeRow(row["row_index"], tuple(row["path"]), stored, failure)
+
+    def open(self, number: int) -> pq.ParquetFile:
+        """A part of the index; JobError if it is damaged or of another job."""
+        path = self.part(number)
+        try:
+            self._download(path)
+            file = pq.ParquetFile(path, memory_map=True)
+        except (OSError, pa.ArrowException) as error:
+            raise JobError(f"{path} cannot be read: {error}") from None
+        if not file.schema_arrow.equals(self.schema):
+            raise JobError(f"{path} has other columns than the steps of rows make")
+        return file
+
+
+class IndexFile:
+    """A file of the index on its way. It is there as a whole, or not if it has no rows."""
+
+    def __init__(self, path: Path, schema: pa.Schema, upload: Callable[[Path], None]) -> None:
+        self._path, self._schema, self._upload = path, schema, upload
+        self._temporary = temporary_name(path)
+        self._writer: pq.ParquetWriter | None = None
+        self.rows = 0
+
+    def add(self, table: pa.Table) -> None:
+        """Write a table as a row group."""
+        with self._writing():
+            if self._writer is None:
+                self._writer = pq.ParquetWriter(self._temporary, self._schema, compression="zstd")
+            self._writer.write_table(table)
+        self.rows += table.num_rows
+
+    def publish(self) -> None:
+        """End the file and give it its name."""
+        if self._writer is None:
+            return
+        with self._writing():
+            self._writer.close()
+            publish(self._temporary, self._path)
+        self._upload(self._path)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            why = error.strerror or error
+            raise JobError(f"cannot write {self._path}: {why}") from error
+
+
+class IndexReader:
+    """The rows of an index, read in groups."""
+
+    def __init__(self, folder: IndexFolder, facts: IndexFacts) -> None:
+        self._folder, self.facts = folder, facts
+        self._ends = list(accumulate(part.rows for part in facts.parts))
+        self._files: dict[int, pq.ParquetFile] = {}
+        self._group: tuple[int, int, list[MadeRow]] = (-1, -1, [])
+
+    def check(self) -> None:
+        """Raise JobError unless all parts are there."""
+        for number, part in enumerate(self.facts.parts):
+            if part.rows and self._file(number).metadata.num_rows != part.rows:
+                raise JobError(f"{self._folder.part(number)} has another number of rows")
+        if sum(part.rows for part in self.facts.parts) != self.facts.rows:
+            raise JobError(f"{self._folder.path}: {ROW_INDEX} has another number of rows")
+
+    def row(self, index: int) -> MadeRow:
+        """A row of the job."""
+        number = bisect_right(self._ends, index)
+        at = index - (self._ends[number - 1] if number else 0)
+        group, place = divmod(at, GROUP)
+        if self._group[:2] != (number, group):
+            table = self._file(number).read_row_group(group)
+            self._group = (number, group, list(self._folder.made_rows(table)))
+        return self._group[2][place]
+
+    def _file(self, number: int) -> pq.ParquetFile:
+        if number not in self._files:
+            self._files[number] = self._folder.open(number)
+        return self._files[number]

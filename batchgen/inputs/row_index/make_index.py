@@ -1,0 +1,165 @@
+"""Makes the row index of a job, or adds the rows that its data set has got since."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from batchgen.inputs.dataset.source import Row, Source
+from batchgen.inputs.row_index.chain import Chain, ChainPass, MadeRow
+from batchgen.inputs.row_index.index_files import DROPPED, GROUP, PART_ROWS, IndexFolder
+from batchgen.storage.folder.row_funnel import IndexFacts, Part
+from batchgen.util.errors import JobError
+
+_SHOWN_SECONDS = 10.0
+
+
+@dataclass
+class _Making:
+    """The pass through the rows: what is made and not written yet."""
+
+    chain: Chain
+    running: ChainPass
+    folder: IndexFolder
+    rows: Iterator[Row]
+    read: int
+    total: int | None = None
+    made: list[MadeRow] = field(default_factory=list)
+    is_over: bool = False
+    error_rows: int = 0
+    shown: float = field(default_factory=time.monotonic)
+
+    def advance(self) -> None:
+        """Take rows until there is a group to write, or no row is left."""
+        running = self.running
+        while len(self.made) < GROUP and len(running.dropped) < GROUP:
+            row = None if running.full else next(self.rows, None)
+            if row is None:
+                self.is_over = True
+                return
+            self.read = row.index + 1
+            self.made += running.take(row)
+            self.tell()
+
+    def tell(self) -> None:
+        if not self.read % 256 and (now := time.monotonic()) - self.shown > _SHOWN_SECONDS:
+            self.shown = now
+            of = "" if self.total is None else f" of {self.total:,}"
+            print(f"batchgen: steps of rows: {self.read:,}{of} rows", file=sys.stderr)
+
+
+def make_index(
+    chain: Chain,
+    source: Source,
+    tokenizer: Any,
+    folder: IndexFolder,
+    key: str,
+    found: IndexFacts | None = None,
+) -> IndexFacts:
+    """Write the parts of an index for all rows of the source, and return what rows.json is to say.
+
+    `found` are the facts of an index for the first rows, to which the others are added. Memory does
+    not grow with the rows, but for what steps remember.
+    """
+    total = source.num_rows
+    assert total is not None
+    running = chain.start(tokenizer)
+    try:
+        if found is not None:
+            _catch_up(chain, running, source, found)
+        read = 0 if found is None else found.read_rows
+        rows = source.rows(read) if read < total else iter(())
+        making = _Making(chain, running, folder, rows, read, total)
+        parts = list(() if found is None else found.parts)
+        while not making.is_over:
+            parts.append(_write_part(making, len(parts), PART_ROWS))
+        if parts and not (parts[-1].rows or parts[-1].dropped):
+            parts.pop()
+    finally:
+        running.close()
+    return IndexFacts(
+        key=key,
+        dataset=source.fingerprint,
+        data_rows=total,
+        read_rows=making.read,
+        rows=sum(part.rows for part in parts),
+        error_rows=making.error_rows + (0 if found is None else found.error_rows),
+        steps=running.counts,
+        parts=parts,
+    )
+
+
+class IndexGrowth:
+    """Adds to an index what each further stretch of rows gives, a part for each. So a part is the
+    same whoever made it, and two processes that make it at once do no harm."""
+
+    def __init__(
+        self, chain: Chain, source: Source, tokenizer: Any, folder: IndexFolder, found: IndexFacts
+    ) -> None:
+        """Go on behind the rows of an index, which the steps go through again if they remember
+        rows."""
+        self._chain, self._source, self._folder = chain, source, folder
+        self._running = chain.start(tokenizer)
+        self.facts = found
+        _catch_up(chain, self._running, source, found)
+
+    def add(self, stop: int) -> None:
+        """Write the part of the rows of the source before `stop` that have none."""
+        found, start = self.facts, self.facts.data_rows
+        rows = islice(self._source.rows(start), stop - start) if start < stop else iter(())
+        making = _Making(self._chain, self._running, self._folder, rows, found.read_rows)
+        part = _write_part(making, len(found.parts), math.inf)
+        self.facts = replace(
+            found,
+            data_rows=stop,
+            read_rows=making.read,
+            rows=found.rows + part.rows,
+            error_rows=found.error_rows + making.error_rows,
+            steps=[replace(s, examples=list(s.examples)) for s in self._running.counts],
+            parts=[*found.parts, part],
+        )
+
+    def close(self) -> None:
+        """Give up what the steps hold."""
+        self._running.close()
+
+
+def _catch_up(chain: Chain, running: ChainPass, source: Source, found: IndexFacts) -> None:
+    """Bring the steps to where they stood behind the rows of an index."""
+    if not chain.has_state:
+        running.counts = [replace(count, examples=list(count.examples)) for count in found.steps]
+        return
+    made = 0
+    for row in islice(source.rows(), found.read_rows):
+        made += len(running.take(row))
+        running.dropped.clear()
+    if made != found.rows:
+        raise JobError(
+            f"rows: the steps make {made:,} rows of the first {found.read_rows:,} of the data set, "
+            f"and made {found.rows:,} before: a step depends on more than the rows up to its own. "
+            "Use another output.dir"
+        )
+
+
+def _write_part(making: _Making, number: int, most: float) -> Part:
+    """Write the next rows, some `most` rows, and what was dropped meanwhile."""
+    folder, running = making.folder, making.running
+    kept = folder.writing(folder.part(number), folder.schema)
+    gone = folder.writing(folder.dropped(number), DROPPED)
+    while not making.is_over and kept.rows < most and gone.rows < most:
+        making.advance()
+        if len(running.dropped) >= GROUP or (making.is_over and running.dropped):
+            gone.add(folder.dropped_table(running.dropped, making.chain.names))
+            running.dropped.clear()
+        while len(making.made) >= GROUP or (making.is_over and making.made):
+            rows, making.made = making.made[:GROUP], making.made[GROUP:]
+            making.error_rows += sum(row.failure is not None for row in rows)
+            kept.add(folder.rows_table(rows, list(making.chain.stored)))
+    kept.publish()
+    gone.publish()
+    return Part(kept.rows, gone.rows)

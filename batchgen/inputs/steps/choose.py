@@ -1,0 +1,176 @@
+"""Steps that keep some of the rows: those for which a condition holds, few of a kind, a share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from batchgen.inputs.steps.table_step import (
+    KEPT,
+    BadRow,
+    Dropped,
+    Pass,
+    StepRow,
+    TableStep,
+    Taken,
+    Tools,
+)
+from batchgen.inputs.steps.values import columns_of, digest, draw, field_of, key_text, shown
+from batchgen.util.errors import ConfigError
+from batchgen.util.templates.row_expression import ExpressionFailed, RowExpression
+
+if TYPE_CHECKING:
+    from datasets import Features
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter(TableStep):
+    """Keeps the rows for which a condition holds. A row in which it has no value, because of a null
+    or because of types, becomes an error row.
+
+    Attributes:
+        where: a Jinja expression over the columns: `language == 'en' and text|length > 200`.
+            `row_id` is the row's id, and `row` has all columns: `row['a name']`.
+    """
+
+    stable = True
+
+    where: str
+
+    def made(self, features: Features) -> Features:
+        """No columns; refuses a condition that reads a column which is not there."""
+        RowExpression("where", self.where, list(features))
+        return super().made(features)
+
+    def start(self, tools: Tools) -> Pass:
+        """The step at the first row."""
+        return _Filter(RowExpression("where", self.where, list(tools.features)), self.where)
+
+
+class _Filter:
+    full = False
+
+    def __init__(self, expression: RowExpression, where: str) -> None:
+        self._expression = expression
+        self._dropped = Dropped(f"{shown(where)} is false")
+
+    def take(self, row: StepRow) -> Taken:
+        try:
+            is_true = self._expression.is_true(row.fields, row.id, row.index)
+        except ExpressionFailed as error:
+            raise BadRow(str(error)) from None
+        return KEPT if is_true else self._dropped
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance(TableStep):
+    """Keeps the first rows of each kind, so that no kind has more than `most`.
+
+    Attributes:
+        by: a column, or a list of columns, whose values say of which kind a row is.
+        most: how many rows of a kind stay.
+    """
+
+    stable = True
+    has_state = True
+
+    by: tuple[str, ...]
+    most: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by", columns_of(self.by))
+        if not self.by:
+            raise ConfigError(f"by must be a column or a list of columns, got {self.by!r}")
+        if self.most < 1:
+            raise ConfigError(f"most must be at least 1, got {self.most!r}")
+
+    @property
+    def field_names(self) -> Sequence[str]:
+        """The columns that a row must have."""
+        return self.by
+
+    def start(self, tools: Tools) -> Pass:
+        """The step at the first row."""
+        return _Balance(self)
+
+
+class _Balance:
+    full = False
+
+    def __init__(self, step: Balance) -> None:
+        self._names, self._most = step.field_names, step.most
+        self._counts: dict[bytes, int] = {}
+
+    def take(self, row: StepRow) -> Taken:
+        kind = digest(key_text(row.fields, self._names))
+        count = self._counts.get(kind, 0)
+        if count >= self._most:
+            kinds = ", ".join(shown(field_of(row.fields, name)) for name in self._names)
+            return Dropped(f"{self._most:,} rows before have {kinds}")
+        self._counts[kind] = count + 1
+        return KEPT
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep(TableStep):
+    """Keeps a share of the rows, or the first ones. Give one of the two options.
+
+    Attributes:
+        share: from 0 to 1. The hash of a row's id decides, so a row stays whatever others there
+            are, and 0.2 has all rows of 0.1.
+        rows: how many of the first rows stay. When they are there, no further row of the data set
+            is read.
+    """
+
+    stable = True
+    takes_failed = True
+
+    share: float | None = None
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.share is None) == (self.rows is None):
+            raise ConfigError("give either share or rows")
+        if self.share is not None and not 0 < self.share <= 1:
+            raise ConfigError(f"share must be above 0 and at most 1, got {self.share!r}")
+        if self.rows is not None and self.rows < 1:
+            raise ConfigError(f"rows must be at least 1, got {self.rows!r}")
+
+    @property
+    def has_state(self) -> bool:  # type: ignore[override]
+        """Whether it remembers rows, of which it counts them alone."""
+        return self.rows is not None
+
+    def start(self, tools: Tools) -> Pass:
+        """The step at the first row."""
+        return self if self.rows is None else _First(self.rows)
+
+    def take(self, row: StepRow) -> Taken:
+        """What becomes of a row by its share."""
+        assert self.share is not None
+        return KEPT if draw("keep", row.id) < self.share * 2**64 else Dropped("not in the share")
+
+
+class _First:
+    def __init__(self, rows: int) -> None:
+        self._left = self._rows = rows
+
+    @property
+    def full(self) -> bool:
+        return not self._left
+
+    def take(self, row: StepRow) -> Taken:
+        if not self._left:
+            return Dropped(f"behind the first {self._rows:,}")
+        self._left -= 1
+        return KEPT
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,175 @@
+"""The step that cuts long texts into pieces of so many tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from batchgen.inputs.steps.table_step import (
+    BadRow,
+    Dropped,
+    Pass,
+    SplittingStep,
+    StepRow,
+    Taken,
+    Tools,
+)
+from batchgen.inputs.steps.values import feature_of, field_of
+from batchgen.util.errors import ConfigError
+
+if TYPE_CHECKING:
+    from datasets import Features
+    from transformers import PreTrainedTokenizerBase
+
+_BREAKS = (
+    re.compile(r"\n[^\S\n]*\n\s*"),
+    re.compile(r"\n\s*"),
+    re.compile(r"(?<=[.!?])[\"')\]]*\s+|(?<=[。！？])"),
+    re.compile(r"\s+"),
+)
+"""Where a text is cut, the best first: between paragraphs, lines, sentences, words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk(SplittingStep):
+    """Cuts a text into pieces of at most so many tokens, a row for each, with `#0`, `#1` … behind
+    its id.
+
+    Tokens are those of the job's tokenizer. A piece ends between paragraphs where there is such a
+    place in its second half, else between lines, sentences or words. The whole text is not copied
+    to the output any more, and prompts have it still unless the piece takes its place.
+
+    Attributes:
+        column: the text.
+        tokens: the most tokens of a piece.
+        overlap: about how many tokens at the end of a piece stand again at the beginning of the
+            next one; at most half of `tokens`.
+        as_: the column that gets the piece; null for that of the text itself.
+    """
+
+    column: str
+    tokens: int
+    overlap: int = 0
+    as_: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ConfigError(f"tokens must be at least 1, got {self.tokens!r}")
+        if not 0 <= self.overlap <= self.tokens // 2:
+            raise ConfigError(
+                f"overlap must be from 0 to half of tokens ({self.tokens // 2}), got "
+                f"{self.overlap!r}"
+            )
+
+    def made(self, features: Features) -> Features:
+        """The piece's column."""
+        from datasets import Features, Value
+        from datasets.features import Json
+
+        feature = feature_of(features, self.column)
+        if feature not in (Value("string"), Value("large_string"), Json()):
+            kind = getattr(feature, "dtype", type(feature).__name__)
+            raise ConfigError(f"column {self.column!r} holds {kind}, and Chunk takes text")
+        return Features({self.name: Value("string")})
+
+    def stored(self, features: Features) -> Features:
+        """Where the piece stands in the text."""
+        from datasets import Features, Value
+
+        return Features({self._start: Value("int64"), self._end: Value("int64")})
+
+    def start(self, tools: Tools) -> Pass:
+        """The step at the first row."""
+        if tools.tokenizer is None or not tools.tokenizer.is_fast:
+            raise ConfigError(
+                "Chunk needs a model whose tokenizer says where tokens lie in the text (a "
+                "tokenizer.json): choose another model, or cut the texts before"
+            )
+        return _Chunks(self, tools.tokenizer)
+
+    def restored(self, fields: Mapping[str, Any], k: int, stored: Mapping[str, Any]) -> Any:
+        """The piece, which is cut out of the text again."""
+        return {self.name: field_of(fields, self.column)[stored[self._start] : stored[self._end]]}
+
+    @property
+    def _start(self) -> str:
+        return f"{self.name}_start"
+
+    @property
+    def _end(self) -> str:
+        return f"{self.name}_end"
+
+    def spans(self, text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, int]]:
+        """Where the pieces of a text begin and end, in characters."""
+        starts, ends = token_places(text, tokenizer)
+        first, count = 0, len(starts)
+        while first < count:
+            stop = min(first + self.tokens, count)
+            begin, end = starts[first], ends[stop - 1]
+            if stop < count:
+                end = _cut(text, starts[first + (stop - first) // 2], starts[stop])
+                stop = max(first + 1, _before(starts, end, stop))
+            piece = text[begin:end]
+            left, right = len(piece) - len(piece.lstrip()), len(piece.rstrip())
+            if right:
+                yield begin + left, begin + right
+            first = self._next(text, starts, first, stop, count)
+
+    def _next(self, text: str, starts: Sequence[int], first: int, stop: int, count: int) -> int:
+        """The token at which the next piece begins: at the beginning of a word, if the overlap has
+        one."""
+        if stop >= count or not self.overlap:
+            return stop
+        for at in range(max(first + 1, stop - self.overlap), stop):
+            place = starts[at]
+            if place == 0 or text[place].isspace() or text[place - 1].isspace():
+                return at
+        return stop
+
+
+class _Chunks:
+    full = False
+
+    def __init__(self, step: Chunk, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._step, self._tokenizer = step, tokenizer
+
+    def take(self, row: StepRow) -> Taken:
+        step = self._step
+        text = field_of(row.fields, step.column)
+        if not isinstance(text, str):
+            what = "null" if text is None else f"{type(text).__name__} {text!r:.40}"
+            raise BadRow(f"column {step.column!r} must hold text, got {what}")
+        places = (f"{step.name}_start", f"{step.name}_end")
+        spans = step.spans(text, self._tokenizer)
+        found = [{step.name: text[a:b], **dict(zip(places, (a, b), strict=True))} for a, b in spans]
+        return found or Dropped("the text is empty")
+
+    def close(self) -> None:
+        pass
+
+
+def token_places(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The first character of each token of a text, and the one behind its last."""
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)[
+        "offset_mapping"
+    ]
+    return [start for start, _ in offsets], [end for _, end in offsets]
+
+
+def _cut(text: str, least: int, most: int) -> int:
+    """The best place for a cut behind `least` and not behind `most`, the last one of its kind."""
+    for kind in _BREAKS:
+        # A place that ends behind `most` may begin before it.
+        found = [match.end() for match in kind.finditer(text, least, most) if match.end() > least]
+        if found:
+            return found[-1]
+    return most
+
+
+def _before(starts: Sequence[int], end: int, stop: int) -> int:
+    """The first token that begins at `end` or behind it, of those up to `stop`."""
+    while stop > 1 and starts[stop - 1] >= end:
+        stop -= 1
+    return stop

@@ -1,0 +1,204 @@
+"""The step that adds columns of another table to the rows with the same key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from batchgen.inputs.steps.side_table import ROW_ID, SideTable
+from batchgen.inputs.steps.table_step import BadRow, Dropped, Pass, StepRow, TableStep, Taken, Tools
+from batchgen.inputs.steps.values import columns_of, digest, feature_of, field_of, key_text, shown
+from batchgen.util.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Features
+
+
+_BATCH = 1000
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join(TableStep):
+    """Adds columns of another table: those of its one row that has the same key.
+
+    The table's keys and these columns are in memory while the rows are gone through.
+
+    Attributes:
+        path: files, a job's folder or a data set of the hub.
+        on: the column, or a list of columns, that both have; `{ours: theirs}` where the names
+            differ. `row_id` is the row's id where there is no such column. Each key of the other
+            table must be there once.
+            In a job's folder `row_id` is that of the row which was answered.
+        columns: the columns to add; `{theirs: ours}` for other names.
+        missing: what becomes of a row without a partner. `error` makes an error row, `null` leaves
+            its new columns empty, `drop` takes it out.
+        name: the configuration of the other data set, if it has several.
+        split: the split of the other data set, if it has several.
+    """
+
+    stable = True
+
+    path: str
+    on: Mapping[str, str] | tuple[str, ...]
+    columns: Mapping[str, str] | tuple[str, ...]
+    missing: Literal["error", "null", "drop"] = "error"
+    name: str | None = None
+    split: str | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("on", "columns"):
+            given = getattr(self, key)
+            if not isinstance(given, Mapping):
+                given = {name: name for name in columns_of(given)}
+                object.__setattr__(self, key, given)
+            if not given or len(set(given.values())) != len(given):
+                raise ConfigError(f"{key} must be a column or several different ones")
+        if self.missing not in ("error", "null", "drop"):
+            raise ConfigError(f"missing must be error, null or drop, got {self.missing!r}")
+
+    @property
+    def _on(self) -> Mapping[str, str]:
+        assert isinstance(self.on, Mapping)
+        return self.on
+
+    @property
+    def _columns(self) -> Mapping[str, str]:
+        assert isinstance(self.columns, Mapping)
+        return self.columns
+
+    @property
+    def field_names(self) -> Sequence[str]:
+        """The columns that a row must have."""
+        return tuple(name for name in self._on if name != ROW_ID)
+
+    def fingerprints(self) -> Mapping[str, str]:
+        """The content of the other table."""
+        return {"path": self._table.fingerprint}
+
+    def made(self, features: Features) -> Features:
+        """The columns of the other table; refuses keys of other types, which are never equal."""
+        from datasets import Features
+
+        there = self._table.features(self._needed)
+        for ours, theirs in self._on.items():
+            feature = feature_of(features, ours) if ours != ROW_ID or ours in features else None
+            kinds = _kind(feature), _kind(feature_of(there, theirs))
+            if None not in kinds and kinds[0] != kinds[1]:
+                raise ConfigError(
+                    f"on: column {ours!r} holds {kinds[0]}, and {theirs!r} of {self.path} holds "
+                    f"{kinds[1]}, so they are never the same"
+                )
+        return Features({ours: feature_of(there, name) for name, ours in self._columns.items()})
+
+    def start(self, tools: Tools) -> Pass:
+        """The step at the first row."""
+        return _Join(self, tools)
+
+    @cached_property
+    def _table(self) -> SideTable:
+        return SideTable(self.path, self.name, self.split)
+
+    def rows(self) -> Iterator[Mapping[str, Any]]:
+        """The rows of the other table."""
+        return self._table.rows(self._needed)
+
+    @property
+    def _needed(self) -> Sequence[str]:
+        """The columns of the other table that are read."""
+        return (*self._on.values(), *self._columns)
+
+
+class _Join:
+    full = False
+
+    def __init__(self, step: Join, tools: Tools) -> None:
+        self._step, self._names = step, tuple(step._on)
+        self._own_id = ROW_ID in step._on and ROW_ID not in tools.features
+        from batchgen.inputs.steps.stored_values import Storing  # it loads datasets
+
+        self._storing = Storing(step.made(tools.features))
+        theirs = tuple(step._on.values())
+        keys, tables = bytearray(), []
+        rows = step.rows()
+        while read := list(islice(rows, _BATCH)):
+            batch = [fields for fields in read if _has(fields, theirs)]
+            keys += b"".join(digest(key_text(fields, theirs)) for fields in batch)
+            tables.append(self._storing.table(list(map(self._values, batch))))
+        self._highs = np.frombuffer(bytes(keys), np.uint64)[::2]
+        self._lows = np.frombuffer(bytes(keys), np.uint64)[1::2]
+        self._order = np.lexsort((self._lows, self._highs))
+        self._highs, self._lows = self._highs[self._order], self._lows[self._order]
+        self._refuse_repeated()
+        self._table = _joined(tables)
+        self._missing = dict.fromkeys(step._columns.values())
+
+    def _values(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {ours: field_of(fields, name) for name, ours in self._step._columns.items()}
+
+    def _refuse_repeated(self) -> None:
+        same = (self._highs[1:] == self._highs[:-1]) & (self._lows[1:] == self._lows[:-1])
+        if not same.any():
+            return
+        step, theirs = self._step, tuple(self._step._on.values())
+        at = np.flatnonzero(same)
+        wanted = {(int(self._highs[i]), int(self._lows[i])) for i in at[:_MOST_NAMED]}
+        named = dict[str, None]()
+        for fields in step.rows():
+            if _has(fields, theirs) and _numbers(digest(key_text(fields, theirs))) in wanted:
+                named[", ".join(shown(field_of(fields, name)) for name in theirs)] = None
+        more = f" and {len(at) - len(wanted):,} more" if len(at) > len(wanted) else ""
+        raise ConfigError(
+            f"on: {step.path} has several rows with the same {' and '.join(theirs)} "
+            f"({'; '.join(named)}{more}): a row must have one partner; join on more columns"
+        )
+
+    def take(self, row: StepRow) -> Taken:
+        fields = {**row.fields, ROW_ID: row.id} if self._own_id else row.fields
+        high, low = _numbers(digest(key_text(fields, self._names)))
+        at = int(np.searchsorted(self._highs, np.uint64(high)))
+        while at < len(self._highs) and self._highs[at] == high:
+            if self._lows[at] == low:
+                return [self._storing.value(self._table, int(self._order[at]))]
+            at += 1
+        if self._step.missing == "null":
+            return [self._missing]
+        key = ", ".join(shown(field_of(fields, name)) for name in self._names)
+        if self._step.missing == "drop":
+            return Dropped(f"no {key} in {self._step.path}")
+        raise BadRow(
+            f"{self._step.path} has no row with {key} in {', '.join(self._step._on.values())}"
+        )
+
+    def close(self) -> None:
+        pass
+
+
+def _numbers(found: bytes) -> tuple[int, int]:
+    return int.from_bytes(found[:8], "little"), int.from_bytes(found[8:], "little")
+
+
+def _has(fields: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Whether a row has a key: one with nulls has no partner."""
+    return all(field_of(fields, name) is not None for name in names)
+
+
+def _joined(tables: Sequence[pa.Table]) -> pa.Table:
+    import pyarrow as pa
+
+    return pa.concat_tables(tables).combine_chunks()
+
+
+def _kind(feature: Any) -> str | None:
+    """Whether a column holds text or whole numbers; None for others."""
+    dtype = getattr(feature, "dtype", None)
+    if dtype in ("string", "large_string"):
+        return "text"
+    is_integer = isinstance(dtype, str) and dtype.removeprefix("u").startswith("int")
+    return "whole numbers" if is_integer else None

@@ -1,0 +1,177 @@
+"""Steps that add pieces to rows, such as personas and styles: by chance, or all combinations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from batchgen.inputs.steps.side_table import SideTable
+from batchgen.inputs.steps.table_step import StepRow, TableStep, Taken
+from batchgen.inputs.steps.values import draw
+from batchgen.util.errors import ConfigError
+
+if TYPE_CHECKING:
+    from datasets import Features
+
+_MOST_PIECES = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pieces(TableStep):
+    """A step whose options are pieces by the name of the column that gets them."""
+
+    rest: ClassVar[str | None] = "pieces"
+
+    pieces: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if not self.pieces:
+            raise ConfigError("give at least one column with its pieces: style: [terse, formal]")
+        for name, given in self.pieces.items():
+            if not isinstance(given, (list, tuple, str)) or not given:
+                raise ConfigError(
+                    f"{name} must be a list of pieces or the path of a file, got {given!r}"
+                )
+
+    def made(self, features: Features) -> Features:
+        """The columns of the pieces."""
+        from datasets import Features
+
+        return Features({name: feature for name, (_, feature) in self.lists.items()})
+
+    def fingerprints(self) -> Mapping[str, str]:
+        """The content of the files with pieces."""
+        files = {name: given for name, given in self.pieces.items() if isinstance(given, str)}
+        return {name: SideTable(path).fingerprint for name, path in files.items()}
+
+    @cached_property
+    def lists(self) -> Mapping[str, tuple[Sequence[Any], Any]]:
+        """The pieces of each column, and their feature."""
+        return dict(self._lists())
+
+    def _lists(self) -> Iterator[tuple[str, tuple[Sequence[Any], Any]]]:
+        for name, given in self.pieces.items():
+            if isinstance(given, str):
+                yield name, _of_file(name, given)
+            else:
+                yield name, (list(given), _feature(name, list(given)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pick(_Pieces):
+    """Adds a piece to each row by chance, or several columns with a piece each:
+    `Pick: {persona: personas.jsonl, style: [terse, formal]}`.
+
+    The hash of seed, column and row id decides, so a row gets the same pieces whatever others there
+    are. A file has a piece in each row: the value of the column of the same name, or of its only
+    column, or else all columns together.
+
+    Attributes:
+        pieces: from the name of a column to its pieces, a list or the path of a file. Keys that are
+            no options are such columns, too.
+        times: how many rows are made of each, which may have different pieces, with `#0`, `#1` …
+            behind their ids; null for one with the id that it has.
+        seed: another number gives other pieces.
+    """
+
+    stable = True
+
+    times: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.times is not None and not 1 <= self.times <= _MOST_PIECES:
+            allowed = f"null or from 1 to {_MOST_PIECES:,}"
+            raise ConfigError(f"times must be {allowed}, got {self.times!r}")
+
+    @property
+    def splits(self) -> bool:  # type: ignore[override]
+        """Whether rows get `#k` behind their ids."""
+        return self.times is not None
+
+    def take(self, row: StepRow) -> Taken:
+        """A row for each of the `times`."""
+        if self.times is None:
+            return [self._picked(row.id)]
+        return [self._picked(f"{row.id}#{k}") for k in range(self.times)]
+
+    def _picked(self, row_id: str) -> dict[str, Any]:
+        return {
+            name: pieces[draw("pick", self.seed, name, row_id) * len(pieces) >> 64]
+            for name, (pieces, _) in self.lists.items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cross(_Pieces):
+    """Makes a row for each combination of pieces, with `#0`, `#1` … behind its id:
+    `Cross: {style: [faq, table], language: [en, de, fr]}` makes six of one. The last column changes
+    fastest.
+
+    Attributes:
+        pieces: from the name of a column to its pieces, a list or the path of a file. Keys that are
+            no options are such columns, too.
+        most: a configuration with more combinations is refused.
+    """
+
+    stable = True
+    splits = True
+
+    most: int = 1000
+
+    @cached_property
+    def combinations(self) -> Sequence[Mapping[str, Any]]:
+        """The values of the columns, in the order of the rows."""
+        lists = [pieces for pieces, _ in self.lists.values()]
+        number = 1
+        for pieces in lists:
+            number *= len(pieces)
+        if number > self.most:
+            raise ConfigError(
+                f"there are {number:,} combinations, more than most={self.most:,}: raise most, or "
+                "take some by chance with Pick"
+            )
+        return [dict(zip(self.lists, values, strict=True)) for values in product(*lists)]
+
+    def made(self, features: Features) -> Features:
+        """The columns of the pieces; refuses too many combinations."""
+        _ = self.combinations
+        return super().made(features)
+
+    def take(self, row: StepRow) -> Taken:
+        """A row for each combination."""
+        return self.combinations
+
+
+def _of_file(name: str, path: str) -> tuple[Sequence[Any], Any]:
+    """The pieces in a file, and their feature."""
+    table = SideTable(path)
+    features = table.features(())
+    chosen = name if name in features else next(iter(features)) if len(features) == 1 else None
+    pieces = []
+    for fields in table.rows(()):
+        pieces.append(fields if chosen is None else fields[chosen])
+        if len(pieces) > _MOST_PIECES:
+            raise ConfigError(f"{name}: {path} has more than {_MOST_PIECES:,} pieces")
+    if None in pieces:
+        raise ConfigError(f"{name}: row {pieces.index(None)} of {Path(path).name} has no piece")
+    return pieces, dict(features) if chosen is None else features[chosen]
+
+
+def _feature(name: str, pieces: Sequence[Any]) -> Any:
+    """What pieces of a list are, in the terms of datasets."""
+    import pyarrow as pa
+    from datasets import Features
+
+    try:
+        column = pa.array(pieces, from_pandas=False)
+    except (pa.ArrowException, TypeError, ValueError):
+        raise ConfigError(f"{name}: pieces must all be of one type, got {pieces!r:.100}") from None
+    if column.null_count:
+        raise ConfigError(f"{name}: a piece must not be null")
+    return Features.from_arrow_schema(pa.schema([(name, column.type)]))[name]

@@ -1,0 +1,113 @@
+"""Another table that a step reads beside the rows: files, a data set of the hub, a job's folder."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from batchgen.config.groups.dataset_config import DatasetConfig
+from batchgen.inputs.dataset.dataset_columns import column_path
+from batchgen.inputs.tables.table_formats import format_of
+from batchgen.storage.folder.step_folders import step_folder
+from batchgen.storage.leases.own_files import MANIFEST
+from batchgen.util.errors import ConfigError
+from batchgen.util.package_files import PACKAGE_SCHEME
+from batchgen.util.paths import is_url
+from batchgen.util.shorten import some_names
+
+ROW_ID = "row_id"
+
+if TYPE_CHECKING:
+    from batchgen.inputs.dataset.source import Source
+
+
+class SideTable:
+    """A table at a path. That of a job also has its rows' ids, as the column `row_id`."""
+
+    def __init__(self, path: str, name: str | None = None, split: str | None = None) -> None:
+        """Open files as `dataset.path` has them, the folder of a complete job, or a data set of the
+        hub, whose configuration and split can be named; ConfigError if that cannot be read."""
+        self._path, self._name, self._split = step_folder(path), name, split
+        self._sources: dict[tuple[str, ...], Source] = {}
+        there = Path(self._path).expanduser() / MANIFEST
+        self._is_job = is_url(path) or there.is_file()
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal rows."""
+        return self._source(()).fingerprint
+
+    def features(self, columns: Sequence[str]) -> Mapping[str, Any]:
+        """What the columns hold, those that are asked for among them; ConfigError if one of these
+        is not there."""
+        found = dict(self._source(columns).features)
+        if self._is_job:
+            from datasets import Value
+
+            found.setdefault(ROW_ID, Value("string"))
+        for column in columns:
+            if column_path(column, found) is None:
+                near = some_names(found, column)
+                raise ConfigError(
+                    f"path: {self._path} has no column {column!r}: choose among {near}"
+                )
+        return found
+
+    def rows(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+        """The fields of the rows, at least these columns."""
+        with of_table(self._path):
+            for row in self._source(columns).rows():
+                source = getattr(row, "source", None)
+                if source is None or ROW_ID in row.fields:
+                    yield row.fields
+                else:
+                    yield {**row.fields, ROW_ID: source[ROW_ID]}
+
+    def _source(self, columns: Sequence[str]) -> Source:
+        """The table; a job is read as far as these columns need it."""
+        wanted = tuple(columns) if self._is_job else ()
+        if wanted not in self._sources:
+            with of_table(self._path):
+                source = _opened(self._path, wanted, self._name, self._split, self._is_job)
+            self._sources[wanted] = source
+        return self._sources[wanted]
+
+
+@contextmanager
+def of_table(path: str) -> Iterator[None]:
+    """Name the step's own key in errors about its table."""
+    try:
+        yield
+    except ConfigError as error:
+        said = str(error).removeprefix("dataset.")
+        raise ConfigError(said if said.startswith("path:") else f"path: {path}: {said}") from None
+
+
+def _opened(
+    path: str, columns: tuple[str, ...], name: str | None, split: str | None, is_job: bool
+) -> Source:
+    if is_job:
+        from batchgen.inputs.upstream.job_source import JobSource
+        from batchgen.inputs.upstream.read_jobs import read_jobs
+
+        used = frozenset([*columns, *(column.partition(".")[0] for column in columns)])
+        return JobSource(read_jobs((path,), None), DatasetConfig(kind="job", path=path), used)
+    from batchgen.inputs.dataset.row_source import (
+        open_dataset,  # takes seconds, and --help needs it not
+    )
+
+    kind: Literal["files", "hub"] = "files" if _is_local(path) else "hub"
+    return open_dataset(DatasetConfig(kind=kind, path=path, name=name, split=split, columns=()))
+
+
+def _is_local(path: str) -> bool:
+    there = Path(path).expanduser()
+    return (
+        path.startswith((PACKAGE_SCHEME, "/", ".", "~"))
+        or there.exists()
+        or glob.has_magic(path)
+        or format_of(there) is not None
+    )

@@ -1,0 +1,191 @@
+"""Reads Parquet and Arrow files, each of which may have other types, so that a value stays what its
+own file says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Features, Value
+from datasets.features import Json, LargeList, List
+from datasets.table import table_cast
+
+from batchgen.engine.constraint.json_schema.json_text import first_repeated
+from batchgen.inputs.tables.json_values import has_json, json_encoder, storage_type
+from batchgen.inputs.tables.table_formats import check_width
+from batchgen.util.errors import ConfigError
+from batchgen.util.text.row_json import value_reader
+
+_ROWS, _BYTES = 10_000, 1 << 24
+"""The most rows of a table, and about the most bytes if it is of Parquet."""
+_EXACT = ("bool", "string", "large_string", "float16", "float32", "float64")
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+@dataclass(frozen=True)
+class ArrowFiles:
+    """Files of one format, and the columns that hold the rows of all of them.
+
+    Attributes:
+        features: what the columns hold in the terms of datasets: JSON where files have types of
+            which none holds the values of all as they are.
+        is_mixed: whether there is such a column.
+    """
+
+    files: Sequence[Path]
+    features: Features
+    is_mixed: bool
+
+    @classmethod
+    def of(cls, files: Sequence[Path]) -> ArrowFiles:
+        """Look at the types of files; ConfigError if there is one that rows cannot have."""
+        each = [_features(file, schema) for file in files for schema in [_schema(file)]]
+        names = dict.fromkeys(name for features in each for name in features)
+        columns = {
+            name: reduce(_both, [features[name] for features in each if name in features])
+            for name in names
+        }
+        own = {name for features in each for name, kind in features.items() if has_json(kind)}
+        mixed = [name for name, kind in columns.items() if name not in own and has_json(kind)]
+        # As a whole: Arrow makes no empty struct with JSON in it.
+        return cls(files, Features(columns | dict.fromkeys(mixed, Json())), bool(mixed))
+
+    def tables(self) -> Iterator[pa.Table]:
+        """The rows of all files, as tables of the `features`; at least one table."""
+        yield self.features.arrow_schema.empty_table()
+        for file in self.files:
+            own = _features(file, _schema(file))
+            for batch in _batches(file):
+                yield self._as_all(pa.Table.from_batches([batch]), own)
+
+    def _as_all(self, table: pa.Table, own: Features) -> pa.Table:
+        """A table of a file with features of its `own`, with those of all files."""
+        kinds, columns = self.features.arrow_schema, {}
+        for name, feature in self.features.items():
+            if name not in own:
+                columns[name] = pa.nulls(len(table), kinds.field(name).type)
+            elif own[name] != feature and has_json(feature):
+                columns[name] = _as_json(table[name], own, name, feature)
+            else:
+                columns[name] = _plain(table[name])
+        return table_cast(pa.table(columns), kinds)
+
+
+def _schema(file: Path) -> pa.Schema:
+    if file.suffix == ".parquet":
+        return pq.read_schema(file)
+    with pa.memory_map(str(file)) as data, _opened(data) as reader:
+        return reader.schema
+
+
+def _batches(file: Path) -> Iterator[pa.RecordBatch]:
+    if file.suffix == ".parquet":
+        with pq.ParquetFile(file) as rows:
+            groups = map(rows.metadata.row_group, range(rows.num_row_groups))
+            size = max((g.total_byte_size / max(g.num_rows, 1) for g in groups), default=1)
+            yield from rows.iter_batches(int(min(max(_BYTES / max(size, 1), 1), _ROWS)))
+        return
+    with pa.memory_map(str(file)) as data, _opened(data) as reader:
+        if isinstance(reader, pa.ipc.RecordBatchFileReader):
+            yield from map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            yield from reader
+
+
+def _opened(data: pa.NativeFile) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
+    """A reader of Arrow's format for files, or of that for streams."""
+    try:
+        return pa.ipc.open_file(data)
+    except pa.ArrowInvalid:
+        data.seek(0)
+        return pa.ipc.open_stream(data)
+
+
+def _features(file: Path, schema: pa.Schema) -> Features:
+    """What the columns of a file hold. Types that Python shows alike are one type."""
+    fields = []
+    if (twice := first_repeated(schema.names)) is not None:
+        raise ConfigError(f"dataset.path: {file} has two columns {twice!r}: rename one of them")
+    check_width(len(schema), file)
+    for field in schema:
+        kind = field.type
+        if isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json":
+            fields.append(field)
+        else:
+            fields.append(field.with_type(storage_type(kind)))
+        try:
+            Features.from_arrow_schema(pa.schema(fields[-1:]))
+        except ValueError:
+            raise ConfigError(
+                f"dataset.path: {file}: column {field.name!r} has the type {kind}, which rows "
+                "cannot have: write it as text, or leave it out of the file"
+            ) from None
+    return Features.from_arrow_schema(pa.schema(fields, schema.metadata))
+
+
+def _both(one: Any, other: Any) -> Any:
+    """The feature that holds the values of two files as they are; where there is none, JSON of
+    those that JSON has, or the first one."""
+    if one == other or _is_null(other):
+        return one
+    if _is_null(one):
+        return other
+    if isinstance(one, dict) and isinstance(other, dict):
+        inner = {name: kind for name, kind in other.items() if name not in one}
+        return {n: _both(kind, other[n]) if n in other else kind for n, kind in one.items()} | inner
+    if isinstance(one, (List, LargeList)) and isinstance(other, (List, LargeList)):
+        return List(_both(one.feature, other.feature))
+    if isinstance(one, Value) and isinstance(other, Value):
+        kinds = (one.dtype, other.dtype)
+        if all("string" in kind for kind in kinds):
+            return one
+        if all(kind in _INTEGERS for kind in kinds) and "uint64" not in kinds:
+            return Value("int64")
+        if all("float" in kind for kind in kinds):
+            return Value("float64")
+    return Json() if _is_json(one) and _is_json(other) else one
+
+
+def _is_null(feature: Any) -> bool:
+    return isinstance(feature, Value) and feature.dtype == "null"
+
+
+def _is_json(feature: Any) -> bool:
+    """Whether JSON has all values of a feature."""
+    if isinstance(feature, dict):
+        return all(map(_is_json, feature.values()))
+    if isinstance(feature, (List, LargeList)):
+        return _is_json(feature.feature)
+    if isinstance(feature, Value):
+        return feature.dtype in (*_EXACT, *_INTEGERS, "null")
+    return isinstance(feature, Json)
+
+
+def _as_json(column: pa.ChunkedArray, own: Features, name: str, feature: Any) -> pa.Array:
+    """A column as the feature that has JSON in it."""
+    values = column.to_pylist()
+    if read := value_reader(own.to_dict()[name]):
+        values = list(map(read, values))
+    stored = storage_type(Features({name: feature}).arrow_schema.field(name).type)
+    if encode := json_encoder(feature, stored):
+        values = list(map(encode, values))
+    return pa.array(values, stored)
+
+
+def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray | pa.Array:
+    """A column as the type that `storage_type` names, unless it is JSON."""
+    kind = column.type
+    if isinstance(kind, pa.BaseExtensionType):
+        if kind.extension_name == "arrow.json":
+            return column
+        if kind.extension_name == "arrow.uuid":
+            return pa.array([None if v is None else str(v) for v in column.to_pylist()])
+    plain = storage_type(kind)
+    if plain == kind or pa.types.is_string_view(kind) or pa.types.is_dictionary(kind):
+        return column.cast(plain)
+    return pa.array(column.to_pylist(), plain)  # Arrow cannot cast all of them

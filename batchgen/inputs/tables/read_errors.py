@@ -1,0 +1,53 @@
+"""What the readers of data raise, and what users are told instead."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+from datasets.exceptions import DatasetsError
+from huggingface_hub.errors import HfHubHTTPError
+
+from batchgen.inputs.tables.table_formats import first_bad_line, format_of, reason, root_cause
+from batchgen.util.errors import ConfigError
+
+READ_ERRORS = (
+    DatasetsError,
+    HfHubHTTPError,
+    pa.ArrowException,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    OSError,
+    EOFError,
+    RuntimeError,
+    StopIteration,
+)
+"""What datasets and the libraries that it reads with (pyarrow, pandas, fsspec) raise for data that
+they cannot read. A StopIteration means that a file has no rows."""
+
+
+def unreadable(error: BaseException, files: Sequence[Path]) -> ConfigError:
+    """An error that says what is wrong with which file, and with JSON lines in which line."""
+    cause, cache = root_cause(error), str(datasets.config.HF_DATASETS_CACHE)
+    if isinstance(cause, ConfigError):  # our own readers say what is wrong, and datasets wraps it
+        return ConfigError(str(cause))
+    if isinstance(cause, OSError) and (
+        cause.errno in (errno.ENOSPC, errno.EDQUOT) or str(cause.filename).startswith(cache)
+    ):
+        return ConfigError(
+            f"dataset.path: datasets cannot write its cache {cache}: {cause.strerror}: set "
+            "HF_DATASETS_CACHE to another folder, or use dataset.streaming=true"
+        )
+    for file in files:
+        if format_of(file) == "json" and (where := first_bad_line(file)):
+            return ConfigError(f"dataset.path: {where}")
+        if file.is_file() and file.stat().st_size == 0:
+            return ConfigError(f"dataset.path: {file} is empty")
+    named = str(files[0]) if len(files) == 1 else f"{len(files)} files, {files[0]} …"
+    hint = ": give every row the same keys and types" if format_of(files[0]) == "json" else ""
+    return ConfigError(f"dataset.path: datasets cannot read {named}: {reason(error)}{hint}")

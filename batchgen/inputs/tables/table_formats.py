@@ -1,0 +1,152 @@
+"""The formats of local files, and where a file breaks its format."""
+
+from __future__ import annotations
+
+import json
+from codecs import BOM_UTF8
+from pathlib import Path
+from typing import Any
+
+from batchgen.engine.constraint.json_schema.json_text import first_repeated
+from batchgen.inputs.tables.encodings import open_bytes
+from batchgen.util.errors import ConfigError
+from batchgen.util.temporary import temporary_name
+
+FORMATS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".txt": "txt",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+SUPPORTED = ", ".join(FORMATS)
+TEXT_FORMATS = ("json", "csv", "tsv", "txt")
+"""Those that are text, which may be compressed (.gz) and may have another encoding than UTF-8."""
+
+
+MOST_COLUMNS = 10_000
+"""The most columns of a data set."""
+
+
+def format_of(file: Path) -> str | None:
+    """The name of a file's format, told by the file's name; None if it is of none that is known."""
+    name = file.name.removesuffix(".gz")
+    kind = FORMATS.get(Path(name).suffix)
+    return None if name != file.name and kind not in TEXT_FORMATS else kind
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The innermost of the errors that led to this one."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def reason(error: BaseException) -> str:
+    """What the innermost error says, as one line."""
+    error = root_cause(error)
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
+
+
+def json_list_as_lines(file: Path, folder: Path, number: int) -> Path | None:
+    """Rewrite a file that is one JSON list as a file with one row per line; None if it is no list.
+
+    datasets could read such a list itself, but would keep only ten decimals of its numbers.
+
+    Raises:
+        ConfigError: the list cannot be read, is empty, or holds something that is no object.
+    """
+    with open_bytes(file) as data:
+        if not data.read(1024).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+            return None
+        data.seek(0)
+        try:
+            rows = json.loads(data.read().decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"dataset.path: {file} is not a JSON list: {error}") from None
+    if not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"dataset.path: {file}: all rows must be JSON objects {{…}}")
+    if not rows:
+        raise ConfigError(f"dataset.path: {file} is empty")
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = folder / f"list-{number:05}.jsonl"
+    if not lines.exists():
+        part = temporary_name(lines)
+        with part.open("w", encoding="utf-8") as out:
+            out.writelines(json.dumps(row) + "\n" for row in rows)  # ASCII: half pairs, too
+        part.replace(lines)
+    return lines
+
+
+def is_json_lines(file: Path) -> bool:
+    """Whether the first row of a file of JSON is an object on one line."""
+    with open_bytes(file) as lines:
+        first = next((line for line in lines if line.removeprefix(BOM_UTF8).strip()), b"")
+    try:
+        row = json.loads(first.decode("utf-8-sig"))
+    except ValueError:
+        return False
+    except RecursionError:
+        raise ConfigError(f"dataset.path: {file}: its first row is nested too deeply") from None
+    if isinstance(row, dict):
+        check_width(len(row), file)
+    return isinstance(row, dict)
+
+
+def check_width(columns: int, file: Path | str) -> None:
+    """Refuse a data set with more columns than can be read: much takes time quadratic in them."""
+    if columns > MOST_COLUMNS:
+        raise ConfigError(
+            f"dataset.path: {file} has {columns:,} columns, and at most {MOST_COLUMNS:,} can be "
+            "read: drop those that no prompt needs, or put them into one as a list"
+        )
+
+
+def checked_row(text: str) -> Any:
+    """The value of a line of JSON; ValueError if it is no object, or if one in it has a key
+    twice."""
+    row = json.loads(text, object_pairs_hook=unique_members)
+    if not isinstance(row, dict):
+        raise ValueError("a row must be a JSON object {…}")
+    return row
+
+
+def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object of its keys and values; ValueError if a key stands twice."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        twice = first_repeated(name for name, _ in pairs)
+        raise ValueError(f"the key {twice!r:.100} stands twice in one object")
+    return members
+
+
+def first_bad_line(file: Path) -> str | None:
+    """What is wrong with which line of a file of JSON lines; None if each is a JSON object."""
+    number = 0
+    try:
+        with open_bytes(file) as lines:
+            for number, line in enumerate(lines, 1):
+                text = (
+                    line.removeprefix(BOM_UTF8).decode().strip() if number == 1 else line.decode()
+                )
+                if number == 1 and (text.startswith("[") or text == "{"):
+                    return None  # the file is one value over many lines
+                if text.strip():
+                    checked_row(text)
+    except UnicodeDecodeError as error:
+        return (
+            f"{file}, line {number}: not UTF-8: {error.reason} at byte {error.start}: set "
+            "dataset.encoding if the file has another encoding"
+        )
+    except json.JSONDecodeError as error:
+        return f"{file}, line {number}: not JSON: {error.msg} at column {error.colno}"
+    except ValueError as error:
+        return f"{file}, line {number}: {error}"
+    except RecursionError:
+        return f"{file}, line {number}: nested too deeply"
+    except (OSError, EOFError) as error:
+        return f"{file}: {reason(error)}"
+    return f"{file} is empty" if number == 0 else None

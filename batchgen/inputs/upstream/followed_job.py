@@ -1,0 +1,188 @@
+"""A job whose rows another job reads while it still runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.config.compose.load_config import step_configs
+from batchgen.config.groups.class_names import is_own
+from batchgen.config.groups.job_config import JobConfig, StepConfig
+from batchgen.evals.graders.build_steps import described, post_steps
+from batchgen.evals.graders.grade_rows import StepChain
+from batchgen.evals.graders.step import arrow_schema
+from batchgen.evals.grades.finished_shards import GradedShards
+from batchgen.evals.grades.folder_grades import GRADES
+from batchgen.evals.grades.grade_files import STEPS_KEY
+from batchgen.inputs.upstream.other_job import OtherJob, read_facts
+from batchgen.storage.costs.chain_costs import all_steps
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.folder.whole_shards import FinishedShard, ends_of
+from batchgen.storage.leases.lease_files import DATA
+from batchgen.storage.shards.checked_file import CheckedFile, damaged, read_schema
+from batchgen.storage.shards.enough import Enough
+from batchgen.storage.shards.shard_files import last_row, shard_path
+from batchgen.storage.stores.job_storage import FolderStorage
+from batchgen.storage.stores.manifest import SAMPLES, Manifest
+from batchgen.util.errors import ConfigError
+from batchgen.util.fingerprint import fingerprint_text
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a job will write, as is known before its rows are there.
+
+    Attributes:
+        manifest: the one that it will have, without digests of rows.
+        schema: the columns of its rows.
+        post: the steps that grade them.
+    """
+
+    manifest: Mapping[str, Any]
+    schema: pa.Schema
+    post: Sequence[StepConfig]
+
+    @classmethod
+    def of(cls, config: JobConfig, manifest: Manifest, schema: pa.Schema) -> Promise:
+        """The promise of a job with this configuration and manifest."""
+        return cls(asdict(manifest), schema, config.post)
+
+    @classmethod
+    def found(cls, reader: JobFolderReader) -> Promise | None:
+        """What a job's folder says; None as long as none of its shards is finished.
+
+        Raises:
+            ConfigError: steps that grade it are none of batchgen's own.
+            JobError: a file is damaged.
+        """
+        path = shard_path(reader.path / DATA, 0)
+        if not path.exists():
+            return None
+        post = step_configs(reader.config.get("post") or [], "post")
+        if odd := [step.target for step in post if not is_own(step.target)]:
+            raise ConfigError(
+                f"dataset.follow: {reader.storage.shown} is graded by {odd[0]}, which is not "
+                "batchgen's own, so that nothing is known of the grades before they are there: "
+                "wait until it is complete and use dataset.follow=false (in a pipeline: after: "
+                "complete)"
+            )
+        return cls(reader.manifest, read_schema(path), post)
+
+
+class FollowedJob(GradedShards):
+    """A job that may run. Its shards are taken up in their order, each once it is whole.
+
+    Attributes:
+        read, text_column: as of `OtherJob`.
+        is_complete: whether the job is, and all its shards are taken up.
+        needs_grades: whether shards wait for their grades. It is set before the first `learn`.
+    """
+
+    def __init__(self, folder: Path, name: str, promise: Promise) -> None:
+        """The job in a folder, which may not be there yet; ConfigError for a mistake in its steps
+        that grade."""
+        super().__init__(FolderStorage(folder), str(folder))
+        self.read, self.text_column = read_facts(lambda: promise.manifest, name, self.given)
+        identity = promise.manifest["identity"]
+        try:
+            self._rows_per_shard = int(identity["output"]["rows_per_shard"])
+            self._samples = int(promise.manifest["growing"][SAMPLES])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"dataset.path: {folder}/manifest.json is not of batchgen ({error!r})"
+            ) from None
+        self.schema = promise.schema
+        steps = post_steps(promise.post)
+        self.grade_schema = arrow_schema(StepChain(steps).columns)
+        self._steps = json.dumps(described(promise.post, steps), sort_keys=True).encode()
+        self.shards: list[FinishedShard] = []
+        self.is_complete = self.needs_grades = False
+        self._grade_digests: list[str] = []  # digests of the grades of each shard
+        self._seen: tuple[int, ...] = ()
+        self._ended = False
+
+    @property
+    def grades_digest(self) -> str:
+        """A digest of the grades of all shards so far."""
+        return fingerprint_text(*self._grade_digests)
+
+    def _check_grades(self) -> None:
+        """Those of shards that were taken up were looked at."""
+
+    def learn(self) -> bool:
+        """Take up the next shard if it is ready; returns whether it was. `is_complete` is set when
+        no more will come.
+
+        Raises:
+            JobError: a file is damaged.
+        """
+        is_ended = self._is_ended()  # before it is asked for shards: all are there then
+        number = len(self.shards)
+        path = shard_path(self.storage.path / DATA, number)
+        if not path.exists():
+            if is_ended:
+                reader = self._reader()
+                reader.check()
+                self.is_complete = True
+                self.read = replace(self.read, costs=all_steps(reader.metrics, self.read.name))
+            return False
+        grades = self._grades_of(number) if self.needs_grades else ""
+        if grades is None:
+            return False
+        with CheckedFile(path) as file:
+            if not file.schema.equals(self.schema):
+                raise damaged(path, "it has other columns than the job's configuration says")
+            if not is_ended and not self._is_whole(file, number):
+                return False
+            shard = FinishedShard(self.total, ends_of(file), file.content_digest())
+        self.shards.append(shard)
+        self._grade_digests.append(grades)
+        return True
+
+    def _is_whole(self, file: CheckedFile, number: int) -> bool:
+        """Whether a shard has all rows that it will have: in a job that grows, it may be one of
+        fewer rows or samples, which is replaced."""
+        most = self._rows_per_shard
+        if last_row(file) != (number + 1) * most - 1:
+            return False
+        enough = Enough.of(file.schema.metadata)
+        if enough is None:
+            return bool(file.metadata.num_rows == most * self._samples)
+        return enough == Enough.of(self.schema.metadata)
+
+    def _grades_of(self, number: int) -> str | None:
+        """A digest of the grades of a shard; None if there are none of it as it is."""
+        path = shard_path(self.storage.path / GRADES, number)
+        if not path.exists():
+            return None
+        with CheckedFile(path) as file:
+            by_steps = (file.schema.metadata or {}).get(STEPS_KEY) == self._steps
+            if not by_steps or not self._is_graded(number, file.schema):
+                return None
+            return file.content_digest()
+
+    def _is_ended(self) -> bool:
+        """Whether the job says that it is complete. The file is read again only if it is another
+        one than at the last call."""
+        try:
+            found = os.stat(self.storage.path / "metrics.json")
+        except FileNotFoundError:
+            return False
+        seen = (found.st_ino, found.st_size, found.st_mtime_ns)
+        if seen != self._seen:
+            self._ended = self._reader().metrics.get("status") == "complete"
+            self._seen = seen
+        return self._ended
+
+    def _reader(self) -> JobFolderReader:
+        return JobFolderReader(self.storage.path, self.storage)
+
+
+ReadableJob = OtherJob | FollowedJob
+"""What rows of other jobs are read from."""

@@ -1,0 +1,199 @@
+"""Which columns the rows of other jobs have here, under which names, and where each comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import pyarrow as pa
+
+from batchgen.config.groups.dataset_config import DatasetConfig
+from batchgen.evals.grades.visible_columns import GRADES, VisibleColumns
+from batchgen.inputs.dataset.dataset_columns import renamed
+from batchgen.inputs.upstream.followed_job import ReadableJob
+from batchgen.storage.shards.row_order import KEYS
+from batchgen.util.errors import ConfigError
+
+SOURCE = "source"
+"""The output column that says of which answer a row is made."""
+SAMPLE_INDEX = "sample_index"
+"""What expressions over an answer see besides its columns."""
+_SOURCE_MARK = b"batchgen.source"
+SOURCE_FIELD = pa.field(
+    SOURCE,
+    pa.struct([("row_id", pa.string()), ("sample_index", pa.int32()), ("digest", pa.string())]),
+    metadata={
+        "meaning": "of which answer of another job the row is made: the row and the sample there "
+        "(null if it is all samples), and a digest of the text",
+        _SOURCE_MARK.decode(): "1",
+    },
+)
+_BY_TOKEN = ("token_ids", "prompt_token_ids")
+"""Columns with a value per token, beside those whose metadata say it."""
+
+
+@dataclass(frozen=True)
+class JobColumns:
+    """The columns of other jobs by the names that they have here.
+
+    Attributes:
+        fields: all that stand in the rows, in the order of the files.
+        places: by name, how the column is called in each of the jobs.
+        given: those that the other jobs copied from their data sets.
+        by_token: those with a value per token, which nobody reads who does not name them.
+        text: the generated text.
+        grades: the columns of the grades.
+    """
+
+    fields: dict[str, pa.Field]
+    places: dict[str, tuple[str, ...]]
+    given: tuple[str, ...]
+    by_token: frozenset[str]
+    text: str
+    grades: dict[str, pa.Field]
+
+    @property
+    def flat(self) -> dict[str, pa.Field]:
+        """All columns that have a name of their own: the rows', and grades that share none."""
+        free = {name: field for name, field in self.grades.items() if name not in self.fields}
+        return {**self.fields, **free}
+
+    @cached_property
+    def seen(self) -> VisibleColumns:
+        """What templates and expressions see; expressions over an answer also SAMPLE_INDEX."""
+        return VisibleColumns([*self.fields], [*self.grades], (SAMPLE_INDEX,))
+
+    def read(self, names: Collection[str] | None) -> tuple[list[str], list[str]]:
+        """The columns of the rows and of the grades that are read where these names are used, or
+        all (None)."""
+        if names is None:
+            names = [name for name in self.seen.names if name not in self.by_token]
+        return self.seen.ordered(self.seen.named(names))
+
+
+def with_grades(table: pa.Table, grades: pa.Table) -> pa.Table:
+    """The table with the columns of the grades: all of them as the struct GRADES, and each under
+    its name where the table has no such column."""
+    names = grades.column_names
+    if not names:
+        return table
+    columns = [grades[name].combine_chunks() for name in names]
+    for name in names:
+        if name not in table.column_names:
+            table = table.append_column(name, grades[name])
+    return table.append_column(GRADES, pa.StructArray.from_arrays(columns, names))
+
+
+def job_columns(jobs: Sequence[ReadableJob], config: DatasetConfig) -> JobColumns:
+    """The columns that all the jobs have.
+
+    Raises:
+        ConfigError: jobs differ in the columns of their data sets, `dataset.rename` names none, or
+            two columns have one name.
+    """
+    each = [_of_job(job, config) for job in jobs]
+    first = each[0]
+    for job, other in zip(jobs, each, strict=True):
+        _check_given(jobs[0], first, job, other, config)
+    if len({other.text for other in each}) > 1:
+        found = ", ".join(dict.fromkeys(other.text for other in each))
+        raise ConfigError(
+            f"dataset.path: the jobs call the generated text by different names ({found}): give it "
+            "one with dataset.text_as=NAME"
+        )
+    shared = {
+        name: field
+        for name, field in first.fields.items()
+        if all(name in o.fields and o.fields[name].type == field.type for o in each)
+    }
+    grades = {
+        name: field
+        for name, field in first.grades.items()
+        if all(name in o.grades and o.grades[name].type == field.type for o in each)
+    }
+    if grades and GRADES in shared:
+        raise ConfigError(
+            f"dataset: the column {GRADES!r} has the name of the grades: rename it with "
+            f"'dataset.rename={{{GRADES}: NAME}}'"
+        )
+    return JobColumns(
+        shared,
+        {name: tuple(o.places[name][0] for o in each) for name in shared},
+        tuple(name for name in first.given if name in shared),
+        first.by_token & shared.keys(),
+        first.text,
+        grades,
+    )
+
+
+def _of_job(job: ReadableJob, config: DatasetConfig) -> JobColumns:
+    """The columns of one job."""
+    own = [field for field in job.schema if field.name not in ("row_id", *KEYS)]
+    places, text = [field.name for field in own], job.text_column
+    names = renamed(_new_names(job, config, places), places)
+    copied = job.schema.names[: job.schema.names.index(text)]
+    given = [
+        field for field in own if field.name in copied and _SOURCE_MARK not in _metadata(field)
+    ]
+    return JobColumns(
+        {names[field.name]: field for field in own},
+        {names[place]: (place,) for place in places},
+        tuple(names[field.name] for field in given),
+        frozenset(names[field.name] for field in own if _is_by_token(field)),
+        names[text],
+        {field.name: field for field in job.grade_schema},
+    )
+
+
+def _new_names(job: ReadableJob, config: DatasetConfig, places: Sequence[str]) -> dict[str, str]:
+    """The columns that get other names, by `dataset.rename` and `dataset.text_as`."""
+    rename, text_as = dict(config.rename or {}), config.text_as
+    if taken := [name for name in (*rename.values(), text_as) if name in ("row_id", *KEYS)]:
+        raise ConfigError(
+            f"dataset: no column can be called {taken[0]!r}, which every row of a job has: choose "
+            "another name"
+        )
+    if text_as is None or text_as == job.text_column:
+        return rename
+    if job.text_column in rename:
+        raise ConfigError(
+            f"dataset.rename: {job.text_column!r} is the generated text, which dataset.text_as "
+            "names: leave it out of one of the two"
+        )
+    if text_as in places and text_as not in rename:
+        raise ConfigError(
+            f"dataset.text_as={text_as} is the name of another column of {job.given}: choose "
+            f"another name, or rename that column ('dataset.rename={{{text_as}: NAME}}')"
+        )
+    return {**rename, job.text_column: text_as}
+
+
+def _check_given(
+    first_job: ReadableJob,
+    first: JobColumns,
+    job: ReadableJob,
+    other: JobColumns,
+    config: DatasetConfig,
+) -> None:
+    """Refuse jobs whose data sets differ in columns, unless it is said which are copied."""
+    ours = {name: first.fields[name].type for name in first.given}
+    theirs = {name: other.fields[name].type for name in other.given}
+    names = [*dict.fromkeys([*ours, *theirs])]
+    odd = [name for name in names if ours.get(name) != theirs.get(name)]
+    if not odd or config.columns is not None:
+        return
+    both = ",".join(name for name in names if name not in odd)
+    raise ConfigError(
+        f"dataset.path: the column {odd[0]!r} is {ours.get(odd[0], 'absent')} in "
+        f"{first_job.given} and {theirs.get(odd[0], 'absent')} in {job.given}: choose the columns "
+        f"to copy among those that they share ('dataset.columns=[{both}]')"
+    )
+
+
+def _is_by_token(field: pa.Field) -> bool:
+    return b"scope" in _metadata(field) or field.name in _BY_TOKEN
+
+
+def _metadata(field: pa.Field) -> dict[bytes, bytes]:
+    return field.metadata or {}

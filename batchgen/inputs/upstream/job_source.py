@@ -1,0 +1,271 @@
+"""The rows of a job that are answers of other jobs."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from batchgen.config.groups.dataset_config import DatasetConfig
+from batchgen.engine.interface.outputs import RequestError
+from batchgen.evals.grades.visible_columns import GRADES
+from batchgen.inputs.dataset.source import Left, ReadJob, Row
+from batchgen.inputs.tables.json_values import json_encoder
+from batchgen.inputs.upstream.chosen_answers import Choice, Chosen, Ints
+from batchgen.inputs.upstream.followed_job import ReadableJob
+from batchgen.inputs.upstream.job_columns import (
+    SAMPLE_INDEX,
+    SOURCE,
+    job_columns,
+    with_grades,
+)
+from batchgen.inputs.upstream.row_columns import ROW_ID, RowColumns
+from batchgen.util.errors import ConfigError
+from batchgen.util.fingerprint import fingerprint_text
+from batchgen.util.text.row_json import json_readers
+
+_AT_ONCE = 64
+"""Rows that `rows_at` looks for together: each may lie in a row group of its own."""
+_TEXT = " text"
+"""A column of answers that no data set has, because of its space; so is ROW_ID."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRow(Row):
+    """A row that is made of answers of another job; `source` says of which."""
+
+    source: dict[str, Any] = field(kw_only=True)
+
+
+class JobSource:
+    """A `Source` of the answers of complete jobs, which any row can be read of.
+
+    What the other jobs copied from their data sets is copied again, with the column `source`.
+    `Row.fields` has only columns that are read: those that are copied or named. Memory holds 16
+    bytes for each row, and what one row group of a shard holds in the columns that are read.
+    """
+
+    def __init__(
+        self, jobs: Sequence[ReadableJob], config: DatasetConfig, named: frozenset[str] | None
+    ) -> None:
+        """Choose among the answers, which is a pass over what the expressions read.
+
+        Args:
+            named: the columns that the reader uses besides those that it copies; None for all.
+
+        Raises:
+            ConfigError: a column is unknown or has two meanings, or no row is left.
+            JobError: a file of a job is damaged.
+        """
+        self._jobs, self._config = jobs, config
+        self._columns = known = job_columns(jobs, config)
+        self._lists = config.rows == "rows"
+        of_rows = self._of_rows = RowColumns(known, config)
+        self.schema = of_rows.copied()
+        used = None if named is None else named | set(self.schema.names)
+        self._read, self._grades = known.read(used)
+        self._choice = Choice(config, known)
+        self._graded = self._choice.reads_grades or bool(self._grades)
+        # What was chosen, in parts, each with the number of its job, and behind which row it ends.
+        self._chosen: list[tuple[int, Chosen]] = []
+        self._ends: list[int] = []
+        self.features = of_rows.features()
+        self.columns = tuple(self.features)
+        whole = [GRADES] if used is None or GRADES in used else []
+        self._names = [*self._read, *(name for name in whole if self._grades)]
+        self._names += [n for n in self._grades if used is None or (n in used and n in known.flat)]
+        self._readers = {
+            name: partial(_each, read) if self._lists and name not in known.given else read
+            for name, read in json_readers(
+                known.fields[name].with_name(name) for name in self._read
+            ).items()
+        }
+        self._encoders = {
+            field.name: encode
+            for field in self.schema
+            if field.name != SOURCE
+            and (encode := json_encoder(self.features[field.name], field.type)) is not None
+        }
+        self._begin()
+
+    def _begin(self) -> None:
+        """Choose among all answers."""
+        if self._graded:
+            assert all(job.grades_digest for job in self._jobs)
+        for number, job in enumerate(self._jobs):
+            self._add(number, self._choice.of(job, number))
+        self._refuse_empty()
+
+    def _add(self, number: int, chosen: Chosen) -> None:
+        """Take up rows of the job with this number, which come behind all before."""
+        self._chosen.append((number, chosen))
+        self._ends.append((self._ends or [0])[-1] + len(chosen.ends))
+
+    def _refuse_empty(self) -> None:
+        if not self._total:
+            raise ConfigError(_nothing_left(self._jobs, self._choice))
+
+    @property
+    def _total(self) -> int:
+        found = (self._ends or [0])[-1]
+        return min(found, self._config.limit or found)
+
+    @property
+    def num_rows(self) -> int | None:
+        """See `Source`."""
+        return self._total
+
+    @property
+    def funnel(self) -> tuple[Left, ...]:
+        """See `Source`."""
+        return self._choice.funnel
+
+    @property
+    def jobs(self) -> tuple[ReadJob, ...]:
+        """See `Source`."""
+        return tuple(job.read for job in self._jobs)
+
+    @property
+    def num_errors(self) -> int:
+        """How many answers are errors."""
+        return self._choice.num_errors
+
+    @property
+    def fingerprint(self) -> str:
+        """See `Source`."""
+        facts = [self._prefix(job) + job.read.digest + job.fingerprint for job in self._jobs]
+        prints = [job.grades_digest if self._graded else "" for job in self._jobs]
+        return fingerprint_text("jobs", *facts, *prints)
+
+    def rows(self, start: int = 0) -> Iterator[Row]:
+        """See `Source`."""
+        return self._as_rows(self._tables(range(start, self._total)))
+
+    def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
+        """See `Source`."""
+        if all(map(operator.lt, indices, itertools.islice(indices, 1, None))):
+            yield from self._as_rows(self._tables(indices))
+            return
+        for start in range(0, len(indices), _AT_ONCE):
+            asked = indices[start : start + _AT_ONCE]
+            found = {row.index: row for row in self._as_rows(self._tables(sorted(set(asked))))}
+            yield from (found[index] for index in asked)
+
+    def passthrough(self, row: Row) -> dict[str, Any]:
+        """See `Source`."""
+        assert isinstance(row, AnswerRow)
+        values = {name: row.fields[name] for name in self.schema.names if name != SOURCE}
+        values |= {name: encode(values[name]) for name, encode in self._encoders.items()}
+        return {**values, SOURCE: row.source}
+
+    def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
+        """What is read of the rows before `stop`; see `Source`."""
+        pending: list[pa.Table] = []
+        for _, table in self._tables(range(stop)):
+            pending.append(table)
+            if sum(map(len, pending)) >= size:
+                joined = pa.concat_tables(pending)
+                whole = len(joined) // size * size
+                for first in range(0, whole, size):
+                    yield joined.slice(first, size).combine_chunks()
+                pending = [joined.slice(whole)]
+        joined = pa.concat_tables(pending) if pending else pa.table({})
+        if len(joined):
+            yield joined.combine_chunks()
+
+    def _prefix(self, job: ReadableJob) -> str:
+        """What ids of the job's rows begin with, so that they differ from those of other jobs."""
+        return f"{job.read.name}/" if len(self._jobs) > 1 else ""
+
+    def _as_rows(self, tables: Iterator[tuple[Sequence[int], pa.Table]]) -> Iterator[Row]:
+        for indices, table in tables:
+            for index, values in zip(indices, table.to_pylist(), strict=True):
+                fields = {name: values[name] for name in self._names}
+                fields |= {name: read(fields[name]) for name, read in self._readers.items()}
+                source = self._source(values["row_id"], values[SAMPLE_INDEX], values[_TEXT])
+                failure = self._failure(index)
+                yield AnswerRow(index, values[ROW_ID], fields, failure, source=source)
+
+    def _source(self, row_id: str, sample: Any, text: Any) -> dict[str, Any]:
+        """The value of the column `source`, where `text` is a list of texts for all samples."""
+        texts = text if self._lists else [text]
+        digest = None if texts == [None] else fingerprint_text(*(one or "" for one in texts))
+        sample = None if self._lists else sample
+        return {"row_id": row_id, "sample_index": sample, "digest": digest}
+
+    def _failure(self, index: int) -> RequestError | None:
+        part = bisect_right(self._ends, index)
+        first = self._ends[part - 1] if part else 0
+        why = self._chosen[part][1].failures.get(index - first)
+        return None if why is None else RequestError("bad_row", why)
+
+    def _tables(self, indices: Sequence[int]) -> Iterator[tuple[Sequence[int], pa.Table]]:
+        """What is read of the rows with these indices, which ascend, in tables of some of them."""
+        wanted, at = np.asarray(indices, np.int64), 0
+        while at < len(wanted):
+            part = bisect_right(self._ends, int(wanted[at]))
+            first = self._ends[part - 1] if part else 0
+            stop = int(np.searchsorted(wanted, self._ends[part]))
+            yield from self._of_part(part, wanted[at:stop] - first, first)
+            at = stop
+
+    def _of_part(
+        self, part: int, rows: Ints, first: int
+    ) -> Iterator[tuple[Sequence[int], pa.Table]]:
+        number, chosen = self._chosen[part]
+        ends = chosen.ends[rows]
+        starts = np.where(rows > 0, chosen.ends[rows - 1], 0)
+        sizes = ends - starts
+        offsets = np.cumsum(sizes)  # [R], behind which of the wanted answers each row ends
+        places = np.repeat(starts - (offsets - sizes), sizes) + np.arange(int(offsets[-1]))
+        done, pending, taken = 0, list[pa.Table](), 0
+        for table in self._answers(number, chosen.answers[places]):
+            pending.append(table)
+            taken += len(table)
+            whole = int(np.searchsorted(offsets, taken, side="right"))
+            if whole > done:
+                begin = int(offsets[done - 1]) if done else 0
+                cut = int(offsets[whole - 1]) - begin
+                joined = pa.concat_tables(pending).combine_chunks()
+                made = joined.slice(0, cut)
+                if self._lists:
+                    made = self._of_rows.in_lists(made, np.diff(offsets[done:whole], prepend=begin))
+                yield (first + rows[done:whole]).tolist(), made
+                pending, done = [joined.slice(cut)], whole
+
+    def _answers(self, number: int, answers: Ints) -> Iterator[pa.Table]:
+        """What is read of some answers of a job, under the names that the columns have here."""
+        job, known = self._jobs[number], self._columns
+        places = {name: known.places[name][number] for name in self._read}
+        columns = ["row_id", job.text_column, *places.values()]
+        prefix = self._prefix(job)
+        for table, grades in job.answers(answers, columns, self._grades):
+            ids, samples = table["row_id"].to_pylist(), table[SAMPLE_INDEX].to_pylist()
+            ids = [prefix + row_id for row_id in ids]
+            paths = ids
+            if self._config.rows == "samples":
+                paths = [f"{a}#{s}" for a, s in zip(ids, samples, strict=True)]
+            made = {ROW_ID: pa.array(paths), "row_id": pa.array(ids)}
+            made |= {SAMPLE_INDEX: table[SAMPLE_INDEX], _TEXT: table[job.text_column]}
+            made |= {name: table[place] for name, place in places.items()}
+            yield with_grades(pa.table(made), grades)
+
+
+def _nothing_left(jobs: Sequence[ReadableJob], choice: Choice) -> str:
+    """Why there are no rows, with examples of what was left out."""
+    names = ", ".join(job.given for job in jobs)
+    steps = "; ".join(f"{left.choice}: {left.rows:,}" for left in choice.funnel)
+    examples = "".join(f"\n  {example}" for example in choice.examples)
+    shown = f"; dataset.where left out, for example:{examples}" if examples else ""
+    return f"dataset.path: no row of {names} is left ({steps}){shown}"
+
+
+def _each(read: Callable[[Any], Any], values: list[Any]) -> list[Any]:
+    return list(map(read, values))

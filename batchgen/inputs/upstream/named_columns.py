@@ -1,0 +1,63 @@
+"""Which columns of its rows a job reads, as far as its configuration tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+
+from batchgen.config.groups.class_names import is_own
+from batchgen.util.templates.row_expression import fields_read
+from batchgen.util.templates.template_sandbox import BoundedEnvironment
+
+_GROUPS = ("rows", "prompt", "constraint", "sampling")
+"""What a job does with a row before its answer is written."""
+
+
+def named_columns(groups: Mapping[str, Any]) -> frozenset[str] | None:
+    """The names that the texts of a configuration read: of templates and expressions all
+    variables, of any other text itself, of names with dots also the first part. None if one of them
+    reads a row as a whole, or a step is not batchgen's own, which may read columns that it does
+    not name."""
+    steps = [step for step in groups.get("rows") or () if "_target_" in step]
+    if not all(is_own(str(step["_target_"])) for step in steps):
+        return None
+    env = BoundedEnvironment()
+    found = set[str]()
+    read = {name: groups.get(name) for name in _GROUPS}
+    sampling = dict(read["sampling"] or {})
+    sampling.pop("until", None)  # its expression reads the answer's row, and what that has copied
+    read["sampling"] = sampling
+    for text in _texts([_values(group) for group in read.values()]):
+        found |= {text, text.partition(".")[0]}
+        is_template = "{{" in text or "{%" in text
+        try:
+            tree = env.parse(text) if is_template else env.parse_expression(text, "_result")
+        except TemplateError:
+            continue
+        found |= {node.name for node in tree.find_all(nodes.Name)}
+        if any(node.name == "row" for node in tree.find_all(nodes.Name)):
+            fields = fields_read(tree, "row")
+            if fields is None:
+                return None
+            found |= fields
+    return frozenset(found)
+
+
+def _values(group: Any) -> list[Any]:
+    """What stands in a group or a list, without the names of its keys."""
+    return [*group.values()] if isinstance(group, Mapping) else [*(group or ())]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts inside of plain values, the keys of mappings included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)

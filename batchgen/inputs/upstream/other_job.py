@@ -1,0 +1,51 @@
+"""A complete job whose rows another job reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from batchgen.evals.grades.finished_shards import FinishedShards
+from batchgen.inputs.dataset.source import ReadJob
+from batchgen.storage.costs.chain_costs import all_steps
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.util.errors import ConfigError
+from batchgen.util.fingerprint import fingerprint_text
+
+_MOST_DEPTH = 1000
+
+
+class OtherJob(FinishedShards):
+    """A complete job. Its answers are counted from 0 over all shards.
+
+    Attributes:
+        read: what the manifest of a reader keeps of it.
+        text_column: the column of generated text.
+    """
+
+    def __init__(self, reader: JobFolderReader, name: str) -> None:
+        """Take a job that is complete; ConfigError if its manifest.json is not one of batchgen,
+        JobError if a file is damaged, or not there."""
+        super().__init__(reader.storage, reader.storage.shown, reader.whole)
+        read, self.text_column = read_facts(lambda: reader.manifest, name, self.given)
+        self.read = replace(read, costs=all_steps(reader.metrics, name))
+
+
+def read_facts(read: Callable[[], Mapping[str, Any]], name: str, given: str) -> tuple[ReadJob, str]:
+    """What the manifest says that readers need, and the column of generated text; ConfigError if it
+    is none of batchgen."""
+    try:
+        manifest = read()
+        identity, prints = dict(manifest["identity"]), dict(manifest["fingerprints"])
+        prints.pop("dataset", None)  # rows may be added
+        digest = fingerprint_text(json.dumps([identity, prints], sort_keys=True))
+        depth = dict(identity.get("dataset") or {}).get("depth", 0)
+        text = identity["output"]["text_column"]
+        if type(text) is str and type(depth) is int and 0 <= depth < _MOST_DEPTH:
+            return ReadJob(name, digest, depth + 1), text
+        why = "text_column or depth"
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+    raise ConfigError(f"dataset.path: {given}/manifest.json is not of batchgen ({why})")

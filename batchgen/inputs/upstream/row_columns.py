@@ -1,0 +1,98 @@
+"""The columns of rows that are made of answers of other jobs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Features
+from datasets.features import List
+
+from batchgen.config.groups.dataset_config import DatasetConfig
+from batchgen.evals.grades.visible_columns import GRADES
+from batchgen.inputs.dataset.stored_json import stored_feature
+from batchgen.inputs.upstream.chosen_answers import Ints
+from batchgen.inputs.upstream.job_columns import SOURCE, SOURCE_FIELD, JobColumns
+from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import some_names
+
+ROW_ID = " id"
+"""The column with the id that a row has here."""
+_TEXT_MEANING = "the text of the answer of another job that the row is made of"
+
+
+class RowColumns:
+    """What the columns of the jobs become in rows: as they are where a row is made of one answer,
+    and with `dataset.rows=rows` lists, but for what all samples of a row have in common."""
+
+    def __init__(self, known: JobColumns, config: DatasetConfig) -> None:
+        self._known, self._config = known, config
+        self._lists = config.rows == "rows"
+
+    def copied(self) -> pa.Schema:
+        """The columns that are copied to the output."""
+        known, config = self._known, self._config
+        names = list(known.given)
+        if config.text_as is not None:
+            names.append(config.text_as)
+        for name in config.columns or ():
+            if name not in known.seen.names:
+                near = some_names(known.seen.names, name)
+                raise ConfigError(f"dataset.columns: no column {name!r}: choose among {near}")
+        names = names if config.columns is None else list(config.columns)
+        if SOURCE in names:
+            raise ConfigError(
+                f"dataset: the column {SOURCE!r} has the name of the one that says of which answer "
+                f"a row is made: rename it with 'dataset.rename={{{SOURCE}: NAME}}'"
+            )
+        return pa.schema([*map(self._field, names), SOURCE_FIELD])
+
+    def _field(self, name: str) -> pa.Field:
+        """A column as it is copied: with what its metadata say of its content alone."""
+        if name == GRADES and self._known.grades:
+            fields = [(grade, self._type(grade, f)) for grade, f in self._known.grades.items()]
+            return pa.field(name, pa.struct(fields), metadata={"meaning": "the grades there"})
+        known = self._known.flat[name]
+        if name == self._known.text:
+            return pa.field(name, self._type(name, known), metadata={"meaning": _TEXT_MEANING})
+        said = known.metadata or {}
+        metadata = {key: said[key] for key in (b"meaning", b"feature") if key in said}
+        return pa.field(name, self._type(name, known), metadata=metadata)
+
+    def _type(self, name: str, known: pa.Field) -> pa.DataType:
+        is_list = self._lists and name not in self._known.given
+        return pa.list_(known.type) if is_list else known.type
+
+    def features(self) -> Features:
+        """What all visible columns hold."""
+        known = self._known
+
+        def feature(name: str, of: pa.Field) -> Any:
+            found = stored_feature(of)
+            return List(found) if self._lists and name not in known.given else found
+
+        found = {name: feature(name, of) for name, of in known.flat.items()}
+        if known.grades:
+            found[GRADES] = {name: feature(name, of) for name, of in known.grades.items()}
+        return Features(found)
+
+    def in_lists(self, table: pa.Table, sizes: Ints) -> pa.Table:
+        """Rows of `sizes` answers each: what the answers of a row share once, the rest as lists."""
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        begins, ends = pa.array(offsets[:-1]), pa.array(offsets, pa.int32())
+        once = {*self._known.given, ROW_ID, "row_id"}
+        made = {}
+        for name in table.column_names:
+            column = table[name].combine_chunks()
+            if isinstance(column, pa.ChunkedArray):
+                column = pa.concat_arrays(column.chunks)
+            if name in once:
+                made[name] = column.take(begins)
+            elif name == GRADES and self._known.grades:
+                names = [f.name for f in column.type]
+                inner = [pa.ListArray.from_arrays(ends, c) for c in column.flatten()]
+                made[name] = pa.StructArray.from_arrays(inner, names)
+            else:
+                made[name] = pa.ListArray.from_arrays(ends, column)
+        return pa.table(made)

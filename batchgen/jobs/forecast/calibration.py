@@ -1,0 +1,121 @@
+"""What an earlier run has shown: how long answers get, and how fast the device really is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.jobs.forecast.step_cost import StepCost
+
+Ints = npt.NDArray[np.int64]
+
+_MOST_READ = 200_000
+"""The most rows of an earlier job that are read."""
+_LEAST_SECONDS = 0.2
+"""A run that took less says nothing of the speed."""
+_PLAUSIBLE = 20.0
+"""A run that is so many times faster or slower than the model says was on another device."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunCounts:
+    """What an engine counted in a run, as `EngineStats`; `seconds` are those without loading."""
+
+    seconds: float
+    rows: int
+    generated: int
+    prefill_steps: int
+    prefill_tokens: int
+    decode_steps: int
+    decode_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What a run has shown, with the tokens of its prompts and answers.
+
+    `source` names the run, `counts` is None if it was on another device or of another model, and
+    `start_s` are the seconds until its first step. The speed is taken from `full`, a run with as
+    many rows at once as the job has, where `counts` is of one with fewer.
+    """
+
+    source: str
+    prompts: Ints
+    answers: Ints
+    counts: RunCounts | None = None
+    start_s: float | None = None
+    full: RunCounts | None = None
+
+    @property
+    def per_forward(self) -> float | None:
+        """Tokens that a row got in a decode forward; None if that is not known."""
+        counts = self.counts
+        if counts is None or not counts.decode_rows:
+            return None
+        return max((counts.generated - counts.rows) / counts.decode_rows, 0.05)
+
+    def factor(self, cost: StepCost, width: int) -> float | None:
+        """How many times longer the run took than the model says; None if that is not known."""
+        counts = self.full or self.counts
+        if counts is None or counts.seconds < _LEAST_SECONDS or not counts.decode_steps:
+            return None
+        prompt, answer = float(self.prompts.mean()), counts.generated / max(counts.rows, 1)
+        rows = counts.decode_rows / counts.decode_steps
+        modelled = counts.decode_steps * cost.decode(rows, rows * (prompt + answer / 2), width)
+        if counts.prefill_tokens:
+            pairs = counts.prefill_tokens * prompt / 2
+            steps = max(counts.prefill_steps, 1)
+            modelled += cost.prefill(counts.prefill_tokens, counts.rows, pairs, steps)
+        factor = counts.seconds / modelled
+        return factor if 1 / _PLAUSIBLE < factor < _PLAUSIBLE else None
+
+
+def seen_in(folder: Path, same: Mapping[str, Any], device: str, name: str) -> Calibration | None:
+    """What the job in a folder has shown; None if none of its rows has an answer.
+
+    Its speed counts only if it ran on the same device (as metrics.json names it) and `same`, the
+    groups that decide the speed, are as in its config.yaml. `name` is what to call the folder.
+    """
+    from batchgen.storage.folder.read_job import JobFolderReader
+
+    reader = JobFolderReader(folder)
+    prompts: list[int] = []
+    answers: list[int] = []
+    for batch in reader.batches(["num_prompt_tokens", "num_generated_tokens", "finish_reason"]):
+        rows = batch.to_pylist()
+        good = [row for row in rows if row["finish_reason"] != "error"]
+        prompts += [row["num_prompt_tokens"] for row in good]
+        answers += [row["num_generated_tokens"] for row in good]
+        if len(answers) >= _MOST_READ:
+            break
+    if not answers:
+        return None
+    counts, start = None, None
+    metrics, config = reader.metrics, reader.config
+    ran_on = metrics.get("predicted", {}).get("device", device)
+    if ran_on == device and all(config.get(group) == values for group, values in same.items()):
+        counts, start = _counts(metrics.get("attempts", []))
+    return Calibration(
+        f"the job in {name}", np.array(prompts, np.int64), np.array(answers), counts, start
+    )
+
+
+def _counts(attempts: Sequence[Mapping[str, Any]]) -> tuple[RunCounts | None, float | None]:
+    """The counts of the attempt that generated most, and its seconds before the first step."""
+    names = ("prefill_steps", "prefill_tokens", "decode_steps", "decode_rows")
+    whole = [a for a in attempts if a["rows"] and all(name in a["engine"] for name in names)]
+    if not whole:
+        return None, None
+    best = max(whole, key=lambda attempt: int(attempt["generated_tokens"]))
+    counts = RunCounts(
+        best["generate_s"],
+        best["rows"] - best["error_rows"],
+        best["generated_tokens"],
+        *(best["engine"][name] for name in names),
+    )
+    return counts, best.get("start_s")

@@ -1,0 +1,106 @@
+"""The engine that a job would have: its models without weights, its settings and its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.engine.caches.model_caches import row_bytes, window_token_bytes
+from batchgen.engine.engine_models import model_uses
+from batchgen.engine.interface.engine_config import ResolvedConfig, Sizes
+from batchgen.engine.memory.expected_memory import expected_memory
+from batchgen.engine.memory.memory_plan import MemoryPlan
+from batchgen.engine.memory.model_use import ModelUse, cache_token_bytes, weight_bytes
+from batchgen.engine.strategy import TARGET
+from batchgen.inputs.model.engine_recipe import bare
+from batchgen.inputs.model.open_model import OpenedModel
+from batchgen.inputs.model.other_models import strategy_heads
+from batchgen.jobs.forecast.step_cost import ModelSizes
+
+if TYPE_CHECKING:
+    from batchgen.jobs.resolve.opened_job import OpenedJob
+
+
+@dataclass(frozen=True)
+class EngineEstimate:
+    """What an engine would be: its models on the device `meta`, its settings with the defaults of
+    the device, and the sizes of the target."""
+
+    uses: dict[str, ModelUse]
+    settings: ResolvedConfig
+    sizes: ModelSizes
+
+    def memory(self, gpu_bytes: int | None) -> MemoryPlan:
+        """The memory plan to expect, as `expected_memory` says and refuses."""
+        return expected_memory(list(self.uses.values()), self.settings, gpu_bytes)
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the weights of all models."""
+        return weight_bytes(list(self.uses.values()))
+
+    @property
+    def token_bytes(self) -> int:
+        """What a token takes in the paged caches of all models, but for layers with a window."""
+        return cache_token_bytes(list(self.uses.values()))
+
+    @property
+    def window(self) -> int:
+        """The most tokens that layers with a window see; 0 without such layers."""
+        return max(use.model.window or 0 for use in self.uses.values())
+
+    @property
+    def window_bytes(self) -> int:
+        """What a window of tokens takes in the layers that have one; 0 without such layers."""
+        models = [use.model for use in self.uses.values()]
+        return self.window * sum(window_token_bytes(m.cache_specs, m.dtype) for m in models)
+
+    @property
+    def row_bytes(self) -> int:
+        """The states and records of a row over all models; 0 without recurrent layers."""
+        return sum(
+            row_bytes(use.model.cache_specs, max(use.widths), self.settings.fold)
+            for use in self.uses.values()
+        )
+
+    @property
+    def width(self) -> int:
+        """The most tokens of a row in a decode forward of the target."""
+        return max(self.uses[TARGET].widths)
+
+
+def estimate_engine(
+    opened: OpenedJob, config: JobConfig, gpu_bytes: int | None, *, native_fp8: bool
+) -> EngineEstimate:
+    """The engine that a job would have on a device with this memory; None for a CPU."""
+    on = "cpu" if gpu_bytes is None else "cuda"
+    dtype = _dtype(opened.model, config, on)
+    heads = strategy_heads(opened.strategy, opened.model)
+    ranks = config.engine.tensor_parallel
+    target = bare(opened.model, dtype, heads, ranks, native_fp8=native_fp8)
+    others = {
+        name: bare(other, dtype, [], ranks, native_fp8=native_fp8)
+        for name, other in opened.others.items()
+    }
+    columns = tuple(opened.context_columns)
+    uses = model_uses(target, others, opened.strategy, columns, opened.max_model_len)
+    sizes = Sizes(
+        weights=target.weight_bytes,
+        weights_per_token=target.weight_bytes_per_token,
+        memory=gpu_bytes or 0,
+        width=max(uses[TARGET].widths),
+    )
+    settings = opened.engine_config(config).resolve(torch.device(on), sizes, opened.max_model_len)
+    return EngineEstimate(uses, settings, ModelSizes.of(uses[TARGET]))
+
+
+def _dtype(model: OpenedModel, config: JobConfig, on: str) -> torch.dtype:
+    """The dtype of the weights on a device that need not be here, as `OpenedModel.dtype` says."""
+    if config.model.dtype == "auto":
+        return torch.float32 if on == "cpu" else model.config.dtype
+    dtype = getattr(torch, config.model.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,198 @@
+"""A model of how long forwards take: bytes that are read, products, and a fixed time per layer.
+
+It is a roofline (Williams et al. 2009) with a share of the device's rates that the engine was seen
+to reach, and what it does not know is corrected by `StepCost.scaled` once a run was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from batchgen.engine.caches.cache_specs import KVSpec, has_window
+from batchgen.engine.caches.model_caches import state_bytes, window_token_bytes
+from batchgen.engine.layers.feed_forward.experts import Experts
+from batchgen.engine.layers.fp8_format import FP8Format
+from batchgen.engine.memory.model_use import ModelUse, cache_token_bytes
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.moe_model import MoEConfig
+from batchgen.jobs.forecast.devices import Device
+from batchgen.kernels.fp8.fp8_weight import FP8
+from batchgen.kernels.mxfp4.mxfp4_weight import VALUE_BYTES
+
+_PAD = 16
+"""On a CPU every forward has a multiple of so many tokens."""
+_FULL_RATE_ROWS = 64
+"""From so many tokens on a CPU's products reach their full rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What decides the time of a model's forwards, on one of its ranks, in numbers of values unless
+    it says bytes.
+
+    `dense` are the weights of layers that every token is multiplied by, `experts` those of all
+    experts, of which a token goes through `expert_share`; `head` computes logits. `attention`
+    counts additions and multiplications of one token with one of its context over all layers. A
+    token takes `token_bytes` in the paged cache, and a row `row_bytes` of state. Layers that see
+    the last `window` tokens only are counted apart, in `window_attention` and `window_bytes`.
+    Activations, and weights that are not in FP8, have `dtype`; most weights of layers have
+    `weight_dtype`, in which they are multiplied. A value of an expert has `expert_bytes`.
+    """
+
+    layers: int
+    dense: int
+    experts: int
+    expert_share: float
+    head: int
+    attention: int
+    token_bytes: int
+    row_bytes: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    expert_bytes: float
+    ranks: int = 1
+    window: int = 0
+    window_attention: int = 0
+    window_bytes: int = 0
+
+    @classmethod
+    def of(cls, use: ModelUse) -> ModelSizes:
+        """The sizes of a whole model, whose parameters may be on the device `meta`."""
+        model = use.model
+        assert isinstance(model, CausalLM)
+        config, family = model.config, model.config.family
+        ranks = model.parallel.size
+        head = config.vocab_size * config.hidden_size // ranks
+        experts, share = 0, 0.0
+        if isinstance(family, MoEConfig) and family.moe_layers:
+            each = 3 * config.hidden_size * family.expert_size
+            experts = len(family.moe_layers) * family.num_experts * each // ranks
+            share = family.experts_per_token / family.num_experts
+        tables = head if config.tie_word_embeddings else 2 * head
+        specs = [spec for spec in model.cache_specs if isinstance(spec, KVSpec)]
+        in_fp8 = isinstance(model.form, FP8Format) and model.form.native
+        weight_dtype = FP8 if in_fp8 else model.dtype
+        modules = (each for each in model.modules() if isinstance(each, Experts))
+        in_mxfp4 = any(each.computes_in_mxfp4 for each in modules)
+        return cls(
+            layers=len(model.cache_specs),
+            dense=model.num_parameters - experts - tables,
+            experts=experts,
+            expert_share=share,
+            head=head,
+            attention=_attention(spec for spec in specs if not has_window(spec)),
+            token_bytes=cache_token_bytes([use]),
+            row_bytes=state_bytes(model.cache_specs),
+            dtype=model.dtype,
+            weight_dtype=weight_dtype,
+            expert_bytes=VALUE_BYTES if in_mxfp4 else weight_dtype.itemsize,
+            ranks=ranks,
+            window=model.window or 0,
+            window_attention=_attention(filter(has_window, specs)),
+            window_bytes=window_token_bytes(model.cache_specs, model.dtype),
+        )
+
+    @property
+    def per_token(self) -> float:
+        """The weights of the layers that one token is multiplied by."""
+        return self.dense + self.experts * self.expert_share
+
+    def read_bytes(self, tokens: float) -> float:
+        """The mean bytes of the layers' weights that `tokens` together are multiplied by, if each
+        goes to experts of its own choice."""
+        untouched: float = (1 - self.expert_share) ** tokens
+        experts = self.experts * (1 - untouched) * self.expert_bytes
+        return self.dense * self.weight_dtype.itemsize + experts
+
+
+def _attention(specs: Iterable[KVSpec]) -> int:
+    """The additions and multiplications of one token with one of its context in these layers."""
+    return sum(4 * spec.num_heads * spec.head_dim for spec in specs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reached:
+    """Shares of the device's rates that the engine was seen to reach (docs/design/tried.md), and
+    seconds of a layer, of a step, of a logit that is sampled from, and of a sum over ranks."""
+
+    bandwidth: float
+    products: float
+    decode_attention: float
+    prefill_attention: float
+    layer_s: float
+    step_s: float
+    logit_s: float
+    sum_s: float
+
+
+_GPU = _Reached(0.9, 0.75, 0.85, 0.3, 30e-6, 400e-6, 3e-12, 3.5e-6)
+_CPU = _Reached(0.7, 0.7, 0.2, 0.12, 250e-6, 1e-3, 4e-9, 200e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """The time of the forwards of one model on one device, times a factor that a run has shown;
+    `vocabulary` is the number of logits of a token."""
+
+    sizes: ModelSizes
+    device: Device
+    vocabulary: int
+    factor: float = 1.0
+
+    def scaled(self, factor: float) -> StepCost:
+        """These costs times a factor that measurements have shown."""
+        return replace(self, factor=self.factor * factor)
+
+    def decode(self, rows: float, context: float, width: int = 1) -> float:
+        """Seconds of a decode step of rows with `width` tokens each, which together read `context`
+        tokens of the cache."""
+        tokens = rows * width
+        reached = self._reached
+        sizes = self.sizes
+        cache = context * sizes.token_bytes + rows * 2 * sizes.row_bytes
+        cache += min(context, rows * sizes.window) * sizes.window_bytes
+        attention = cache / (reached.decode_attention * self.device.bandwidth)
+        sampling = tokens * self.vocabulary * reached.logit_s
+        return self.factor * (self._products(tokens, tokens) + attention + sampling + self._fixed)
+
+    def prefill(self, tokens: float, rows: float, pairs: float, steps: float = 1) -> float:
+        """Seconds of prefills that together read `tokens`, yield logits for `rows` and have `pairs`
+        of a token and one that it attends to, in `steps` forwards."""
+        reached = self._reached
+        each = self._products(tokens / steps, rows / steps) + self._fixed
+        rate = reached.prefill_attention * self.device.flops(self.sizes.dtype)
+        sampling, sizes = rows * self.vocabulary * reached.logit_s, self.sizes
+        products = pairs * sizes.attention
+        products += min(pairs, tokens * sizes.window) * sizes.window_attention
+        return self.factor * (steps * each + products / rate + sampling)
+
+    @property
+    def _reached(self) -> _Reached:
+        return _GPU if self.device.is_gpu else _CPU
+
+    @property
+    def _fixed(self) -> float:
+        reached, layers = self._reached, self.sizes.layers
+        sums = 2 * layers * reached.sum_s if self.sizes.ranks > 1 else 0.0
+        return reached.step_s + layers * reached.layer_s + sums
+
+    def _products(self, tokens: float, logits: float) -> float:
+        """Seconds of reading the weights or of multiplying by them, whichever takes longer."""
+        sizes, device, reached = self.sizes, self.device, self._reached
+        head = sizes.head * sizes.dtype.itemsize if logits else 0
+        weights = sizes.read_bytes(tokens) + head
+        read = weights / (reached.bandwidth * device.bandwidth)
+        rate = reached.products * device.flops(sizes.weight_dtype)
+        if not device.is_gpu:
+            tokens, logits = _padded(tokens), _padded(logits)
+            share = (min(tokens, _FULL_RATE_ROWS) - _PAD) / (_FULL_RATE_ROWS - _PAD)
+            rate *= device.few_rows + (1 - device.few_rows) * max(share, 0.0)
+        return max(read, 2 * (sizes.per_token * tokens + sizes.head * logits) / rate)
+
+
+def _padded(tokens: float) -> float:
+    """The tokens of a forward on a CPU; a mean need not be a whole number."""
+    return tokens if tokens > _FULL_RATE_ROWS else -(-tokens // _PAD) * _PAD

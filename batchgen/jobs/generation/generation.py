@@ -1,0 +1,258 @@
+"""Turns rows into requests of the engine, and finished requests into rows of the output."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.engine.interface.outputs import RequestError, RequestOutput
+from batchgen.inputs.dataset.seed_stream import stream_of
+from batchgen.inputs.dataset.source import Row, Source
+from batchgen.inputs.images.row_images import without_pixels
+from batchgen.inputs.prompts.row_request import RowRequest
+from batchgen.jobs.generation.choice_scores import ChoiceScorer
+from batchgen.jobs.generation.fail_fast import FailFast
+from batchgen.jobs.generation.job_engine import Engine
+from batchgen.jobs.generation.progress import Progress
+from batchgen.jobs.generation.sample_waves import EverySample
+from batchgen.jobs.generation.shard_queue import ShardQueue
+from batchgen.jobs.generation.spending import Spending
+from batchgen.jobs.generation.turns import Turns
+from batchgen.jobs.reuse.row_reuse import RowReuse
+from batchgen.storage.costs.cost_recorder import CostRecorder
+from batchgen.storage.metrics.job_metrics import Metrics
+from batchgen.storage.shards.image_column import PROMPT_IMAGES
+from batchgen.storage.shards.output_schema import FinishedRow, SplitOutput
+from batchgen.storage.shards.output_writer import OutputWriter
+from batchgen.util.request_id import RequestId
+from batchgen.util.signals import StopSignals
+
+_IDLE_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """One sample of one row, from before it is queued until it is finished; `asked` is the error of
+    a row that has no prompt."""
+
+    row_id: str
+    row_index: int
+    sample_index: int
+    fields: Mapping[str, Any]
+    asked: RowRequest | RequestError
+    key: bytes | None = None
+
+    def finished(
+        self,
+        output: RequestOutput | None = None,
+        beside: Mapping[str, Any] | None = None,
+        *,
+        error: RequestError | None = None,
+        is_copied: bool = False,
+    ) -> FinishedRow:
+        place, asked = (self.row_id, self.row_index, self.sample_index), self.asked
+        images = None
+        if not isinstance(asked, RequestError):
+            images = [image.reference for image in asked.images]
+        return FinishedRow(
+            *place, self.fields, output, error, beside or {}, self.key, is_copied, images=images
+        )
+
+
+class Generation:
+    """Keeps the engine busy with a bounded window of requests until the rows run out."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        source: Source,
+        request: Callable[[Row], RowRequest],
+        split: Callable[[RequestOutput], SplitOutput],
+        engine: Engine,
+        writer: OutputWriter,
+        metrics: Metrics,
+        waves: EverySample,
+        spending: Spending,
+        costs: CostRecorder,
+        reuse: RowReuse | None = None,
+        job: str = "",
+    ) -> None:
+        """Prepare to run rows. `request` says what the requests of a row ask for, or raises
+        RequestError; `split` leaves the answer alone in an output's text; `waves` says
+        which samples begin when; `job` names it among those that share the engine."""
+        self._job = job
+        self._source = source
+        self._request, self._split = request, split
+        self._has_images = PROMPT_IMAGES in writer.schema.arrow.names
+        self._stream = stream_of(config.sampling.stream, source.jobs)
+        self._writer = writer
+        self._waves = waves
+        self._metrics = metrics
+        self._spending = spending
+        self._reuse = reuse
+        self._engine = engine
+        self._costs = costs
+        engine.measure_costs()
+        self._requested = ChoiceScorer(engine, config.scores_choices)
+        stops = config.output.on_all_errors == "stop"
+        enabled = stops and not metrics.attempt.rows_resumed
+        self._first = FailFast(enabled, writer.others_have_rows)
+        # Twice as many as can run: a step that finishes all running rows finds the next ones there.
+        self._window = 2 * engine.max_num_seqs
+        self._in_flight: dict[Hashable, _Request] = {}
+
+    def turns(
+        self,
+        todo: ShardQueue,
+        signals: StopSignals,
+        progress: Progress,
+        watch: Callable[[], None] = lambda: None,
+    ) -> Turns[bool]:
+        """Generate until all rows are written, by this worker or others; False if a signal came
+        first, or the budget was spent. `watch` is called now and then, and may end the job with an
+        error."""
+        requests = self._requests(todo)
+        started = time.monotonic()
+        while not todo.is_over():
+            todo.in_flight = len(self._in_flight) + self._waves.pending
+            finished = [] if self._first.wait else self._refill(requests)
+            if self._in_flight:
+                yield 0.0
+                for output in self._requested.step():
+                    request = self._in_flight.pop(output.request_id)
+                    finished.append(request.finished(*self._split(output)))
+                self._costs.add(self._engine.take_costs())
+            elif not finished:
+                # While rows of a job that runs are waited for, those held back may get company.
+                num_rows = self._writer.num_rows
+                if held := [] if todo.is_following else self._first.ended(num_rows):
+                    self._write(held, progress)
+                else:  # other workers do what is left, or rows are waited for
+                    yield _IDLE_SECONDS
+            passed = self._first.passed(finished, len(self._in_flight))
+            self._write(self._waves.finished(passed), progress)
+            seconds = time.monotonic() - started
+            self._metrics.attempt.generate_s = round(seconds, 3)
+            if self._metrics.timeline.due(seconds):
+                self._add_point(seconds)
+            if self._costs.due():
+                self._costs.save()
+            if self._metrics.due():
+                self._save_metrics()
+                progress.set_others(self._metrics.others, self._metrics.attempt.worker)
+                watch()
+            if progress.due():
+                progress.show(self._engine.generated_tokens, self._engine.running_lengths)
+            if signals.received is not None or self._spending.is_spent:
+                self._write(self._waves.rest(), progress)
+                self._end_costs()
+                self._save_metrics()
+                return False
+        self._add_point(time.monotonic() - started)
+        self._end_costs()
+        self._save_metrics()
+        return True
+
+    def _end_costs(self) -> None:
+        """Write what requests cost, those that have not ended too."""
+        self._costs.add(self._engine.take_costs(wait=True))
+        self._costs.save()
+
+    def _write(self, finished: list[FinishedRow], progress: Progress) -> None:
+        # What another worker has finished meanwhile counts as its own.
+        new = [
+            row
+            for row in finished
+            if not self._writer.is_done_by_others(row.row_index, row.sample_index)
+        ]
+        if new:
+            if self._reuse is not None:
+                self._reuse.keep(new)
+            self._writer.write(new)
+            self._count(new)
+            progress.add(new)
+        self._waves.written(finished)
+
+    def _add_point(self, seconds: float) -> None:
+        rows = self._metrics.attempt.rows
+        self._metrics.timeline.add(seconds, rows, self._engine.generated_tokens)
+
+    def _save_metrics(self) -> None:
+        self._metrics.in_flight = self._engine.num_running
+        self._metrics.attempt.device_s = round(self._costs.seconds, 6)
+        self._metrics.attempt.engine = dataclasses.asdict(self._engine.stats)
+        self._metrics.save("running")
+
+    def _refill(self, requests: Iterator[_Request | None]) -> list[FinishedRow]:
+        """Queue requests until the window is full; returns rows that failed before they reached
+        the engine, or are copied."""
+        done: list[FinishedRow] = []
+        while len(self._in_flight) + len(done) < self._window:
+            request = next(requests, None)
+            if request is None:
+                break
+            if isinstance(request.asked, RequestError):
+                done.append(request.finished(error=request.asked))
+            elif (row := self._submit(request, request.asked)) is not None:
+                done.append(row)
+        return done
+
+    def _has_room(self) -> bool:
+        """Whether the engine could run more requests than it has."""
+        return len(self._in_flight) < self._engine.max_num_seqs
+
+    def _submit(self, request: _Request, of_row: RowRequest) -> FinishedRow | None:
+        """Queue a request, or return its row if it was refused or could be copied."""
+        request_id = RequestId(self._job, request.row_index, request.sample_index)
+        asked = of_row.of_sample(request.row_id, request.sample_index, self._stream)
+        if self._reuse is not None:
+            key = self._reuse.key(asked)
+            request = dataclasses.replace(request, key=key)
+            if (found := self._reuse.copy(key, request_id, asked)) is not None:
+                return request.finished(*found, is_copied=True)
+        try:
+            self._requested.add_request(request_id, asked)
+        except RequestError as error:
+            return request.finished(error=error)
+        self._in_flight[request_id] = request
+        return None
+
+    def _requests(self, todo: ShardQueue) -> Iterator[_Request | None]:
+        """A request for each missing sample, with the row's prompt; None as long as nothing can be
+        begun."""
+        for task in self._waves.tasks(iter(todo), self._has_room):
+            if task is None:
+                yield None
+                continue
+            row, samples = task
+            fields: Mapping[str, Any] | None = None
+            asked: RowRequest | RequestError
+            try:
+                fields = self._source.passthrough(row)
+                if self._has_images:
+                    fields = without_pixels(fields)
+                asked = self._request(row)
+            except RequestError as error:
+                asked = error
+            if fields is None:
+                fields = dict.fromkeys(self._source.schema.names)
+            for sample in samples:
+                yield _Request(row.id, row.index, sample, fields, asked)
+
+    def _count(self, finished: Sequence[FinishedRow]) -> None:
+        self._metrics.tally.add(finished)
+        attempt = self._metrics.attempt
+        attempt.rows += len(finished)
+        for row in finished:
+            if row.output is None:
+                attempt.error_rows += 1
+            elif row.is_copied:
+                attempt.rows_copied += 1
+            else:
+                given = (row.output.prompt_token_ids, row.output.answer_token_ids or ())
+                attempt.prompt_tokens += sum(map(len, given))
+                attempt.images += len(row.images or ())
+                attempt.image_tokens += sum(image["tokens"] for image in row.images or ())
+                attempt.generated_tokens += len(row.output.token_ids)

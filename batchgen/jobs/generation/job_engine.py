@@ -1,0 +1,93 @@
+"""What a job needs of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.engine.interface.outputs import RequestOutput
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.vision.image import Image
+from batchgen.util.request_id import RequestId
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from batchgen.engine.memory.memory_plan import MemoryPlan
+
+
+class TakesRequests(Protocol):
+    """What runs the requests of rows."""
+
+    def add_request(
+        self,
+        request_id: RequestId,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        answer_token_ids: list[int] | None = None,
+        images: Sequence[Image] = (),
+    ) -> None:
+        """Queue a request, whose answer is scored if one is given, and whose prompt has `images`.
+
+        Raises:
+            RequestError: it can never be served.
+        """
+        ...
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return the requests that it finished."""
+        ...
+
+
+class Engine(TakesRequests, Protocol):
+    """The engine of a job, as its rows and its metrics use it."""
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens that were generated so far, with those of unfinished requests."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """How many requests run; the others wait for their turn."""
+        ...
+
+    @property
+    def running_lengths(self) -> npt.NDArray[np.int64]:
+        """How many tokens each of the requests that run has generated so far."""
+        ...
+
+    @property
+    def stats(self) -> DataclassInstance:
+        """What the engine has counted since it started; metrics.json shows it."""
+        ...
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The most requests that run at the same time."""
+        ...
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """How the device's memory is divided."""
+        ...
+
+    @property
+    def batch_dependence(self) -> str | None:
+        """Why a token's bits depend on the other rows of its batch; None if they do not."""
+        ...
+
+    def measure_costs(self) -> None:
+        """Begin to measure what requests take of the device; see `take_costs`."""
+        ...
+
+    def take_costs(self, *, wait: bool = False) -> list[tuple[Hashable, float]]:
+        """Seconds by request, each once: of those that have ended, and with `wait` of all."""
+        ...
+
+    def close(self) -> None:
+        """Stop what works in the background; nothing waits for it."""
+        ...

@@ -1,0 +1,139 @@
+"""Begins further samples of rows until enough are valid, in jobs with `sampling.until`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from batchgen.jobs.generation.valid_samples import Judge
+from batchgen.storage.shards.output_schema import FinishedRow
+
+if TYPE_CHECKING:
+    from batchgen.inputs.dataset.source import Row
+    from batchgen.storage.shards.output_writer import OutputWriter
+
+
+class EverySample:
+    """All samples of a row are begun at once, and are finished when the engine says so."""
+
+    pending = 0
+    """How many samples the engine has finished and `finished` has not."""
+
+    def tasks(
+        self, todo: Iterator[tuple[Row, list[int]] | None], has_room: Callable[[], bool]
+    ) -> Iterator[tuple[Row, list[int]] | None]:
+        """The rows of a queue with the samples to begin."""
+        return todo
+
+    def finished(self, rows: list[FinishedRow]) -> list[FinishedRow]:
+        """Take what the engine has finished, and give what can be written."""
+        return rows
+
+    def rest(self) -> list[FinishedRow]:
+        """What can be written once everything is known of what was taken."""
+        return []
+
+    def written(self, rows: Sequence[FinishedRow]) -> None:
+        """Learn what was written, or was not needed any more."""
+
+    def close(self) -> None:
+        """Stop what works in the background."""
+
+
+@dataclass
+class _BegunRow:
+    row: Row
+    begun: set[int] = field(default_factory=set)  # the samples that are on their way
+
+
+class SampleWaves(EverySample):
+    """Begins the samples of rows in waves, each as large as it must be.
+
+    While there are other rows to begin, a wave has the samples that the row keeps in any case:
+    nothing is computed in vain, and other rows fill the engine. When there are none and the engine
+    has room, samples are begun ahead: as many as are likely needed by the row's own rate of valid
+    ones. Which samples a row keeps does not depend on any of this (`shards/enough.py`).
+    """
+
+    def __init__(self, judge: Judge, writer: OutputWriter) -> None:
+        self._judge, self._writer = judge, writer
+        self._rows: dict[int, _BegunRow] = {}  # by their indices; all of open shards
+        self._news: dict[int, None] = {}  # rows of which samples were written, in order
+        self._ahead: dict[int, None] = {}  # the same since samples were last begun ahead
+
+    @property
+    def pending(self) -> int:  # type: ignore[override]
+        return self._judge.pending
+
+    def tasks(
+        self, todo: Iterator[tuple[Row, list[int]] | None], has_room: Callable[[], bool]
+    ) -> Iterator[tuple[Row, list[int]] | None]:
+        shard = -1
+        while True:
+            while self._news:
+                if (task := self._more(self._pop(self._news), 1.0)) is not None:
+                    yield task
+            try:
+                found = next(todo)
+            except StopIteration:
+                return
+            if found is None:
+                yield self._begin_ahead() if has_room() else None
+                continue
+            row = found[0]
+            if (number := self._writer.shard_of(row.index)) != shard:
+                shard = number
+                self._forget_closed()
+            self._rows.setdefault(row.index, _BegunRow(row))
+            self._news[row.index] = None
+
+    def finished(self, rows: list[FinishedRow]) -> list[FinishedRow]:
+        return self._judge.judged(rows)
+
+    def rest(self) -> list[FinishedRow]:
+        return self._judge.rest()
+
+    def written(self, rows: Sequence[FinishedRow]) -> None:
+        for row in rows:
+            if (known := self._rows.get(row.row_index)) is not None:
+                known.begun.discard(row.sample_index)
+                self._news[row.row_index] = self._ahead[row.row_index] = None
+
+    def close(self) -> None:
+        self._judge.close()
+
+    def _more(self, index: int, rate: float | None) -> tuple[Row, list[int]] | None:
+        """Begin the samples that a row lacks; None if it lacks none."""
+        if (known := self._rows.get(index)) is None:
+            return None
+        samples = self._writer.wanted(index, known.begun, rate)
+        known.begun.update(samples)
+        return (known.row, samples) if samples else None
+
+    def _begin_ahead(self) -> tuple[Row, list[int]] | None:
+        """Begin samples that are likely needed; None if there are none."""
+        while self._ahead:
+            if (task := self._more(self._pop(self._ahead), None)) is not None:
+                return task
+        if not any(known.begun for known in self._rows.values()):
+            # What others have written, where it differs, may have opened a row again.
+            for index in self._rows:
+                if (task := self._more(index, 1.0)) is not None:
+                    return task
+        return None
+
+    @staticmethod
+    def _pop(indices: dict[int, None]) -> int:
+        index = next(iter(indices))
+        del indices[index]
+        return index
+
+    def _forget_closed(self) -> None:
+        """Forget the rows of shards that are published."""
+        for index, known in list(self._rows.items()):
+            if not known.begun and not self._writer.is_open(self._writer.shard_of(index)):
+                del self._rows[index]
+        for indices in (self._news, self._ahead):
+            for index in indices.keys() - self._rows.keys():
+                del indices[index]

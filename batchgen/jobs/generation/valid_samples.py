@@ -1,0 +1,192 @@
+"""Which finished samples fulfil `sampling.until.where`, with the grades that the job ends with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from batchgen.config.groups.job_config import JobConfig, ScoreConfig
+from batchgen.engine.device.host_limits import usable_cores
+from batchgen.evals.graders.build_steps import described, post_steps
+from batchgen.evals.graders.grade_rows import Grader, StepChain
+from batchgen.evals.graders.step import GRADE_ERROR, PostStep
+from batchgen.evals.grades.grade_files import ROW_KEYS
+from batchgen.evals.grades.visible_columns import VisibleColumns
+from batchgen.storage.shards.enough import ENOUGH_COLUMNS
+from batchgen.storage.shards.output_schema import FinishedRow, OutputSchema
+from batchgen.storage.shards.row_order import KEYS
+from batchgen.util.templates.row_expression import ExpressionFailed, RowExpression
+from batchgen.util.text.row_json import json_readers
+
+KEY = "sampling.until.where"
+_SAMPLE_INDEX = KEYS[1]
+
+
+@dataclass(frozen=True)
+class ValidWhere:
+    """The expression `sampling.until.where` with the `post` steps whose columns it reads.
+
+    Attributes:
+        steps: those of the job's steps up to the last one that the expression reads.
+        described: these with their versions, as plain values: samples follow from them.
+    """
+
+    expression: RowExpression
+    seen: VisibleColumns
+    steps: tuple[PostStep, ...]
+    described: Sequence[Mapping[str, Any]]
+    schema: OutputSchema
+
+    @staticmethod
+    def build(config: JobConfig, schema: OutputSchema) -> ValidWhere | None:
+        """The expression of a job; None if it has none. ConfigError if it is wrong."""
+        until = config.sampling.until
+        if until is None:
+            return None
+        post = post_steps(config.post)
+        own = {"row_id", *KEYS, *(name for name, *_ in ENOUGH_COLUMNS)}
+        data = [name for name in schema.arrow.names if name not in own]
+        grades = [column.name for column in StepChain(post).columns] if post else []
+        seen = VisibleColumns(data, grades, (_SAMPLE_INDEX,))
+        expression = seen.expression(KEY, until.where)
+        count = _num_read(post, seen.read_by(expression).grades)
+        of_steps = described(config.post[:count], post[:count])
+        return ValidWhere(expression, seen, post[:count], of_steps, schema)
+
+    @property
+    def is_isolated(self) -> bool:
+        """Whether a step needs a process of its own, and may take long."""
+        return any(step.isolated for step in self.steps)
+
+    def rows(self, finished: Sequence[FinishedRow]) -> list[dict[str, Any]]:
+        """What steps and expression read of finished samples, as it will be read of the shards."""
+        names = [*ROW_KEYS, self.schema.text_column, *self._fields(), *self.seen.data]
+        read = self.seen.read_by(self.expression).data
+        kept = {*ROW_KEYS, self.schema.text_column, *self._fields(), *read}
+        names = [name for name in dict.fromkeys(names) if name in kept]
+        batch = self.schema.encode(finished).select(names)
+        found: list[dict[str, Any]] = batch.to_pylist()
+        readers = json_readers(batch.schema)
+        for row in found if readers else ():
+            row |= {name: read(row[name]) for name, read in readers.items()}
+        return found
+
+    def is_valid(self, row: Mapping[str, Any], grades: Mapping[str, Any]) -> bool:
+        """Whether a sample with these columns and grades fulfils it; or ExpressionFailed."""
+        values = self.seen.variables(row, grades)
+        return self.expression.is_true(values, row["row_id"], row["row_index"])
+
+    def _fields(self) -> list[str]:
+        """The columns that the steps read, as grading gives them."""
+        if not self.steps:
+            return []
+        if all(step.field_names is not None for step in self.steps):
+            return [name for step in self.steps for name in step.field_names or ()]
+        names: list[str] = self.schema.arrow.names
+        return names[len(ROW_KEYS) : names.index(self.schema.text_column)]
+
+
+def _num_read(post: Sequence[PostStep], grades: frozenset[str]) -> int:
+    """How many of the steps are needed for these columns: a step may need all before it."""
+    if GRADE_ERROR.name in grades:
+        return len(post)
+    writers = (
+        number
+        for number, step in enumerate(post, start=1)
+        if any(column.name in grades for column in step.columns)
+    )
+    return max(writers, default=0)
+
+
+class Judge:
+    """Finds out which samples are valid, in a thread if that may take long."""
+
+    def __init__(self, where: ValidWhere, config: ScoreConfig) -> None:
+        self._where = where
+        workers = config.workers or usable_cores()
+        self._grader = Grader(where.steps, workers=workers, seconds=config.seconds)
+        self._thread = ThreadPoolExecutor(1, "judge") if where.is_isolated else None
+        self._futures: list[Future[list[FinishedRow]]] = []
+        self._judged: list[FinishedRow] = []
+        self._waiting: list[FinishedRow] = []
+        self._num_waiting = 0  # with those that the thread has
+        self._closed = self._has_warned = False
+
+    @property
+    def pending(self) -> int:
+        """How many samples were given and not given back."""
+        return self._num_waiting + len(self._judged)
+
+    def judged(self, finished: Sequence[FinishedRow]) -> list[FinishedRow]:
+        """Take finished samples, and give back those that are judged by now, with `valid`."""
+        if self._thread is None:
+            return self._judge(finished)
+        self._waiting += finished
+        self._num_waiting += len(finished)
+        while self._futures and self._futures[0].done():
+            self._take(self._futures.pop(0))
+        if self._waiting and not self._futures:  # what has come meanwhile is judged together
+            self._futures.append(self._thread.submit(self._judge, self._waiting))
+            self._waiting = []
+        judged, self._judged = self._judged, []
+        return judged
+
+    def rest(self) -> list[FinishedRow]:
+        """Wait for all samples that were not given back."""
+        judged = self.judged(())
+        while self._num_waiting:
+            self._futures[0].exception()  # waits; `judged` raises it
+            judged += self.judged(())
+        return judged
+
+    def close(self) -> None:
+        """End the processes of the steps."""
+        self._closed = True
+        if self._thread is None:
+            self._grader.close()
+        else:  # by the thread that uses them
+            self._thread.submit(self._grader.close)
+            self._thread.shutdown()
+
+    def _take(self, future: Future[list[FinishedRow]]) -> None:
+        rows = future.result()
+        self._num_waiting -= len(rows)
+        self._judged += rows
+
+    def _judge(self, finished: Sequence[FinishedRow]) -> list[FinishedRow]:
+        answered = [row for row in finished if row.failure is None]
+        if not answered:
+            return list(finished)
+        rows = self._where.rows(answered)
+        text = self._where.schema.text_column
+
+        def texts() -> Iterator[tuple[str | None, Mapping[str, Any]]]:
+            for row in rows:
+                if self._closed:  # nobody asks any more
+                    return
+                yield row[text] or "", row  # null where the model gave no answer
+
+        graded = self._grader.grade(texts())
+        found = {
+            (row["row_index"], row[_SAMPLE_INDEX]): self._holds(row, grades)
+            for row, grades in zip(rows, graded, strict=False)
+        }
+        return [
+            replace(row, valid=found.get((row.row_index, row.sample_index))) for row in finished
+        ]
+
+    def _holds(self, row: Mapping[str, Any], grades: Mapping[str, Any]) -> bool | None:
+        try:
+            return self._where.is_valid(row, grades)
+        except ExpressionFailed as error:
+            if not self._has_warned:
+                self._has_warned = True
+                print(
+                    f"batchgen: warning: {error} (row {row['row_id']}, sample "
+                    f"{row[_SAMPLE_INDEX]}): such samples count as not valid",
+                    file=sys.stderr,
+                )
+            return None

@@ -1,0 +1,123 @@
+"""What a launcher sees of its job's folder, and the folder `OUT/logs/ray-…` that it makes there.
+
+That folder has the job file of the workers and what they print. That a worker on another machine
+can read its job file there shows that it sees the job's output folder, too.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from batchgen.storage.leases.failure_detector import read_beat
+from batchgen.storage.leases.folder_lock import FolderLock
+from batchgen.storage.leases.own_files import LOGS
+from batchgen.storage.leases.patience import patiently
+from batchgen.util.errors import ConfigError
+
+COMPLETE = (0, 3)
+"""The exit codes of a complete job, and of a worker that has seen it complete."""
+SPENT = 4
+"""The exit code of a worker that stopped because the job's budget was spent."""
+
+
+class LaunchedFolder:
+    """What a launcher sees of the folder of its job.
+
+    While it shares the folder's lock with the workers, one that is started again joins the others
+    even if all have ended meanwhile: so the job remembers which shards have ended workers.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: FolderLock | None = None
+
+    def hold(self) -> None:
+        """Share the folder, as soon as workers do."""
+        if self._lock is not None or not any((self.path / "workers").glob("*.json")):
+            return
+        try:
+            lock = FolderLock(self.path / ".lock", join=True)
+        except ConfigError:  # the first worker still has it alone
+            return
+        if lock.exclusive:  # the workers are gone already
+            lock.__exit__()
+        else:
+            self._lock = lock
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.__exit__()
+            self._lock = None
+
+    def beats(self) -> list[dict[str, Any]]:
+        """The heartbeats of all workers."""
+        found = []
+        for path in sorted((self.path / "workers").glob("[0-9]*.json")):
+            try:
+                beat = read_beat(patiently(path.read_bytes))
+            except FileNotFoundError:  # the job is complete
+                return []
+            if beat is not None:
+                found.append(beat)
+        return found
+
+    def is_complete(self) -> bool:
+        """Whether the job is complete, as far as its folder tells."""
+        try:
+            figures = json.loads((self.path / "metrics.json").read_bytes())
+        except FileNotFoundError:
+            return False
+        return bool(figures["status"] == "complete")
+
+    def has_rows_of(self, process: tuple[str, int] | None) -> bool:
+        """Whether a process, of which the host and the number are given, had finished rows."""
+        beats = [beat for beat in self.beats() if (beat["host"], beat["pid"]) == process]
+        return any(beat["attempt"]["rows"] > 0 for beat in beats if "attempt" in beat)
+
+    def has_quarantined(self) -> bool:
+        return any((self.path / "leases").glob("*.quarantined.json"))
+
+
+def counted_rows(beats: Iterable[Mapping[str, Any]]) -> tuple[int, int | None]:
+    """How many rows are finished by all heartbeats, and how many there are, if that is known."""
+    telling = [beat for beat in beats if "totals" in beat]
+    total = next((beat["attempt"]["rows_total"] for beat in telling), None)
+    return sum(beat["totals"]["rows"] for beat in telling), total
+
+
+def counted_errors(beats: Iterable[Mapping[str, Any]]) -> int:
+    """How many finished rows have an error, by all heartbeats."""
+    return sum(beat["totals"]["error_rows"] for beat in beats if "totals" in beat)
+
+
+def make_logs(out: Path, launcher: str) -> Path:
+    """Make a new folder for the logs of one launch in a job's output folder, which need not be
+    there.
+
+    Raises ConfigError if that cannot be written, or holds files that are no job's.
+    """
+    # These load pyarrow, which the help on a launcher's keys need not wait for.
+    from batchgen.storage.folder.refused_folder import refuse_foreign_files, unusable
+    from batchgen.storage.stores.job_storage import FolderStorage
+
+    storage = FolderStorage(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        refuse_foreign_files(storage)
+        (out / LOGS).mkdir(exist_ok=True)
+        logs = Path(tempfile.mkdtemp(prefix=f"{launcher}-", dir=out / LOGS))
+    except OSError as error:
+        raise unusable(storage, error) from None
+    return logs.absolute()
+
+
+def remove_logs(logs: Path) -> None:
+    """Delete the logs of a launch that nobody needs any more."""
+    shutil.rmtree(logs, ignore_errors=True)
+    if not any(logs.parent.iterdir()):
+        logs.parent.rmdir()

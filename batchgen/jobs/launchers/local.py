@@ -1,0 +1,121 @@
+"""`launcher=local`: the workers of a job as processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.launcher_config import (
+    Launched,
+    Launcher,
+    at_least,
+    check_workers,
+    workers_text,
+)
+from batchgen.engine.device.host_limits import usable_cores
+from batchgen.jobs.launchers.launched import LaunchedFolder
+from batchgen.jobs.launchers.process import (
+    Command,
+    WorkerProcess,
+    output_files,
+    worker_arguments,
+    worker_job,
+)
+from batchgen.jobs.launchers.supervisor import Place, Supervisor
+from batchgen.util.errors import ConfigError
+
+BEAT_SECONDS = 2.0
+"""Seconds between heartbeats of workers on this machine, where one costs next to nothing."""
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalLauncher(Launcher):
+    """Processes on this machine."""
+
+    name = "local"
+
+    workers: int | None = None
+    restarts: int = 3
+
+    def __post_init__(self) -> None:
+        check_workers(self.workers, most=1024)
+        at_least(0, restarts=self.restarts)
+
+    def described(self) -> str:
+        return f"local: {workers_text(self.workers)}"
+
+    def check_here(self, config: JobConfig) -> None:
+        self.workers_here(config)
+
+    def launch(self, config: JobConfig) -> Launched:
+        return self.run(config, *self.workers_here(config))
+
+    def workers_here(self, config: JobConfig) -> tuple[int, Sequence[str]]:
+        """How many workers this machine has for a job, and the GPUs that they share."""
+        devices = [] if config.engine.device == "cpu" else visible_devices()
+        ranks = config.engine.tensor_parallel
+        count = self.workers or len(devices) // ranks
+        if devices and len(devices) < ranks:
+            raise ConfigError(
+                f"engine.tensor_parallel={ranks} needs as many GPUs for each worker, and there are "
+                f"{len(devices)}"
+            )
+        if not count:
+            raise ConfigError(
+                "launcher.workers has no value, and there is no GPU: say how many workers share "
+                "the CPU, as in launcher.workers=2"
+            )
+        return count, devices
+
+    def run(
+        self,
+        config: JobConfig,
+        count: int,
+        devices: Sequence[str],
+        command: Command = worker_arguments,
+    ) -> Launched:
+        """Run a job in `count` processes of `command`, which take `engine.tensor_parallel` of the
+        devices each in turns; there are none on a CPU."""
+        ranks = config.engine.tensor_parallel
+        with tempfile.TemporaryDirectory(prefix="batchgen-") as name:
+            job = Path(name) / "job.yaml"
+            job.write_text(worker_job(config, BEAT_SECONDS), encoding="utf-8")
+
+            def start(place: Place) -> WorkerProcess:
+                environment = _environment(place.number, count, devices, ranks)
+                return WorkerProcess(command(job, place.number), place.output, environment)
+
+            return Supervisor(
+                LaunchedFolder(Path(config.output.dir)),
+                [output_files(Path(name), number) for number in range(count)],
+                start,
+                restarts=self.restarts,
+                title=f"{count} workers start",
+            ).run()
+
+
+def _environment(place: int, count: int, devices: Sequence[str], ranks: int) -> dict[str, str]:
+    """The variables that give a worker a device for each of its ranks, or its part of the cores."""
+    if devices:
+        first = place % (len(devices) // ranks) * ranks
+        return {_DEVICES: ",".join(devices[first : first + ranks])}
+    cores = usable_cores()
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // count)))}
+
+
+def visible_devices() -> list[str]:
+    """The GPUs that a process started here would see, as CUDA_VISIBLE_DEVICES names them."""
+    given = os.environ.get(_DEVICES)
+    if given is not None:
+        return [name.strip() for name in given.split(",") if name.strip()]
+    # In a process of its own: the launcher itself needs neither torch nor a context on a GPU.
+    program = "import torch; print(torch.cuda.device_count())"
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
+    return [str(i) for i in range(int(done.stdout or 0))]

@@ -1,0 +1,114 @@
+"""`launcher=ray`: the workers of a job on the nodes of a Ray cluster.
+
+Each worker is a child process of an actor, so that it has exit codes, signals and crashes of its
+own. The actors stand in the bundles of one placement group. A bundle lies on one node, so a worker
+has its GPUs together; when its node dies, Ray looks for another place for it, and a new actor waits
+there until one is found. What the workers do is agreed in the job's folder, and not by Ray.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.launcher_config import (
+    Launched,
+    Launcher,
+    at_least,
+    check_workers,
+    workers_text,
+)
+from batchgen.jobs.launchers.launched import COMPLETE, LaunchedFolder, make_logs, remove_logs
+from batchgen.jobs.launchers.local import BEAT_SECONDS
+from batchgen.jobs.launchers.process import Command, output_files, worker_arguments, worker_job
+from batchgen.jobs.launchers.supervisor import Place, Supervisor
+from batchgen.util.errors import ConfigError
+
+_PATIENCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayLauncher(Launcher):
+    """Actors on the nodes of a Ray cluster."""
+
+    name = "ray"
+    package = "ray"
+    running_keys = ("runtime_env", "address")
+
+    workers: int | None = None
+    address: str | None = None
+    gpus_per_worker: float | None = None
+    cpus_per_worker: float = 1
+    placement: Literal["spread", "pack"] = "spread"
+    restarts: int = 3
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_workers(self.workers, most=100_000)
+        gpus = self.gpus_per_worker
+        at_least(
+            0, gpus_per_worker=gpus, cpus_per_worker=self.cpus_per_worker, restarts=self.restarts
+        )
+        if gpus is not None and gpus > 1 and gpus != int(gpus):
+            raise ConfigError(
+                f"launcher.gpus_per_worker={gpus} must be a whole number, or below 1 for workers "
+                "that share a GPU"
+            )
+
+    def described(self) -> str:
+        where = self.address or "RAY_ADDRESS, or a cluster of this machine"
+        return f"ray: {workers_text(self.workers)}, address {where}"
+
+    def worker_need(self, config: JobConfig, has_gpus: bool) -> dict[str, float]:
+        """What one worker takes of a node of a cluster with or without GPUs, by Ray's names."""
+        gpus = self.gpus_per_worker
+        if gpus is None:
+            gpus = float(has_gpus and config.engine.device != "cpu") * config.engine.tensor_parallel
+        need = {"GPU": gpus, "CPU": self.cpus_per_worker}
+        return {name: number for name, number in need.items() if number}
+
+    def launch(self, config: JobConfig, command: Command = worker_arguments) -> Launched:
+        """Run a job on the cluster, to its end, with the workers that `command` names."""
+        from batchgen.jobs.launchers.ray_actor import ActorJob, ActorProcess
+        from batchgen.jobs.launchers.ray_cluster import (
+            Heart,
+            cluster,
+            count_workers,
+            living_nodes,
+            places,
+        )
+
+        with cluster(self.address, self.runtime_env):
+            nodes, has_gpus = living_nodes()
+            need = self.worker_need(config, has_gpus)
+            count = count_workers(self.workers, nodes, need)
+            logs = make_logs(Path(config.output.dir), "ray")
+            text = worker_job(config, BEAT_SECONDS if len(nodes) == 1 else config.workers.heartbeat)
+            file = logs / "job.yaml"
+            file.write_text(text, encoding="utf-8")
+            folder = None if "working_dir" in self.runtime_env else os.getcwd()
+            heart = Heart()
+            with places(count, need, self.placement.upper(), heart) as options:
+
+                def start(place: Place) -> ActorProcess:
+                    arguments = command(file, place.number)
+                    job = ActorJob(file, text, folder, arguments, place.output)
+                    number = place.number
+                    return ActorProcess(job, options(number), heart, is_first=not place.starts)
+
+                on = f"{len(nodes)} node{'s' * (len(nodes) != 1)} of Ray"
+                result = Supervisor(
+                    LaunchedFolder(Path(config.output.dir)),
+                    [output_files(logs, number) for number in range(count)],
+                    start,
+                    restarts=self.restarts,
+                    title=f"{count} workers start on {on}",
+                    patience=_PATIENCE_SECONDS,
+                ).run()
+        if result.exit_code in COMPLETE:
+            remove_logs(logs)
+        return result

@@ -1,0 +1,215 @@
+"""Watches the workers that a launcher starts: one job, one bar, one exit code."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from batchgen.config.groups.launcher_config import Launched
+from batchgen.jobs.launchers.launched import COMPLETE, SPENT, LaunchedFolder, counted_rows
+from batchgen.jobs.launchers.process import End, Output, Process
+from batchgen.util.signals import StopSignals
+
+if TYPE_CHECKING:
+    from batchgen.jobs.launchers.shown import Shown
+
+_LOOK_SECONDS = 0.2
+_LAST_LINES = 15
+_GRACE_SECONDS = 30.0
+"""How long workers have to see that the job is complete, before they are stopped."""
+
+
+@dataclass
+class Place:
+    """A worker's place, in which one process after the other may run, with the files that get what
+    it prints to stdout and stderr.
+
+    `stopped` says that the present process was told to stop, `came_late` that it ended because the
+    others had completed the job; `end` is that of the last process, None while it runs.
+    """
+
+    number: int
+    output: Output
+    process: Process = field(init=False)
+    starts: int = 0
+    stopped: bool = False
+    came_late: bool = False
+    end: End | None = None
+
+    @property
+    def name(self) -> str:
+        return f"worker {self.number}"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process was started and has not ended."""
+        return self.starts > 0 and self.end is None
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether its worker has seen the job complete."""
+        return self.end is not None and self.end.code in COMPLETE
+
+    @property
+    def is_out_of_budget(self) -> bool:
+        return self.end is not None and self.end.code == SPENT
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its worker has ended by itself, and left work to the others."""
+        ended = self.end is not None and self.end.code is not None
+        is_fine = self.is_clean or self.is_out_of_budget
+        return ended and not (is_fine or self.stopped or self.came_late)
+
+    def printed(self, stream: int) -> str:
+        """What its processes have printed to stdout (0) or stderr (1)."""
+        path = self.output[stream]
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    def stop(self, number: int) -> None:
+        """Tell its process to stop, if there is one that was not told yet."""
+        if self.is_running and not self.stopped:
+            self.stopped = True
+            self.process.stop(number)
+
+
+class Supervisor:
+    """Starts the workers, starts those again that were killed, and stops all of them."""
+
+    def __init__(
+        self,
+        folder: LaunchedFolder,
+        outputs: Sequence[Output],
+        start: Callable[[Place], Process],
+        *,
+        restarts: int,
+        title: str,
+        patience: float = math.inf,
+    ) -> None:
+        """Each worker has its files in `outputs`, is started by `start` and again at most
+        `restarts` times. Workers that were told to stop are waited for `patience` seconds."""
+        self._folder = folder
+        self._places = [Place(number, output) for number, output in enumerate(outputs)]
+        self._start_process = start
+        self._restarts = restarts
+        self._title = title
+        self._patience = patience
+        self._complete_since: float | None = None
+
+    def run(self) -> Launched:
+        """Run the job to its end, or until a signal. ConfigError if a worker cannot run where it
+        was put."""
+        from batchgen.jobs.launchers.shown import Shown  # loads pyarrow
+
+        with StopSignals() as signals:
+            signals.deferred = True
+            with Shown(self._folder, self._title) as shown:
+                try:
+                    for place in self._places:
+                        self._start(place)
+                    self._watch(signals, shown)
+                finally:
+                    self._stop(signal.SIGTERM)
+                    self._folder.release()
+            return self._result(signals.received)
+
+    def _start(self, place: Place) -> None:
+        place.process = self._start_process(place)
+        place.starts += 1
+        place.end, place.stopped = None, False
+
+    def _watch(self, signals: StopSignals, shown: Shown) -> None:
+        """Wait for the end of all workers."""
+        while running := [place for place in self._places if place.is_running]:
+            self._folder.hold()
+            for place in running:
+                if signals.received is not None:
+                    self._stop(signals.received)
+                    return
+                self._look(place, shown)
+            self._stop_the_needless()
+            shown.show(sum(p.is_running and not p.process.has_begun() for p in self._places))
+            time.sleep(_LOOK_SECONDS)
+
+    def _look(self, place: Place, shown: Shown) -> None:
+        """See whether the process of a place has ended, and start it again if that may help."""
+        place.end = place.process.poll()
+        if place.end is None or place.is_clean or place.stopped:
+            return
+        end, killed = place.end, place.end.code is None
+        place.came_late = end.code == 1 and self._folder.is_complete()
+        over = any(other.is_clean for other in self._places)
+        # A worker that failed before its first row would fail again.
+        helps = killed or (end.code == 1 and self._folder.has_rows_of(end.process))
+        again = helps and not over and place.starts <= self._restarts
+        again = again and (killed or not self._folder.has_quarantined())
+        if again or killed:
+            shown.print(f"{place.name} {end.how}{' and is started again' if again else ''}")
+        if again:
+            self._start(place)
+
+    def _stop_the_needless(self) -> None:
+        """Once the job is complete, stop who waits for a machine, and later all who still run."""
+        if not any(place.is_clean for place in self._places):
+            return
+        now = time.monotonic()
+        self._complete_since = self._complete_since or now
+        for place in self._places:
+            late = now - self._complete_since > _GRACE_SECONDS
+            if place.is_running and (late or not place.process.has_begun()):
+                place.stop(signal.SIGTERM)
+
+    def _stop(self, number: int) -> None:
+        """Stop the workers that run, and wait for them: each finishes its step first."""
+        for place in self._places:
+            place.stop(number)
+        until = time.monotonic() + self._patience
+        while running := [place for place in self._places if place.is_running]:
+            if time.monotonic() > until:
+                names = ", ".join(place.name for place in running)
+                print(f"{names}: told to stop, and not heard of since", file=sys.stderr)
+                return
+            for place in running:
+                place.end = place.process.poll()
+            time.sleep(_LOOK_SECONDS / 4)
+
+    def _result(self, stopped_by: int | None) -> Launched:
+        clean = [place for place in self._places if place.is_clean]
+        if clean:
+            code = min(place.end.code or 0 for place in clean if place.end is not None)
+            # The worker that completed the job has the whole summary.
+            texts = [place.printed(0) for place in clean if place.end and place.end.code == code]
+            _print_last_lines([place for place in self._places if place.has_failed])
+            return Launched(code, None, min(texts, key=_is_of_bystander).rstrip("\n"))
+        if stopped_by is not None:
+            rows, _ = counted_rows(self._folder.beats())
+            message = (
+                f"Stopped all workers with {rows:,} rows done. The output so far is in "
+                f"{self._folder.path}; run the same command to go on from there."
+            )
+            return Launched(128 + stopped_by, stopped_by, message)
+        if spent := [place for place in self._places if place.is_out_of_budget]:
+            _print_last_lines([place for place in self._places if place.has_failed])
+            return Launched(SPENT, None, "\n".join(spent[-1].printed(1).splitlines()[-2:]))
+        _print_last_lines(self._places)
+        codes = {None if place.end is None else place.end.code for place in self._places}
+        return Launched(
+            2 if codes == {2} else 1, None, "No worker could complete the job; see above."
+        )
+
+
+def _print_last_lines(places: Sequence[Place]) -> None:
+    """Show what workers that failed have printed at last."""
+    for place in places:
+        how = "has not ended" if place.end is None else place.end.how
+        lines = place.printed(1).splitlines()[-_LAST_LINES:]
+        print(f"── {place.name} {how}:", *lines, sep="\n", file=sys.stderr)
+
+
+def _is_of_bystander(text: str) -> bool:
+    return text.startswith("The job is complete;")

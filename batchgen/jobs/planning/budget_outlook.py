@@ -1,0 +1,55 @@
+"""Whether a job's budget will suffice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.jobs.forecast.forecast import Forecast, Range
+from batchgen.jobs.generation.spending import Used, shown
+from batchgen.storage.stores.open_storage import job_metrics
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """One limit of the budget, what was used of it before, and what the job will need further."""
+
+    key: str
+    limit: float
+    used: float
+    needed: Range
+
+    @property
+    def verdict(self) -> str:
+        """`suffices`, `may not suffice`, or `will not suffice`, which is likely."""
+        if self.used + self.needed.likely > self.limit:
+            return "will not suffice"
+        return "suffices" if self.used + self.needed.bound <= self.limit else "may not suffice"
+
+    @property
+    def text(self) -> str:
+        needed, limit = shown(self.key, self.needed.likely), shown(self.key, self.limit)
+        used = f" besides {shown(self.key, self.used)} used" if self.used else ""
+        return f"budget.{self.key} {self.verdict}: {limit}, and the job likely needs {needed}{used}"
+
+
+def outlooks(config: JobConfig, expected: Forecast, used: Used) -> list[Outlook]:
+    """The outlook of each limit that is set; earlier attempts have `used` something."""
+    hours = expected.seconds.times(config.engine.tensor_parallel / 3600)
+    tokens, read = expected.generated, expected.prompt_tokens
+    needed = {
+        "tokens": Range(tokens.low + read, tokens.likely + read, tokens.bound + read),
+        "minutes": expected.seconds.times(1 / 60),
+        "gpu_hours": hours,
+        "price": hours.times(config.budget.price_per_hour or 0.0),
+    }
+    before = used.by_limit(config.budget)
+    return [
+        Outlook(key, limit, before[key], needed[key]) for key, limit in config.budget.limits.items()
+    ]
+
+
+def used_before(config: JobConfig) -> Used:
+    """What earlier attempts of the job have used."""
+    figures = job_metrics(config.output.dir) if config.budget.limits else None
+    return Used() if figures is None else Used.of(figures["attempts"])

@@ -1,0 +1,123 @@
+"""What a job would find in its output folder; nothing is changed there."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.inputs.dataset.row_digest import rows_digest
+from batchgen.inputs.row_index.indexed_source import IndexedSource
+from batchgen.jobs.forecast.samples_per_row import MeasuredSamples
+from batchgen.jobs.run.changed_row import changed_row
+from batchgen.jobs.run.checked_rows import job_manifest, most_rows, output_schema
+from batchgen.jobs.run.image_files import content_of
+from batchgen.jobs.run.job_parts import parts_of
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.folder.refused_folder import (
+    has_rows,
+    refuse_folder,
+    refuse_other_job,
+    refuse_shrinking,
+    written_manifest,
+)
+from batchgen.storage.shards.enough import OUTCOME
+from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.stores.job_storage import Storage
+from batchgen.storage.stores.manifest import READ_JOB, UNTIL_VALID, Manifest
+from batchgen.storage.stores.open_storage import open_storage
+from batchgen.util.errors import ConfigError, JobError
+
+SAMPLE_INDEX = KEYS[1]
+
+if TYPE_CHECKING:
+    from batchgen.inputs.dataset.source import Source
+    from batchgen.jobs.resolve.opened_job import OpenedJob
+
+
+class FolderState(NamedTuple):
+    """What a job would do with its folder, in words, how many of its answers are there, and what is
+    known of the rows that have all their samples, in jobs with `sampling.until`."""
+
+    text: str
+    done: int = 0
+    measured: MeasuredSamples = MeasuredSamples()
+
+
+def folder_state(config: JobConfig, opened: OpenedJob) -> FolderState:
+    """Say what the job would do with its folder; ConfigError if it would be refused for what is
+    there.
+
+    The files of the model are not read, so a model that has changed is not found out here.
+    """
+    with closing(open_storage(config.output.dir, config.workers)) as storage:
+        return _state(config, opened, storage)
+
+
+def find_rows(config: JobConfig, source: Source) -> None:
+    """Find out which rows steps choose, as far as they do: from the job's folder if it says so, or
+    by running them."""
+    if not isinstance(source, IndexedSource):
+        return
+    try:
+        storage = open_storage(config.output.dir, config.workers)
+    except (ConfigError, JobError):  # the folder is told about later
+        source.find_index(None)
+        return
+    with closing(storage):
+        source.find_index(storage)
+
+
+def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderState:
+    path = storage.shown
+    refuse_folder(storage)
+    try:
+        storage.names(storage.path)
+    except FileNotFoundError:
+        return FolderState(f"{path}: a new folder")
+    old = written_manifest(storage)
+    if old is None or not has_rows(storage):
+        return FolderState(f"{path}: no answers yet")
+    asked, source = _manifest(config, opened, old), opened.source
+    digests = partial(rows_digest, content_of(source, opened.prompt))
+    named = partial(changed_row, storage, source)
+    if refuse_other_job(storage, old, asked, digests, named, overwrite=config.output.overwrite):
+        what = "the output of a different job, which is deleted (output.overwrite)"
+        return FolderState(f"{path}: {what}")
+    refuse_shrinking(storage, most_rows(config, source.num_rows))
+    errors = rows = complete = samples = 0
+    until = config.sampling.until
+    columns = ["finish_reason"] + ([] if until is None else [OUTCOME, SAMPLE_INDEX])
+    for batch in JobFolderReader(storage.path, storage).batches(columns):
+        rows += batch.num_rows
+        errors += batch["finish_reason"].to_pylist().count("error")
+        if until is not None:
+            known = pc.is_in(batch[OUTCOME], pa.array(["enough", "exhausted"]))
+            samples += pc.sum(known).as_py() or 0
+            complete += pc.sum(pc.and_(known, pc.equal(batch[SAMPLE_INDEX], 0))).as_py() or 0
+    text = f"{path}: resumes, {rows:,}"
+    if source.num_rows is not None and until is None:
+        text += f" of {source.num_rows * config.sampling.n:,}"
+    text += " answers are there"
+    if errors:
+        what = "are computed again" if config.output.retry_errors else "stay as they are"
+        text += f", {errors:,} of them errors, which {what}"
+    done = rows - errors * config.output.retry_errors
+    text = "\n            ".join([text, *old.grown(asked)])
+    valid = old.growing.get(UNTIL_VALID, 1)
+    return FolderState(text, done, MeasuredSamples(complete, samples, valid))
+
+
+def _manifest(config: JobConfig, opened: OpenedJob, old: Manifest) -> Manifest:
+    """The manifest of the job, if its models are those that the folder was made with."""
+    models = {
+        name: text
+        for name, text in old.fingerprints.items()
+        if name != "dataset" and not name.startswith(READ_JOB)
+    }
+    parts = parts_of(opened, config, models)
+    return job_manifest(config, parts, output_schema(config, parts))

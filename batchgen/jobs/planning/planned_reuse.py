@@ -1,0 +1,125 @@
+"""How many rows a job will copy from older jobs instead of computing them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.engine.interface.outputs import RequestError
+from batchgen.inputs.dataset.seed_stream import stream_of
+from batchgen.inputs.dataset.source import Row, Source
+from batchgen.inputs.prompts.row_request import RowRequest
+from batchgen.jobs.forecast.scan import Scan
+from batchgen.jobs.resolve.opened_job import OpenedJob
+from batchgen.jobs.reuse.key_index import KeyIndex
+from batchgen.jobs.reuse.key_log import read_keys
+from batchgen.jobs.reuse.row_key import RowKeys
+from batchgen.jobs.reuse.row_reuse import OlderJobs
+from batchgen.jobs.run.checked_rows import output_schema, row_request
+from batchgen.jobs.run.job_parts import parts_of
+from batchgen.storage.folder.refused_folder import written_manifest
+from batchgen.storage.stores.open_storage import open_storage
+
+_SECONDS = 5.0
+"""The processor's time that may go into making the prompts of all rows."""
+_ROWS_AT_ONCE = 100
+"""Rows between two looks at the clock."""
+
+
+@dataclass(frozen=True)
+class PlannedReuse:
+    """How many answers will be copied, of how many rows that were looked at; these are all rows if
+    it `is_exact`, and else a sample, from which the number is reckoned."""
+
+    answers: int
+    looked_at: int
+    is_exact: bool
+
+    @property
+    def text(self) -> str:
+        number = f"{self.answers:,}" if self.is_exact else f"about {self.answers:,}"
+        sample = "" if self.is_exact else f" (reckoned from a sample of {self.looked_at:,} rows)"
+        return f"{number} answers are copied from older jobs{sample}"
+
+
+def planned_reuse(
+    config: JobConfig,
+    opened: OpenedJob,
+    scan: Scan,
+    clock: Callable[[], float] = time.process_time,
+) -> PlannedReuse | None:
+    """What a job will copy from `output.reuse`; None if it names no folders, or none with rows.
+    Answers that the job's own folder has already do not count."""
+    if not config.output.reuse:
+        return None
+    parts = parts_of(opened, config, opened.fingerprints(config))
+    schema = output_schema(config, parts)
+    with closing(OlderJobs(config.output.reuse, schema, only_there=True)) as older:
+        if not len(older):
+            return None
+        copied = _Copied(
+            config,
+            RowKeys(config, parts.fingerprints, parts.max_model_len),
+            row_request(config, parts),
+            older,
+            stream_of(config.sampling.stream, opened.source.jobs),
+        )
+        if scan.num_rows is not None:
+            whole = _all_rows(opened.source, copied, clock)
+            if whole is not None:
+                return PlannedReuse(whole, scan.num_rows, True)
+        found = sum(copied.answers(read.row) for read in scan.sample)
+        looked_at = len(scan.sample)
+        share = (scan.num_rows or looked_at) / max(looked_at, 1)
+        return PlannedReuse(round(found * share), looked_at, False)
+
+
+def _all_rows(source: Source, copied: _Copied, clock: Callable[[], float]) -> int | None:
+    """How many answers all rows will copy; None if finding that out would take too long."""
+    started, found = clock(), 0
+    rows = iter(source.rows())
+    while block := list(islice(rows, _ROWS_AT_ONCE)):
+        found += sum(copied.answers(row) for row in block)
+        if clock() - started > _SECONDS:
+            return None
+    return found
+
+
+class _Copied:
+    """Says how many answers of a row are copied."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        keys: RowKeys,
+        request: Callable[[Row], RowRequest],
+        older: OlderJobs,
+        stream: str | None,
+    ) -> None:
+        self._keys, self._request, self._older, self._stream = keys, request, older, stream
+        self._samples = config.sampling.most_samples
+        self._in_waves = config.sampling.until is not None
+        with closing(open_storage(config.output.dir, config.workers)) as storage:
+            is_there = written_manifest(storage) is not None
+            self._own = KeyIndex([read_keys(storage)] if is_there else [])
+
+    def answers(self, row: Row) -> int:
+        """The samples of a row that are copied: those that an older job has, and this one lacks.
+        Where samples begin in waves, these are the ones before the first that is missing."""
+        try:
+            asked = self._request(row)
+        except RequestError:
+            return 0
+        found = 0
+        for sample in range(self._samples):
+            key = self._keys.key(asked.of_sample(row.id, sample, self._stream))
+            is_own = bool(self._own.find(key))
+            is_there = is_own or self._older.has(key)
+            found += is_there and not is_own
+            if self._in_waves and not is_there:
+                break
+        return found

@@ -1,0 +1,273 @@
+"""Makes the plan of a job, in seconds and without its weights."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import gettempdir
+from typing import TYPE_CHECKING
+
+import torch
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.engine.layers.fp8_format import has_fp8_units
+from batchgen.jobs.forecast.devices import DEVICES, Device, device_named
+from batchgen.jobs.forecast.engine_estimate import EngineEstimate, estimate_engine
+from batchgen.jobs.forecast.forecast import Forecast, forecast
+from batchgen.jobs.forecast.planned_work import here, job_work, same_speed, step_cost
+from batchgen.jobs.forecast.samples_per_row import samples_per_row
+from batchgen.jobs.forecast.scan import Scan, scan_rows
+from batchgen.jobs.planning.budget_outlook import Outlook, outlooks, used_before
+from batchgen.jobs.planning.job_plan import Plan
+from batchgen.jobs.planning.plan_checks import compiled_constraints, rows_and_disk
+from batchgen.jobs.planning.plan_settings import PlanSettings
+from batchgen.jobs.planning.plan_text import row_title, shown_prompt
+from batchgen.jobs.planning.planned_reuse import planned_reuse
+from batchgen.jobs.run.job_parts import parts_of
+from batchgen.kernels.compile_ahead import have_compiled
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import is_url
+
+if TYPE_CHECKING:
+    from batchgen.engine.memory.memory_plan import MemoryPlan
+    from batchgen.jobs.forecast.calibration import Calibration
+    from batchgen.jobs.forecast.prompt_reading import Reading
+    from batchgen.jobs.planning.disk import DiskUse
+    from batchgen.jobs.planning.folder_state import FolderState
+    from batchgen.jobs.resolve.opened_job import OpenedJob
+    from batchgen.jobs.run.job_parts import JobParts
+
+SHOWN_PROMPTS = 2
+MEASURE_S = 0.2
+"""For how long each of a CPU's rates is measured."""
+
+
+@contextmanager
+def opened_rows(config: JobConfig) -> Iterator[tuple[OpenedJob, JobParts, Reading]]:
+    """What a job runs on and how its rows are read; ConfigError for what a run refuses before it
+    looks into its folder."""
+    from batchgen.jobs.forecast.prompt_reading import job_reading
+    from batchgen.jobs.resolve.opened_job import open_job
+    from batchgen.jobs.run.checked_rows import check_rows
+
+    opened = open_job(config)
+    with closing(parts_of(opened, config, {})) as parts:
+        check_rows(config, parts)
+        from batchgen.jobs.planning.folder_state import (
+            find_rows,  # it loads the libraries of the data
+        )
+
+        find_rows(config, opened.source)
+        yield opened, parts, job_reading(config, opened)
+
+
+def output_folder(config: JobConfig, opened: OpenedJob) -> tuple[FolderState, ConfigError | None]:
+    """What lies in the output folder, and why the job is refused for that, if it is."""
+    from batchgen.jobs.planning.folder_state import FolderState, folder_state
+
+    try:
+        return folder_state(config, opened), None
+    except ConfigError as error:  # the rows are worth a look all the same
+        return FolderState(f"{config.output.dir}: refused"), error
+
+
+def make_plan(config: JobConfig, settings: PlanSettings) -> Plan:
+    """Find out what a job will read, need and cost; ConfigError if there is nothing to plan.
+
+    Nothing is written, and no weights are loaded but for `plan.probe`.
+    """
+    started = time.perf_counter()
+    from batchgen.jobs.launchers.launch import check_launcher
+
+    if settings.device is not None:  # the job's own device need not be here
+        config = replace(config, engine=replace(config.engine, device="auto"))
+    check_launcher(config)
+    with opened_rows(config) as (opened, parts, reading):
+        return _Planner(config, settings, opened, parts, reading).plan(started)
+
+
+class _Planner:
+    def __init__(
+        self,
+        config: JobConfig,
+        settings: PlanSettings,
+        opened: OpenedJob,
+        parts: JobParts,
+        reading: Reading,
+    ) -> None:
+        self._config, self._settings, self._opened = config, settings, opened
+        self._parts, self._reading = parts, reading
+        self._errors: list[str] = []
+        self._warnings: list[str] = []
+
+    def plan(self, started: float) -> Plan:
+        config, opened, reading = self._config, self._opened, self._reading
+        (folder, done, measured), refusal = output_folder(config, opened)
+        self._samples = samples_per_row(config.sampling, measured)
+        if refusal is not None:
+            self._errors.append(str(refusal))
+        scan = scan_rows(reading)
+        reuse = planned_reuse(config, opened, scan)
+        reused = 0 if reuse is None else reuse.answers
+        constraints = compiled_constraints(opened, config, scan)
+        device = self._device()
+        gpu_bytes = device.memory if device is not None and device.is_gpu else None
+        # A GPU that is not in the table is this machine's.
+        fp8 = has_fp8_units(torch.device("cuda")) if device is None else device.fp8
+        engine = estimate_engine(opened, config, gpu_bytes, native_fp8=fp8)
+        memory = self._memory(engine, gpu_bytes)
+        expected = None
+        if memory is not None and device is not None and scan.sample:
+            expected = self._forecast(engine, memory, device, scan, done + reused)
+        disk = None if expected is None else self._disk(scan, expected, done, reused)
+        errors, warnings = rows_and_disk(scan, disk, self._settings.most_bad)
+        self._errors += errors
+        self._warnings += warnings
+        outlook = self._outlook(expected)
+        price = None
+        per_device = self._settings.price_per_hour or config.budget.price_per_hour
+        if expected is not None and per_device is not None:
+            per_hour = per_device * config.engine.tensor_parallel
+            price = expected.seconds.times(per_hour / 3600)
+        return Plan(
+            config=config,
+            model=opened.model.config.architecture,
+            data=config.dataset.shown,
+            scan=scan,
+            prompts=list(self._prompts(scan)),
+            room=reading.room,
+            constraints=constraints,
+            engine=engine,
+            memory=memory,
+            folder=folder,
+            done=done,
+            reuse=reuse,
+            samples=self._samples,
+            forecast=expected,
+            disk=disk,
+            price=price,
+            outlook=outlook,
+            errors=self._errors,
+            warnings=self._warnings,
+            seconds=time.perf_counter() - started,
+            funnel=opened.source.funnel,
+        )
+
+    def _device(self) -> Device | None:
+        """The device to plan for; None if it is a GPU that is not in the table."""
+        if self._settings.device is not None:
+            named = device_named(self._settings.device)
+            return named or here(
+                replace(self._config, engine=replace(self._config.engine, device="cpu")),
+                self._opened.dtype,
+                MEASURE_S,
+            )
+        device = here(self._config, self._opened.dtype, MEASURE_S)
+        if device is None:
+            self._warnings.append(
+                "this GPU is not in the table of plan.device, so no time is predicted: name the "
+                f"nearest with plan.device ({', '.join(DEVICES)}), or use plan.probe elsewhere"
+            )
+        return device
+
+    def _memory(self, engine: EngineEstimate, gpu_bytes: int | None) -> MemoryPlan | None:
+        try:
+            return engine.memory(gpu_bytes)
+        except ValueError as error:
+            self._errors.append(f"engine: {error}")
+            return None
+
+    def _forecast(
+        self, engine: EngineEstimate, memory: MemoryPlan, device: Device, scan: Scan, done: int
+    ) -> Forecast:
+        config = self._config
+        rows = scan.num_rows or scan.looked_at
+        answering = max(rows * (1 - scan.bad_share) - done / self._samples.number.likely, 0)
+        work = job_work(
+            config,
+            self._opened,
+            engine,
+            memory,
+            [read.ids for read in scan.sample[:50]],
+            scan.lengths,
+            max(round(answering), 1),
+            samples=self._samples,
+            longest=scan.longest_answer,
+            seen=self._seen(scan, device),
+            # After the probe, which compiles what the job needs.
+            compiled=self._settings.device is None and have_compiled(),
+        )
+        return forecast(step_cost(engine, self._opened, device), work)
+
+    def _seen(self, scan: Scan, device: Device) -> Calibration | None:
+        """What an earlier job or a probe has shown."""
+        from batchgen.jobs.forecast.calibration import seen_in
+
+        config, settings = self._config, self._settings
+        if settings.probe:
+            from batchgen.jobs.planning.probe import probe
+
+            number = min(settings.probe, len(scan.sample))
+            print(f"batchgen: loading weights for a probe of {number:,} rows …", file=sys.stderr)
+            samples = self._samples.whole
+            answers = (scan.num_rows or scan.looked_at) * samples
+            return probe(config, self._opened, scan.sample, number, samples, answers)
+        same = same_speed(config)
+        if settings.like is not None:
+            from batchgen.storage.folder.open_folder import open_folder
+
+            path = open_folder(settings.like, "plan.like").path
+            found = seen_in(path, same, device.name, settings.like)
+            if found is None:
+                raise ConfigError(f"plan.like={settings.like}: none of its rows has an answer yet")
+            return found
+        if is_url(config.output.dir):  # what an earlier attempt took is not fetched for this
+            return None
+        own = Path(config.output.dir)
+        is_there = (own / "manifest.json").is_file() and (own / "metrics.json").is_file()
+        return seen_in(own, same, device.name, config.output.dir) if is_there else None
+
+    def _outlook(self, expected: Forecast | None) -> list[Outlook]:
+        """Whether the budget will suffice, of which a warning tells where it likely does not."""
+        if expected is None:
+            return []
+        found = outlooks(self._config, expected, used_before(self._config))
+        for limit in found:
+            if limit.verdict == "will not suffice":
+                self._warnings.append(
+                    f"the job will likely stop before its end, with exit code 4: {limit.text}"
+                )
+        return found
+
+    def _prompts(self, scan: Scan) -> Iterator[tuple[str, str]]:
+        for read in scan.sample[:SHOWN_PROMPTS]:
+            title = f"{row_title(read.row)}: {len(read.ids):,} tokens"
+            yield title, shown_prompt(read.ids, self._opened.model.tokenizer)
+
+    def _disk(self, scan: Scan, expected: Forecast, done: int, reused: int) -> DiskUse:
+        from batchgen.jobs.planning.disk import disk_use
+        from batchgen.jobs.run.checked_rows import output_schema
+        from batchgen.storage.shards.output_schema import FinishedRow
+
+        config, source = self._config, self._opened.source
+        schema = output_schema(config, self._parts)
+        sample = [
+            (read, FinishedRow(read.row.id, read.row.index, 0, source.passthrough(read.row)))
+            for read in scan.sample[:200]
+        ]
+        answers = round((scan.num_rows or scan.looked_at) * self._samples.number.likely) - done
+        return disk_use(
+            schema,
+            sample,
+            # Answers that are copied are taken to be as long as those that are computed.
+            expected.generated.times(max(answers, 1) / max(answers - reused, 1)),
+            max(answers, 1),
+            rows_per_shard=config.output.rows_per_shard,
+            samples=config.sampling.most_samples,
+            folder=Path(gettempdir() if is_url(config.output.dir) else config.output.dir),
+            decode=self._parts.decode,
+        )

@@ -1,0 +1,64 @@
+"""The model of a job, before its weights are read: opened, its dtype, and digests of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.engine.strategy import Strategy
+from batchgen.inputs.model.model_source import model_files
+from batchgen.inputs.model.open_model import OpenedModel, open_model
+from batchgen.inputs.model.other_models import open_others, strategy_heads
+from batchgen.jobs.resolve.build_strategy import build_strategy
+from batchgen.util.errors import mistakes_in
+from batchgen.util.fingerprint import fingerprint_files, fingerprint_text
+
+if TYPE_CHECKING:
+    import torch
+
+
+def open_job_model(config: JobConfig) -> OpenedModel:
+    """The target of a job; ConfigError if it cannot be one."""
+    with mistakes_in("model"):
+        group = config.model
+        return open_model(group.path, group.revision, group.load_format, group.quantization)
+
+
+def dtype_and_length(
+    config: JobConfig, strategy: Strategy, model: OpenedModel
+) -> tuple[torch.dtype, int]:
+    """The dtype of weights and activations, and how many tokens a row may have."""
+    with mistakes_in("engine"):
+        dtype = model.dtype(config.model.dtype, config.engine.device)
+        longest = config.engine.model_len(model.config.max_position_embeddings)
+        return dtype, strategy.model_len(longest, model.config)
+
+
+def model_fingerprints(
+    config: JobConfig, model: OpenedModel, others: Mapping[str, OpenedModel], dtype: torch.dtype
+) -> dict[str, str]:
+    """Digests by name. Every file of the models is read, unless its digest is known from before."""
+    found = {
+        "model": fingerprint_files(model_files(model.path)),
+        # `auto` may mean another dtype on another machine, and that gives other tokens.
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    if (weights := model.weights_text(config.engine.device)) is not None:
+        found["weights"] = weights  # of FP8 is computed with only where the device can
+    for name, other in others.items():
+        found[f"{name}_model"] = fingerprint_files(model_files(other.path))
+    if (constraint := config.params.constraint) is not None:
+        # The configuration is compared without the order of keys, in which the row writes them.
+        found["constraint"] = fingerprint_text(constraint.text)
+    return found
+
+
+def answers_depend_on(config: JobConfig) -> dict[str, str]:
+    """The digests of `OpenedJob.fingerprints` that need no rows; ConfigError for a mistake in model
+    or strategy."""
+    strategy, model = build_strategy(config.strategy), open_job_model(config)
+    dtype, max_model_len = dtype_and_length(config, strategy, model)
+    strategy_heads(strategy, model)  # This raises an error if the model lacks one.
+    others = open_others(strategy, model, max_model_len)
+    return model_fingerprints(config, model, others, dtype)

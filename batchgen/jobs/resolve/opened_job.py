@@ -1,0 +1,280 @@
+"""Makes the parts of a job from its configuration; no other file puts them together."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from math import lcm
+from typing import TYPE_CHECKING
+
+from batchgen.config.compose.load_config import identity
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.sampling_config import copies_warning
+from batchgen.engine.constraint.compiler import GrammarCompiler
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import OutputColumn
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.models.model_registry import model_class
+from batchgen.engine.requests import check_params
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.scheduling.prefill_policy import check_chunk_sizes
+from batchgen.engine.strategy import Strategy
+from batchgen.evals.graders.build_steps import check_fields, post_steps
+from batchgen.inputs.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
+from batchgen.inputs.images.row_images import RowImages
+from batchgen.inputs.model.engine_recipe import EngineRecipe
+from batchgen.inputs.model.open_model import OpenedModel, device_of
+from batchgen.inputs.model.other_models import open_others, strategy_heads
+from batchgen.inputs.prompts.answer_text import Answer, build_answer
+from batchgen.inputs.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
+from batchgen.jobs.resolve.answer_columns import (
+    check_columns,
+    check_parsed,
+    constraint_compiler,
+    named_columns,
+    strictest_params,
+)
+from batchgen.jobs.resolve.build_strategy import build_strategy
+from batchgen.jobs.resolve.job_images import image_columns, row_images
+from batchgen.jobs.resolve.job_model import dtype_and_length, model_fingerprints, open_job_model
+from batchgen.jobs.resolve.likely_rows import likely_row_tokens
+from batchgen.storage.stores.manifest import CONTRACT
+from batchgen.util.errors import mistakes_in
+
+if TYPE_CHECKING:
+    import torch
+
+    from batchgen.evals.graders.step import PostStep
+    from batchgen.inputs.dataset.source import Source
+    from batchgen.inputs.upstream.followed_job import Promise
+    from batchgen.pages.tokens.channels import HarmonyChannels
+    from batchgen.pages.tokens.reasoning import ReasoningMarkers
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedJob:
+    """All that a job runs on, opened and checked, before a file of weights is read.
+
+    Attributes:
+        model: the target.
+        others: the strategy's other models that have checkpoints of their own, by name.
+        context_columns: the columns of context scope that the job asks for.
+        compiler: compiles the rows' constraints; None if there are none.
+        source: the rows.
+        prompt: makes the token ids of a row.
+        answer: makes those of the answer that is scored; None if rows generate.
+        dtype: that of weights and activations.
+        max_model_len: how many tokens prompt and answer may have together.
+        step_fingerprints: versions of the steps of `rows`, and digests of what they read.
+        reasoning: tells answers from what the model says besides; None if the text is all of it.
+        images: makes the images of rows; None if these have none.
+        row_tokens: the fewest and the most tokens that rows are likely to have, for models with
+            sliding windows; None for others, and where nobody can know.
+    """
+
+    model: OpenedModel
+    others: Mapping[str, OpenedModel]
+    strategy: Strategy
+    context_columns: Sequence[OutputColumn]
+    compiler: GrammarCompiler | None
+    source: Source
+    prompt: Prompt
+    dtype: torch.dtype
+    max_model_len: int
+    step_fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    reasoning: ReasoningMarkers | HarmonyChannels | None = None
+    answer: Answer | None = None
+    images: RowImages | None = None
+    row_tokens: tuple[int, int] | None = None
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise ValueError if parameters of a row cannot be honoured; the message names one."""
+        model = self.model
+        vocab_size, columns = model.config.vocab_size, self.context_columns
+        check_params(params, self.strategy, vocab_size, model.tokenizer, columns)
+        if params.constraint is not None and self.compiler is None:
+            model.grammar_compiler()  # says why there is none
+
+    def fingerprints(self, config: JobConfig) -> dict[str, str]:
+        """Digests of what decides the answers besides configuration and data set. Every file of the
+        models is read, unless its digest is known from before."""
+        found = model_fingerprints(config, self.model, self.others, self.dtype)
+        if self.images is not None:
+            found["images"] = self.images.fingerprint
+        if config.engine.deterministic and device_of(config.engine.device).type == "cuda":
+            found |= {f"{CONTRACT}{name}": text for name, text in self.contract(config).items()}
+        return {**found, **self.step_fingerprints}
+
+    def contract(self, config: JobConfig) -> dict[str, str]:
+        """What decides the bits of rows besides models, data and configuration, by name."""
+        return self.recipe(config).contract()
+
+    def build_engine(self, config: JobConfig) -> LLMEngine:
+        """Load the weights of all models and make the engine."""
+        with mistakes_in("engine"):
+            ranks = self.recipe(config).start()
+        recipe = ranks.recipe
+        with ranks.starting():
+            with recipe.compiling_kernels():
+                with mistakes_in("model"):
+                    weights = recipe.load(ranks.parallel)
+                if weights.skipped_parts:
+                    skipped = " and ".join(weights.skipped_parts)
+                    print(f"model: not loaded of the checkpoint: {skipped}", file=sys.stderr)
+                with mistakes_in("strategy"):
+                    others = recipe.load_others(weights)
+            with mistakes_in("engine"):
+                return recipe.engine(weights, others, self.compiler, ranks.leader)
+
+    def shared(self, others: Sequence[JobConfig]) -> OpenedJob:
+        """What the engine of this job is made of if it serves other jobs as well, with the same
+        models, strategy and engine."""
+        of_model = model_class(self.model.config.architecture, self.model.path)
+        names = {name for config in others for name in config.output.columns}
+        known = of_model.declared_columns(self.model.config)
+        own = {column.name for column in self.context_columns}
+        # Whether rows of the others have images is found when they are opened, which may be later.
+        reads = self.model.config.vision is not None
+        model = dataclasses.replace(self.model, with_vision=reads)
+        columns = named_columns(known, names | own)
+        return dataclasses.replace(self, model=model, context_columns=columns)
+
+    def engine_config(self, config: JobConfig) -> EngineConfig:
+        """The settings of the engine, with what is known of the rows."""
+        return dataclasses.replace(
+            config.engine, row_tokens=config.engine.row_tokens or self.row_tokens
+        )
+
+    def recipe(self, config: JobConfig) -> EngineRecipe:
+        """What the job's engine is made of."""
+        return EngineRecipe(
+            self.model,
+            self.others,
+            self.strategy,
+            self.engine_config(config),
+            config.model.dtype,
+            config.engine.device,
+            tuple(column.name for column in self.context_columns),
+        )
+
+
+def open_job(
+    config: JobConfig, promised: Mapping[str, Promise] | None = None, *, wait: bool = False
+) -> OpenedJob:
+    """Open and check all that a job runs on, without reading a file of weights; ConfigError for a
+    mistake. `promised` and `wait` are for rows of a job that still runs, as of `open_source`."""
+    strategy = build_strategy(config.strategy)
+    post = post_steps(config.post)
+    if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:
+        print(f"batchgen: warning: {copies}", file=sys.stderr)
+    model = open_job_model(config)
+    with mistakes_in("strategy"):
+        strategy.block_length(model.config)
+    strategy_heads(strategy, model)  # This raises an error if the model lacks one.
+    of_model = model_class(model.config.architecture, model.path).declared_columns(model.config)
+    context_columns = named_columns(of_model, config.output.columns)
+    check_columns(config.output.columns, strategy, of_model, model.config.architecture)
+    params = config.params
+    compiler = constraint_compiler(config, params.constraint, model)
+    with mistakes_in("sampling"):
+        strictest = strictest_params(config, params)
+        vocab_size = model.config.vocab_size
+        check_params(strictest, strategy, vocab_size, model.tokenizer, context_columns)
+        if config.scores_choices:
+            strategy.check(SamplingParams(max_new_tokens=0))
+    check_parsed(config, model.tokenizer)
+    from batchgen.jobs.resolve.job_answers import answers_of  # it loads pyarrow
+
+    reasoning = answers_of(config, model)
+    columns = image_columns(config, model)
+    # Last of what can be refused: it takes seconds to load datasets.
+    source, of_steps = _open_rows(config, model, post, promised, wait, columns)
+    images = row_images(config, model, source)
+    if images is not None:
+        model = dataclasses.replace(model, with_vision=True)
+    dtype, max_model_len = dtype_and_length(config, strategy, model)
+    with mistakes_in("engine"):
+        check_chunk_sizes(
+            config.engine.max_batched_tokens,
+            config.engine.chunk_tokens,
+            lcm(strategy.prefill_multiple, model.config.family.chunk_multiple),
+        )
+    prompt = _prompt(config, model, source, max_model_len, images)
+    answer = build_answer(
+        config.prompt, model.tokenizer, model.config.vocab_size, source.features, max_model_len
+    )
+    others = open_others(strategy, model, max_model_len)
+    windows = any(getattr(model.config.family, "layer_windows", ()))
+    from batchgen.inputs.dataset.source import Following  # it loads the library datasets
+
+    known = windows and not isinstance(source, Following)
+    job = OpenedJob(
+        model,
+        others,
+        strategy,
+        context_columns,
+        compiler,
+        source,
+        prompt,
+        dtype,
+        max_model_len,
+        of_steps,
+        reasoning,
+        answer,
+        images,
+        likely_row_tokens(config, source, prompt, answer) if known else None,
+    )
+    with mistakes_in("engine"):
+        job.recipe(config).check()
+    return job
+
+
+def _prompt(
+    config: JobConfig,
+    model: OpenedModel,
+    source: Source,
+    max_model_len: int,
+    images: RowImages | None,
+) -> Prompt:
+    """What makes the rows' prompts; a warning says that all rows will have the same one."""
+    from batchgen.jobs.resolve.job_answers import day_of  # it loads pyarrow
+
+    prompt = build_prompt(
+        config.prompt,
+        model.tokenizer,
+        vocab_size=model.config.vocab_size,
+        columns=source.features,
+        room=max(1, max_model_len - config.sampling.max_new_tokens),
+        images=images,
+        day=partial(day_of, config),
+    )
+    # A job that has just begun may have no row to show.
+    if prompt.is_constant and (first := next(source.rows(), None)) is not None:
+        warning = constant_prompt_warning(prompt, first)
+        print(f"batchgen: warning: {warning}", file=sys.stderr)
+    return prompt
+
+
+def _open_rows(
+    config: JobConfig,
+    model: OpenedModel,
+    post: Sequence[PostStep],
+    promised: Mapping[str, Promise] | None,
+    wait: bool,
+    images: Collection[str],
+) -> tuple[Source, Mapping[str, str]]:
+    """The rows behind their steps, with the columns that post steps read, and the digests of what
+    the steps read."""
+    from batchgen.evals.graders.build_steps import check_scored
+    from batchgen.inputs.row_index.open_rows import behind_steps
+    from batchgen.inputs.upstream.open_source import open_source
+
+    of_data = identity(config)["dataset"]
+    data = open_source(config, promised, wait=wait, images=images)
+    source, of_steps = behind_steps(data, config.rows, of_data, model.tokenizer)
+    scores = [CHOICE_LOGPROBS.name, CHOICE_SCORES.name] if config.scores_choices else []
+    check_fields(post, [*source.schema.names, *scores])
+    check_scored(post, config.score, source.schema.names)
+    return source, of_steps

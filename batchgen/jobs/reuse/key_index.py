@@ -1,0 +1,79 @@
+"""Which row of older jobs was made by a key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.jobs.reuse.key_log import Records
+
+_HALVES = np.dtype([("high", ">u8"), ("low", ">u8")])
+BYTES_PER_ROW = 36
+"""What a row of an older job takes in memory: its key, its place, the checksum of its tokens."""
+
+
+class Place(NamedTuple):
+    """Where a row lies: the number of its job, its shard, its keys there, and the checksum of its
+    tokens."""
+
+    job: int
+    shard: int
+    row_index: int
+    sample_index: int
+    tokens: int
+
+
+class KeyIndex:
+    """The places of all rows of several jobs, by their keys. Memory holds BYTES_PER_ROW a row."""
+
+    def __init__(self, jobs: Sequence[Mapping[int, Records]]) -> None:
+        """Make the index of what `read_keys` has found in each job. Of rows with one key that of
+        the first job counts."""
+        parts = [
+            (job, shard, records)
+            for job, shards in enumerate(jobs)
+            for shard, records in shards.items()
+            if len(records)
+        ]
+        self._jobs = np.array([job for job, *_ in parts], np.int32)
+        self._shards = np.array([shard for _, shard, _ in parts], np.int64)
+        halves = [np.ascontiguousarray(r["key"]).view(_HALVES) for *_, r in parts]
+        high = _joined([h["high"] for h in halves], np.uint64)
+        order = np.argsort(high, kind="stable")
+        self._high = high[order]
+        self._low = _joined([h["low"] for h in halves], np.uint64)[order]
+        self._rows = _joined([r["row_index"] for *_, r in parts], np.int64)[order]
+        self._samples = _joined([r["sample_index"] for *_, r in parts], np.int32)[order]
+        self._tokens = _joined([r["tokens"] for *_, r in parts], np.uint32)[order]
+        lengths = [len(records) for *_, records in parts]
+        self._parts = np.repeat(np.arange(len(parts), dtype=np.int32), lengths)[order]
+
+    def __len__(self) -> int:
+        return len(self._high)
+
+    def find(self, key: bytes) -> list[Place]:
+        """The places of the rows with this key, those of the first jobs first."""
+        high, low = int.from_bytes(key[:8]), int.from_bytes(key[8:])
+        found = []
+        at = int(np.searchsorted(self._high, np.uint64(high)))
+        while at < len(self._high) and self._high[at] == high:
+            if self._low[at] == low:
+                part = self._parts[at]
+                found.append(
+                    Place(
+                        int(self._jobs[part]),
+                        int(self._shards[part]),
+                        int(self._rows[at]),
+                        int(self._samples[at]),
+                        int(self._tokens[at]),
+                    )
+                )
+            at += 1
+        return found
+
+
+def _joined(columns: Sequence[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype), *(column.astype(dtype) for column in columns)])

@@ -1,0 +1,154 @@
+"""Reads single rows of an older job, as outputs of the engine that made them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchgen.config.groups.job_config import PARSED
+from batchgen.engine.interface.outputs import OutputColumn, RequestOutput
+from batchgen.inputs.prompts.row_request import RowRequest
+from batchgen.jobs.reuse.key_index import Place
+from batchgen.jobs.reuse.key_log import tokens_crc
+from batchgen.storage.folder.read_job import BATCH, JobFolderReader
+from batchgen.storage.shards.enough import ENOUGH_COLUMNS
+from batchgen.storage.shards.image_column import PROMPT_IMAGES
+from batchgen.storage.shards.output_schema import (
+    ANSWER_TOKEN_IDS,
+    PROMPT_TOKEN_IDS,
+    SATISFIED,
+    TEXT,
+    OutputSchema,
+    SplitOutput,
+)
+from batchgen.storage.shards.row_order import row_keys
+from batchgen.util.request_id import RequestId
+
+_OPEN_SHARDS, _KEPT_BATCHES = 4, 4
+_BACK = 64
+"""How many rows before the one that is asked for are read too, where rows are read backwards."""
+_MADE_ANEW = {
+    *("row_id", "row_index", "sample_index", "error", "num_prompt_tokens", "num_generated_tokens"),
+    *(PROMPT_TOKEN_IDS, PROMPT_IMAGES, ANSWER_TOKEN_IDS, PARSED),
+    *(name for name, *_ in ENOUGH_COLUMNS),
+}
+"""Columns that follow from the request, the other columns, and the row's other samples."""
+
+
+class OlderRows:
+    """The rows of one older job."""
+
+    def __init__(self, reader: JobFolderReader, schema: OutputSchema) -> None:
+        """Read rows of a folder for a job with this `schema`."""
+        self._reader, self._schema = reader, schema
+        self._text = reader.text_column
+        self._names = _read_names(schema, self._text)
+        self._shards: OrderedDict[int, _ShardRows] = OrderedDict()
+
+    def lacking(self) -> str | None:
+        """The name of a column that the job needs and the folder lacks; None if it has all."""
+        older, new = self._reader.schema, self._schema
+        if older is None:
+            return None
+        for name in self._names:
+            asked = new.text_column if name == self._text else name
+            if name not in older.names or older.field(name).type != new.arrow.field(asked).type:
+                return asked
+        return None
+
+    def output(
+        self, place: Place, request_id: RequestId, request: RowRequest
+    ) -> SplitOutput | None:
+        """The row at a place, as it was split, for a request of which it is the answer; None if
+        another row is there, or none.
+
+        Raises:
+            JobError: the file is damaged.
+        """
+        shard = self._shards.pop(place.shard, None)
+        if shard is None:
+            shard = _ShardRows(self._reader, place.shard, self._names)
+        self._shards[place.shard] = shard
+        if len(self._shards) > _OPEN_SHARDS:
+            self._shards.popitem(last=False)
+        row = shard.row(place.row_index, place.sample_index)
+        if row is None:
+            return None
+        ids, reason = row["token_ids"][0].as_py(), row["finish_reason"][0].as_py()
+        if reason == "error" or tokens_crc(ids, reason) != place.tokens:
+            return None
+        schema, names = self._schema, row.schema.names
+        text = row[self._text][0].as_py()
+        found = RequestOutput(
+            request_id=request_id,
+            prompt_token_ids=request.prompt,
+            token_ids=ids,
+            text=text or "",
+            finish_reason=reason,
+            stop=row["stop"][0].as_py(),
+            columns={column.name: _values(row, column) for column in schema.columns},
+            counts={name: row[name][0].as_py() for name in schema.counts},
+            constraint_satisfied=row[SATISFIED][0].as_py() if SATISFIED in names else None,
+            answer_token_ids=request.answer,
+        )
+        beside = {name: row[name][0].as_py() for name in schema.beside}
+        return SplitOutput(found, beside | ({TEXT: None} if text is None else {}))
+
+
+def _read_names(schema: OutputSchema, text_column: str) -> list[str]:
+    """The columns of an older job that are copied, with its name for the text."""
+    made = _MADE_ANEW | set(schema.passthrough)
+    names = [name for name in schema.arrow.names if name not in made]
+    return [text_column if name == schema.text_column else name for name in names]
+
+
+class _ShardRows:
+    """Single rows of a shard: quick where they are asked for in order, or backwards."""
+
+    def __init__(self, reader: JobFolderReader, number: int, names: Sequence[str]) -> None:
+        self._reader, self._number = reader, number
+        self._names = ["row_index", "sample_index", *names]
+        self._kept: deque[tuple[npt.NDArray[np.int64], pa.RecordBatch]] = deque(
+            maxlen=_KEPT_BATCHES
+        )
+        self._rest: Iterator[pa.RecordBatch] = iter(())
+        self._next = -1  # rows with at least this key come next
+
+    def row(self, row_index: int, sample: int) -> pa.RecordBatch | None:
+        """One row; None if it is not there."""
+        key = (row_index << 31) | sample
+        if (found := self._kept_row(key)) is not None:
+            return found
+        if not 0 <= self._next <= key:
+            first = max(0, row_index - _BACK) if key < self._next else row_index
+            shard = self._reader.shard(self._number)
+            self._rest = shard.batches(self._names, first, BATCH)
+            self._kept.clear()
+            self._next = first << 31
+        while self._next <= key and (batch := next(self._rest, None)) is not None:
+            if batch.num_rows:
+                keys = row_keys(batch)
+                self._kept.append((keys, batch))
+                self._next = int(keys[-1]) + 1
+        return self._kept_row(key)
+
+    def _kept_row(self, key: int) -> pa.RecordBatch | None:
+        for keys, batch in self._kept:
+            at = int(np.searchsorted(keys, key))
+            if at < len(keys) and keys[at] == key:
+                return batch.slice(at, 1)
+        return None
+
+
+def _values(row: pa.RecordBatch, column: OutputColumn) -> npt.NDArray[Any]:
+    """[N, *tail] The values of a row in a column with a value per token."""
+    values = row[column.name][0].values
+    while pa.types.is_fixed_size_list(values.type):
+        values = values.flatten()
+    flat = values.to_numpy(zero_copy_only=False)
+    return np.asarray(flat, column.dtype).reshape(-1, *column.tail_shape)

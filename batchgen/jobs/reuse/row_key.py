@@ -1,0 +1,89 @@
+"""The key of a row: a digest of all that decides its tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import lru_cache
+from hashlib import blake2b
+
+import numpy as np
+
+from batchgen.config.compose.load_config import identity
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.inputs.prompts.row_request import RowRequest
+
+KEY_BYTES = 16
+_ONLY_COLUMNS = ("logprobs", "top_logprobs", "columns")
+"""Parameters that say which columns there are; whether a row has them its schema says."""
+_FIRST = frozenset(
+    (
+        *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+        *("frequency_penalty", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids"),
+        *("ignore_eos", "seed", "logprobs_mode", "constraint"),
+    )
+)
+"""Parameters that keys have at any value, since those of version 0.1.0 have them. All others are in
+a key only at another value than their default; this set gets no new ones."""
+_DEFAULTS = asdict(SamplingParams())
+_OF_ROWS = ("version of ", "rows[")
+"""What the names of fingerprints begin with that are of steps of `rows`: these decide which prompts
+there are, and each key has the prompt itself."""
+
+
+class RowKeys:
+    """Makes the keys of a job's rows. Rows of two jobs with one key have the same tokens, text,
+    counts and values per token, as far as both jobs write those."""
+
+    def __init__(
+        self, config: JobConfig, fingerprints: Mapping[str, str], max_model_len: int
+    ) -> None:
+        """Digest what all rows share; `fingerprints` are those of `JobParts`."""
+        models = [name for name in fingerprints if name.endswith("_model")]
+        groups, output = identity(config, models), config.output
+        deciding = {
+            name: text for name, text in fingerprints.items() if not name.startswith(_OF_ROWS)
+        }
+        # A row's own constraint is among its parameters.
+        deciding.pop("constraint", None)
+        shared = [
+            groups["model"],
+            groups["strategy"],
+            max_model_len,
+            deciding,
+            [output.reasoning_start, output.reasoning_end, config.scores_choices],
+            *(["whole_text"] if output.whole_text else []),
+        ]
+        if more := {key: v for key, v in groups["engine"].items() if key != "max_model_len"}:
+            shared.append({"engine": more})
+        text = json.dumps(shared, sort_keys=True, ensure_ascii=False)
+        self._shared = blake2b(text.encode(), digest_size=KEY_BYTES).digest()
+
+    def key(self, request: RowRequest) -> bytes:
+        """The key of a request, in whose parameters the seed is the row's own."""
+        prompt, params, answer, choices, images = request
+        digest = blake2b(self._shared, digest_size=KEY_BYTES)
+        digest.update(_params_digest(replace(params, seed=0)))
+        digest.update((params.seed % 2**64).to_bytes(8, "little"))
+        # Where one list ends and the next begins counts, and whether there is an answer at all.
+        for ids in (prompt, *([] if answer is None else [answer]), *choices):
+            digest.update(len(ids).to_bytes(8, "little"))
+            digest.update(np.asarray(ids, np.int64).tobytes())
+        digest.update(bytes([answer is not None]))
+        for each in images:
+            digest.update(each.image.digest)
+        return digest.digest()
+
+
+@lru_cache(maxsize=1024)
+def _params_digest(params: SamplingParams) -> bytes:
+    """A digest of parameters without their seed."""
+    values = {
+        name: value
+        for name, value in asdict(params).items()
+        if name not in _ONLY_COLUMNS and (name in _FIRST or value != _DEFAULTS[name])
+    }
+    text = json.dumps(values, sort_keys=True, ensure_ascii=False)
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES).digest()

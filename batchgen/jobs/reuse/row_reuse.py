@@ -1,0 +1,140 @@
+"""Keeps the keys of a job's rows, and copies rows of older jobs that were made by the same ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.inputs.prompts.row_request import RowRequest
+from batchgen.jobs.reuse.key_index import KeyIndex
+from batchgen.jobs.reuse.key_log import KeyLog, Records, read_keys
+from batchgen.jobs.reuse.older_rows import OlderRows
+from batchgen.jobs.reuse.row_key import RowKeys
+from batchgen.storage.folder.open_folder import open_job
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.shards.output_schema import FinishedRow, OutputSchema, SplitOutput
+from batchgen.storage.shards.row_order import KEYS, row_keys
+from batchgen.storage.stores.job_storage import Storage
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.request_id import RequestId
+
+
+class OlderJobs:
+    """The rows of older jobs, by their keys."""
+
+    def __init__(
+        self, folders: Sequence[str], schema: OutputSchema, *, only_there: bool = False
+    ) -> None:
+        """Read the keys in the folders, which are tried in this order; `only_there` leaves out keys
+        of rows that were dropped, which `copy` does not find either.
+
+        A folder without rows that this job can use is left out, which is said on stderr: one that
+        is no job's, that lacks a column, or that is damaged.
+        """
+        self._folders: list[tuple[str, OlderRows]] = []
+        self._opened: list[Storage] = []
+        found: list[Mapping[int, Records]] = []
+        for folder in folders:
+            try:
+                reader = open_job(folder)
+                self._opened.append(reader.storage)
+                rows = OlderRows(reader, schema)
+                if (name := rows.lacking()) is not None:
+                    _leave_out(folder, f"its rows have no column {name} as this job writes it")
+                    continue
+                keys = read_keys(reader.storage)
+                found.append(_there(reader, keys) if only_there else keys)
+            except (ConfigError, JobError) as error:
+                _leave_out(folder, str(error))
+                continue
+            self._folders.append((folder, rows))
+        self._index = KeyIndex(found)
+        self._damaged: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def close(self) -> None:
+        for storage in self._opened:
+            storage.close()
+
+    def has(self, key: bytes) -> bool:
+        """Whether a row with this key was finished in one of the jobs."""
+        return bool(self._index.find(key))
+
+    def copy(self, key: bytes, request_id: RequestId, request: RowRequest) -> SplitOutput | None:
+        """What the engine would return for a row; None if no job has it."""
+        for place in self._index.find(key):
+            folder, rows = self._folders[place.job]
+            if place.job in self._damaged:
+                continue
+            try:
+                found = rows.output(place, request_id, request)
+            except (ConfigError, JobError, FileNotFoundError) as error:
+                self._damaged.add(place.job)
+                _leave_out(folder, str(error))
+                continue
+            if found is not None:
+                return found
+        return None
+
+
+class RowReuse:
+    """The keys of a running job's rows, and those of older jobs."""
+
+    def __init__(self, keys: RowKeys, log: KeyLog, older: OlderJobs) -> None:
+        self._keys, self._log, self._older = keys, log, older
+
+    def key(self, request: RowRequest) -> bytes:
+        """The key of a request, in whose parameters the seed is the row's own."""
+        return self._keys.key(request)
+
+    def copy(self, key: bytes, request_id: RequestId, request: RowRequest) -> SplitOutput | None:
+        """What the engine would return for a row; None if no older job has it."""
+        return self._older.copy(key, request_id, request)
+
+    def keep(self, rows: Sequence[FinishedRow]) -> None:
+        """Keep the keys of rows that are to be written now."""
+        self._log.append(rows)
+
+    def close(self) -> None:
+        """Send what was kept, and close the folders."""
+        self._log.send()
+        self._older.close()
+
+
+def row_reuse(
+    config: JobConfig,
+    fingerprints: Mapping[str, str],
+    max_model_len: int,
+    schema: OutputSchema,
+    storage: Storage,
+) -> RowReuse | None:
+    """What a job keeps and copies; None if it does neither (`output.reuse`)."""
+    folders = config.output.reuse
+    if folders is None:
+        return None
+    keys = RowKeys(config, fingerprints, max_model_len)
+    log = KeyLog(storage, config.output.rows_per_shard)
+    return RowReuse(keys, log, OlderJobs(folders, schema))
+
+
+def _there(reader: JobFolderReader, keys: Mapping[int, Records]) -> dict[int, Records]:
+    """The keys of rows that a job has."""
+    found = {}
+    for shard, records in keys.items():
+        rows = [row_keys(batch) for batch in reader.shard(shard).batches(KEYS)]
+        places = (records["row_index"] << 31) | records["sample_index"]
+        found[shard] = records[np.isin(places, np.concatenate([np.empty(0, np.int64), *rows]))]
+    return found
+
+
+def _leave_out(folder: str, why: str) -> None:
+    print(
+        f"batchgen: warning: output.reuse: no rows of {folder} are copied: {why}",
+        file=sys.stderr,
+        flush=True,
+    )

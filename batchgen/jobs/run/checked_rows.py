@@ -1,0 +1,148 @@
+"""What a job makes of each row, and how its folder says which job it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from batchgen.config.compose.load_config import growing, identity
+from batchgen.config.groups.constraint_config import (
+    JsonConstraintConfig,
+    JsonSchemaConstraintConfig,
+)
+from batchgen.config.groups.job_config import PARSED, JobConfig
+from batchgen.config.groups.prompt_config import ChatPromptConfig, OpenAIPromptConfig
+from batchgen.inputs.constraint.row_params import RowParams
+from batchgen.inputs.dataset.seed_stream import depth_of, stream_of
+from batchgen.inputs.dataset.source import Following, Row, Source
+from batchgen.inputs.prompts.row_prompts import fit_prompt, prompt_room
+from batchgen.inputs.prompts.row_request import RowRequest
+from batchgen.jobs.generation.valid_samples import ValidWhere
+from batchgen.jobs.run.job_parts import JobParts
+from batchgen.storage.shards.enough import Enough
+from batchgen.storage.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
+from batchgen.storage.shards.parsed_column import ParsedColumn
+from batchgen.storage.stores.manifest import READ_JOB, ROWS, Manifest
+from batchgen.util.errors import ConfigError
+
+
+class CheckedRows(NamedTuple):
+    """What a job makes of each row: what its requests ask for, and its output columns."""
+
+    request: Callable[[Row], RowRequest]
+    schema: OutputSchema
+    where: ValidWhere | None  # which samples are valid, if rows are sampled until enough are
+
+
+def check_rows(config: JobConfig, parts: JobParts) -> CheckedRows:
+    """Make what is needed for each row; this refuses what can be refused without the folder.
+
+    Raises:
+        ConfigError: prompts have no room, the rows lack the column of their constraints or options,
+            columns have the same name, or `sampling.until.where` is wrong.
+    """
+    schema = output_schema(config, parts)
+    return CheckedRows(row_request(config, parts), schema, ValidWhere.build(config, schema))
+
+
+def most_rows(config: JobConfig, num_rows: int | None) -> int | None:
+    """How many rows the job has at most; None if that is not known."""
+    return config.dataset.limit if num_rows is None else num_rows
+
+
+def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
+    """The columns of the job's output files."""
+    columns, constraint = config.output.columns, config.constraint
+    parsed, until = None, config.sampling.until
+    if PARSED in columns:
+        assert isinstance(constraint, (JsonConstraintConfig, JsonSchemaConstraintConfig))
+        # Behind the thoughts the text begins with the JSON.
+        marker = "" if parts.beside else constraint.start_after or ""
+        parsed = ParsedColumn.build(config.params.constraint, marker)
+    return OutputSchema.build(
+        parts.source.schema,
+        parts.columns,
+        parts.counts,
+        prompt_token_ids=PROMPT_TOKEN_IDS in columns,
+        constrained=config.constrained,
+        parsed=parsed,
+        beside=parts.beside,
+        text_column=config.output.text_column,
+        answers=parts.answer is not None,
+        images=parts.images is not None,
+        enough=None if until is None else Enough(until.valid, until.most),
+    )
+
+
+def row_request(config: JobConfig, parts: JobParts) -> Callable[[Row], RowRequest]:
+    """A function from a row to its prompt and its parameters, which raises RequestError for a row
+    that has none. A prompt is cut or refused so that the longest answer has room: otherwise an
+    answer could end at the model's limit, and nobody would see why.
+
+    Raises:
+        ConfigError: the longest answer leaves no room for any prompt.
+    """
+    if parts.max_model_len - config.sampling.max_new_tokens < 1:
+        raise ConfigError(
+            f"sampling.max_new_tokens={config.sampling.max_new_tokens} leaves no room for a "
+            f"prompt: both together have at most {parts.max_model_len} tokens; lower it, or "
+            "raise engine.max_model_len if the model allows it"
+        )
+    own = RowParams(config, parts.source.features, parts.check_params)
+
+    def request(row: Row) -> RowRequest:
+        if row.failure is not None:
+            raise row.failure
+        params = own.sampling(row)
+        answer = None if parts.answer is None else parts.answer(row)
+        behind = params.max_new_tokens if answer is None else len(answer)
+        params = own.constrained(row, params)
+        choices = parts.choices(params.constraint)
+        room = prompt_room(parts.max_model_len, max([behind, *map(len, choices)]))
+        ids, images = parts.prompt.asked(row)
+        too_long = "error" if images else config.prompt.too_long
+        ids = fit_prompt(ids, room, too_long, parts.bos_id)
+        return RowRequest(ids, params, answer, choices, images)
+
+    return request
+
+
+def known_rows(source: Source) -> int | None:
+    """How many rows there are, or have come so far; None for a stream."""
+    return source.num_ready if isinstance(source, Following) else source.num_rows
+
+
+def dated(config: JobConfig, parts: JobParts) -> JobConfig:
+    """The configuration with the day that the job's prompts name, which it keeps from then on."""
+    if parts.prompt.day is None:
+        return config
+    assert isinstance(config.prompt, (ChatPromptConfig, OpenAIPromptConfig))
+    return replace(config, prompt=replace(config.prompt, date=parts.prompt.day))
+
+
+def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Manifest:
+    """The manifest of a job as it is asked for, without digests of its rows."""
+    config = dated(config, parts)
+    from batchgen.inputs.row_index.open_rows import data_of
+    from batchgen.jobs.run.image_files import (
+        content_fingerprint,  # it loads the libraries of the data
+    )
+
+    source, given = data_of(parts.source), parts.fingerprints
+    read = parts.source.jobs
+    groups = identity(config, [name for name in given if name.endswith("_model")])
+    if (stream := stream_of(config.sampling.stream, read)) is not None:
+        groups["sampling"]["stream"] = stream
+    if (where := ValidWhere.build(config, schema)) is not None:
+        groups["sampling"]["until"]["post"] = where.described
+    if depth := depth_of(read):
+        groups["dataset"]["depth"] = depth
+    many = len(read) > 1
+    jobs = {f"{READ_JOB} {job.name}" if many else READ_JOB: job.digest for job in read}
+    return Manifest.build(
+        groups,
+        {"dataset": content_fingerprint(parts.source, parts.prompt), **given, **jobs},
+        {field.name: str(field.type) for field in schema.arrow},
+        {**growing(config), ROWS: known_rows(source)},
+    )

@@ -1,0 +1,109 @@
+"""Computes the rows of a job that are not done: from the weights to the last row."""
+
+from __future__ import annotations
+
+from contextlib import closing, nullcontext
+from dataclasses import asdict, replace
+
+from batchgen.jobs.forecast.forecast import Forecast
+from batchgen.jobs.generation.generation import Generation
+from batchgen.jobs.generation.job_engine import Engine
+from batchgen.jobs.generation.progress import Progress, show_memory
+from batchgen.jobs.generation.sample_waves import EverySample, SampleWaves
+from batchgen.jobs.generation.turns import Turns
+from batchgen.jobs.generation.valid_samples import Judge
+from batchgen.jobs.reuse.row_reuse import row_reuse
+from batchgen.jobs.run.job_attempt import JobAttempt
+from batchgen.jobs.run.job_end import JobResult
+from batchgen.storage.costs.cost_recorder import CostRecorder
+
+
+def compute_rows(attempt: JobAttempt) -> Turns[JobResult | None]:
+    """Load the weights and compute rows until none is left; the result if a signal came."""
+    yield 0.0  # jobs beside this one are opened before any weights load
+    if attempt.spending.is_spent:
+        return attempt.stopped()
+    config, parts, metrics, writer = attempt.config, attempt.parts, attempt.metrics, attempt.writer
+    storage, schema = attempt.folder.storage, attempt.rows.schema
+    engine = parts.build_engine()
+    attempt.signals.deferred = True
+    _note_engine(attempt, engine)
+    expected = _predict(attempt, engine)
+    reuse = row_reuse(config, parts.fingerprints, parts.max_model_len, schema, storage)
+    waves = _waves(attempt)
+    generation = Generation(
+        config,
+        parts.source,
+        attempt.rows.request,
+        parts.split,
+        engine,
+        writer,
+        metrics,
+        waves,
+        attempt.spending,
+        CostRecorder(storage, config.output.rows_per_shard, attempt.worker.number),
+        reuse,
+        parts.name,
+    )
+    of_rows = config.sampling.column is not None  # which may have longer answers than the job
+    shown = Progress(
+        metrics.attempt.rows_total,
+        writer.resumed,
+        config.progress.show,
+        parts.decode,
+        resumed_errors=metrics.tally.totals.error_rows,
+        longest=parts.max_model_len if of_rows else config.sampling.max_new_tokens,
+        expected=expected,
+        title=parts.title,
+    )
+    metrics.begin()
+
+    def save_thumbnails() -> None:
+        if parts.images is not None:
+            parts.images.thumbnails.save(storage, attempt.worker.number)
+
+    def watch() -> None:
+        parts.watch()
+        save_thumbnails()
+
+    beside = nullcontext() if reuse is None else closing(reuse)
+    with closing(engine), closing(waves), beside, shown as progress:
+        is_done = yield from generation.turns(attempt.todo, attempt.signals, progress, watch)
+    save_thumbnails()
+    return None if is_done else attempt.stopped()
+
+
+def _waves(attempt: JobAttempt) -> EverySample:
+    """What says which samples of a row begin when."""
+    if attempt.rows.where is None:
+        return EverySample()
+    return SampleWaves(Judge(attempt.rows.where, attempt.config.score), attempt.writer)
+
+
+def _note_engine(attempt: JobAttempt, engine: Engine) -> None:
+    """Record what the answers depend on in writer, metrics and manifest; show the memory."""
+    # A GPU may round sums differently in batches of another size, and so do other numbers of ranks,
+    # which workers may have.
+    options = attempt.config.engine
+    keeps_bits = engine.memory.total is None or options.deterministic
+    alone = options.tensor_parallel == 1
+    attempt.writer.set_exact(keeps_bits and alone and engine.batch_dependence is None)
+    attempt.metrics.attempt.memory = asdict(engine.memory)
+    attempt.metrics.attempt.contract = attempt.parts.contract()
+    attempt.metrics.attempt.batch_dependence = engine.batch_dependence
+    show_memory(engine.memory)
+    if engine.batch_dependence is not None:
+        folder = attempt.folder
+        folder.update(replace(folder.manifest, batch_dependence=engine.batch_dependence))
+
+
+def _predict(attempt: JobAttempt, engine: Engine) -> Forecast | None:
+    """What this attempt will take, which metrics.json keeps beside what it took."""
+    metrics = attempt.metrics
+    if metrics.attempt.rows_total is None:
+        return None
+    answers = metrics.attempt.rows_total - metrics.attempt.rows_resumed
+    expected = attempt.parts.predict(engine, answers, metrics.age)
+    if expected is not None:
+        metrics.predicted = expected.summary()
+    return expected

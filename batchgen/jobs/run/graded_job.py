@@ -1,0 +1,80 @@
+"""Grades and scores of a job whose rows are all there, and what its folder's files say of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.evals.grades.background_grading import GradingProcess
+from batchgen.evals.grades.changed_marks import ChangedMarks
+from batchgen.evals.grades.folder_grades import JobGrades
+from batchgen.jobs.generation.turns import Turns
+from batchgen.storage.folder.dataset_card import grades_section, with_grades
+from batchgen.storage.shards.checked_file import read_schema
+from batchgen.storage.shards.shard_files import shard_files
+from batchgen.storage.stores.whole_file import write_atomic
+from batchgen.util.signals import JobStopped, StopSignals
+
+if TYPE_CHECKING:
+    from batchgen.evals.scores.samples import Samples
+
+
+def scores_of(
+    samples: Samples, config: JobConfig, signals: StopSignals, beside: GradingProcess | None = None
+) -> Turns[dict[str, Any] | None]:
+    """Grade the rows of a job as its configuration says, and score them; None if no step gives
+    marks.
+
+    Marks of earlier grades that change are named on stderr. Grading that went on `beside` the job
+    is waited for. If a signal comes first, JobStopped is raised, and what is graded stays.
+    """
+    if not config.post:
+        return None
+    print("grading …", file=sys.stderr, flush=True)
+    text = config.output.text_column
+
+    def stop() -> bool:
+        return signals.received is not None
+
+    if beside is not None:
+        yield from beside.finish(stop)
+    # It grades what is left, and says what is wrong if grading beside the job has failed.
+    changes = ChangedMarks()
+    try:
+        made = samples.grades.make(config.post, text, config.score, stop=stop, changes=changes)
+    finally:
+        print(*changes.lines(), sep="\n", end="\n" * (changes.compared > 0), file=sys.stderr)
+    if made is None:
+        raise JobStopped("Stopped while the rows were graded; all of them are done.")
+    return score(samples)
+
+
+def score(samples: Samples) -> dict[str, Any] | None:
+    """The scores of a graded job; None if its grades have no marks."""
+    # numpy is needed from here on, and not by a job without marks.
+    from batchgen.evals.scores.job_score import sample_score
+
+    return sample_score(samples) if samples.have_marks else None
+
+
+def save_scores(folder: Path, scores: Mapping[str, Any] | None, shown: str | None = None) -> None:
+    """Write scores into metrics.json, and the columns of the grades into README.md if that is still
+    there. `shown` is what people call the folder."""
+    from batchgen.evals.scores.job_score import save_score
+
+    save_score(folder, scores)
+    path = folder / "README.md"
+    if path.is_file():
+        write_atomic(path, graded_card(path.read_text(encoding="utf-8"), folder, shown))
+
+
+def graded_card(card: str, folder: Path, shown: str | None = None) -> str:
+    """The data set card with a section about the grades, if the job has some."""
+    schema = JobGrades(folder).schema()
+    if schema is None:
+        return card
+    rows = next((read_schema(path) for path in shard_files(folder / "data").values()), schema)
+    return with_grades(card, grades_section(schema, rows.names, shown or str(folder)))

@@ -1,0 +1,82 @@
+"""The files that rows name as their images, which belong to the content of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+import pyarrow as pa
+
+from batchgen.engine.interface.outputs import RequestError
+from batchgen.inputs.dataset.source import Following, Row, Source
+from batchgen.inputs.images.image_sources import ImageSource
+from batchgen.inputs.images.row_images import RowImages, file_names
+from batchgen.inputs.prompts.chat_prompt import ChatPrompt
+from batchgen.inputs.prompts.openai_bodies import BodyPrompt
+from batchgen.inputs.prompts.row_prompts import Prompt
+from batchgen.inputs.row_index.open_rows import data_of
+from batchgen.util.fingerprint import fingerprint_text
+
+_PEEKED = 16
+"""Rows that are looked at, to find out whether rows name files."""
+
+
+class ImageFiles:
+    """The files that the rows of a data set name. A row whose images cannot be found has none, as
+    it gets an error in any case."""
+
+    def __init__(
+        self, data: Source, images: RowImages, sources: Callable[[Row], list[ImageSource]]
+    ) -> None:
+        self._data, self._images, self._sources = data, images, sources
+
+    @staticmethod
+    def of(source: Source, prompt: Prompt) -> ImageFiles | None:
+        """The files of a job's rows; None if these name none, as far as the first ones tell."""
+        if not isinstance(prompt, ChatPrompt | BodyPrompt) or prompt.images is None:
+            return None
+        data = data_of(source)
+        if isinstance(data, Following):  # its rows come from another job, and are not all there
+            return None
+        found = ImageFiles(data, prompt.images, prompt.image_sources)
+        some = islice(found._data.rows(), _PEEKED)
+        return found if any(found._of_row(row, file_names) for row in some) else None
+
+    @property
+    def num_rows(self) -> int | None:
+        """How many rows there are; None for a stream."""
+        return self._data.num_rows
+
+    def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
+        """The rows before `stop` in tables of `size` rows, of which the last one may have fewer,
+        with one more column: the digests of the files that each row names."""
+        rows, digests = self._data.rows(), self._images.file_digests
+        for table in self._data.tables(stop, size):
+            found = [self._of_row(row, digests) for row in islice(rows, table.num_rows)]
+            yield table.append_column("\0image files", pa.array(found, pa.list_(pa.string())))
+
+    def stamp(self) -> str:
+        """A digest of names, sizes and times of all files. It says whether their content must be
+        looked at again."""
+        stamps = (self._of_row(row, self._images.file_stamps) for row in self._data.rows())
+        return fingerprint_text(*(text for of_row in stamps for text in of_row))
+
+    def _of_row(self, row: Row, what: Callable[[Sequence[ImageSource]], list[str]]) -> list[str]:
+        try:
+            return what(self._sources(row))
+        except (RequestError, OSError):
+            return []
+
+
+def content_of(source: Source, prompt: Prompt) -> Source | ImageFiles:
+    """The rows of a job's data set, with the files that they name as their images."""
+    return ImageFiles.of(source, prompt) or data_of(source)
+
+
+def content_fingerprint(source: Source, prompt: Prompt) -> str:
+    """The fingerprint of a job's data set, another one where files that rows name may have
+    changed."""
+    data = data_of(source)  # rows that steps choose cannot be counted before the folder is open
+    own = data.fingerprint
+    files = None if data.num_rows is None else ImageFiles.of(source, prompt)
+    return own if files is None else fingerprint_text(own, files.stamp())

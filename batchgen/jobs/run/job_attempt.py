@@ -1,0 +1,109 @@
+"""One worker's attempt at a job: what it has opened, and what it tells of itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from batchgen.config.compose.load_config import job_file_text
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.inputs.row_index.open_rows import data_of
+from batchgen.jobs.generation.fail_fast import AllRowsFailed
+from batchgen.jobs.generation.shard_queue import ShardQueue
+from batchgen.jobs.generation.spending import Spending
+from batchgen.jobs.generation.worker import Worker
+from batchgen.jobs.run.checked_rows import CheckedRows
+from batchgen.jobs.run.job_end import JobResult, new_tally
+from batchgen.jobs.run.job_parts import JobParts
+from batchgen.storage.folder.job_folder import JobFolder
+from batchgen.storage.metrics.job_metrics import Metrics
+from batchgen.storage.shards.output_writer import OutputWriter
+from batchgen.util.errors import ConfigError, FolderLost, JobError
+from batchgen.util.signals import JobStopped, StopSignals
+
+
+class JobAttempt:
+    """What one worker's run of a job works with, from the open folder to its result."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        parts: JobParts,
+        rows: CheckedRows,
+        folder: JobFolder,
+        worker: Worker,
+        writer: OutputWriter,
+        signals: StopSignals,
+    ) -> None:
+        """Write down how the job is made, unless other workers run in the folder."""
+        self.config, self.parts, self.rows = config, parts, rows
+        self.folder, self.worker, self.writer = folder, worker, writer
+        self.signals = signals
+        if folder.exclusive:
+            retried = [f"output.retry_errors: {writer.retried:,} rows"] if writer.retried else []
+            folder.record(*retried, rows=writer.resumed)
+            self.write_config(config)
+            worker.tell_older(writer.older)
+        self.metrics = self._new_metrics()
+        self.metrics.attempt.devices = config.engine.tensor_parallel
+        self.spending = Spending(config.budget, self.metrics, folder.storage, parts.elsewhere)
+        self.todo = ShardQueue(parts.source, writer, worker, config.output.rows_per_shard)
+
+    def _new_metrics(self) -> Metrics:
+        """The metrics of this attempt; only the first of several workers counts rows of earlier
+        attempts."""
+        folder, writer = self.folder, self.writer
+        tally = new_tally(self.config, self.parts)
+        for table in writer.done_rows(tally.columns) if writer.resumed and folder.exclusive else ():
+            tally.add_table(table)
+        path = folder.path / "metrics.json"
+        return Metrics(path, writer.resumed, tally, self.worker, folder.storage)
+
+    def write_config(self, config: JobConfig) -> None:
+        """Write config.yaml, by which verbs open the job's folder."""
+        self.folder.storage.write(self.folder.path / "config.yaml", job_file_text(config))
+
+    def note_read(self) -> None:
+        """Record in the metrics what is known of the jobs whose rows are read."""
+        source = self.parts.source
+        self.metrics.read_jobs = [cost for job in source.jobs for cost in job.costs]
+        self.metrics.funnel = [(left.choice, left.rows) for left in data_of(source).funnel]
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Save in metrics.json how the job ended, and tell with an error what is safe."""
+        metrics, shown = self.metrics, self.folder.storage.shown
+        metrics.save("running")
+        try:
+            yield
+        except JobStopped:
+            metrics.save("stopped")
+            raise
+        except Exception as error:
+            if isinstance(error, FolderLost):
+                raise
+            # The same command would only repeat a mistake that shows when the engine is built.
+            if metrics.attempt.rows or not isinstance(error, (ConfigError, AllRowsFailed)):
+                error.add_note(f"Finished rows are safe. {how_to_resume(shown)}")
+            # On a full disk this fails too. The first error must stay the one that the user sees.
+            with contextlib.suppress(JobError):
+                metrics.save("failed")
+            raise
+
+    def stopped(self) -> JobResult:
+        """The result of an attempt that ends before the job: by a signal, or a spent budget."""
+        self.writer.flush()
+        self.metrics.save("stopped")
+        done = self.metrics.attempt.rows + self.metrics.attempt.rows_resumed
+        shown = self.folder.storage.shown
+        if self.signals.received is None and self.spending.is_spent:
+            message = f"{self.spending.text()}\nStopped with {done:,} rows done in {shown}."
+            return JobResult(0, None, message, is_spent=True)
+        message = f"Stopped with {done:,} rows done. {how_to_resume(shown)}"
+        return JobResult(0, self.signals.received, message)
+
+
+def how_to_resume(shown: str) -> str:
+    """What to do about a job that was stopped."""
+    return f"The output so far is in {shown}; run the same command to go on from there."

@@ -1,0 +1,153 @@
+"""How a job ends: complete by this worker, complete by another one, or complete before it began."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from batchgen.config.compose.load_config import resolved
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.evals.scores.samples import Samples
+from batchgen.jobs.generation.turns import Turns
+from batchgen.jobs.run.graded_job import graded_card, save_scores, scores_of
+from batchgen.jobs.run.job_parts import JobParts
+from batchgen.pages.report.write_report import REPORT, is_up_to_date, try_report
+from batchgen.storage.costs.chain_costs import all_steps
+from batchgen.storage.folder.dataset_card import dataset_card
+from batchgen.storage.folder.job_folder import JobFolder
+from batchgen.storage.folder.job_summary import JobSummary, end_table
+from batchgen.storage.folder.row_funnel import IndexFacts
+from batchgen.storage.leases.own_files import ROW_INDEX
+from batchgen.storage.metrics.job_metrics import Metrics
+from batchgen.storage.metrics.tally import Tally, Totals
+from batchgen.storage.shards.output_schema import CHANNEL, OutputSchema
+from batchgen.storage.shards.shard_files import read_columns, shard_files
+from batchgen.storage.stores.job_storage import Storage
+from batchgen.util.signals import StopSignals
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended without an error: complete, with `error_rows` rows that have an error instead
+    of an answer, or stopped by a signal or because its budget `is_spent`."""
+
+    error_rows: int
+    stopped_by: int | None
+    message: str
+    is_spent: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """As `batchgen.__main__` describes them."""
+        if self.stopped_by is not None:
+            return 128 + self.stopped_by
+        if self.is_spent:
+            return 4
+        return 3 if self.error_rows else 0
+
+
+def completed_elsewhere(storage: Storage, parts: JobParts, rows: int) -> JobResult | None:
+    """How the job ended if another worker has completed it, while this one computed `rows` rows;
+    else None."""
+    content = storage.read(storage.path / "metrics.json")
+    if content is None:  # no worker has had the time to write it
+        return None
+    figures = json.loads(content)
+    if figures["status"] != "complete":
+        return None
+    totals = Totals.of(figures)
+    head = f"The job is complete; this worker has computed {rows:,} rows of it.\n"
+    steps = all_steps(figures, _name(storage))
+    copied = figures.get("rows_copied", 0)
+    job = JobSummary(totals, score=figures.get("score"), rows_copied=copied, costs=steps)
+    table = end_table(job, storage.shown, parts.strategy)
+    return JobResult(totals.error_rows, None, head + table)
+
+
+def complete(
+    config: JobConfig,
+    parts: JobParts,
+    folder: JobFolder,
+    schema: OutputSchema,
+    metrics: Metrics,
+) -> JobResult:
+    storage = folder.storage
+    elsewhere = completed_elsewhere(storage, parts, metrics.attempt.rows)
+    if elsewhere is not None:  # this worker was paused, and another has done the same
+        return elsewhere
+    from batchgen.inputs.row_index.open_rows import data_of  # it loads the libraries of the data
+
+    shown = storage.shown
+    metrics.tally = _count_shards(config, parts, folder)
+    steps = metrics.costs(_name(storage))
+    totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
+    facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
+    about = JobSummary(totals, config=resolved(config), row_facts=facts, costs=steps)
+    funnel = [(left.choice, left.rows) for left in data_of(parts.source).funnel]
+    card = dataset_card(about, fingerprints, schema.arrow, shown, funnel)
+    storage.write(folder.path / "README.md", graded_card(card, folder.path, shown))
+    metrics.save("complete")
+    folder.remove_journal()
+    metrics.keep()
+    report = _report(parts, folder) if config.output.report else None
+    job = JobSummary(
+        totals,
+        attempts=[asdict(metrics.attempt)],
+        score=metrics.score,
+        config=resolved(config),
+        row_facts=facts,
+        rows_copied=metrics.rows_copied,
+        costs=steps,
+    )
+    message = end_table(job, shown, parts.strategy, report)
+    return JobResult(totals.error_rows, None, message)
+
+
+def _name(storage: Storage) -> str:
+    """What the job is called among others: the last name of its folder's path."""
+    return storage.shown.rstrip("/").rpartition("/")[2]
+
+
+def already_complete(
+    config: JobConfig, parts: JobParts, folder: JobFolder, signals: StopSignals
+) -> Turns[JobResult]:
+    storage = folder.storage
+    folder.remove_journal()
+    wants_report = config.output.report and not is_up_to_date(storage)
+    with storage.local_copy(needed=bool(config.post) or wants_report):
+        score = yield from scores_of(Samples(folder.path, config.score), config, signals)
+        if config.post:
+            save_scores(folder.path, score, storage.shown)
+        totals = _count_shards(config, parts, folder).totals
+        wants_report = config.output.report and not is_up_to_date(storage)  # scores may be new
+        report = _report(parts, folder) if wants_report else None
+    message = "This job is complete already; nothing was computed.\n"
+    shown = storage.shown
+    facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
+    figures = json.loads(storage.read(folder.path / "metrics.json") or b"{}")
+    steps = all_steps(figures, _name(storage))
+    job = JobSummary(totals, score=score, row_facts=facts, costs=steps)
+    table = end_table(job, shown, parts.strategy, report)
+    return JobResult(totals.error_rows, None, message + table)
+
+
+def _report(parts: JobParts, folder: JobFolder) -> str | None:
+    """Make the job's report; returns what people call it, None if it could not be made."""
+    shown = folder.storage.shown
+    made = try_report(folder.path, parts.decode_all, shown)
+    return None if made is None else f"{shown}/{REPORT}"
+
+
+def _count_shards(config: JobConfig, parts: JobParts, folder: JobFolder) -> Tally:
+    """The counts over all rows of a complete job, as its shards have them."""
+    tally, storage = new_tally(config, parts), folder.storage
+    for path in shard_files(folder.data, storage.names(folder.data)).values():
+        tally.add_table(read_columns(storage.parquet(path), tally.columns))
+    return tally
+
+
+def new_tally(config: JobConfig, parts: JobParts) -> Tally:
+    names = [count.name for count in parts.counts]
+    until = config.sampling.until is not None
+    channels = any(column.name == CHANNEL for column in parts.beside)
+    return Tally(names, constrained=config.constrained, until=until, channels=channels)

@@ -1,0 +1,123 @@
+"""A process in a job's folder: the folder, the process as a worker, and what it writes with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.inputs.dataset.row_digest import rows_digest
+from batchgen.inputs.dataset.source import Following
+from batchgen.inputs.row_index.indexed_source import IndexedSource
+from batchgen.inputs.row_index.open_rows import data_of
+from batchgen.jobs.generation.worker import How, Worker, others_run
+from batchgen.jobs.run.changed_row import changed_row
+from batchgen.jobs.run.checked_rows import job_manifest, most_rows
+from batchgen.jobs.run.image_files import content_of
+from batchgen.jobs.run.job_end import completed_elsewhere
+from batchgen.jobs.run.job_parts import JobParts
+from batchgen.storage.folder.job_folder import JobFolder
+from batchgen.storage.folder.refused_folder import finished_rows, refuse_shrinking
+from batchgen.storage.leases.file_store import FolderGone
+from batchgen.storage.shards.checked_file import DamagedFile
+from batchgen.storage.shards.output_schema import OutputSchema
+from batchgen.storage.shards.output_writer import OutputWriter
+from batchgen.storage.stores.open_storage import open_storage
+from batchgen.util.errors import FolderLost, JobError
+from batchgen.util.signals import JobStopped
+
+_OPENING_SECONDS, _INDEX_SECONDS = 60.0, 86400.0
+"""How long a worker waits, at least, for the one that opens the folder; the second one is for jobs
+whose steps choose among the rows, which are gone through then."""
+
+
+def open_job_folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFolder:
+    """The job's folder, locked, once it is sure that it is this job's, or can become it."""
+    storage, source = open_storage(config.output.dir, config.workers), parts.source
+    indexed = source if isinstance(source, IndexedSource) else None
+    data = data_of(source)
+    if isinstance(data, Following):
+        data.learn()
+    folder = JobFolder(
+        storage.path,
+        job_manifest(config, parts, schema),
+        lambda stop: rows_digest(content_of(source, parts.prompt), stop),
+        # Rows that steps have chosen cannot be told before the folder is open.
+        changed_row=_no_row if indexed else partial(changed_row, storage, source),
+        overwrite=config.output.overwrite,
+        wait=max(_INDEX_SECONDS if indexed else _OPENING_SECONDS, config.workers.stale_after),
+        exclusive=lambda path: not others_run(path, config.workers),
+        storage=storage,
+        follows=isinstance(data, Following),
+        lacks_rows=isinstance(data, Following) and data.num_rows is None,
+    )
+    try:
+        if indexed is not None:
+            finished = partial(finished_rows, storage)
+            indexed.open_index(storage, alone=folder.exclusive, finished=finished)
+        if folder.exclusive and (source.num_rows is not None or not isinstance(data, Following)):
+            refuse_shrinking(storage, most_rows(config, source.num_rows))
+    except BaseException:
+        folder.close()
+        raise
+    return folder
+
+
+def _no_row(first: int, last: int) -> None:
+    """A row that has changed is not named."""
+
+
+@contextmanager
+def worker_in(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
+    """This process among the workers of the folder, which are told how it ends."""
+    joins, storage = not folder.exclusive, folder.storage
+    worker = Worker(folder.path, config.workers, folder.least_worker, storage, joins=joins)
+    how: How | None = "failed"
+    try:
+        folder.confirm()
+        yield worker
+        how = "complete"
+    except JobStopped:
+        how = "stopped"
+        raise
+    except FolderLost:
+        how = None
+        raise
+    except (JobError, OSError) as error:
+        # A disk that is full or away would end every worker, whatever the shard.
+        how = "failed" if isinstance(error, DamagedFile) else "stopped"
+        raise
+    finally:
+        worker.end(how)
+
+
+def writer_in(
+    config: JobConfig, parts: JobParts, folder: JobFolder, schema: OutputSchema, worker: Worker
+) -> OutputWriter:
+    """The writer of this worker's rows, or FolderGone if the others have completed the job
+    meanwhile."""
+    source = parts.source
+    try:
+        return OutputWriter(
+            folder.data,
+            folder.journal,
+            schema,
+            config.output.rows_per_shard,
+            config.sampling.most_samples,
+            num_rows=source.num_rows,
+            retry_errors=config.output.retry_errors,
+            worker=worker.number,
+            older=None if folder.exclusive else worker.older(),
+            publish=worker.publish,
+            storage=folder.storage,
+        )
+    except FileNotFoundError as error:
+        if folder.exclusive:
+            raise
+        raise FolderGone(str(error.filename)) from None
+    except FolderGone:
+        # In a store, which has no folders that could be gone, this worker has left its heartbeat.
+        if completed_elsewhere(folder.storage, parts, rows=0) is not None:
+            folder.remove_journal()
+        raise

@@ -1,0 +1,168 @@
+"""Runs a job: every row of the data set gets into the output folder exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.evals.grades.background_grading import grading_beside
+from batchgen.evals.grades.early_grades import EarlyGrades
+from batchgen.evals.scores.samples import Samples
+from batchgen.inputs.dataset.source import Following
+from batchgen.jobs.generation.shard_queue import ShardQueue
+from batchgen.jobs.generation.turns import Turns, alone, between
+from batchgen.jobs.generation.worker import Worker
+from batchgen.jobs.run.checked_rows import check_rows, dated, job_manifest
+from batchgen.jobs.run.computed_rows import compute_rows
+from batchgen.jobs.run.graded_job import scores_of
+from batchgen.jobs.run.job_attempt import JobAttempt, how_to_resume
+from batchgen.jobs.run.job_end import JobResult, already_complete, complete, completed_elsewhere
+from batchgen.jobs.run.job_parts import JobParts
+from batchgen.jobs.run.join_folder import open_job_folder, worker_in, writer_in
+from batchgen.pages.report.write_report import REPORT
+from batchgen.storage.folder.dataset_card import unfinished_card
+from batchgen.storage.leases.file_store import FolderGone
+from batchgen.storage.leases.lease_files import GRADING
+from batchgen.storage.stores.open_storage import open_storage
+from batchgen.util.errors import JobError
+from batchgen.util.signals import JobStopped, StopSignals
+
+
+def run_job(config: JobConfig, parts: JobParts) -> JobResult:
+    """Run a job to its end, or go on with one that was stopped or killed.
+
+    Everything that can be refused is refused before the weights load. A first SIGINT or SIGTERM
+    stops the job cleanly, a second one at once.
+
+    Raises:
+        ConfigError: the user made a mistake. No row was computed, unless the mistake is in a later
+            row of the data set.
+        JobError: the output cannot be written or is damaged. Finished rows are safe.
+        Exception: whatever the engine or the data set raises. Finished rows are safe.
+    """
+    with StopSignals() as signals, closing(parts):
+        return alone(job_turns(config, parts, signals))
+
+
+def job_turns(config: JobConfig, parts: JobParts, signals: StopSignals) -> Turns[JobResult]:
+    """The turns of `run_job`, in which `signals` say when to stop. All that can be refused without
+    the weights is refused in the first turn."""
+    config = dated(config, parts)
+    try:
+        rows = check_rows(config, parts)
+        with (
+            open_job_folder(config, parts, rows.schema) as folder,
+            worker_in(config, folder) as worker,
+            writer_in(config, parts, folder, rows.schema, worker) as writer,
+        ):
+            attempt = JobAttempt(config, parts, rows, folder, worker, writer, signals)
+            return (yield from _turns(attempt))
+    except JobStopped as stopped:
+        message = f"{stopped or 'Stopped before the first row.'} {how_to_resume(config.output.dir)}"
+        return JobResult(0, signals.received, message)
+    except FolderGone:  # others have completed the job while this worker began to join them
+        with closing(open_storage(config.output.dir, config.workers)) as storage:
+            ended = completed_elsewhere(storage, parts, rows=0)
+        if ended is None:
+            raise JobError(
+                f"the workers of the job in {config.output.dir} have left it while this one "
+                "began to join them: run the same command again"
+            ) from None
+        return ended
+
+
+def _turns(attempt: JobAttempt) -> Turns[JobResult]:
+    config, parts, folder, metrics = attempt.config, attempt.parts, attempt.folder, attempt.metrics
+    is_done = attempt.todo.is_empty()
+    if is_done and metrics.was_complete:
+        attempt.signals.deferred = True
+        return (yield from already_complete(config, parts, folder, attempt.signals))
+    num_rows = parts.source.num_rows
+    if num_rows is not None and config.sampling.until is None:
+        metrics.attempt.rows_total = num_rows * config.sampling.n
+    attempt.note_read()
+    begins = folder.exclusive and not is_done
+    if begins:
+        card = unfinished_card(folder.storage.shown)
+        folder.storage.write(folder.path / "README.md", card)
+        folder.storage.delete(folder.path / REPORT)  # it would tell of fewer rows
+    samples = Samples(folder.path, config.score)
+    at_once = parts.grades_at_once and bool(config.post)
+    needed = begins and folder.storage.in_place and not at_once
+    beside = grading_beside(folder.path, config, needed=needed)
+    with attempt.recorded(), beside as grading, _early_grades(attempt, at_once) as early:
+        folder.share()
+        look = early.look if early is not None else _nothing
+        ended = None if is_done else (yield from between(compute_rows(attempt), look))
+        ended = ended or (yield from between(_wait_for_others(attempt), look))
+        if ended is not None:
+            return ended
+        attempt.writer.finish(attempt.todo.num_rows)
+        if isinstance(parts.source, Following):
+            folder.settle(job_manifest(config, parts, attempt.rows.schema))
+            # From now on this is a job over a complete one, to whoever opens it by its folder.
+            data = replace(config.dataset, follow=False)
+            attempt.write_config(replace(config, dataset=data))
+            attempt.note_read()
+        with folder.storage.local_copy(needed=bool(config.post) or config.output.report):
+            process = grading if early is None else early.process
+            metrics.score = yield from scores_of(samples, config, attempt.signals, process)
+            return complete(config, parts, folder, attempt.rows.schema, metrics)
+
+
+@contextmanager
+def _early_grades(attempt: JobAttempt, needed: bool) -> Iterator[EarlyGrades | None]:
+    """What grades shards at once; None if that is not needed."""
+    if not needed:
+        yield None
+        return
+    claim = partial(attempt.worker.claim, GRADING)
+    with closing(EarlyGrades(attempt.folder.path, attempt.config, claim)) as early:
+        yield early
+
+
+def _nothing() -> None:
+    """Nothing is looked at between turns."""
+
+
+def _wait_for_others(attempt: JobAttempt) -> Turns[JobResult | None]:
+    """Wait until this worker is the one that completes the job, which is None, or until another has
+    completed it or a signal came, which is how the job ended for this worker."""
+    folder, worker = attempt.folder, attempt.worker
+    attempt.signals.deferred = True
+    attempt.writer.flush()
+    worker.beat()  # the worker that completes the job says what this one has computed
+    _refuse_quarantined(attempt.todo, worker)
+    while True:
+        is_mine = worker.claim_finish()
+        # After the claim: it is granted, too, where the leases of a complete job are gone.
+        rows = attempt.metrics.attempt.rows
+        elsewhere = completed_elsewhere(folder.storage, attempt.parts, rows)
+        if elsewhere is not None:
+            folder.remove_journal()  # the one that completed it may have been killed before
+            return elsewhere
+        if is_mine:
+            return None
+        if attempt.signals.received is not None:
+            return attempt.stopped()
+        yield min(1.0, worker.look_seconds)
+
+
+def _refuse_quarantined(todo: ShardQueue, worker: Worker) -> None:
+    """End a job in which all is done but shards that have ended workers again and again."""
+    lines = []
+    ended = worker.quarantined()
+    for shard, rows in todo.quarantined_rows().items():
+        some = ", ".join(rows[:20]) + (f" … ({len(rows):,} in all)" if len(rows) > 20 else "")
+        who = ", ".join(map(str, ended.get(shard, ())))
+        lines.append(f"shard {shard} has ended the workers {who}; rows not computed: {some}")
+    if lines:
+        raise JobError(
+            "all other rows are computed, but some are in quarantine:\n  "
+            + "\n  ".join(lines)
+            + "\nlook at these rows, and at what the workers printed when they ended; the same "
+            "command tries them again"
+        )

@@ -1,0 +1,101 @@
+"""Runs several jobs beside each other in one engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.jobs.generation.turns import Turns
+from batchgen.jobs.run.job_end import JobResult
+from batchgen.jobs.run.job_parts import JobParts
+from batchgen.jobs.run.run_job import job_turns
+from batchgen.jobs.run.shared_engine import DivisibleEngine, SharedEngine
+from batchgen.util.signals import JobStopped, StopSignals
+
+
+@dataclass(frozen=True)
+class SharingJob:
+    """A job that runs in the engine of others; its own `parts.build_engine` is not called. `around`
+    may do more around its turns."""
+
+    config: JobConfig
+    parts: JobParts
+    around: Callable[[Turns[JobResult]], Turns[JobResult]] = lambda turns: turns
+
+
+def run_jobs(
+    jobs: Mapping[str, SharingJob],
+    build_engine: Callable[[], DivisibleEngine],
+    ended: Callable[[str, JobResult], Mapping[str, SharingJob]] = lambda *_: {},
+) -> dict[str, JobResult]:
+    """Run jobs, by their names, to their ends or until a signal; returns how each ended.
+
+    All folders are opened before the weights load. A row's next job is a request like any other:
+    the engine's steps run whatever rows the jobs have at that time. `ended` is told of each job
+    that was completed, and returns further jobs to run in the same engine. An error of one job
+    stops the others cleanly and is raised; a budget that is spent stops them, too, and they are not
+    among the results.
+
+    Raises:
+        ConfigError, JobError, Exception: as of `run_job`, by the first job that raises one.
+    """
+    with StopSignals() as signals, ExitStack() as stack:
+        shared = stack.enter_context(closing(SharedEngine(build_engine)))
+        running: dict[str, Turns[JobResult]] = {}
+
+        def begin(jobs: Mapping[str, SharingJob]) -> None:
+            for name, job in jobs.items():
+                stack.callback(job.parts.close)
+                parts = replace(job.parts, name=name, build_engine=partial(shared.port, name))
+                running[name] = job.around(job_turns(job.config, parts, signals))
+
+        results: dict[str, JobResult] = {}
+        try:
+            begin(jobs)
+            while running:
+                for name, result in _round(running, shared):
+                    results[name] = result
+                    if result.is_spent:
+                        _stop_all(running)
+                    elif result.stopped_by is None:
+                        begin(ended(name, result))
+            return results
+        except BaseException:
+            _stop_all(running)
+            raise
+
+
+def _round(
+    running: dict[str, Turns[JobResult]], shared: SharedEngine
+) -> list[tuple[str, JobResult]]:
+    """Give each job its turn, and then the engine a step; returns the jobs that have ended, which
+    `running` loses."""
+    waits: list[float] = []
+    found = []
+    for name, turns in list(running.items()):
+        try:
+            waits.append(next(turns))
+        except StopIteration as end:
+            del running[name]
+            found.append((name, end.value))
+        except BaseException:
+            del running[name]
+            raise
+    if shared.in_flight:
+        shared.step()
+    elif not found and (wait := min(waits, default=0.0)):
+        time.sleep(wait)
+    return found
+
+
+def _stop_all(running: dict[str, Turns[JobResult]]) -> None:
+    """End jobs as a signal would, and keep their rows. What they raise is of no interest beside the
+    reason for which they end."""
+    for turns in running.values():
+        with suppress(StopIteration, Exception, JobStopped):
+            turns.throw(JobStopped())
+    running.clear()

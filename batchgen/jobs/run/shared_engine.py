@@ -1,0 +1,161 @@
+"""One engine for several jobs, each of which sees it as its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.engine.interface.outputs import RequestOutput
+from batchgen.jobs.generation.job_engine import Engine
+from batchgen.util.request_id import RequestId
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from batchgen.engine.memory.memory_plan import MemoryPlan
+
+
+class DivisibleEngine(Engine, Protocol):
+    """What several jobs need of an engine that they share."""
+
+    @property
+    def running_ids(self) -> list[Hashable]:
+        """The ids of the requests that run, in the order of `running_lengths`."""
+        ...
+
+    def abort(self, request_id: Hashable) -> bool:
+        """Drop a request."""
+        ...
+
+
+class SharedEngine:
+    """An engine that is built when the first job needs it, and that `step` lets run for all."""
+
+    def __init__(self, build: Callable[[], DivisibleEngine]) -> None:
+        self._build = build
+        self._engine: DivisibleEngine | None = None
+        self._ports: dict[str, EnginePort] = {}
+
+    def port(self, name: str) -> EnginePort:
+        """The engine as the job of this name sees it; the engine is built if it is not there."""
+        if self._engine is None:
+            self._engine = self._build()
+            self._engine.measure_costs()
+        self._ports[name] = EnginePort(name, self._engine, self._collect_costs)
+        return self._ports[name]
+
+    def _collect_costs(self, wait: bool) -> None:
+        """Hand each job what its requests cost."""
+        assert self._engine is not None
+        for request_id, seconds in self._engine.take_costs(wait=wait):
+            assert isinstance(request_id, RequestId)
+            self._ports[request_id.job].costs.append((request_id, seconds))
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests are in the engine."""
+        return sum(len(port.waiting) for port in self._ports.values())
+
+    def step(self) -> None:
+        """Run one step, and hand each output to the job that asked for it."""
+        assert self._engine is not None
+        for output in self._engine.step():
+            assert isinstance(output.request_id, RequestId)
+            self._ports[output.request_id.job].receive(output)
+
+    def close(self) -> None:
+        """Stop what works in the background."""
+        if self._engine is not None:
+            self._engine.close()
+
+
+class EnginePort:
+    """A shared engine as one job sees it: its requests, and of the tokens those of its own.
+
+    Attributes:
+        name: of the job, which is in the ids of all its requests.
+        waiting: the ids of the job's requests that are in the engine.
+        costs: what requests of the job cost, until the job takes it.
+    """
+
+    def __init__(
+        self, name: str, engine: DivisibleEngine, collect_costs: Callable[[bool], None]
+    ) -> None:
+        self.name, self._engine = name, engine
+        self._collect_costs = collect_costs
+        self.costs: list[tuple[Hashable, float]] = []
+        self.waiting: set[Hashable] = set()
+        self._finished: list[RequestOutput] = []
+        self._tokens = 0
+
+    def add_request(self, request_id: RequestId, *asked: Any, **more: Any) -> None:
+        """Queue a request; as of the engine."""
+        assert request_id.job == self.name
+        self._engine.add_request(request_id, *asked, **more)
+        self.waiting.add(request_id)
+
+    def receive(self, output: RequestOutput) -> None:
+        """Keep a finished request until the job takes it."""
+        self.waiting.remove(output.request_id)
+        self._finished.append(output)
+        self._tokens += len(output.token_ids)
+
+    def step(self) -> list[RequestOutput]:
+        """The requests that steps of the engine have finished since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def measure_costs(self) -> None:
+        """Costs are measured for all jobs since the engine was built."""
+
+    def take_costs(self, *, wait: bool = False) -> list[tuple[Hashable, float]]:
+        """What the job's own requests cost, as of the engine."""
+        self._collect_costs(wait)
+        found, self.costs = self.costs, []
+        return found
+
+    def close(self) -> None:
+        """Take the requests that are left out of the engine, which goes on for other jobs."""
+        for request_id in self.waiting:
+            self._engine.abort(request_id)
+        self.waiting = set()
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of the job's requests, with those of unfinished ones."""
+        return self._tokens + int(self.running_lengths.sum())
+
+    @property
+    def num_running(self) -> int:
+        """How many of the job's requests run."""
+        return len(self.running_lengths)
+
+    @property
+    def running_lengths(self) -> npt.NDArray[np.int64]:
+        """How many tokens each of the job's requests that run has generated so far."""
+        ids = self._engine.running_ids
+        is_own = [isinstance(one, RequestId) and one.job == self.name for one in ids]
+        return self._engine.running_lengths[np.array(is_own, np.bool_)]
+
+    @property
+    def stats(self) -> DataclassInstance:
+        """What the engine has counted for all jobs."""
+        return self._engine.stats
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The most requests that run at the same time, of all jobs."""
+        return self._engine.max_num_seqs
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """How the device's memory is divided."""
+        return self._engine.memory
+
+    @property
+    def batch_dependence(self) -> str | None:
+        """Why a token's bits depend on the other rows of its batch; None if they do not."""
+        return self._engine.batch_dependence

@@ -1,0 +1,118 @@
+"""The commands of LaTeX that read arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from batchgen.pages.math import math_symbols as symbols
+from batchgen.pages.math.math_elements import space, tag, under_over
+from batchgen.pages.math.math_parser import Commands, Parser
+
+_ALIGNED = re.compile(r"(align(ed|at|edat)?|split|eqnarray|gather(ed)?|equation|multline)\*?")
+
+
+def _left_right(at: Parser) -> str:
+    at.skip_spaces()
+    nodes = [at.delimiter(at.next())]
+    while True:
+        nodes += at.nodes(("\\right", "\\middle", "}", "&", "\\\\", "\\end"))
+        token = at.peek()
+        if token not in ("\\right", "\\middle"):
+            break
+        at.next()
+        at.skip_spaces()
+        nodes.append(at.delimiter(at.next()))
+        if token == "\\right":
+            break
+    return f"<mrow>{''.join(nodes)}</mrow>"
+
+
+def _environment(at: Parser) -> str:
+    name = at.raw()
+    if name in ("array", "alignat", "alignedat") or name.startswith("alignat"):
+        at.raw()
+    lines = [at.line(("\\end",))]
+    while at.peek() in ("\\\\", "\\cr"):
+        at.next()
+        if at.peek() == "[":
+            at.optional()
+        lines.append(at.line(("\\end",)))
+    if at.next() == "\\end":
+        at.raw()
+    if lines[-1] == [""]:  # behind the last \\
+        lines.pop()
+    return at.table(lines, "aligned" if _ALIGNED.fullmatch(name) else name)
+
+
+def _root(at: Parser) -> str:
+    index = at.optional()
+    base = at.argument()
+    return f"<msqrt>{base}</msqrt>" if index is None else f"<mroot>{base}{index}</mroot>"
+
+
+def _boxed(at: Parser) -> str:
+    while at.optional() is not None:
+        pass
+    return f'<mrow class="boxed">{at.argument()}</mrow>'
+
+
+def _coloured(at: Parser) -> str:
+    at.raw()
+    return at.argument()
+
+
+def _dropped(at: Parser) -> str:
+    at.raw()
+    return ""
+
+
+def _long_arrow(at: Parser) -> str:
+    below = at.optional()
+    above = at.argument()
+    return under_over("<mo>→</mo>", below or "", above)
+
+
+def _modulo(at: Parser) -> str:
+    inside = f'<mi>mod</mi><mspace width="0.33em"></mspace>{at.argument()}'
+    left, right = (f'<mo stretchy="false">{fence}</mo>' for fence in "()")
+    return f"<mrow>{space(1.0)}{left}{inside}{right}</mrow>"
+
+
+def _negated(at: Parser) -> str:
+    at.skip_spaces()
+    token = at.next()
+    name = token[1:] if token.startswith("\\") else token
+    return tag("mo", (symbols.symbol(name) or name or "/") + "\u0338")
+
+
+def _filled(pattern: str) -> Callable[[Parser], str]:
+    """What a command makes that puts its arguments into a pattern."""
+    count = 1 + ("{1}" in pattern)
+    return lambda at: pattern.format(*(at.argument() for _ in range(count)))
+
+
+_PATTERNS = {
+    ("frac", "dfrac", "tfrac", "cfrac"): "<mfrac>{0}{1}</mfrac>",
+    ("binom", "dbinom", "tbinom"):
+        '<mrow><mo>(</mo><mfrac linethickness="0">{0}{1}</mfrac><mo>)</mo></mrow>',
+    ("cancel", "xcancel", "bcancel"): '<mrow class="struck">{0}</mrow>',
+    ("phantom", "hphantom", "vphantom"): "<mphantom>{0}</mphantom>",
+    ("overset", "stackrel"): "<mover>{1}{0}</mover>",
+    ("underset",): "<munder>{1}{0}</munder>",
+}  # fmt: skip
+COMMANDS: Commands = {
+    **{name: _filled(pattern) for names, pattern in _PATTERNS.items() for name in names},
+    **dict.fromkeys(("boxed", "fbox", "framebox"), _boxed),
+    **dict.fromkeys(("textcolor", "colorbox"), _coloured),
+    **dict.fromkeys(("color", "label", "vspace"), _dropped),
+    **dict.fromkeys(("xrightarrow", "xlongrightarrow"), _long_arrow),
+    "sqrt": _root,
+    "left": _left_right,
+    "begin": _environment,
+    "pmod": _modulo,
+    "bmod": lambda _: "<mo>mod</mo>",
+    "not": _negated,
+    "tag": lambda at: space(2.0) + tag("mtext", f"({at.raw()})"),
+    "substack": lambda at: at.nested(at.raw()),
+}

@@ -1,0 +1,72 @@
+"""The elements of MathML that formulas are made of, as HTML."""
+
+from __future__ import annotations
+
+import re
+
+from markupsafe import escape
+
+from batchgen.pages.math import math_symbols as symbols
+from batchgen.util.hidden import visible
+
+_FENCES = frozenset("()[]{}|‖⟨⟩⌊⌋⌈⌉")
+EMPTY = "<mrow></mrow>"
+"""What stands where a formula lacks something."""
+
+
+def tag(name: str, text: str) -> str:
+    """An element with a text."""
+    return f"<{name}>{escape(visible(text))}</{name}>"
+
+
+def row(nodes: list[str]) -> str:
+    """Nodes as one node."""
+    return nodes[0] if len(nodes) == 1 else f"<mrow>{''.join(nodes)}</mrow>"
+
+
+def fence(text: str) -> str:
+    """A bracket that grows with what is in it; empty for white space."""
+    return f"<mo>{escape(visible(text))}</mo>" if text.strip() else ""
+
+
+def character(text: str) -> str:
+    """A character that is no command."""
+    if text in _FENCES:
+        return f'<mo stretchy="false">{text}</mo>'
+    if text[0].isdecimal():
+        return tag("mn", text)
+    return tag("mi" if text.isalpha() else "mo", "−" if text == "-" else text)
+
+
+def with_scripts(base: str, below: str, above: str) -> str:
+    """A node with its index and its power, one of which can be empty."""
+    if "movablelimits" in base[:30] or base[4:5] in symbols.BIG or base[:10] == "<munder><m":
+        return under_over(base, below, above)
+    if base.startswith("<mover") and "⏞" in base[-12:]:
+        return under_over(base, below, above)
+    if below and above:
+        return f"<msubsup>{base}{below}{above}</msubsup>"
+    return f"<msub>{base}{below}</msub>" if below else f"<msup>{base}{above}</msup>"
+
+
+def under_over(base: str, below: str, above: str) -> str:
+    """A node with what stands right below and above it."""
+    if below and above:
+        return f"<munderover>{base}{below}{above}</munderover>"
+    return f"<munder>{base}{below}</munder>" if below else f"<mover>{base}{above}</mover>"
+
+
+def stretches(accent: str) -> str:
+    """Whether an accent grows with what is below it, as the value of an attribute."""
+    return "true" if accent.startswith(("over", "wide")) else "false"
+
+
+def space(width: float) -> str:
+    """White space, its width in em."""
+    return f'<mspace width="{width}em"></mspace>'
+
+
+def text_node(name: str, text: str) -> str:
+    """A text, as the command of that name shows it."""
+    text = re.sub(r"\\([{}$%&#_ ])", r"\1", text)
+    return tag("mi" if name.startswith(("operator", "math")) and text.isalnum() else "mtext", text)

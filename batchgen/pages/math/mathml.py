@@ -1,0 +1,38 @@
+"""Formulas in LaTeX as elements of MathML Core, which browsers draw themselves.
+
+Libraries fall short for texts of strangers: latex2mathml 3.81 puts text into the page unescaped,
+does not know `aligned`, and ends in a dozen kinds of exceptions. Here length and nesting have
+bounds, and what is not understood is shown as it is written.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from markupsafe import Markup
+
+from batchgen.pages.math.math_commands import COMMANDS
+from batchgen.pages.math.math_parser import Parser, TooDeepError
+from batchgen.util.hidden import visible
+
+MOST_CHARACTERS = 5_000
+"""A longer formula is shown as it is written."""
+
+
+@lru_cache(256)
+def mathml(source: str, *, display: bool = False) -> Markup:
+    """A formula as an element `math`, or as its source in an element `code`.
+
+    Args:
+        source: LaTeX without delimiters; any text.
+        display: on a line of its own.
+    """
+    if len(source) <= MOST_CHARACTERS:
+        try:
+            content = Parser(source, COMMANDS).whole()
+        except TooDeepError:
+            pass
+        else:
+            shown = ' display="block"' if display else ""
+            return Markup(f"<math{shown}>{content}</math>")
+    return Markup("<code>{}</code>").format(visible(source))

@@ -1,0 +1,235 @@
+"""A text with Markdown and LaTeX as HTML that does nothing."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
+
+from markupsafe import Markup
+
+from batchgen.pages.math.mathml import MOST_CHARACTERS, mathml
+from batchgen.util.text.safe_text import GAP, SPAN, Span, kept, marked
+
+if TYPE_CHECKING:
+    from markdown_it import MarkdownIt
+    from markdown_it.token import Token
+
+MOST_RENDERED = 60_000
+"""Characters; a longer text is shown as it is."""
+_OPEN, _CLOSE = "\ue000", "\ue001"
+"""Around the number of a piece that Markdown must not see. Where a text has these characters of its
+own, they are such pieces."""
+_PIECE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+_MARKS = re.compile(
+    r"\\\\|\\[$()\[\]]|\$\$|\$|`+|\\boxed\{"
+    r"|\\(?:begin|end)\{(?:align|aligned|equation|gather|multline|eqnarray)\*?\}"
+    f"|[{_OPEN}{_CLOSE}]"
+)
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+_WORDS = re.compile(r"[^\\{}$^_&]*[^\W\d_]{3}[^\\{}$^_&]*")
+"""What stands in a box as a text, and is no formula."""
+_ENDS = {"\\(": "\\)", "\\[": "\\]", "$$": "$$", "$": "$"}
+_TAGS = {
+    "paragraph": "p", "bullet_list": "ul", "ordered_list": "ol", "list_item": "li",
+    "blockquote": "blockquote", "em": "em", "strong": "strong", "table": "table", "thead": "thead",
+    "tbody": "tbody", "tr": "tr", "th": "th", "td": "td", "heading": "h5",
+}  # fmt: skip
+"""The elements that Markdown may become, by its token."""
+ELEMENTS = frozenset(_TAGS.values()) | {"hr", "br", "pre", "code", "span", "mark"}
+"""All elements outside of formulas."""
+
+
+@dataclass
+class _Pieces:
+    """What stands in a text in place of formulas: the source and the HTML of each."""
+
+    sources: list[str] = field(default_factory=list)
+    htmls: list[Markup] = field(default_factory=list)
+
+    def add(self, source: str, html: Markup) -> str:
+        self.sources.append(source)
+        self.htmls.append(html)
+        return f"{_OPEN}{len(self.htmls) - 1}{_CLOSE}"
+
+    def html(self, text: str) -> Markup:
+        """Text with pieces as HTML."""
+        found = _PIECE.split(text)
+        return Markup("").join(
+            self.htmls[int(part)] if i % 2 else marked(part) for i, part in enumerate(found)
+        )
+
+    def source(self, text: str) -> str:
+        """Text with pieces as it was."""
+        return _PIECE.sub(lambda match: self.sources[int(match[1])], text)
+
+
+def rich_text(text: str, most: int | None = None, spans: Sequence[Span] = ()) -> Markup | None:
+    """A text with its Markdown and its formulas rendered; None if it has neither, or is too long.
+
+    Links and images are shown as they are written, HTML is text, and hidden characters are named.
+
+    Args:
+        most, spans: as for `safe_text.shortened`.
+    """
+    ranges = kept(len(text), most, spans)
+    if sum(end - start for start, end in ranges) > MOST_RENDERED:
+        return None
+    parts, is_rich, shown = [], False, 0
+    for start, end in ranges:
+        if start > shown:
+            parts.append(GAP.format(f"{start - shown:,}"))
+        inside = [
+            Span(span.start - start, span.end - start, span.name)
+            for span in spans
+            if start <= span.start and span.end <= end
+        ]
+        html, rich = _render(text[start:end], inside)
+        parts.append(html)
+        is_rich |= rich
+        shown = end
+    return Markup("").join(parts) if is_rich else None
+
+
+def formulas(text: str) -> list[tuple[int, int, str, bool]]:
+    """The formulas of a text: start, end, source, and whether it stands on a line of its own.
+
+    They stand between the delimiters of LaTeX, between `$` (but for prices), or in a box.
+    """
+    marks = [match for match in _MARKS.finditer(text) if match[0] != "\\\\"]
+    closing_braces = _closing_braces(text) if "\\boxed{" in text else {}
+    places: dict[str, list[int]] = {}
+    for i, match in enumerate(marks):
+        places.setdefault(match[0], []).append(i)
+    found, i = [], 0
+    while i < len(marks):
+        opening = marks[i]
+        kind = opening[0]
+        if kind == "\\boxed{":
+            end_at = closing_braces.get(opening.end() - 1)
+            inside = "" if end_at is None else text[opening.end() : end_at]
+            if end_at is None or not _is_formula(kind, inside, ""):
+                i += 1
+                continue
+            inside = f"\\text{{{inside}}}" if _WORDS.fullmatch(inside) else inside
+            found.append((opening.start(), end_at + 1, f"{kind}{inside}}}", False))
+            while i < len(marks) and marks[i].start() <= end_at:
+                i += 1
+            continue
+        is_environment = kind.startswith("\\begin")
+        end = kind.replace("begin", "end") if is_environment else _ENDS.get(kind)
+        if kind.startswith("`"):  # code
+            end = kind
+        at = _after(places.get(end or "", []), i)
+        if end is None or at is None:
+            i += 1
+            continue
+        closing = marks[at]
+        inside = text[opening.end() : closing.start()]
+        if kind.startswith("`"):
+            i = at + 1
+            continue
+        if not _is_formula(kind, inside, text[closing.end() : closing.end() + 1]):
+            i += 1
+            continue
+        source = text[opening.start() : closing.end()] if is_environment else inside
+        found.append((opening.start(), closing.end(), source, kind not in ("$", "\\(")))
+        i = at + 1
+    return found
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    """Where each brace that is closed is closed."""
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for match in _BRACES.finditer(text):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            closing[opened.pop()] = match.start()
+    return closing
+
+
+def _after(places: Sequence[int], i: int) -> int | None:
+    at = bisect_left(places, i + 1)
+    return places[at] if at < len(places) else None
+
+
+def _is_formula(kind: str, inside: str, behind: str) -> bool:
+    if len(inside) > MOST_CHARACTERS or not inside.strip() or "\n\n" in inside:
+        return False
+    return kind != "$" or not (inside[0].isspace() or inside[-1].isspace() or behind.isdecimal())
+
+
+def _render(text: str, spans: Sequence[Span]) -> tuple[Markup, bool]:
+    """A text as HTML, and whether something in it was rendered."""
+    pieces, parts, at, is_rich = _Pieces(), [], 0, False
+    for start, end, html in _replaced(text, spans):
+        parts += [text[at:start], pieces.add(text[start:end], html)]
+        at = end
+        is_rich |= "<math" in html
+    parts.append(text[at:])
+    tokens = _markdown().parse("".join(parts))
+    html, rich = _html(tokens, pieces)
+    return html, rich or is_rich
+
+
+def _replaced(text: str, spans: Sequence[Span]) -> list[tuple[int, int, Markup]]:
+    """What Markdown must not see, in order and apart from each other, with its HTML."""
+    found: list[tuple[int, int, Markup]] = []
+    for start, end, source, display in formulas(text):
+        html = mathml(source.strip(), display=display)
+        names = ", ".join(span.name for span in spans if start <= span.start and span.end <= end)
+        found.append((start, end, SPAN.format(names, html) if names else html))
+    found += [(m.start(), m.end(), marked(m[0])) for m in re.finditer(f"[{_OPEN}{_CLOSE}]", text)]
+    for span in spans:
+        inside = text[span.start : span.end]
+        if "\n" not in inside and "`" not in inside:
+            found.append((span.start, span.end, SPAN.format(span.name, marked(inside))))
+    apart: list[tuple[int, int, Markup]] = []
+    for piece in sorted(found, key=lambda piece: piece[:2]):
+        if not apart or piece[0] >= apart[-1][1]:
+            apart.append(piece)
+    return apart
+
+
+@cache
+def _markdown() -> MarkdownIt:
+    from markdown_it import MarkdownIt
+
+    # What reaches out of the page is not even read: links, images, HTML.
+    out = ["link", "image", "autolink", "html_inline", "html_block", "reference", "entity"]
+    return MarkdownIt("commonmark", {"html": False}).enable("table").disable(out)
+
+
+def _html(tokens: Sequence[Token], pieces: _Pieces) -> tuple[Markup, bool]:
+    """Tokens of Markdown as HTML, and whether there is more than paragraphs."""
+    parts: list[str] = []
+    is_rich = False
+    for token in tokens:
+        kind, _, side = token.type.rpartition("_")
+        if side in ("open", "close") and kind in _TAGS:
+            if not token.hidden:
+                parts.append(f"<{'/' * (side == 'close')}{_TAGS[kind]}>")
+            is_rich |= kind != "paragraph"
+        elif token.type == "inline":
+            html, rich = _html(token.children or [], pieces)
+            parts.append(html)
+            is_rich |= rich
+        elif token.type in ("fence", "code_block"):
+            parts.append(f"<pre>{marked(pieces.source(token.content))}</pre>")
+            is_rich = True
+        elif token.type == "code_inline":
+            parts.append(f"<code>{marked(pieces.source(token.content))}</code>")
+            is_rich = True
+        elif token.type in ("softbreak", "hardbreak"):
+            parts.append("<br>")
+        elif token.type == "hr":
+            parts.append("<hr>")
+            is_rich = True
+        else:
+            parts.append(pieces.html(token.content))
+    return Markup("".join(parts)), is_rich

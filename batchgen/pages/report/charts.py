@@ -1,0 +1,188 @@
+"""The charts of a report: SVG with a text alternative, and its numbers as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from batchgen.pages.report.report_data import Ints, Lengths
+from batchgen.pages.report.svg import (
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Frame,
+    Scale,
+    axis_names,
+    drawing,
+    percent,
+    short,
+    tag,
+    text,
+    whole,
+)
+from batchgen.util.shorten import both_ends
+
+_LEAST_BINS, _BINS = 8, 30
+_MOST_COLUMNS = 64
+LINE = 24
+"""Height of a line of bars."""
+LABEL = 26
+"""Characters of a label beside a bar."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart with its numbers as a table."""
+
+    title: str
+    note: str  # may be empty
+    svg: Markup
+    header: tuple[str, ...] = ()
+    rows: Sequence[tuple[str, ...]] = ()
+
+
+def label(name: str, most: int = LABEL) -> str:
+    """A name as it stands beside a bar."""
+    return both_ends(name, most)
+
+
+def bars(title: str, counts: Mapping[str, int], name: str, note: str = "") -> Chart:
+    """Counts of kinds, the largest first."""
+    items = sorted(counts.items(), key=lambda item: -item[1])[:20]
+    total, most = sum(counts.values()) or 1, max(counts.values(), default=1) or 1
+    start = 14 + 6.8 * max((len(label(kind)) for kind, _ in items), default=0)
+    scale = Scale(0, most, start, WIDTH - 96)
+    parts = []
+    for place, (kind, count) in enumerate(items):
+        y = 4 + place * LINE
+        parts.append(text(label(kind), start - 8, y + 15, "label", "end"))
+        width = max(scale(count) - start, 1)
+        parts.append(tag("rect", x=start, y=y + 3, width=width, height=LINE - 8, class_="bar"))
+        number = f"{count:,} ({percent(count / total)})"
+        parts.append(text(number, start + width + 6, y + 15, "tick"))
+    said = f"{title}: " + ", ".join(f"{kind} {count:,}" for kind, count in items)
+    rows = [(kind, f"{count:,}", percent(count / total)) for kind, count in items]
+    svg = drawing(parts, said, 8 + LINE * len(items))
+    return Chart(title, note, svg, (name, "rows", "share"), rows)
+
+
+def histogram(title: str, lengths: Lengths, name: str, note: str = "") -> Chart:
+    """How many values have which length."""
+    top = len(lengths.counts) - 1
+    low = int(np.flatnonzero(lengths.counts)[0])
+    width = max(int(np.ceil((top - low + 1) / _BINS)), 1)
+    first = low // width * width
+    starts = np.arange(first, top + 1, width)
+    sums = np.add.reduceat(np.append(lengths.counts, 0), starts)
+    bins = [(s, c) for s, c in zip(starts.tolist(), sums.tolist(), strict=True) if c]
+    end = first + max(len(starts), _LEAST_BINS) * width
+    frame = Frame.of((first, end), (0, float(sums.max()) * 1.05))
+    gap = 0.5 * (end - first) / (frame.x(end) - frame.x(first))
+    parts = frame.draw(name, "rows", whole, whole)
+    parts += [frame.column(start + gap, start + width - gap, count) for start, count in bins]
+    quantiles = {"median": 0.5, "90%": 0.9, "99%": 0.99, "longest": 1.0}
+    facts = [f"{kind} {lengths.quantile(share):,}" for kind, share in quantiles.items()]
+    said = ", ".join([f"mean {lengths.mean:,.1f}", *facts])
+    svg = drawing(parts, f"{title}, {lengths.total:,} rows: {said}")
+    rows = [
+        (f"{start:,}–{start + width - 1:,}" if width > 1 else f"{start:,}", f"{count:,}")
+        for start, count in bins
+    ]
+    return Chart(title, f"{said}. {note}".strip(), svg, (name, "rows"), rows)
+
+
+def numbers(
+    title: str,
+    counts: Mapping[int, int],
+    x_name: str,
+    y_name: str,
+    note: str,
+    of: int | None = None,
+) -> Chart:
+    """How often each small number occurs, as shares of `of`, or of all."""
+    shown = {n: counts[n] for n in sorted(counts)[:_MOST_COLUMNS]}
+    total = of or sum(counts.values()) or 1
+    first, last = min(shown), max(shown)
+    frame = Frame.of((first - 0.5, last + 0.5), (0, max(shown.values()) / total * 1.05))
+    parts = frame.draw(x_name, y_name, whole, percent)
+    parts += [frame.column(n - 0.38, n + 0.38, count / total) for n, count in shown.items()]
+    rows = [(f"{n}", f"{count:,}", percent(count / total)) for n, count in shown.items()]
+    said = f"{title}: " + ", ".join(f"{n}: {share}" for n, _, share in rows[:20])
+    return Chart(title, note, drawing(parts, said), (x_name, "count", "share"), rows)
+
+
+def over_time(
+    title: str, points: Sequence[tuple[float, float]], y_name: str, note: str = ""
+) -> Chart:
+    """A line over seconds."""
+    last, most = points[-1][0], max(value for _, value in points)
+    divisor, unit = next(((d, u) for d, u in ((3600, "hours"), (60, "minutes")) if last > 3 * d),
+                         (1, "seconds"))  # fmt: skip
+    frame = Frame.of((0, last / divisor), (0, most * 1.05 or 1))
+    parts = frame.draw(f"{unit} of generating", y_name)
+    places = [(frame.x(x / divisor), frame.y(y)) for x, y in points]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    area = f"{places[0][0]:.1f},{frame.y(0):.1f} {path} {places[-1][0]:.1f},{frame.y(0):.1f}"
+    parts += [tag("polygon", points=area, class_="area"),
+              tag("polyline", points=path, class_="line")]  # fmt: skip
+    every = max(len(points) // 24, 1)
+    rows = [(f"{x / divisor:,.3g}", short(y)) for x, y in points[::every]]
+    label = f"{title}: from {short(points[0][1])} to {short(points[-1][1])}, most {short(most)}"
+    return Chart(title, note, drawing(parts, label), (unit, y_name), rows)
+
+
+def experts(counts: Ints, layers: Sequence[int], note: str) -> Chart:
+    """How often each expert was used, by layer: the darker, the more."""
+    height = min(max(260 / len(layers), 2.0), 14.0)
+    width = (WIDTH - LEFT - RIGHT) / counts.shape[1]
+    loads = counts / np.maximum(counts.mean(1, keepdims=True), 1e-9)
+    levels = np.clip(np.round(np.log2(np.maximum(loads, 1 / 16)) + 3), 0, 6).astype(int)
+    parts = []
+    for level in range(7):
+        cells = [
+            f"M{LEFT + e * width:.1f} {TOP + i * height:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z"
+            for i, e in np.argwhere(levels == level).tolist()
+        ]
+        if cells:
+            parts.append(tag("path", d="".join(cells), class_=f"load{level}"))
+    bottom = TOP + height * len(layers)
+    for i in {0, len(layers) // 2, len(layers) - 1}:
+        y = TOP + (i + 0.5) * height + 4
+        parts.append(text(str(layers[i]), LEFT - 6, y, "tick", "end"))
+    parts += axis_names("expert", "layer", bottom - 18)
+    shares = counts.max(1) / np.maximum(counts.sum(1), 1)
+    figures = zip(layers, shares, loads.max(1), (counts == 0).sum(1), strict=True)
+    rows = [(str(n), percent(share), f"{load:.2f}", str(none)) for n, share, load, none in figures]
+    said = (
+        f"Load of experts in {len(layers)} layers: the busiest has {loads.max():.1f} times the mean"
+    )
+    header = ("layer", "busiest expert's share", "of the mean", "experts never used")
+    return Chart("Load of experts", note, drawing(parts, said, bottom + 26), header, rows)
+
+
+def timeline_charts(points: Sequence[Sequence[Any]]) -> list[Chart]:
+    """Tokens per second and finished rows over time, if there are enough points."""
+    if len(points) < 3:
+        return []
+    if points[0][0] > 0:
+        points = [(0, 0, 0), *points]
+    # Many rows end in one step, and their tokens come at once: a speed is a mean over some time.
+    thin = [points[0]]
+    for point in points:
+        if point[0] - thin[-1][0] >= points[-1][0] / 30:
+            thin.append(point)
+    speeds = [
+        (after[0], max(after[2] - before[2], 0) / (after[0] - before[0]))
+        for before, after in pairwise(thin)
+    ]
+    rows = [(point[0], point[1]) for point in points]
+    charts = [over_time("Rows over time", rows, "rows done")] if rows[-1][0] > 0 else []
+    if len(speeds) > 1:
+        charts.insert(0, over_time("Speed over time", speeds, "tokens per second"))
+    return charts

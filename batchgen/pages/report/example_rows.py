@@ -1,0 +1,156 @@
+"""The rows that a report has: which, how much of each, and how they are found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from markupsafe import Markup
+
+from batchgen.pages.report.report_data import Collected
+from batchgen.pages.report.report_rows import JobData
+from batchgen.pages.rows.row_facts import RowFacts
+from batchgen.pages.rows.row_page import Limits, RowPage
+from batchgen.util.text.safe_text import shortened
+
+_LEVELS = (Limits(20_000, 600), Limits(6_000, 240), Limits(2_000, 80), Limits(600, 0))
+"""How much of a row is shown, from the most that there is room for down to the least."""
+_SMALL = 10_000  # characters of a row that need not become fewer
+_LONGEST_ID = 100
+_KINDS = {
+    "error": "errors", "ungraded": "not graded", "none": "no answer", "wrong": "wrong",
+    "partly": "partly right", "cut": "cut", "constraint": "constraint not kept", "right": "right",
+    "disagreeing": "samples disagree", "longest": "longest", "random": "at random",
+}  # fmt: skip
+"""Kinds of rows, by class; the switches at the top of the rows choose among them."""
+_FAULTS = tuple(_KINDS)[:7]
+"""Kinds of rows with which something is wrong; the page shows these first, in this order."""
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """A row in the page."""
+
+    anchor: str  # its id
+    row_id: Markup
+    facts: RowFacts
+    kinds: tuple[str, ...]  # keys of _KINDS
+    gist: str
+    html: Markup  # what is behind its heading
+
+
+@dataclass(frozen=True)
+class ShownRows:
+    """The rows of a page; some had no room, or were cut to make room for others."""
+
+    rows: Sequence[ShownRow]
+    dropped: int
+    cut: int
+
+    @property
+    def kinds(self) -> list[tuple[str, str, int]]:
+        """Class, name and number of rows of each kind that some rows are of, and not all."""
+        counts = Counter(kind for row in self.rows for kind in row.kinds)
+        some = {kind: count for kind, count in counts.items() if count < len(self.rows)}
+        return [(kind, name, some[kind]) for kind, name in _KINDS.items() if kind in some]
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether rows have several samples, so that each needs its number."""
+        return any(row.facts.number for row in self.rows)
+
+    def first(self, kind: str) -> str | None:
+        """The id in the page of the first row of a kind; None if there is none."""
+        return next((row.anchor for row in self.rows if kind in row.kinds), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A number of answers with something wrong, as in "3 could not be graded"."""
+
+    kind: str  # a key of _KINDS
+    text: str
+
+
+def faults(found: Collected) -> list[Fault]:
+    """What is wrong with the answers of a job, the kinds that come first in its page first."""
+    seen = {reason: rows.seen for reason, rows in found.picked.items()}
+    said = {
+        "error": (sum(found.errors.values()), "ended with an error"),
+        "ungraded": (sum(found.grade_errors.values()), "could not be graded"),
+        "none": (seen.get("no answer", 0), "without an answer that was found"),
+        "wrong": (seen.get("wrong", 0), "wrong or partly wrong"),
+        "cut": (found.reasons["length"], "cut at their longest length"),
+        "constraint": (seen.get("constraint", 0), "not within their constraint"),
+    }
+    return [Fault(kind, f"{count:,} {text}") for kind, (count, text) in said.items() if count]
+
+
+def anchor(key: int) -> str:
+    """The id of a row in the page, given its key as of `row_keys`."""
+    return f"row-{key >> 31}-{key & 0x7FFFFFFF}"
+
+
+def shown_rows(data: JobData, page: RowPage, found: Collected, room: int) -> ShownRows:
+    """Read and render the chosen rows, which may have `room` bytes together."""
+    reasons = found.chosen()
+    variants: list[tuple[ShownRow, list[Markup]]] = []
+    for row, grades in data.chosen(np.array(list(reasons), np.int64)):
+        facts, key = RowFacts(row, grades), (row["row_index"] << 31) | row["sample_index"]
+        made = page.htmls(facts, key=anchor(key), limits=_LEVELS, enough=_SMALL)
+        row_id, gist = shortened(facts.row_id, _LONGEST_ID), facts.gist(page.columns.text)
+        kinds = _kinds(facts, reasons[key])
+        variants.append((ShownRow(anchor(key), row_id, facts, kinds, gist, Markup("")), made))
+    sizes = [[len((shown.row_id + html).encode()) for html in made] for shown, made in variants]
+    levels, dropped = _fit(sizes, room)
+    rows = [
+        replace(shown, html=made[level])
+        for (shown, made), level in zip(variants, levels, strict=True)
+        if level is not None
+    ]
+    rows.sort(key=lambda row: _order(row.kinds))
+    return ShownRows(rows, dropped, sum(bool(level) for level in levels))
+
+
+def _order(kinds: Sequence[str]) -> int:
+    """The place of a row among the others: the worse, the earlier."""
+    return next((place for place, kind in enumerate(_FAULTS) if kind in kinds), len(_FAULTS))
+
+
+def _kinds(facts: RowFacts, reasons: Sequence[str]) -> tuple[str, ...]:
+    kinds = [reason for reason in ("disagreeing", "longest", "random") if reason in reasons]
+    verdict = facts.verdict
+    if facts.row["error"] is not None:
+        kinds.append("error")
+    elif facts.grade("grade_error") is not None:
+        kinds.append("ungraded")
+    elif verdict.kind != "none":
+        kinds.append("none" if verdict.name == "no answer" else verdict.kind)
+    if facts.finish_reason == "length":
+        kinds.append("cut")
+    if facts.constraint not in (None, "satisfied", "unconstrained", "error"):
+        kinds.append("constraint")
+    return tuple(kinds)
+
+
+def _fit(sizes: Sequence[Sequence[int]], room: int) -> tuple[list[int | None], int]:
+    """The level of each row so that all have room together (None where a row has none), and how
+    many rows have none.
+
+    The largest row is made smaller, again and again, or left out if it is at its lowest level.
+
+    Args:
+        sizes: for each row its bytes at each level.
+    """
+    levels: list[int | None] = [0] * len(sizes)
+    now = [row[0] for row in sizes]
+    while sum(now) > room:
+        largest = int(np.argmax(now))
+        level = levels[largest]
+        assert level is not None
+        lower = level + 1
+        levels[largest] = lower if lower < len(sizes[largest]) else None
+        now[largest] = sizes[largest][lower] if lower < len(sizes[largest]) else 0
+    return levels, sum(level is None for level in levels)

@@ -1,0 +1,135 @@
+"""How many rows each step of a pipeline had, and how many it kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.storage.costs.chain_costs import JobCost, cost_line
+from batchgen.storage.folder.job_summary import JobSummary
+from batchgen.storage.folder.open_folder import open_job
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.metrics.tally import Totals
+from batchgen.storage.stores.manifest import ROWS
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.text.text_table import columns
+
+HEADER = ("step", "read", "dropped", "rows", "answers", "errors", "kept", "state")
+_NOT_BEGUN = "not begun"
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What became of the rows of a step.
+
+    Attributes:
+        folder: where the step lies, as its name in the pipeline's folder.
+        state: as metrics.json says, or that it has not begun.
+        left: what was read, and what each choice among it has left, in order.
+        answers: how many are finished, with errors.
+        device_s: seconds that the step took of the device.
+        price_per_hour: what an hour of its devices costs, if that is known.
+    """
+
+    name: str
+    folder: str
+    state: str = _NOT_BEGUN
+    left: Sequence[tuple[str, int]] = ()
+    answers: int = 0
+    errors: int = 0
+    device_s: float = 0.0
+    price_per_hour: float | None = None
+
+    @property
+    def is_begun(self) -> bool:
+        return self.state != _NOT_BEGUN
+
+    @property
+    def read(self) -> int | None:
+        """How many rows or answers there were to choose from."""
+        return self.left[0][1] if self.left else None
+
+    @property
+    def rows(self) -> int | None:
+        """How many rows the step has."""
+        return self.left[-1][1] if self.left else None
+
+    @property
+    def dropped(self) -> Sequence[tuple[str, int]]:
+        """What left rows out, and how many."""
+        pairs = zip(self.left, self.left[1:], strict=False)
+        return [(what, before - after) for (_, before), (what, after) in pairs if before > after]
+
+    @property
+    def kept(self) -> int:
+        """How many answers are no errors."""
+        return self.answers - self.errors
+
+    def cells(self) -> tuple[str, ...]:
+        """The line of the table, as texts."""
+        numbers = [
+            self.read,
+            None if self.read is None or self.rows is None else self.read - self.rows,
+            self.rows,
+            *((self.answers, self.errors, self.kept) if self.is_begun else ()),
+        ]
+        shown = ["–" if number is None else f"{number:,}" for number in numbers]
+        return (self.name, *shown, *["–"] * (6 - len(shown)), self.state)
+
+
+def funnel(out: str, folders: Mapping[str, str]) -> list[StepCounts]:
+    """The counts of all steps, given the names of their folders in the pipeline's."""
+    return [_counts(name, f"{out.rstrip('/')}/{at}", at) for name, at in folders.items()]
+
+
+def funnel_table(steps: Sequence[StepCounts]) -> str:
+    """The counts as lines for people."""
+    lines = columns([HEADER, *(step.cells() for step in steps)])
+    for step in steps:
+        if step.dropped:
+            why = ", ".join(f"{count:,} by {what}" for what, count in step.dropped)
+            lines.append(f"{step.name}: dropped {why}")
+    if (cost := costs(steps)) is not None:
+        lines.append(f"device: {cost}")
+    return "\n".join(lines)
+
+
+def costs(steps: Sequence[StepCounts]) -> str | None:
+    """What the steps took of the device, and all of them for each row that the last one has kept;
+    None if nothing was measured, or as long as none is kept."""
+    known = [JobCost(step.name, step.device_s, step.answers) for step in steps if step.device_s]
+    prices = {step.price_per_hour for step in steps if step.device_s}
+    # Steps whose hours cost differently have no price in common.
+    price = prices.pop() if len(prices) == 1 else None
+    return cost_line(known, steps[-1].kept, price) if known and steps[-1].kept else None
+
+
+def _counts(name: str, folder: str, at: str) -> StepCounts:
+    try:
+        reader = open_job(folder)
+        metrics = reader.metrics
+        totals = Totals.of(metrics)
+        state = str(metrics.get("status", _NOT_BEGUN))
+        left = _left(reader, metrics)
+        rows, errors = int(totals.rows), int(totals.error_rows)
+        job = JobSummary.of(metrics, reader.config)
+        device_s = float(metrics.get("device_s", 0.0))
+        return StepCounts(name, at, state, left, rows, errors, device_s, job.price_per_hour)
+    except ConfigError:
+        return StepCounts(name, at)
+    # What somebody else wrote can have any shape.
+    except (JobError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return StepCounts(name, at, "damaged")
+
+
+def _left(reader: JobFolderReader, metrics: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """What was read, and what each choice among it has left."""
+    found = [(str(what), int(rows)) for what, rows in metrics.get("funnel", ())]
+    facts = reader.row_facts
+    rows = reader.manifest["growing"].get(ROWS) if facts is None else facts.read_rows
+    if not found and rows is not None:
+        found = [("rows", rows)]
+    if facts is not None:
+        found += [(step.short, step.rows_out) for step in facts.steps]
+    return found

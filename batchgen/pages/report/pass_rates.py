@@ -1,0 +1,98 @@
+"""How many samples rows needed until enough were valid, in groups of rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.storage.shards.enough import NUM_SAMPLES, NUM_VALID, OUTCOME, OUTCOMES
+from batchgen.util.text.text_table import percent
+
+COLUMNS = (OUTCOME, NUM_VALID, NUM_SAMPLES)
+MOST_EXHAUSTED = 20
+"""Exhausted rows that are named."""
+_MOST_GROUPS = 100
+_BOUNDS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+_ALL = "all"
+HEADER = ("rows", *("number", *OUTCOMES), "samples", "valid", "pass rate")
+
+
+@dataclass
+class _Group:
+    outcomes: Counter[str] = field(default_factory=Counter)
+    samples: int = 0
+    valid: int = 0
+
+
+class PassRates:
+    """Counts rows by their outcome and by the share of their samples that are valid.
+
+    Attributes:
+        exhausted: the first rows that have fewer valid samples than they should.
+        rates: how many rows have a share in which range.
+    """
+
+    def __init__(self) -> None:
+        self.exhausted: list[str] = []
+        self.rates: Counter[str] = Counter()
+        self._groups: dict[str, _Group] = {}
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """How many rows ended how."""
+        return self._groups[_ALL].outcomes if self._groups else Counter()
+
+    def add(self, table: pa.Table, begins: np.ndarray, subset: str | None) -> None:
+        """Count the rows of a table of whole rows, each of which begins at one of these places;
+        those of shards that are not published have no outcome yet."""
+        rows = table.take(pa.array(begins))
+        rows = rows.filter(pc.is_valid(rows[NUM_SAMPLES]))
+        outcomes = rows[OUTCOME].to_pylist()
+        valid, samples = (np.asarray(rows[name]) for name in (NUM_VALID, NUM_SAMPLES))
+        ids = rows["row_id"].to_pylist()
+        groups = rows[subset].to_pylist() if subset in rows.column_names else [None] * len(ids)
+        for row_id, outcome, good, of, group in zip(
+            ids, outcomes, valid.tolist(), samples.tolist(), groups, strict=True
+        ):
+            names = [_ALL] if group is None else [_ALL, str(group)]
+            for name in names:
+                if name in self._groups or len(self._groups) < _MOST_GROUPS:
+                    counts = self._groups.setdefault(name, _Group())
+                    counts.outcomes[outcome] += 1
+                    counts.samples += of
+                    counts.valid += good
+            if outcome == "exhausted" and len(self.exhausted) < MOST_EXHAUSTED:
+                self.exhausted.append(f"{row_id} ({good:,} of {of:,})")
+            if outcome != "failed":
+                self.rates[_range(good / of)] += 1
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A line for all rows, and one for each group."""
+        return [
+            (
+                name,
+                f"{group.outcomes.total():,}",
+                *(f"{group.outcomes[outcome]:,}" for outcome in OUTCOMES),
+                f"{group.samples:,}",
+                f"{group.valid:,}",
+                percent(group.valid / max(group.samples, 1)),
+            )
+            for name, group in self._groups.items()
+        ]
+
+    def in_order(self) -> dict[str, int]:
+        """`rates`, the lowest first."""
+        names = dict.fromkeys([_range(0.0), *map(_range, _BOUNDS[1:])])
+        return {name: self.rates[name] for name in names if self.rates[name]}
+
+
+def _range(rate: float) -> str:
+    if rate == 0:
+        return "none"
+    above = max(bound for bound in _BOUNDS if bound < rate)
+    upto = min(bound for bound in _BOUNDS if bound >= rate)
+    return f"{above:.0%} to {upto:.0%}"

@@ -1,0 +1,83 @@
+"""The rows of a job for a report: in one pass, and some of them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchgen.evals.grades.folder_grades import JobGrades
+from batchgen.pages.rows.grade_columns import PREFIX
+from batchgen.pages.rows.job_rows import JobRows
+from batchgen.storage.folder.read_job import BATCH, JobFolderReader
+from batchgen.storage.shards.row_order import row_keys
+
+Keys = npt.NDArray[np.int64]
+"""Numbers of rows, as of `row_keys`."""
+MANY = 8192  # rows that are counted at once
+
+
+class JobData:
+    """Reads a job once or twice from its beginning to its end, with flat memory.
+
+    What reads rows raises JobError where a file is damaged.
+    """
+
+    def __init__(self, reader: JobFolderReader) -> None:
+        self._rows = JobRows(reader)
+        self.schema = self._rows.row_schema  # None if no row is finished
+        is_complete = reader.metrics.get("status") == "complete"
+        is_graded = is_complete and JobGrades(reader.path).lie_beside()
+        # With PREFIX; None if there are none that belong to all rows.
+        self.grades = self._rows.grade_names if is_graded else None
+
+    def tables(self, columns: Sequence[str], size: int = BATCH) -> Iterator[pa.Table]:
+        """All finished rows in order, all samples of a row in one table.
+
+        Args:
+            columns: of the rows and of the grades; those that there are not are left out. KEYS are
+                there besides.
+            size: about how many rows a table has.
+        """
+        known = {*(() if self.schema is None else self.schema.names), *(self.grades or ())}
+        names = [name for name in columns if name in known]
+        for shard in self._rows.shards:
+            yield from self._rows.whole_rows(shard, names, size=size)
+
+    def chosen(self, keys: Keys) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
+        """The rows with these `row_keys`, ascending, with all their columns, and their grades.
+
+        Columns with a value per token are arrays. One row at a time is in memory beside the row
+        group that it lies in.
+        """
+        if self.schema is None:
+            return
+        names, graded = self.schema.names, self.grades or []
+        for _, samples in self._rows.rows_at((keys >> 31).tolist(), [*names, *graded]):
+            for place in np.flatnonzero(np.isin(row_keys(samples), keys)):
+                one = samples.slice(place, 1)
+                grades = {name.removeprefix(PREFIX): one[name][0].as_py() for name in graded}
+                yield _row(one.select(names)), None if self.grades is None else grades
+
+
+def _row(table: pa.Table) -> dict[str, Any]:
+    """The one row of a table; columns with a value per token are arrays, for they may be large."""
+    row: dict[str, Any] = {}
+    for field in table.schema:
+        value = table[field.name][0]
+        metadata: Mapping[bytes, bytes] = field.metadata or {}
+        per_token = b"scope" in metadata or field.name in ("token_ids", "prompt_token_ids")
+        row[field.name] = _array(value) if per_token and value.is_valid else value.as_py()
+    return row
+
+
+def _array(value: pa.ListScalar) -> npt.NDArray[Any]:
+    """The list of a row as an array [N, *tail]."""
+    values, shape = value.values, [len(value.values)]
+    while pa.types.is_fixed_size_list(values.type):
+        shape.append(values.type.list_size)
+        values = values.flatten()
+    return np.asarray(values.to_numpy(zero_copy_only=False)).reshape(shape)

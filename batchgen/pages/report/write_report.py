@@ -1,0 +1,226 @@
+"""Makes `report.html`: what a job did, in one file without scripts that reads nothing else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from batchgen.config.groups.dataset_config import dataset_name
+from batchgen.inputs.images.thumbnails import read_thumbnails
+from batchgen.pages.report.example_rows import ShownRows, anchor, faults, shown_rows
+from batchgen.pages.report.report_data import collect
+from batchgen.pages.report.report_rows import JobData
+from batchgen.pages.report.sections import headline, sections
+from batchgen.pages.report.token_facts import token_facts
+from batchgen.pages.rows.grade_columns import MARK
+from batchgen.pages.rows.row_page import CSS, RowPage
+from batchgen.pages.tokens.decode_tokens import job_decode
+from batchgen.pages.tokens.token_boxes import Decode
+from batchgen.storage.folder.job_summary import JobSummary, cut_remark, tokens_per_s
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.stores.job_storage import Storage
+from batchgen.storage.stores.whole_file import write_atomic
+from batchgen.util.duration import duration
+from batchgen.util.errors import JobError
+from batchgen.util.hidden import visible
+from batchgen.util.text.safe_text import templates
+from batchgen.util.text.text_table import counted
+
+REPORT = "report.html"
+MOST_BYTES = 5_000_000
+_HEADING = 1500
+"""Bytes that the page needs for a row besides its id and what is in it, at most."""
+_MOST_CONFIG = 60_000  # characters
+
+
+def is_up_to_date(storage: Storage) -> bool:
+    """Whether a job has a report that is not older than its metrics and scores."""
+    report = storage.modified(storage.path / REPORT)
+    metrics = storage.modified(storage.path / "metrics.json")
+    return report is not None and metrics is not None and report >= metrics
+
+
+def try_report(job: Path, decode: Decode | None = None, shown: str | None = None) -> Path | None:
+    """Make the report of a finished job and return its path; None with a warning if that fails.
+    `shown` is what people call the job's folder, if it is not `job`."""
+    try:
+        return make_report(job, decode)
+    except Exception as error:  # a page for people must not fail hours of work that are done
+        name = str(job) if shown is None else shown
+        print(
+            f"warning: {name}/{REPORT} could not be made ({type(error).__name__}: {error}). The "
+            f"rows are complete; `batchgen report {name}` tries again, output.report=false leaves "
+            "it out",
+            file=sys.stderr,
+        )
+        return None
+
+
+def make_report(job: Path, decode: Decode | None = None) -> Path:
+    """Write the report of a job, complete or not, and return its path.
+
+    Args:
+        decode: None looks for the tokenizer of the job's model.
+
+    Raises:
+        ConfigError: the folder is not one of a job.
+        JobError: a file is damaged, or the report cannot be written.
+    """
+    path = job / REPORT
+    write_atomic(path, report_html(JobFolderReader(job), decode))
+    return path
+
+
+def report_html(reader: JobFolderReader, decode: Decode | None = None) -> str:
+    """The text of the page, at most MOST_BYTES; as in `make_report`, JobError for damage."""
+    try:
+        return _html(reader, decode)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise JobError(
+            f"{reader.path}: no report can be made of what metrics.json, manifest.json and "
+            f"config.yaml say ({type(error).__name__}: {error}): they are damaged, or not of "
+            "batchgen; without metrics.json there is a report of the rows alone"
+        ) from error
+
+
+def _html(reader: JobFolderReader, decode: Decode | None) -> str:
+    metrics, data = reader.metrics, JobData(reader)
+    job = JobSummary.of(metrics, reader.config, reader.row_facts)
+    cut_texts = (job.score or {}).get("cut_texts", "as_marked")
+    found = collect(data, cut_texts, job.group("score").get("subset"))
+    tokens = token_facts(data)
+    links = {key: anchor(key) for key in found.chosen()}
+    timeline = metrics.get("timeline", [])
+    values: dict[str, Any] = {
+        **_about(reader, job, data),
+        "facts": headline(job, found),
+        "sections": sections(job, timeline, found, tokens, links),
+        "total_rows": found.rows,
+        "faults": faults(found),
+        "is_graded": data.grades is not None and MARK in data.grades,
+    }
+    frame = _page(values, ShownRows((), 0, 0))
+    room = MOST_BYTES - len(frame.encode()) - _HEADING * len(links)
+    if data.schema is None or room < 0:
+        return frame
+    thumbnails = read_thumbnails(reader.path)
+    page = RowPage(job.config, data.schema, decode or job_decode(job.config), thumbnails)
+    rows = shown_rows(data, page, found, room)
+    if rows.dropped:  # no link may lead to them
+        there = {row.anchor for row in rows.rows}
+        links = {key: name for key, name in links.items() if name in there}
+        values["sections"] = sections(job, timeline, found, tokens, links)
+    return _page(values, rows)
+
+
+def _page(values: Mapping[str, Any], rows: ShownRows) -> str:
+    style = _style(rows)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    template = templates("batchgen.pages.report").get_template("report.html.jinja")
+    return template.render(
+        values, shown=rows, style=Markup(style), policy=f"default-src 'none'; style-src "
+        f"'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'",
+    )  # fmt: skip
+
+
+def _style(rows: ShownRows) -> str:
+    """All rules of the page; one for each kind of rows hides the others."""
+    sheets = [*CSS, Path(__file__).parent / "report.css"]
+    rules = [path.read_text(encoding="utf-8") for path in sheets]
+    rules += [
+        f"#k-{kind}:checked ~ .list > :not(.k-{kind}) {{ display: none; }}\n"
+        for kind, _, _ in rows.kinds
+    ]
+    return "".join(rules)
+
+
+def _about(reader: JobFolderReader, job: JobSummary, data: JobData) -> dict[str, Any]:
+    """Which job it is, what to be careful about, and how it was configured."""
+    manifest = reader.manifest
+    file = reader.path / "config.yaml"
+    text = visible(file.read_text(encoding="utf-8")) if file.is_file() else ""
+    if len(text) > _MOST_CONFIG:
+        text = text[:_MOST_CONFIG] + f"\n… {len(text) - _MOST_CONFIG:,} characters are left out"
+    return {
+        "model": job.model_name,
+        "dataset": _dataset(job.group("dataset")),
+        "strategy": _strategy(job),
+        "started": job.attempts[0].get("started", "") if job.attempts else "",
+        "status": _status(job),
+        "warnings": _warnings(job, data),
+        "config": text,
+        "versions": manifest["versions"],
+        "fingerprints": manifest["fingerprints"],
+        "attempts": [_attempt(attempt) for attempt in job.attempts[-20:]],
+    }
+
+
+def _dataset(dataset: Mapping[str, Any]) -> str:
+    parts = [dataset_name(dataset), dataset.get("name"), dataset.get("split")]
+    return " ".join(str(part) for part in parts if part)
+
+
+def _status(job: JobSummary) -> str:
+    return job.status if job.is_begun else "not finished"
+
+
+def _strategy(job: JobSummary) -> str:
+    """How tokens were chosen, in a line."""
+    sampling, name = job.group("sampling"), job.strategy_name
+    names = [name] if name else []
+    if sampling:
+        greedy = not sampling.get("temperature")
+        names.append("greedy" if greedy else f"temperature {sampling['temperature']:g}")
+        if (until := sampling.get("until")) is None:
+            names.append(f"{counted(sampling.get('n', 1), 'sample')} of each row")
+        else:
+            enough = f"{until['valid']:,} valid of at most {until['most']:,}"
+            names.append(f"samples until {enough} of each row")
+    return ", ".join(names)
+
+
+def _warnings(job: JobSummary, data: JobData) -> list[str]:
+    """What a reader must know before trusting a number."""
+    found = []
+    if job.status != "complete":
+        found.append(
+            f"The job is not complete ({_status(job)}): this is about the rows that are done."
+        )
+    elif job.score is not None and data.grades is None:
+        found.append("The grades do not belong to these rows: run `batchgen grade` again.")
+    if why := job.attempt.get("batch_dependence"):
+        found.append(f"A row's tokens may depend on the rows beside it: {why}.")
+    if (cut := cut_remark(job.totals)) is not None:
+        found.append(cut)
+    return found
+
+
+def _rows(attempt: Mapping[str, Any]) -> str:
+    """How many rows an attempt has finished, and how many of them it has copied."""
+    copied = attempt.get("rows_copied", 0)
+    return f"{attempt['rows']:,}" + (f" ({copied:,} copied)" if copied else "")
+
+
+def _attempt(attempt: Mapping[str, Any]) -> tuple[str, ...]:
+    """A line of the table of attempts."""
+    total = (attempt.get("memory") or {}).get("total")
+    device = (
+        "" if not attempt.get("memory") else f"GPU, {total / 2**30:.0f} GiB" if total else "CPU"
+    )
+    return (
+        attempt["started"], attempt["host"], device, attempt["status"], _rows(attempt),
+        duration(attempt["wall_s"]), f"{tokens_per_s(attempt):,.0f}",
+        f"{attempt['peak_rss_mib']:,.0f} MiB",
+    )  # fmt: skip
+
+
+def renew_report(job: Path) -> None:
+    """Make the report of a job again, if it has one, with the present scores."""
+    if (job / REPORT).is_file():
+        try_report(job)

@@ -1,0 +1,110 @@
+"""What the grades of a job say of some of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchgen.evals.grades.folder_grades import JobGrades
+from batchgen.evals.grades.grade_files import ROW_KEYS
+from batchgen.storage.shards.checked_file import CheckedFile
+from batchgen.storage.shards.row_order import KEYS, row_keys
+from batchgen.storage.shards.shard_files import shard_path
+
+PREFIX = "grades/"
+"""Stands before the names of columns of the grades, because the data may have such names, too."""
+MARK, ANSWER, ANSWER_KEY, GRADE_ERROR = (
+    PREFIX + name for name in ("mark", "answer", "answer_key", "grade_error")
+)
+_KEPT = 4
+"""Shards whose grades stay in memory."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some columns [R] of the grades of one shard."""
+
+    keys: npt.NDArray[np.int64]  # [R], as of `row_keys`, ascending
+    table: pa.Table
+
+
+class ShardGrades:
+    """The grades of a job by shard and row.
+
+    Rows without grades have nulls in their place: rows of a shard that is not complete, or that was
+    written anew after its grades.
+    """
+
+    def __init__(self, job: Path) -> None:
+        self._job = JobGrades(job)
+        self._lock = Lock()  # pages are made in several threads
+        self._parts: dict[tuple[int, ...], _Part] = {}
+        self._fields: tuple[int, list[pa.Field]] = (0, [])
+
+    def fields(self) -> list[pa.Field]:
+        """The columns of the grades, with PREFIX; empty without grades."""
+        path = self._job.path
+        changed = path.stat().st_mtime_ns if path.is_dir() else 0
+        if changed != self._fields[0]:
+            schema = self._job.schema()
+            fields = [] if schema is None else [f for f in schema if f.name not in ROW_KEYS]
+            self._fields = changed, [f.with_name(PREFIX + f.name) for f in fields]
+        return self._fields[1]
+
+    def of(
+        self, shard: int, keys: npt.NDArray[np.int64], columns: Sequence[str], *, is_open: bool
+    ) -> pa.Table:
+        """[R] Some columns of the grades of the rows with these `row_keys`.
+
+        Args:
+            columns: their names, with PREFIX.
+            is_open: whether rows of the shard stand in journals; any of these may be newer than its
+                grades, so none counts as graded.
+        """
+        fields = [field for field in self.fields() if field.name in columns]
+        names = [field.name.removeprefix(PREFIX) for field in fields]
+        with self._lock:
+            part = None if is_open else self._part(shard, names)
+        known: Collection[str] = ()
+        if part is not None:
+            at = np.searchsorted(part.keys, keys)
+            at[at == len(part.keys)] = 0
+            found = part.table.take(pa.array(at, mask=part.keys[at] != keys))
+            known = found.column_names
+        # While a job is graded by other steps, only some shards have the new columns.
+        made = [
+            found[name] if name in known else pa.nulls(len(keys), field.type)
+            for name, field in zip(names, fields, strict=True)
+        ]
+        return pa.table(made, schema=pa.schema(fields))
+
+    def _part(self, shard: int, columns: Sequence[str]) -> _Part | None:
+        """Columns of the grades of a shard; None if there are none of its rows."""
+        rows, path = shard_path(self._job.job / "data", shard), shard_path(self._job.path, shard)
+        try:
+            stats = rows.stat(), path.stat()
+        except FileNotFoundError:
+            return None
+        stamps = (shard, *(n for stat in stats for n in (stat.st_mtime_ns, stat.st_size)))
+        known = self._parts.get(stamps)
+        if known is not None and known.table.column_names == list(columns):
+            return known
+        # A shard that is older than its grades is the one that they were made of. Else the folder
+        # may just have been copied, and its bytes have to say it.
+        if stats[0].st_mtime_ns > stats[1].st_mtime_ns and not self._job.part(shard).is_of_shard:
+            return None
+        with CheckedFile(path) as file:
+            there = [name for name in columns if name in file.schema.names]
+            table = file.read([*KEYS, *there])
+        if not table.num_rows:
+            return None
+        while len(self._parts) >= _KEPT:
+            del self._parts[next(iter(self._parts))]
+        part = self._parts[stamps] = _Part(row_keys(table), table.select(there))
+        return part

@@ -1,0 +1,198 @@
+"""The rows of a job's folder with their grades, by their place, however many there are."""
+
+from __future__ import annotations
+
+import os
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.evals.grades.folder_grades import GRADES
+from batchgen.pages.rows.grade_columns import PREFIX, ShardGrades
+from batchgen.storage.folder.read_job import BATCH, JobFolderReader
+from batchgen.storage.shards.row_order import KEYS, first_key, row_keys
+from batchgen.storage.stores.manifest import Manifest
+
+_SETTLED_NS = 2 * 10**9
+"""A folder that changed less than this long ago may change again within one tick of its file
+system's clock, and its time would not show it."""
+LIGHT_BATCH = 4096
+"""How many rows are read at a time of columns that are short in every job."""
+_LIGHT = {"row_id", *KEYS, "finish_reason", "num_generated_tokens", "num_prompt_tokens"}
+_FAR = 4 * BATCH
+"""Rows that are read on the way to the next one; a farther one is sought in the file's index."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Which shards have finished rows, and their columns, as the times of folders stamp it."""
+
+    stamps: tuple[int, ...]
+    shards: list[int]  # ascending
+    schema: pa.Schema | None  # None if no row is finished
+
+
+class JobRows:
+    """Random access to the rows of a job, also while it runs.
+
+    Shard k holds the input rows from k·rows_per_shard on in order, so the place of a row says which
+    file it is in, and the statistics of the file which row group. Nothing is held in memory but the
+    numbers of the shards (8 bytes each) and the grades of the last few shards. Several threads may
+    ask for rows. What reads rows raises JobError where a file is damaged.
+
+    Raises:
+        ConfigError: manifest.json cannot be read.
+    """
+
+    def __init__(self, reader: JobFolderReader) -> None:
+        self.reader = reader
+        output = Manifest.read(reader.path / "manifest.json").identity["output"]
+        self.rows_per_shard: int = output["rows_per_shard"]  # input rows
+        self.text_column: str = output["text_column"]
+        self._grades = ShardGrades(reader.path)
+        self._listing: Listing | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.reader.path
+
+    @property
+    def stamps(self) -> tuple[int, ...]:
+        """When the folders of shards, journals and grades last changed."""
+        return (*self._listed().stamps, _changed(self.path / GRADES))
+
+    @property
+    def row_schema(self) -> pa.Schema | None:
+        """The columns of the rows; None if no row is finished."""
+        return self._listed().schema
+
+    @property
+    def grade_names(self) -> list[str]:
+        """The columns of the grades, with PREFIX; empty without grades."""
+        return [field.name for field in self._grades.fields()]
+
+    @property
+    def schema(self) -> pa.Schema | None:
+        """The columns of the rows and of their grades; None if no row is finished."""
+        rows = self.row_schema
+        return None if rows is None else pa.schema([*rows, *self._grades.fields()])
+
+    @property
+    def shards(self) -> list[int]:
+        """The numbers of the shards that have finished rows, ascending."""
+        return self._listed().shards
+
+    def shards_from(self, row_index: int) -> list[int]:
+        """The shards that can have the row with this index or later ones."""
+        shards = self.shards
+        return shards[bisect_left(shards, row_index // self.rows_per_shard) :]
+
+    def shards_before(self, row_index: int) -> list[int]:
+        """The shards that can have earlier rows, the nearest first."""
+        shards = self.shards
+        last = -(-row_index // self.rows_per_shard)
+        return shards[: bisect_left(shards, last)][::-1]
+
+    def whole_rows(
+        self, shard: int, columns: Sequence[str], first_row: int = 0, size: int = BATCH
+    ) -> Iterator[pa.Table]:
+        """Tables of one shard in which all samples of a row stand together.
+
+        Args:
+            columns: of the rows or of their grades; the two of KEYS are there besides.
+            first_row: the index of the row to begin with.
+            size: about how many rows a table has; more where all columns are short.
+        """
+        rest: pa.Table | None = None
+        for table in self._tables(shard, columns, first_row, size):
+            whole = table if rest is None else pa.concat_tables([rest, table])
+            cut = int(np.searchsorted(row_keys(whole), first_key(whole[KEYS[0]][-1].as_py())))
+            rest = whole.slice(cut)
+            if cut:
+                yield whole.slice(0, cut)
+        if rest is not None:
+            yield rest
+
+    def rows_at(
+        self, rows: Iterable[int], columns: Sequence[str]
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """The finished samples of the rows with these indices, by index, ascending."""
+        todo, per_shard = sorted(set(rows)), self.rows_per_shard
+        while todo:
+            shard, last = todo[0] // per_shard, todo[0]
+            for table in self.whole_rows(shard, columns, todo[0]):
+                last = int(table[KEYS[0]][-1].as_py())
+                wanted = [row for row in todo if row <= last]
+                found = table.filter(pc.is_in(table[KEYS[0]], pa.array(wanted, pa.int64())))
+                for row, start, stop in runs(found):
+                    yield row, found.slice(start, stop - start)
+                todo = todo[len(wanted) :]
+                if not todo or todo[0] > last + _FAR or todo[0] // per_shard != shard:
+                    break
+            else:  # what is left of this shard is not finished
+                todo = [row for row in todo if row // per_shard != shard]
+
+    def samples(self, row_index: int, columns: Sequence[str]) -> pa.Table:
+        """The finished samples of one input row, in order; no rows if there are none."""
+        return next((table for _, table in self.rows_at([row_index], columns)), pa.table({}))
+
+    def _tables(
+        self, number: int, columns: Sequence[str], first_row: int, size: int
+    ) -> Iterator[pa.Table]:
+        if number not in self.shards:
+            return
+        names = list(dict.fromkeys([*KEYS, *columns]))
+        graded = [name for name in names if name.startswith(PREFIX)]
+        own = [name for name in names if name not in graded]
+        shard = self.reader.shard(number)
+        size = max(size, LIGHT_BATCH) if _LIGHT.issuperset(own) else size
+        for batch in shard.batches(own, first_row, size):
+            if not batch.num_rows:
+                continue
+            table = pa.Table.from_batches([batch])
+            if graded:
+                keys = row_keys(batch)
+                grades = self._grades.of(number, keys, graded, is_open=shard.is_open)
+                for field in grades.schema:
+                    table = table.append_column(field, grades[field.name])
+            yield table
+
+    def _listed(self) -> Listing:
+        """The listing, made again if a file has come or gone."""
+        stamps = tuple(_changed(self.path / name) for name in ("data", "journal"))
+        known = self._listing
+        settled = max(stamps) < time.time_ns() - _SETTLED_NS
+        if known is None or known.stamps != stamps or not settled:
+            self.reader.check()
+            schema = self.reader.schema if known is None else known.schema or self.reader.schema
+            known = Listing(stamps, self.reader.shards(), schema)
+            self._listing = known
+        return known
+
+
+def starts(table: pa.Table) -> npt.NDArray[np.int64]:
+    """Where the samples of each row begin in a table of whole rows."""
+    rows = np.asarray(table[KEYS[0]])
+    return np.flatnonzero(np.append(True, rows[1:] != rows[:-1])[: len(rows)])
+
+
+def runs(table: pa.Table) -> Iterator[tuple[int, int, int]]:
+    """The index of each row in a table of whole rows, and where its samples begin and end."""
+    rows = np.asarray(table[KEYS[0]])
+    for start, stop in pairwise([*starts(table).tolist(), len(rows)]):
+        yield int(rows[start]), start, stop
+
+
+def _changed(folder: Path) -> int:
+    try:
+        return os.stat(folder).st_mtime_ns
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,198 @@
+"""One row of a job as HTML: prompt, answer, marks, counts, tokens. Reports and `view` show it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from markupsafe import Markup
+
+from batchgen.pages.math.rich_text import rich_text
+from batchgen.pages.rows.prompt_text import Part, PromptText
+from batchgen.pages.rows.row_facts import RowColumns, RowFacts
+from batchgen.pages.rows.row_pictures import ShownImage, shown_images
+from batchgen.pages.tokens.step_name import step_name
+from batchgen.pages.tokens.token_boxes import Decode, RowTokens, TokenView
+from batchgen.storage.metrics.tally import OUTCOMES
+from batchgen.util.text.row_json import plain_text
+from batchgen.util.text.safe_text import Span, shortened, templates
+
+CSS = (Path(__file__).parent / "base.css", Path(__file__).parent / "row.css")
+"""The style sheets that a page with rows needs; it is for the page to embed or to serve them."""
+_KEYS = ("row_id", "row_index", "sample_index")
+_MOST_FACT = 2_000
+_TEMPLATES = partial(templates, "batchgen.pages.rows")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much of a row is shown; None is all."""
+
+    text: int | None = None  # characters of the prompt and of the answer
+    tokens: int | None = None  # of the token view; with 0 there is none
+
+    @property
+    def fact(self) -> int | None:
+        """Characters of what stands beside the prompt and the answer."""
+        return None if self.text is None else min(self.text, _MOST_FACT)
+
+
+WHOLE = Limits()
+
+
+class RowPage:
+    """Makes the HTML of rows of one job.
+
+    Args:
+        config: the job's, by group, as in its config.yaml; may be empty.
+        decode: None shows the ids of tokens.
+        thumbnails: base64 of small JPEG files, by the digests of images.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        schema: pa.Schema,
+        decode: Decode | None = None,
+        thumbnails: Mapping[str, str] | None = None,
+    ) -> None:
+        self._thumbnails = thumbnails or {}
+        self.columns = RowColumns(config, schema)
+        self._tokens = TokenView(schema, decode, step_name(config))
+        self._prompt = PromptText(config.get("prompt") or {}, schema, decode)
+
+    def html(
+        self, facts: RowFacts, *, key: str, limits: Limits = WHOLE, with_prompt: bool = True
+    ) -> Markup:
+        """The row without its heading; `key` (letters, digits, `-`) makes its ids unique."""
+        return self.htmls(facts, key=key, limits=[limits], with_prompt=with_prompt)[0]
+
+    def htmls(
+        self,
+        facts: RowFacts,
+        *,
+        key: str,
+        limits: Sequence[Limits],
+        enough: int = 0,
+        with_prompt: bool = True,
+    ) -> list[Markup]:
+        """The row within several limits, each narrower than the one before, up to HTML with fewer
+        than `enough` characters."""
+        facts = RowFacts(self.columns.read(facts.row), facts.grades)
+        text: str | None = facts.row[self.columns.text]
+        prompt = self._prompt.parts(facts.row) if with_prompt else []
+        tokens, made = self.tokens(facts, key), list[Markup]()
+        for limit in limits:
+            values = {
+                **_answer(facts, text, limit, self.columns.reasoning),
+                **self._beside(facts, limit),
+                "prompt": [(name, _shown(part, limit)) for name, part in prompt],
+                "images": self._images(facts, limit),
+                "key": key,
+                "tokens": tokens.html(limit.tokens),
+                "num_tokens": facts.tokens,
+            }
+            made.append(Markup(_TEMPLATES().get_template("row.html.jinja").render(values)))
+            if len(made[-1]) < enough:
+                break
+        return made
+
+    def prompt(self, facts: RowFacts) -> list[Part]:
+        """What the row was asked."""
+        return self._prompt.parts(self.columns.read(facts.row))
+
+    def prompt_html(self, facts: RowFacts, *, key: str) -> Markup:
+        """The prompt of a row alone, as in `html`."""
+        prompt = [(name, _shown(part, WHOLE)) for name, part in self.prompt(facts)]
+        template = _TEMPLATES().get_template("prompt.html.jinja")
+        return Markup(template.render(prompt=prompt, key=key))
+
+    def tokens(self, facts: RowFacts, key: str) -> RowTokens:
+        """The token view of a row; none where its token ids were not read."""
+        text = facts.row[self.columns.text]
+        return self._tokens.of(facts.row, key, text, next(iter(facts.answers(text)), None))
+
+    def _images(self, facts: RowFacts, limits: Limits) -> list[ShownImage]:
+        """The images of the prompt; without pictures where there is least room."""
+        found = None if self.columns.images is None else facts.row.get(self.columns.images)
+        return shown_images(found, {} if limits.tokens == 0 else self._thumbnails)
+
+    def _beside(self, facts: RowFacts, limits: Limits) -> dict[str, Any]:
+        """What stands beside prompt and answer, as the template shows it."""
+        row, short = facts.row, partial(shortened, most=limits.fact)
+        columns = {
+            "grades": _grades(facts),
+            "facts": self._facts(facts),
+            "inputs": [
+                (name, plain_text(row[name]))
+                for name in self.columns.inputs
+                if row.get(name) is not None
+            ],
+        }
+        errors = {"error": row["error"], "grade_error": facts.grade("grade_error")}
+        return {
+            **{kind: [(n, short(value)) for n, value in pairs] for kind, pairs in columns.items()},
+            **{
+                kind: None if error is None else {n: short(text) for n, text in error.items()}
+                for kind, error in errors.items()
+            },
+        }
+
+    def _facts(self, facts: RowFacts) -> list[tuple[str, str]]:
+        """What is known of the row in a word each."""
+        row, found = facts.row, [("finish_reason", facts.finish_reason)]
+        if row["stop"] is not None:
+            found.append(("stop", plain_text(row["stop"])))
+        if (outcome := facts.constraint) is not None:
+            found.append(("constraint", f"{outcome}: {OUTCOMES[outcome]}"))
+        if row.get("parsed") is not None:
+            found.append(("parsed", plain_text(row["parsed"])))
+        counts = ((name, row.get(name)) for name in self.columns.counts)
+        return found + [
+            (name, f"{value:,}" if isinstance(value, int) else plain_text(value))
+            for name, value in counts
+            if value is not None
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A text as it is written and, if it has Markdown or formulas, with these rendered."""
+
+    plain: Markup
+    rich: Markup | None
+
+
+def _shown(text: str, limits: Limits, spans: Sequence[Span] = ()) -> _Shown:
+    return _Shown(shortened(text, limits.text, spans), rich_text(text, limits.text, spans))
+
+
+def _answer(
+    facts: RowFacts, text: str | None, limits: Limits, column: str | None
+) -> dict[str, Any]:
+    """Reasoning and answer, as the template shows them. Jobs that tell them apart have a `column`
+    of reasoning; in those of others the reasoning is the beginning of the text."""
+    behind = facts.reasoning_end(text) if column is None else 0
+    reasoning = (text or "")[:behind] if column is None else facts.row[column] or ""
+    spans = [s for s in facts.answers(text) if s.start >= behind]
+    moved = [Span(s.start - behind, s.end - behind, s.name) for s in spans]
+    return {
+        "reasoning": _shown(reasoning, limits) if reasoning else None,
+        "reasoning_length": len(reasoning),
+        "answer": None if text is None else _shown(text[behind:], limits, moved),
+        "has_marks": bool(moved),
+    }
+
+
+def _grades(facts: RowFacts) -> list[tuple[str, str]]:
+    """The columns of the grades that people read: without places in the text."""
+    places = ("_start", "_end", "grade_error")
+    return [
+        (name, "–" if value is None else plain_text(value))
+        for name, value in (facts.grades or {}).items()
+        if name not in _KEYS and not name.endswith(places)
+    ]

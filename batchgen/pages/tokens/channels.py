@@ -1,0 +1,289 @@
+"""What a row of Harmony says in which channel: reasoning, answer, calls of tools."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from batchgen.engine.constraint.harmony import FINAL, WHITESPACE, HarmonyTokens
+from batchgen.engine.interface.outputs import FinishReason, RequestOutput
+from batchgen.engine.rows.stopping import decode
+from batchgen.storage.shards.output_schema import CHANNEL, REASONING, TEXT, SplitOutput, described
+
+ANALYSIS, COMMENTARY = "analysis", "commentary"
+_CHANNELS = (ANALYSIS, COMMENTARY, FINAL)
+HEADER = "header"
+"""What a row ended in that was cut before a message began."""
+_PARAGRAPHS = "\n\n"
+_ROLE = re.compile(r"\s*(assistant|user|system|developer|tool|functions\.\S+)?\s*")
+_TO = re.compile(r"\s*to=(\S+)\s*")
+_KIND = re.compile(r"\s*(json|code)?\s*")
+_PEOPLE = ("assistant", "user", "all")
+"""Recipients that are no tools."""
+_FIELDS = (
+    described(REASONING, pa.string(), "the channel analysis; null without one, and on error"),
+    described(
+        COMMENTARY,
+        pa.string(),
+        "what the model says beside analysis, answer and calls; null without such",
+    ),
+    described(
+        "tool_calls",
+        pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string())])),
+        "the tools that the model calls, with arguments as it wrote them; null without a call",
+    ),
+    described(
+        CHANNEL,
+        pa.string(),
+        "where the row ended: analysis, commentary, final, or header (before a message began); "
+        "null if nothing was begun, and on error",
+    ),
+)
+
+
+@dataclass(slots=True)
+class Message:
+    """The token ids of a message: what stands before `<|channel|>`, between that and the text,
+    behind `<|constrain|>` in its header, and the text. None is a part that was not begun. `end` is
+    the token that ended it. `has_role` is false behind a prompt without the format, where no role
+    is written.
+    """
+
+    role: list[int] = field(default_factory=list)
+    channel: list[int] | None = None
+    kind: list[int] | None = None
+    content: list[int] | None = None
+    end: int | None = None
+    has_role: bool = True
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is anything of it."""
+        return bool(self.role) or self.last is not self.role
+
+    @property
+    def last(self) -> list[int]:
+        """The part to which the next token of text belongs."""
+        parts = (self.content, self.kind, self.channel)
+        return next((part for part in parts if part is not None), self.role)
+
+
+class Messages:
+    """Cuts token ids into messages. No sequence of ids is wrong: a header that is not closed has
+    its message end where the next begins, and text before the first header is a message, too.
+
+    Attributes:
+        ended: the messages that have ended.
+        open: the one that has not, which may have nothing in it.
+    """
+
+    def __init__(self, tokens: HarmonyTokens, prompt: Sequence[int] = ()) -> None:
+        """Begin behind a prompt, whose last message may be open; of it only the header counts."""
+        self._tokens, self._format = tokens, tokens.all
+        self.ended: list[Message] = []
+        self.open = Message(has_role=False)
+        if tokens.start in prompt:
+            self.read(prompt[len(prompt) - 1 - prompt[::-1].index(tokens.start) :])
+            self.ended = []
+            if self.open.content is not None:
+                self.open.content = []
+
+    def read(self, ids: Sequence[int]) -> None:
+        """Take further ids."""
+        behind = 0
+        for place in [place for place, id in enumerate(ids) if id in self._format]:
+            self.open.last.extend(ids[behind:place])
+            self._take(ids[place])
+            behind = place + 1
+        self.open.last.extend(ids[behind:])
+
+    def _take(self, id: int) -> None:
+        """Take a token of the format."""
+        tokens, current = self._tokens, self.open
+        if id == tokens.message:
+            current.content = [] if current.content is None else current.content
+        elif id == tokens.constrain:
+            if current.content is None and current.kind is None:
+                current.kind = []
+        elif id == tokens.channel:
+            if current.last is not current.role:
+                self._end(None)
+            self.open.channel = []
+        else:
+            self._end(None if id == tokens.start else id)
+
+    @property
+    def all(self) -> list[Message]:
+        """The messages so far, with the open one if it has begun."""
+        return [*self.ended, *([self.open] if self.open.is_begun else [])]
+
+    def _end(self, end: int | None) -> None:
+        self.open.end = end
+        if self.open.is_begun or end == self._tokens.call:
+            self.ended.append(self.open)
+        self.open = Message()
+
+
+class _Part(NamedTuple):
+    """A text and its channel, None without one; `tool` is whom a call is for, if it names one."""
+
+    channel: str | None
+    text: str
+    is_call: bool = False
+    tool: str | None = None
+    is_header: bool = False  # nothing but a header
+
+
+class HarmonyChannels:
+    """Tells what a row says in which channel, by the ids of its tokens.
+
+    Attributes:
+        fields: the columns that it makes besides the text.
+    """
+
+    fields = _FIELDS
+
+    def __init__(self, tokens: HarmonyTokens, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokens, self._tokenizer = tokens, tokenizer
+        self._format = tokens.all
+
+    def split(self, output: RequestOutput) -> SplitOutput:
+        """The output with the answer as its text, and the columns.
+
+        Where there is no answer, `columns` has a text that is None. A row that ended by itself has
+        the finish reason `stop` in the final channel alone, `tool_call` behind a call, and else
+        `no_answer`.
+        """
+        if output.finish_reason == "error":
+            return SplitOutput(output)
+        messages = Messages(self._tokens, output.prompt_token_ids)
+        messages.read(output.token_ids)
+        parts = [part for message in messages.all for part in self._parts(message)]
+        parts = _without_end(parts, self._cut(output))
+        named = {channel: _texts(parts, channel) for channel in (ANALYSIS, FINAL, None)}
+        # A model that leaves the format out still answers.
+        is_plain = not named[FINAL] and bool(named[None])
+        answer = named[None] if is_plain else named[FINAL]
+        beside = [
+            part.text
+            for part in parts
+            if not part.is_call and not part.is_header
+            if part.channel == COMMENTARY or (part.channel is None and not is_plain)
+        ]
+        calls = [{"name": part.tool, "arguments": part.text} for part in parts if part.is_call]
+        channel = _ended_in(parts, is_plain)
+        columns = {
+            REASONING: _joined(named[ANALYSIS]),
+            COMMENTARY: _joined(beside),
+            "tool_calls": calls or None,
+            CHANNEL: channel,
+            **({} if answer else {TEXT: None}),
+        }
+        reason = self._reason(output, channel)
+        return SplitOutput(
+            replace(output, text=_joined(answer) or "", finish_reason=reason), columns
+        )
+
+    def _reason(self, output: RequestOutput, channel: str | None) -> FinishReason:
+        if output.finish_reason != "stop":
+            return output.finish_reason
+        if output.token_ids[-1] == self._tokens.call:
+            return "tool_call"
+        return "stop" if channel == FINAL else "no_answer"
+
+    def _cut(self, output: RequestOutput) -> int:
+        """How many characters a stop string, or a stop id that is text, has cut off."""
+        if output.finish_reason != "stop" or output.token_ids[-1] in self._format:
+            return 0
+        return len(self._decoded(output.token_ids)) - len(output.text)
+
+    def _parts(self, message: Message) -> list[_Part]:
+        """The text of a message, and before it what has no place in its header."""
+        has_text = message.content is not None
+        role, tool, before = "", None, self._decoded(message.role)
+        if message.has_role:
+            role, before = _headed(_ROLE, before)
+            tool, before = _addressed(before)
+        channel, behind = None, before
+        if message.channel is not None:
+            channel, behind = _named(self._decoded(message.channel))
+            named, behind = _addressed(behind)
+            tool = tool or named
+        if message.kind is not None:
+            behind += _headed(_KIND, self._decoded(message.kind))[1]
+        text = self._decoded(message.content) if message.content is not None else behind
+        is_call = message.end == self._tokens.call or (tool is not None and channel != FINAL)
+        parts = []
+        if message.channel is not None and before.strip():
+            parts.append(_Part(None, before))
+        if channel is None and role not in ("", "assistant"):
+            channel = COMMENTARY
+        is_bare = not has_text and not text.strip() and message.end != self._tokens.call
+        tool = None if tool is None else tool.removeprefix("functions.")
+        return [*parts, _Part(channel, text, is_call and not is_bare, tool, is_bare)]
+
+    def _decoded(self, ids: list[int]) -> str:
+        return decode(self._tokenizer, ids) if ids else ""
+
+
+def _headed(pattern: re.Pattern[str], text: str) -> tuple[str, str]:
+    """The word with which a text begins, if it is one of a pattern's, and the rest."""
+    found = pattern.match(text)
+    word = found and found[1]
+    return (word, text[found.end() :]) if found and word else ("", text)
+
+
+def _addressed(text: str) -> tuple[str | None, str]:
+    """The tool for which a header is, and the header without that."""
+    found = _TO.match(text)
+    if found is None:
+        return None, text
+    return None if found[1] in _PEOPLE else found[1], text[found.end() :]
+
+
+def _named(header: str) -> tuple[str | None, str]:
+    """The channel that a header names, and what follows the name. A name that is unknown counts as
+    commentary, and as text where a message has no other; none is no channel."""
+    header = header.strip(WHITESPACE)
+    for channel in _CHANNELS:
+        if header.lower().startswith(channel):
+            return channel, header[len(channel) :].lstrip(WHITESPACE)
+    is_begun = any(channel.startswith(header.lower()) for channel in _CHANNELS)
+    return (COMMENTARY if header else None), ("" if is_begun else header)
+
+
+def _without_end(parts: Sequence[_Part], size: int) -> list[_Part]:
+    """Parts whose last text has lost its last `size` characters."""
+    if not size or not parts:
+        return list(parts)
+    last = parts[-1]
+    return [*parts[:-1], last._replace(text=last.text[: max(0, len(last.text) - size)])]
+
+
+def _texts(parts: Sequence[_Part], channel: str | None) -> list[str]:
+    """What is said in a channel, apart from calls."""
+    return [
+        part.text
+        for part in parts
+        if part.channel == channel and not part.is_call and not part.is_header
+    ]
+
+
+def _joined(texts: Sequence[str]) -> str | None:
+    """Texts with a blank line between them; None if there is none."""
+    return _PARAGRAPHS.join(filter(None, texts)) if texts else None
+
+
+def _ended_in(parts: Sequence[_Part], is_plain: bool) -> str | None:
+    """The channel in which the last message stands."""
+    if not parts:
+        return None
+    last = parts[-1]
+    if last.is_header:
+        return HEADER
+    return last.channel or (FINAL if is_plain and not last.is_call else COMMENTARY)

@@ -1,0 +1,111 @@
+"""A reasoning model's thoughts, told apart from its answer by a marker in its tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from batchgen.engine.constraint.vocabulary import Vocabulary
+from batchgen.engine.interface.constraint_error import ConstraintError
+from batchgen.engine.interface.outputs import RequestOutput
+from batchgen.storage.shards.output_schema import REASONING, SplitOutput, described
+from batchgen.util.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ReasoningMarkers:
+    """Finds where thoughts end in the bytes that a row's tokens spell, special ones too, as a
+    constraint finds its `start_after`. So the marker may be one special token, or several ordinary
+    ones that are cut in any way.
+
+    Attributes:
+        fields: the column of thoughts.
+    """
+
+    fields = (
+        described(
+            REASONING,
+            pa.string(),
+            "the thoughts before output.reasoning_end; null on error, and if the row has none",
+        ),
+    )
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        special_ids: Sequence[int],
+        *,
+        start: str | None,
+        end: str,
+    ) -> None:
+        """`special_ids` count as special in any case. ConfigError if nothing tells what the
+        tokens spell."""
+        if tokenizer is None:
+            raise ConfigError(
+                "output.reasoning_end needs a tokenizer, and the model comes without one: drop it"
+            )
+        try:
+            words = Vocabulary(tokenizer, vocab_size, special_ids)
+        except ConstraintError as error:
+            raise ConfigError(f"output.reasoning_end: {error}") from None
+        self._texts = words.texts
+        added = tokenizer.added_tokens_decoder.items()
+        special = {*tokenizer.all_special_ids, *(id for id, token in added if token.special)}
+        self._special = frozenset(special)
+        self._start = None if start is None else start.encode()
+        self._end = end.encode()
+
+    def split(self, output: RequestOutput) -> SplitOutput:
+        """The output with the text that follows the thoughts, and the column of thoughts.
+
+        Without the end marker everything is thoughts, and the text is empty. Where a start marker
+        is given, a row thinks only if it begins with that or its prompt ends inside of thoughts;
+        one that does not has no thoughts, which is None, as for a row with an error.
+        """
+        ids = output.token_ids
+        spelled = self._spell(ids)
+        if output.finish_reason == "error" or not self._thinks(output, spelled):
+            return SplitOutput(output)
+        at = spelled.find(self._end)
+        if at < 0:
+            thoughts = self._without_start(output.text)
+            return SplitOutput(replace(output, text=""), {REASONING: thoughts})
+        # A text may lack the space that its first token begins with.
+        first = self._shown(ids, spelled, len(spelled))[:1]
+        lead = first.isspace() and not output.text[:1].isspace()
+        before = len(self._shown(ids, spelled, at)) - lead
+        behind = len(self._shown(ids, spelled, at + len(self._end))) - lead
+        thoughts = self._without_start(output.text[: max(before, 0)])
+        answer = replace(output, text=output.text[max(behind, 0) :])
+        return SplitOutput(answer, {REASONING: thoughts})
+
+    def _thinks(self, output: RequestOutput, spelled: bytes) -> bool:
+        if self._start is None or spelled.lstrip().startswith(self._start):
+            return True
+        prompt = self._spell(output.prompt_token_ids)
+        return prompt.rfind(self._start) > prompt.rfind(self._end)
+
+    def _without_start(self, thoughts: str) -> str:
+        start = "" if self._start is None else self._start.decode()
+        bare = thoughts.lstrip()
+        return bare[len(start) :] if start and bare.startswith(start) else thoughts
+
+    def _spell(self, ids: Sequence[int]) -> bytes:
+        return b"".join([self._texts[id] for id in ids])
+
+    def _shown(self, ids: Sequence[int], spelled: bytes, end: int) -> str:
+        """The text of the first `end` bytes of what the tokens spell, without special ones."""
+        ends = list(accumulate(len(self._texts[id]) for id in ids))
+        whole = bisect_right(ends, end)
+        shown = [self._texts[id] for id in ids[:whole] if id not in self._special]
+        if whole < len(ids) and ids[whole] not in self._special:
+            shown.append(spelled[ends[whole - 1] if whole else 0 : end])
+        return b"".join(shown).decode("utf-8", "replace")

@@ -1,0 +1,177 @@
+"""The tokens of a row as HTML: each is a span whose classes and title say what is known about it.
+
+Radio inputs and `row.css` choose which fact colours the tokens: without scripts and `style`, so
+that any Content-Security-Policy allows it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import pyarrow as pa
+from markupsafe import Markup, escape
+
+from batchgen.pages.tokens.token_row import Mode, TokenRow
+from batchgen.util.hidden import visible
+from batchgen.util.text.safe_text import Span
+
+Decode = Callable[[list[int]], str]
+"""The text of token ids, with special tokens."""
+_CACHED = 20_000  # texts of tokens
+_MOST_TOP = 8  # of the likeliest tokens
+
+
+class TokenView:
+    """Makes the token views of the rows of one job.
+
+    Args:
+        schema: of its rows.
+        decode: None shows ids in place of texts.
+        step_name: what a value of `step_map` is called.
+    """
+
+    def __init__(
+        self, schema: pa.Schema, decode: Decode | None, step_name: str = "forward"
+    ) -> None:
+        self._schema, self._decode, self._step_name = schema, decode, step_name
+        self.has_texts = decode is not None
+        self.text = lru_cache(_CACHED)(self._text)
+        self.name = lru_cache(_CACHED)(self._name)
+
+    def of(
+        self, row: Mapping[str, Any], key: str, text: str | None, answer: Span | None
+    ) -> RowTokens:
+        """The view of a row.
+
+        Args:
+            row: columns with a value per token may be lists or arrays.
+            key: makes the ids of inputs unique in the page: letters, digits and `-`.
+            answer: the part of the row's text whose tokens are underlined.
+        """
+        ids: Sequence[int] = () if (found := row.get("token_ids")) is None else found
+        facts = TokenRow.of(row, len(ids), self._schema, self._step_name)
+        return RowTokens(self, [int(id) for id in ids], facts, key, text or "", answer)
+
+    def _text(self, id: int) -> str | None:
+        """The text of a token; None without a tokenizer."""
+        if self._decode is None:
+            return None
+        # Some tokenizers drop the space before the first token of a text, so the second one tells.
+        one, two = self._decode([id]), self._decode([id, id])
+        return two[len(one) :] if two.startswith(one) else one
+
+    def _name(self, id: int) -> Markup:
+        """The token in a title."""
+        text: str | None = self.text(id)
+        quoted = "" if text is None else f"“{visible(text).replace(chr(10), '↵')}” "
+        return escape(f"{quoted}id {id}")
+
+
+@dataclass(frozen=True)
+class RowTokens:
+    """The token view of one row."""
+
+    view: TokenView
+    ids: Sequence[int]
+    facts: TokenRow
+    key: str
+    text: str
+    answer: Span | None
+    _made: dict[int, str] = field(default_factory=dict)
+
+    def html(self, most: int | None = None) -> Markup:
+        """The tokens, at most `most` from the beginning and the end; empty if there are none."""
+        count = len(self.ids)
+        if not count or most == 0:
+            return Markup("")
+        half = count if most is None or count <= most else most // 2
+        parts = [self._span(place) for place in range(half)]
+        if half < count:
+            parts.append(_GAP.format(f"{count - 2 * half:,}"))
+            parts += [self._span(place) for place in range(count - half, count)]
+        switches = _switches(self.facts.modes, self.key)
+        if self._inside:
+            switches += _ANSWER
+        return _VIEW.format(switches=switches, tokens=Markup("".join(parts)))
+
+    def _span(self, place: int) -> str:
+        if (made := self._made.get(place)) is None:
+            id = self.ids[place]
+            text: str | None = self.view.text(id)
+            answer = " a" if place in self._inside else ""
+            classes = f"t{self.facts.classes(place)}{answer}"
+            shown = f"{id} " if text is None else _shown(text)
+            made = f'<span class="{classes}" tabindex=0 title="{self._title(place)}">{shown}</span>'
+            self._made[place] = made
+        return made
+
+    def _title(self, place: int) -> str:
+        facts, name = self.facts, self.view.name
+        lines: list[str] = [name(self.ids[place])]
+        if facts.logprobs is not None:
+            lines[0] += f"  {_logprob(facts.logprobs[place])}"
+        lines += facts.lines(place)
+        if facts.top is not None:
+            lines += [f"{_logprob(v)}  {name(id)}" for id, v in facts.top(place)[:_MOST_TOP]]
+        return "\n".join(lines)
+
+    @cached_property
+    def _inside(self) -> range:
+        """The tokens of the answer, if the row's text is the texts of its tokens."""
+        if self.answer is None or not self.view.has_texts:
+            return range(0)
+        texts = [self.view.text(id) or "" for id in self.ids]
+        if not "".join(texts).startswith(self.text):
+            return range(0)
+        at, found = 0, []
+        for place, text in enumerate(texts):
+            if at < self.answer.end and at + len(text) > self.answer.start:
+                found.append(place)
+            at += len(text)
+        return range(found[0], found[-1] + 1) if found else range(0)
+
+
+def _shown(text: str) -> str:
+    """A token in the page: a line break is seen and breaks the line."""
+    if not text:
+        return "∅"
+    return str(escape(visible(text))).replace("\t", "⇥\t").replace("\n", "↵\n")
+
+
+def _logprob(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "–"
+    return _logprob_text(round(float(value), 3))
+
+
+@lru_cache(_CACHED)
+def _logprob_text(value: float) -> str:
+    share = 100 * math.exp(min(value, 0.0))
+    return f"{'−' if value < 0 else ''}{abs(value):.3f} ({share:.3g}%)"
+
+
+_GAP = '<span class="gap"> … {} tokens left out … </span>'
+_VIEW = Markup('<div class="tv">{switches}<div class="toks" dir="auto">{tokens}</div></div>')
+_SWITCH = Markup(
+    '<input type="radio" class="m m-{mode}" name="tv-{key}" id="tv-{key}-{mode}"{checked}>'
+    '<label for="tv-{key}-{mode}">{name}</label>'
+)
+_ANSWER = Markup('<p class="underlined">Underlined: <span class="t a">the answer</span></p>')
+_LEGEND = Markup('<p class="legend l-{mode}">{text}</p>')
+
+
+def _switches(modes: Sequence[Mode], key: str) -> Markup:
+    if len(modes) == 1:
+        return Markup("")
+    first = Markup(" checked")
+    switches = [
+        _SWITCH.format(mode=mode.key, key=key, name=mode.name, checked="" if i else first)
+        for i, mode in enumerate(modes)
+    ]
+    return Markup("").join(
+        [*switches, *(_LEGEND.format(mode=mode.key, text=mode.legend) for mode in modes)]
+    )

@@ -1,0 +1,128 @@
+"""The rows that two jobs answer differently well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from batchgen.evals.scores.compared_jobs import compared, comparison_lines
+from batchgen.evals.scores.graded_folder import GradedJob
+from batchgen.pages.rows.row_facts import RowFacts
+from batchgen.pages.viewer.job_view import JobView
+from batchgen.pages.viewer.listed_rows import Line, row_lines
+from batchgen.pages.viewer.rows.filters import Filter
+from batchgen.pages.viewer.rows.search import Search
+from batchgen.util.errors import ConfigError
+
+if TYPE_CHECKING:
+    from batchgen.evals.scores.paired_comparison import Comparison, Question
+
+MOST_ANSWERS = 500_000
+"""Answers that each job may have: a comparison holds all marks in memory, about 1 kB each."""
+
+
+@dataclass(frozen=True)
+class Flipped:
+    """How two jobs compare."""
+
+    comparison: Comparison
+    differs: tuple[str, ...]  # what makes them different exams, a sentence each
+
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """A name and a value for each line that `batchgen compare` prints."""
+        return comparison_lines(self.comparison)
+
+    @cached_property
+    def flipped(self) -> list[Question]:
+        """The questions that B answers worse, then those that it answers better."""
+        return [*self.comparison.losses, *self.comparison.wins]
+
+
+@dataclass(frozen=True)
+class FlippedRow:
+    """A question that two jobs answer differently well."""
+
+    question: Question
+    line: Line | None  # None if the row is gone
+    samples: tuple[RowFacts | None, RowFacts | None]
+    """One of A and one of B; their marks are farthest apart in the direction of the question."""
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether B answers it worse."""
+        return self.question.b < self.question.a
+
+
+class Flips:
+    """Compares two jobs when the page is first asked for, and again when a job has changed."""
+
+    def __init__(self, a: JobView, b: JobView) -> None:
+        self._jobs = (a, b)
+        self._lock = Lock()
+        self._known: dict[bool, tuple[tuple[int, ...], Flipped | ConfigError]] = {}
+
+    def find(self, *, anyway: bool) -> Flipped:
+        """The comparison.
+
+        Args:
+            anyway: compare different exams, too.
+
+        Raises:
+            ConfigError: as `batchgen compare`, or the jobs are too large for a page.
+        """
+        with self._lock:
+            stamps = tuple(stamp for job in self._jobs for stamp in job.rows.stamps)
+            known = self._known.get(anyway)
+            if known is None or known[0] != stamps:
+                known = self._known[anyway] = stamps, self._compared_or_refused(anyway)
+        if isinstance(known[1], ConfigError):
+            raise known[1]
+        return known[1]
+
+    def rows(self, questions: Sequence[Question]) -> list[FlippedRow]:
+        """What both jobs say to some questions.
+
+        Raises:
+            StillSearching: it takes long to find the rows.
+        """
+        first = self._jobs[0]
+        places = {question.row_id: first.ids.find(question.row_id) for question in questions}
+        hits = {place: [0] for place in sorted(p for p in places.values() if p is not None)}
+        found = row_lines(self._jobs, Search(first.rows, Filter()), hits)
+        lines = {line.index: line for line in found}
+        rows = []
+        for question in questions:
+            place, worse = places[question.row_id], question.b < question.a
+            line = None if place is None else lines.get(place)
+            a, b = ([], []) if line is None else line.jobs
+            samples = _extreme(a, best=worse), _extreme(b, best=not worse)
+            rows.append(FlippedRow(question, line, samples))
+        return rows
+
+    def _compared_or_refused(self, anyway: bool) -> Flipped | ConfigError:
+        try:
+            return self._compared(anyway)
+        except ConfigError as error:  # it takes as long to find, and is asked for as often
+            return error
+
+    def _compared(self, anyway: bool) -> Flipped:
+        for job in self._jobs:
+            if job.metrics.get("rows", 0) > MOST_ANSWERS:
+                raise ConfigError(
+                    f"{job.name} has more than {MOST_ANSWERS:,} answers, which is too many for a "
+                    "page: batchgen compare lists the flipped rows"
+                )
+        jobs = [GradedJob(str(job.path), "view") for job in self._jobs]
+        return Flipped(*compared(jobs, anyway=anyway))
+
+
+def _extreme(samples: Sequence[RowFacts], *, best: bool) -> RowFacts | None:
+    """The sample with the best mark, or with the worst; the first one where nothing is marked."""
+    marked = [(mark, s) for s in samples if (mark := s.grade("mark")) is not None]
+    choose = max if best else min
+    chosen = choose(marked, key=lambda pair: float(pair[0]), default=None)
+    return next(iter(samples), None) if chosen is None else chosen[1]

@@ -1,0 +1,206 @@
+"""What the pages show of one job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from batchgen.inputs.images.thumbnails import read_thumbnails
+from batchgen.pages.rows.grade_columns import PREFIX
+from batchgen.pages.rows.job_rows import JobRows
+from batchgen.pages.rows.row_facts import RowColumns, RowFacts, Verdict
+from batchgen.pages.rows.row_page import RowPage
+from batchgen.pages.viewer.rows.ranking import Rankings
+from batchgen.pages.viewer.rows.row_id_index import RowIds
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.shards.image_column import PROMPT_IMAGES
+from batchgen.storage.stores.manifest import ROWS
+
+if TYPE_CHECKING:
+    from batchgen.pages.tokens.token_boxes import Decode
+
+_PER_TOKEN = ("token_ids", "prompt_token_ids")
+
+
+class JobView:
+    """One job as the pages show it.
+
+    Args:
+        name: the folder as the user named it.
+    """
+
+    def __init__(self, reader: JobFolderReader, name: str) -> None:
+        self.name, self.rows = name, JobRows(reader)
+        self.ids = RowIds(self.rows)
+        self.rankings = Rankings(self.rows)
+        self._lock = Lock()
+        self._decode: tuple[Decode | None] | None = None
+        self._config: tuple[tuple[int, int], dict[str, Any]] | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.rows.path
+
+    @property
+    def short_name(self) -> str:
+        """The last part of the folder's name, for titles."""
+        return self.path.name
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The job's configuration by group; empty if the job was killed before it was written. It
+        is read again only when the file has changed: YAML takes a hundred milliseconds."""
+        try:
+            stat = (self.path / "config.yaml").stat()
+        except FileNotFoundError:
+            return {}
+        stamp = stat.st_mtime_ns, stat.st_size
+        known = self._config
+        if known is None or known[0] != stamp:
+            known = self._config = stamp, self.rows.reader.config
+        return known[1]
+
+    @property
+    def config_text(self) -> str:
+        """The file config.yaml; empty if there is none yet."""
+        path = self.path / "config.yaml"
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return self.rows.reader.metrics
+
+    @property
+    def num_rows(self) -> int | None:
+        """How many input rows the job has; None if that is not known."""
+        rows: int | None = self.rows.reader.manifest["growing"].get(ROWS)
+        return rows
+
+    @property
+    def report(self) -> Path | None:
+        path = self.path / "report.html"
+        return path if path.is_file() and not path.is_symlink() else None
+
+    @property
+    def subsets(self) -> dict[str, dict[str, Any]]:
+        """The scores of the subsets, by name; empty without."""
+        found: dict[str, dict[str, Any]] = (self.metrics.get("score") or {}).get("subsets", {})
+        return found
+
+    @property
+    def subset_column(self) -> str:
+        """The column by which the job was scored; empty if there is none in the rows."""
+        name: str = (self.config.get("score") or {}).get("subset") or ""
+        schema = self.rows.row_schema
+        return name if schema is not None and name in schema.names else ""
+
+    @property
+    def asked(self) -> list[str]:
+        """The columns that say what a row was asked."""
+        schema = self.rows.row_schema
+        return [] if schema is None else RowColumns(self.config, schema).asked
+
+    def columns(self, *, per_token: bool) -> list[str]:
+        """The columns of the rows and of their grades; with `per_token`, those with a value per
+        token, too, which can be most of a file."""
+        fields = self.rows.schema or ()
+        return [f.name for f in fields if per_token or not _is_per_token(f)]
+
+    def row(self, row_index: int, *, tokens: bool) -> list[RowFacts]:
+        """The finished samples of a row, with `tokens` as in `columns`."""
+        if self.rows.schema is None:
+            return []
+        return self.samples(self.rows.samples(row_index, self.columns(per_token=tokens)))
+
+    def samples(self, table: pa.Table) -> list[RowFacts]:
+        """The samples in a table of rows and their grades."""
+        found = []
+        for row in table.to_pylist():
+            own = {name: value for name, value in row.items() if not name.startswith(PREFIX)}
+            grades = {name.removeprefix(PREFIX): row[name] for name in row if name not in own}
+            has_some = any(value is not None for value in grades.values())
+            found.append(RowFacts(own, grades if has_some else None))
+        return found
+
+    def page(self, *, tokens: bool) -> RowPage:
+        """What makes the HTML of the rows; with `tokens`, their texts are known to it."""
+        schema = self.rows.row_schema
+        assert schema is not None
+        thumbnails = read_thumbnails(self.path) if PROMPT_IMAGES in schema.names else None
+        return RowPage(self.config, schema, self.decode() if tokens else None, thumbnails)
+
+    def decode(self) -> Decode | None:
+        """The text of token ids; None if the tokenizer is not on this machine. It is loaded when it
+        is first asked for, which takes seconds for a GGUF file."""
+        with self._lock:
+            if self._decode is None:
+                from batchgen.pages.tokens.decode_tokens import job_decode
+
+                self._decode = (job_decode(self.config),)
+            return self._decode[0]
+
+    def missing(self) -> list[str]:
+        """What the job lacks that pages could show, a sentence each."""
+        schema = self.rows.row_schema
+        if schema is None:
+            return ["No row is finished yet. Rows appear here as they finish."]
+        found = []
+        if not self.rows.grade_names:
+            found.append(
+                "The rows have no grades, so nothing is right or wrong: batchgen grade makes some."
+            )
+        if not any(name in schema.names for name in ("logprobs", "step_map", "draft_accepted")):
+            found.append(
+                "The rows have no column with a value per token, so the token view has no colours: "
+                "output.columns=logprobs would bring one."
+            )
+        return found
+
+
+def _is_per_token(field: pa.Field) -> bool:
+    return field.name in _PER_TOKEN or b"scope" in (field.metadata or {})
+
+
+@dataclass(frozen=True)
+class Vote:
+    """An answer that samples of a question give."""
+
+    key: str | None  # its normal form, in which votes are counted; None without an answer
+    answer: str | None  # as the first sample wrote it
+    samples: list[int]
+    verdict: Verdict
+
+    @property
+    def shown(self) -> str:
+        """The answer for people; its normal form, which can be opaque, where grades lack it."""
+        return next((text for text in (self.answer, self.key) if text is not None), "no answer")
+
+    @property
+    def count(self) -> int:
+        return len(self.samples)
+
+
+def votes(samples: Sequence[RowFacts]) -> list[Vote]:
+    """The answers of the samples of one row, the most frequent first; no answer comes last.
+
+    Samples with equal answers and different marks are told apart. Failed samples have no answer.
+    Without any graded sample there are no votes.
+    """
+    if not any(sample.grades and "answer_key" in sample.grades for sample in samples):
+        return []
+    found: dict[tuple[str | None, str], Vote] = {}
+    for sample in samples:
+        key, answer = (_text(sample.grade(name)) for name in ("answer_key", "answer"))
+        verdict = sample.verdict
+        vote = found.setdefault((key, verdict.name), Vote(key, answer, [], verdict))
+        vote.samples.append(sample.number)
+    return sorted(found.values(), key=lambda vote: (vote.key is None, -vote.count))
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)

@@ -1,0 +1,132 @@
+"""What the first page says of a job, without reading its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.config.groups.dataset_config import dataset_name
+from batchgen.pages.viewer.job_view import JobView
+from batchgen.pages.viewer.rows.filters import MARKS
+from batchgen.storage.folder.job_summary import JobSummary, until_line
+from batchgen.util.duration import duration
+from batchgen.util.text.text_table import Line, percent_range, score_lines
+
+Query = Mapping[str, str]
+"""The keys of a filter."""
+_SAMPLING = ("n", "temperature", "top_p", "max_new_tokens", "seed")
+
+
+@dataclass(frozen=True)
+class Count:
+    """A number of answers, and the filter that lists them."""
+
+    name: str
+    number: int
+    share: float  # of all answers
+    query: Query
+
+
+@dataclass(frozen=True)
+class Subset:
+    """The score of a part of the exam."""
+
+    name: str
+    questions: int
+    value: float | None  # the mean mark
+    interval: str  # of 95%, for new questions
+    query: Query | None  # None where rows do not name their subset
+
+
+@dataclass(frozen=True)
+class Overview:
+    """One job on the first page. What the job lacks is empty."""
+
+    job: JobView
+    status: str
+    facts: list[Line]
+    scores: list[Line]
+    subsets: list[Subset]
+    reasons: list[Count]
+    errors: list[Count]
+    marks: list[tuple[str, Query]]
+    missing: list[str]
+
+
+def overview(job: JobView) -> Overview:
+    """What is known of a job."""
+    known = JobSummary.of(job.metrics, job.config)
+    return Overview(
+        job,
+        _status(known),
+        _facts(job, known),
+        [] if known.score is None else score_lines({**known.score, "subsets": {}}),
+        _subsets(job),
+        _counts(known, known.totals.finish_reasons, "reason"),
+        _counts(known, known.totals.errors, "error"),
+        [(name, {"mark": mark}) for mark, name in MARKS.items()] if job.rows.grade_names else [],
+        job.missing(),
+    )
+
+
+def _status(job: JobSummary) -> str:
+    if not job.is_begun:
+        return "not begun, or killed before its first ten seconds"
+    of = "" if (total := rows_to_come(job)) is None else f" of {total:,}"
+    text = f"{job.status}, {job.totals.rows:,}{of} answers"
+    is_fine = job.status in ("complete", "running")
+    return text if is_fine else f"{text} (the command goes on from there)"
+
+
+def rows_to_come(job: JobSummary) -> int | None:
+    """How many answers a job that is not complete will have; None if that is not known."""
+    return None if job.status == "complete" else job.rows_total
+
+
+def _counts(job: JobSummary, counts: Mapping[str, int], key: str) -> list[Count]:
+    return [
+        Count(name, number, number / max(job.totals.rows, 1), {key: name})
+        for name, number in sorted(counts.items(), key=lambda item: -item[1])
+    ]
+
+
+def _subsets(job: JobView) -> list[Subset]:
+    found = []
+    for name, part in job.subsets.items():
+        interval = percent_range(part["avg"]["population"])
+        query = {"subset": name} if job.subset_column else None
+        found.append(Subset(name, part["questions"], part["avg"]["value"], interval, query))
+    return found
+
+
+def _sampling(sampling: Mapping[str, Any]) -> Iterator[str]:
+    until = sampling.get("until")
+    if until is not None:
+        yield f"until {until['valid']:,} of at most {until['most']:,} fulfil {until['where']}"
+    names = _SAMPLING if until is None else _SAMPLING[1:]
+    yield from (f"{name} {sampling[name]}" for name in names if name in sampling)
+
+
+def _facts(job: JobView, known: JobSummary) -> list[Line]:
+    dataset, sampling, attempt = known.group("dataset"), known.group("sampling"), known.attempt
+    facts = [
+        ("folder", str(job.path)),
+        ("model", str(known.group("model").get("path"))),
+        ("data set", dataset_name(dataset)),
+        ("strategy", known.strategy_name),
+        ("sampling", ", ".join(_sampling(sampling))),
+    ]
+    if known.totals.until:
+        facts.append(("until enough", until_line(known.totals)))
+    if known.is_begun:
+        read, written = known.totals.prompt_tokens, known.totals.generated_tokens
+        facts.append(("tokens", f"{read:,} read, {written:,} written"))
+        facts.append(("speed", f"{known.tokens_per_s:,.0f} tokens/s"))
+    if attempt.get("wall_s"):
+        facts.append(("time", f"{duration(attempt['wall_s'])} (last run of the command)"))
+    if known.cost is not None:
+        facts.append(("device", known.cost))
+    if attempt.get("started"):
+        facts.append(("begun", str(attempt["started"])))
+    return [(name, text) for name, text in facts if text not in ("None", "")]

@@ -1,0 +1,204 @@
+"""The pages of `batchgen view`: from the keys of a query to HTML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from urllib.parse import urlencode
+
+from batchgen.pages.viewer.columns import row_columns
+from batchgen.pages.viewer.disagreements import Flips
+from batchgen.pages.viewer.html import (
+    NotThere,
+    Query,
+    answer,
+    html_page,
+    redirect,
+    static_file,
+    whole_number,
+)
+from batchgen.pages.viewer.job_view import JobView
+from batchgen.pages.viewer.listed_rows import PER_PAGE, list_values
+from batchgen.pages.viewer.overview import overview
+from batchgen.pages.viewer.rows.download import KINDS, Download
+from batchgen.pages.viewer.rows.filters import Filter
+from batchgen.pages.viewer.rows.search import Search
+from batchgen.pages.viewer.server import Response
+from batchgen.util.errors import ConfigError
+
+_REPORT_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; sandbox"
+)
+"""For a report, which has its style sheet inside and could have been made by anybody."""
+
+
+class Site:
+    """All pages over one job, or over two side by side.
+
+    Args:
+        jobs: the first is the one whose rows are listed.
+        above: where the list of jobs is; None if there is none.
+    """
+
+    def __init__(self, jobs: Sequence[JobView], above: str | None = None) -> None:
+        self.jobs = list(jobs)
+        self.flips = Flips(jobs[0], jobs[1]) if len(jobs) == 2 else None
+        self._html = partial(html_page, jobs=self.jobs, flips=self.flips, above=above)
+        self._pages: dict[str, Callable[[Query], Response]] = {
+            "": self._overview,
+            "rows": self._rows,
+            "row": self._row,
+            "download": self._download,
+            "step": self._step,
+            "find": self._find,
+            "flips": self._flips,
+            "flip": self._flip,
+            "report": self._report,
+        }
+
+    def respond(self, page: str, query: Query) -> Response:
+        """The answer to a request for a page; the first one has an empty name."""
+        file = static_file(page)
+        return answer(self._pages.get(page), query, self._html) if file is None else file
+
+    def _overview(self, query: Query) -> Response:
+        return self._html("overview", views=[overview(job) for job in self.jobs])
+
+    def _rows(self, query: Query) -> Response:
+        first, sort = whole_number(query, "from", 0), query.get("sort", "")
+        show = "votes" if query.get("show") == "votes" else ""
+        values = list_values(self.jobs, self._wanted(query), first, sort, show)
+        return self._html("rows", **values)
+
+    def _wanted(self, query: Query) -> Filter:
+        return Filter.of(query, self.jobs[0].subset_column)
+
+    def _download(self, query: Query) -> Response:
+        """The rows that a filter lists as a file."""
+        job, form = self.jobs[0], query.get("format", "jsonl")
+        if form not in KINDS:
+            raise ConfigError(f"format must be one of {', '.join(KINDS)}, got {form[:80]!r}")
+        per_token = query.get("per_token") == "yes"
+        file = Download(job.rows, self._wanted(query), job.columns(per_token=per_token))
+        name = re.sub(r"[^A-Za-z0-9_.-]", "_", job.short_name)[:100]
+        named = f"{name}-rows.{form}"
+        return Response(b"", KINDS[form], file_name=named, chunks=file.chunks(form))
+
+    def _row(self, query: Query) -> Response:
+        index = whole_number(query, "n")
+        tokens = query.get("tokens", "")
+        first = self.jobs[0].row(index, tokens=bool(tokens))
+        if not first:
+            raise NotThere(f"Row {index:,} is not finished, or there is none.")
+        row_id = first[0].row["row_id"]
+        samples = [first]
+        for other in self.jobs[1:]:
+            place = other.ids.find(row_id, near=index)
+            samples.append([] if place is None else other.row(place, tokens=bool(tokens)))
+        return self._html(
+            "row",
+            index=index,
+            row_id=row_id,
+            shown=row_columns(self.jobs, samples, query),
+            tokens=tokens,
+            wanted=self._wanted(query),
+            sort=query.get("sort", ""),
+            listed={k: v for k, v in query.items() if k in ("sort", "show")},
+            query=_without(query, "n"),
+            without_tokens=_without(query, "n", "tokens"),
+            kept=_without(query, "n", "flip", "anyway"),
+            flip=whole_number(query, "flip", 0),
+            flip_query=_anyway(query),
+            num_rows=self.jobs[0].num_rows,
+        )
+
+    def _step(self, query: Query) -> Response:
+        """Go to the next row that the filter lists, or to the one before."""
+        index, back = whole_number(query, "n"), query.get("to") == "back"
+        wanted = self._wanted(query)
+        if query.get("sort"):
+            return self._step_in_order(query, wanted)
+        search = Search(self.jobs[0].rows, wanted)
+        found = search.backward(index, 1) if back else search.forward(index + 1, 1)
+        if found.hits:
+            kept = _without(query, "n", "to", "flip")
+            return redirect("row", {**kept, "n": next(iter(found.hits))})
+        if found.next_row is None:
+            where = "before" if back else "after"
+            raise NotThere(f"There is no such row {where} row {index:,}.")
+        at = found.next_row if back else found.next_row - 1
+        text = f"{found.searched:,} answers were searched up to row {at:,}, and none is such."
+        go_on = "step?" + urlencode({**query, "n": str(at)})
+        return self._html("message", title="Still searching", text=text, go_on=go_on)
+
+    def _step_in_order(self, query: Query, wanted: Filter) -> Response:
+        """Go to the next row of a sorted list, or to the one before."""
+        index, back = whole_number(query, "n"), query.get("to") == "back"
+        places = self.jobs[0].rankings.of(wanted, query["sort"]).places
+        rows = [place.row for place in places]
+        if index not in rows:
+            raise NotThere(f"Row {index:,} is not in the sorted list any more.")
+        at = rows.index(index) + (-1 if back else 1)
+        if not 0 <= at < len(rows):
+            raise NotThere(f"The sorted list has no row {'before' if back else 'after'} this one.")
+        kept, number = _without(query, "n", "to", "flip", "sample_a"), places[at].samples[0]
+        return redirect("row", {**kept, "n": rows[at], "sample_a": number})
+
+    def _find(self, query: Query) -> Response:
+        row_id = query.get("id", "")
+        index = self.jobs[0].ids.find(row_id)
+        if index is None:
+            raise NotThere(
+                f"No finished row of {self.jobs[0].name} has the row_id {row_id[:200]!r}."
+            )
+        return redirect("row", {"n": index})
+
+    def _flips(self, query: Query) -> Response:
+        flips, kept = self._both(), _anyway(query)
+        try:
+            found, why = flips.find(anyway=bool(kept)), None
+        except ConfigError as error:
+            found, why = None, str(error)
+        first = whole_number(query, "from", 0)
+        shown = [] if found is None else found.flipped[first : first + PER_PAGE]
+        return self._html(
+            "flips", comparison=found, why=why, anyway=bool(kept), first=first, kept=kept,
+            per_page=PER_PAGE, flipped=flips.rows(shown),
+        )  # fmt: skip
+
+    def _flip(self, query: Query) -> Response:
+        """Go to the i-th flipped row."""
+        flips, kept = self._both(), _anyway(query)
+        rows = flips.find(anyway=bool(kept)).flipped
+        place = whole_number(query, "i")
+        if place >= len(rows):
+            raise NotThere("There are no more flipped rows.")
+        (found,) = flips.rows([rows[place]])
+        if found.line is None:
+            raise NotThere(f"Row {rows[place].row_id} is not there any more.")
+        pairs = zip("ab", found.samples, strict=True)
+        chosen = {f"sample_{key}": sample.number for key, sample in pairs if sample}
+        return redirect("row", {"n": found.line.index, "flip": place, **chosen, **kept})
+
+    def _both(self) -> Flips:
+        if self.flips is None:
+            raise NotThere("Flipped rows need two jobs: batchgen view OUT OUT2.")
+        return self.flips
+
+    def _report(self, query: Query) -> Response:
+        number = whole_number(query, "job", 0)
+        path = self.jobs[number].report if number < len(self.jobs) else None
+        if path is None:
+            raise NotThere("This job has no report.html.")
+        return Response(path.read_bytes(), policy=_REPORT_POLICY)
+
+
+def _without(query: Query, *keys: str) -> dict[str, str]:
+    return {key: value for key, value in query.items() if key not in keys}
+
+
+def _anyway(query: Query) -> dict[str, str]:
+    """The key that compares different exams, if the query has it."""
+    return {"anyway": "yes"} if query.get("anyway") == "yes" else {}

@@ -1,0 +1,210 @@
+"""Lists in orders of their own: the longest answers, the least likely, the most disputed first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.pages.rows.grade_columns import ANSWER_KEY, MARK
+from batchgen.pages.rows.job_rows import JobRows, starts
+from batchgen.pages.viewer.rows.filters import Filter
+from batchgen.pages.viewer.rows.search import SECONDS
+from batchgen.storage.shards.row_order import KEYS
+from batchgen.util.errors import ConfigError
+
+Floats = npt.NDArray[np.float64]
+
+MOST = 1_000
+"""Rows that a ranking keeps, so that its memory does not grow with the job."""
+_KEPT = 8  # rankings that stay in memory, for the next page and for the row after this one
+
+
+@dataclass(frozen=True)
+class Order:
+    """An order of a list."""
+
+    name: str
+    value: str  # what rows are ordered by
+    column: str  # that it needs
+    sign: int  # 1 if the least value comes first, -1 if the greatest does
+    of_row: bool = False
+    """Whether all samples of a row count. Else the first one that the filter lists counts."""
+
+
+ORDERS = {
+    "longest": Order("longest first", "tokens", "num_generated_tokens", -1),
+    "shortest": Order("shortest first", "tokens", "num_generated_tokens", 1),
+    "unlikely": Order("least likely first", "mean log-probability", "logprobs", 1),
+    "likely": Order("most likely first", "mean log-probability", "logprobs", -1),
+    "disagreeing": Order("least agreement first", "agreement", ANSWER_KEY, 1, of_row=True),
+    "agreeing": Order("most agreement first", "agreement", ANSWER_KEY, -1, of_row=True),
+    "worst": Order("lowest mark first", "mean mark", MARK, 1, of_row=True),
+    "best": Order("highest mark first", "mean mark", MARK, -1, of_row=True),
+}
+"""The orders of lists, by their names in the keys of a URL."""
+
+
+def orders(schema: pa.Schema | None) -> dict[str, Order]:
+    """The orders whose column a job has, by the schema of its rows with their grades."""
+    names = [] if schema is None else schema.names
+    return {key: order for key, order in ORDERS.items() if order.column in names}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A row of a ranking."""
+
+    row: int  # its index
+    value: float  # what it is ordered by
+    samples: list[int]  # that the filter lists, the one with this value first
+
+
+class Ranking:
+    """The first MOST rows of a job in some order, found by a scan that goes on where it was.
+
+    Args:
+        order: one of ORDERS.
+
+    Raises:
+        ConfigError: the job lacks a column that the order or the filter needs.
+
+    Attributes:
+        places: the rows, in order; equal values in the order of the data set.
+        searched: how many samples were looked at.
+        matching: how many rows the filter lists among them.
+        next_row: the index of the row to go on with; None once all rows were looked at.
+    """
+
+    def __init__(self, rows: JobRows, wanted: Filter, order: str) -> None:
+        schema = rows.schema
+        if order not in ORDERS:
+            raise ConfigError(f"sort must be one of {', '.join(ORDERS)}, got {order[:80]!r}")
+        if schema is not None and ORDERS[order].column not in schema.names:
+            raise ConfigError(f"sort={order} needs the column {ORDERS[order].column} of this job")
+        self._rows, self._wanted, self._order = rows, wanted, ORDERS[order]
+        wants = [] if schema is None else wanted.columns(schema, rows.text_column)
+        self._columns = [*wants, self._order.column]
+        self._lock = Lock()
+        self.places: list[Place] = []
+        self.searched = self.matching = 0
+        self.next_row: int | None = 0
+
+    def go_on(
+        self, *, clock: Callable[[], float] = time.monotonic, seconds: float = SECONDS
+    ) -> None:
+        """Look at further rows, to the end of the shard in which the time is over."""
+        until = clock() + seconds
+        with self._lock:
+            while self.next_row is not None:
+                first, shards = self.next_row, self._rows.shards_from(self.next_row)
+                for shard in shards[:1]:
+                    for table in self._rows.whole_rows(shard, self._columns, first):
+                        self._add(table)
+                more = len(shards) > 1
+                self.next_row = shards[1] * self._rows.rows_per_shard if more else None
+                if clock() >= until:
+                    return
+
+    def _add(self, table: pa.Table) -> None:
+        """Keep what is among the first rows in a table of whole rows."""
+        self.searched += table.num_rows
+        matches = self._wanted.matches(table, self._rows.text_column)
+        if not matches.any():
+            return
+        rows, begin = np.asarray(table[KEYS[0]]), starts(table)
+        stops = np.append(begin[1:], len(rows))
+        values = self._values(table, begin)
+        values[~matches] = np.nan
+        sign = self._order.sign
+        first = np.fmin.reduceat(sign * values, begin)  # NaN only where all are
+        self.matching += int(np.logical_or.reduceat(matches, begin).sum())
+        full = len(self.places) >= MOST
+        # A later row with an equal value comes behind, so it is not among the first.
+        least = sign * self.places[-1].value if full else np.inf
+        among = np.flatnonzero(first < least)
+        among = among[np.argsort(first[among], kind="stable")][:MOST]
+        numbers = np.asarray(table[KEYS[1]])
+        for i in among:
+            part = slice(begin[i], stops[i])
+            found = np.flatnonzero(matches[part])
+            ordered = found[np.argsort(sign * values[part][found], kind="stable")]
+            samples = numbers[part][ordered].tolist()
+            self.places.append(Place(int(rows[begin[i]]), float(sign * first[i]), samples))
+        self.places = sorted(self.places, key=lambda p: (sign * p.value, p.row))[:MOST]
+
+    def _values(self, table: pa.Table, begin: npt.NDArray[np.int64]) -> Floats:
+        """[R] What each sample is ordered by; NaN where it has no such value."""
+        column = table[self._order.column].combine_chunks()
+        if self._order.column == "logprobs":
+            return _means(column)
+        if self._order.column == ANSWER_KEY:
+            return _agreement(column, begin)
+        values = np.array(pc.fill_null(column.cast(pa.float64()), np.nan), np.float64)
+        if not self._order.of_row:
+            return values
+        known = np.isfinite(values)
+        counts = np.add.reduceat(known.astype(np.float64), begin)
+        with np.errstate(invalid="ignore"):
+            means = np.add.reduceat(np.where(known, values, 0.0), begin) / counts
+        return np.repeat(means, np.diff(np.append(begin, len(values))))
+
+
+def _means(column: pa.Array) -> Floats:
+    """[R] The mean of each list; NaN of an empty one and of null."""
+    sums = np.zeros(len(column))
+    parents = np.asarray(pc.list_parent_indices(column))
+    values = np.array(pc.fill_null(pc.list_flatten(column).cast(pa.float64()), np.nan))
+    np.add.at(sums, parents, values)
+    counts = np.bincount(parents, minlength=len(column))
+    with np.errstate(invalid="ignore"):
+        means: Floats = sums / counts
+    means[~np.isfinite(means)] = np.nan
+    return means
+
+
+def _agreement(column: pa.Array, begin: npt.NDArray[np.int64]) -> Floats:
+    """[R] The share of the most frequent answer among the samples of each sample's row."""
+    codes = np.array(pc.fill_null(column.dictionary_encode().indices, -1), np.int64)
+    sizes = np.diff(np.append(begin, len(codes)))
+    row = np.repeat(np.arange(len(begin)), sizes)
+    pairs, votes = np.unique(np.stack([row, codes]), axis=1, return_counts=True)
+    votes[pairs[1] < 0] = 0  # no answer is no vote
+    most = np.zeros(len(begin))
+    np.maximum.at(most, pairs[0], votes)
+    return np.repeat(most / sizes, sizes)
+
+
+class Rankings:
+    """The rankings of a job that were asked for last."""
+
+    def __init__(self, rows: JobRows) -> None:
+        self._rows, self._lock = rows, Lock()
+        self._known: dict[tuple[object, ...], Ranking] = {}
+
+    def of(self, wanted: Filter, order: str) -> Ranking:
+        """A ranking that has looked at some rows. It is made anew when the job has changed."""
+        key = (wanted, order, self._rows.stamps)
+        with self._lock:
+            found = self._known.pop(key, None) or Ranking(self._rows, wanted, order)
+            while len(self._known) >= _KEPT:
+                del self._known[next(iter(self._known))]
+            self._known[key] = found
+        found.go_on()
+        return found
+
+
+def value_text(order: str, value: float) -> str:
+    """What a row is ordered by, in words."""
+    kind = ORDERS[order]
+    if kind.value == "tokens":
+        return f"{value:,.0f} tokens"
+    if kind.value == "agreement":
+        return f"agreement {value:.0%}"
+    return f"{kind.value} {value:.3f}" if kind.column == "logprobs" else f"{kind.value} {value:.2f}"

@@ -1,0 +1,100 @@
+"""From the id of a row to its place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.pages.rows.job_rows import LIGHT_BATCH, JobRows
+from batchgen.pages.viewer.rows.search import SECONDS
+from batchgen.storage.shards.row_order import KEYS
+
+
+class StillSearching(Exception):
+    """Raised when a search takes long. It goes on where it was when it is asked for again."""
+
+    def __init__(self, searched: int) -> None:
+        super().__init__()
+        self.searched = searched  # input rows
+
+
+class RowIds:
+    """Finds rows by their ids, which may be any texts in any order.
+
+    Without dataset.id_column the id is the index. Other ids are sought shard by shard, in one
+    column; 32 bits of a hash are kept for each input row (40 MB for 10 million rows), so that the
+    next search reads only the shards that may have its id.
+
+    Args:
+        seconds: how long a search may read.
+    """
+
+    def __init__(
+        self,
+        rows: JobRows,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        seconds: float = SECONDS,
+    ) -> None:
+        self._rows, self._clock, self._seconds = rows, clock, seconds
+        self._lock = Lock()
+        self._hashes: dict[int, npt.NDArray[np.uint32]] = {}
+
+    def find(self, row_id: str, near: int | None = None) -> int | None:
+        """The `row_index` of the finished row with this id; None if there is none.
+
+        Args:
+            near: a row that is tried first: where another job has the id.
+
+        Raises:
+            StillSearching: it takes long.
+        """
+        is_number = row_id.isascii() and row_id.isdecimal() and len(row_id) < 16
+        for guess in (near, int(row_id) if is_number else None):
+            if guess is not None and self._id_of(guess) == row_id:
+                return guess
+        with self._lock:
+            return self._sought(row_id)
+
+    def _id_of(self, row_index: int) -> str | None:
+        found = self._rows.samples(row_index, ["row_id"])
+        return found["row_id"][0].as_py() if found.num_rows else None
+
+    def _sought(self, row_id: str) -> int | None:
+        wanted = _hashes([row_id])[0]
+        until = self._clock() + self._seconds
+        for shard in self._rows.shards:
+            known = self._hashes.get(shard)
+            if known is not None and not (known == wanted).any():
+                continue
+            if known is None and self._clock() >= until:
+                raise StillSearching(sum(map(len, self._hashes.values())))
+            if (found := self._read(shard, row_id)) is not None:
+                return found
+        return None
+
+    def _read(self, shard: int, row_id: str) -> int | None:
+        """Look into one shard, and keep the hashes of a complete one."""
+        hashes: list[npt.NDArray[np.uint32]] = []
+        before = -1
+        found: int | None = None
+        for batch in self._rows.reader.shard(shard).batches(["row_id", KEYS[0]], size=LIGHT_BATCH):
+            rows = np.asarray(batch[KEYS[0]])
+            ids = batch["row_id"].filter(pa.array(rows != np.append(before, rows[:-1])))
+            if (at := pc.index(batch["row_id"], row_id).as_py()) >= 0 and found is None:
+                found = int(rows[at])
+            hashes.append(_hashes(ids.to_pylist()))
+            before = int(rows[-1]) if len(rows) else before
+        if sum(map(len, hashes)) == self._rows.rows_per_shard:
+            self._hashes[shard] = np.concatenate(hashes)
+        return found
+
+
+def _hashes(ids: list[str]) -> npt.NDArray[np.uint32]:
+    return np.fromiter(map(hash, ids), np.int64, len(ids)).astype(np.uint32)

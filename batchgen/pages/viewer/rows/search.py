@@ -1,0 +1,121 @@
+"""Finds the rows that a filter lists, a page at a time and only for so long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.pages.rows.job_rows import JobRows, runs
+from batchgen.pages.viewer.rows.filters import TEXT_TYPES, Filter
+from batchgen.storage.shards.row_order import KEYS
+
+SECONDS = 2.0
+"""How long a page may search before it shows what it has found."""
+_BEGINNING, _END = 280, 140
+"""Characters of a text that lists show."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found."""
+
+    hits: dict[int, list[int]]  # by the index of a row its samples that match, as they were found
+    next_row: int | None  # to go on with; None if there are no more rows that way
+    searched: int  # samples
+
+
+class Search:
+    """Searches one job.
+
+    Args:
+        rows: of the job.
+        wanted: which samples are found.
+        seconds: how long a search may take. It ends with the shard that it is in then.
+    """
+
+    def __init__(
+        self,
+        rows: JobRows,
+        wanted: Filter,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        seconds: float = SECONDS,
+    ) -> None:
+        self._rows, self._wanted = rows, wanted
+        self._clock, self._until = clock, clock() + seconds
+        schema = rows.schema
+        self._columns = [] if schema is None else wanted.columns(schema, rows.text_column)
+
+    def forward(self, first_row: int, count: int) -> Found:
+        """The first `count` rows from an index on that have matching samples."""
+        hits: dict[int, list[int]] = {}
+        searched = 0
+        for shard in self._rows.shards_from(first_row):
+            if hits and self._is_late():
+                return Found(hits, shard * self._rows.rows_per_shard, searched)
+            for row, samples, size in self._in_shard(shard, first_row):
+                if len(hits) == count and samples:
+                    return Found(hits, row, searched)
+                searched += size
+                if samples:
+                    hits[row] = samples
+            if self._is_late():
+                end = (shard + 1) * self._rows.rows_per_shard
+                more = self._rows.shards_from(end)
+                return Found(hits, end if more else None, searched)
+        return Found(hits, None, searched)
+
+    def backward(self, before: int, count: int) -> Found:
+        """The last `count` rows before an index that have matching samples, the last one first."""
+        hits: dict[int, list[int]] = {}
+        searched = 0
+        for shard in self._rows.shards_before(before):
+            start = shard * self._rows.rows_per_shard
+            found = [hit for hit in self._in_shard(shard, start) if hit[0] < before]
+            searched += sum(size for *_, size in found)
+            for row, samples, _ in reversed(found):
+                if samples:
+                    hits[row] = samples
+                if len(hits) == count:
+                    return Found(hits, row, searched)
+            if self._is_late():
+                return Found(hits, start or None, searched)
+        return Found(hits, None, searched)
+
+    def rows(self, hits: Sequence[int], columns: Sequence[str]) -> dict[int, pa.Table]:
+        """Some columns of all samples of the rows with these indices, by index. Long texts have
+        only their beginning and end."""
+        found = {row: excerpts(table) for row, table in self._rows.rows_at(hits, columns)}
+        return {row: found[row] for row in hits if row in found}
+
+    def _in_shard(self, shard: int, first_row: int) -> Iterator[tuple[int, list[int], int]]:
+        """The index of each row from one on, its samples that match, and how many it has."""
+        for table in self._rows.whole_rows(shard, self._columns, first_row):
+            matches = self._wanted.matches(table, self._rows.text_column)
+            samples = np.asarray(table[KEYS[1]])
+            if not matches.any():
+                yield int(np.asarray(table[KEYS[0]])[-1]), [], table.num_rows
+                continue
+            for row, start, stop in runs(table):
+                yield row, samples[start:stop][matches[start:stop]].tolist(), stop - start
+
+    def _is_late(self) -> bool:
+        return self._clock() >= self._until
+
+
+def excerpts(table: pa.Table) -> pa.Table:
+    """The table with only the beginning and the end of its long texts; ids stay whole."""
+    for place, field in enumerate(table.schema):
+        if field.type in TEXT_TYPES and field.name != "row_id":
+            column = table[field.name]
+            begin = pc.utf8_slice_codeunits(column, 0, _BEGINNING)
+            end = pc.utf8_slice_codeunits(column, -_END)
+            both = pc.binary_join_element_wise(begin, end, pa.scalar(" … ", field.type))
+            is_long = pc.greater(pc.utf8_length(column), _BEGINNING + _END)
+            table = table.set_column(place, field, pc.if_else(is_long, both, column))
+    return table

@@ -1,0 +1,165 @@
+"""Audits folders: those of jobs and of pipelines, and sets of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from batchgen.config.compose.compose_config import checked, compose_groups
+from batchgen.config.compose.job_file import read_job_file
+from batchgen.config.compose.trust import Trust
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.pipelines.proof.audit.audited_job import AuditedRow, audit_rows, open_parts, remarks
+from batchgen.pipelines.proof.audit.audited_set import (
+    SetRow,
+    audit_set_rows,
+    chosen_rows_of_set,
+    job_of_set,
+)
+from batchgen.pipelines.proof.audit.stored_rows import StoredRows
+from batchgen.pipelines.publish.finished_rows import SET_FILE, FinishedRows, is_set, open_rows
+from batchgen.pipelines.trace.source_places import places_beside
+from batchgen.storage.folder.open_folder import open_folder
+from batchgen.storage.folder.pipeline_record import PipelineRecord
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.folder.step_folders import find_record, is_pipeline
+from batchgen.storage.shards.shard_files import shard_files
+from batchgen.storage.stores.manifest import Manifest
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import folder_here, user_path
+
+CONFIG = "config.yaml"
+_VERB = "batchgen audit"
+
+
+@dataclass(frozen=True)
+class Audited:
+    """The rows that were computed again, of `total`, and why they may differ."""
+
+    rows: Sequence[AuditedRow]
+    total: int
+    remarks: Sequence[str]
+
+
+def audit_steps(
+    given: str, rows: int, seed: int, overrides: Sequence[str], trusted: Sequence[str]
+) -> Iterator[tuple[str | None, Audited]]:
+    """Audit a folder, or one after the other the steps of a pipeline that have shards.
+
+    Yields the name of each step, and what `audit_folder` finds there; None is the name of a job or
+    a set. Each step has its share of `rows`, and at least one. The arguments are those of
+    `audit_folder`; among the overrides of a pipeline STEP.KEY=VALUE is for one step.
+    """
+    if is_set(given) or not is_pipeline(out := str(user_path(folder_here(given, _VERB), "OUT"))):
+        yield None, audit_folder(given, rows, seed, overrides, trusted)
+        return
+    record = find_record(out)
+    assert record is not None
+    begun = [name for name, folder in record.current.items() if _has_shards(Path(out, folder))]
+    if not begun:
+        raise ConfigError(f"{given}: no step of the pipeline has shards yet")
+    for place, name in enumerate(begun):
+        share = max(1, rows // len(begun) + (place < rows % len(begun)))
+        own = list(_of_step(overrides, name, record))
+        yield name, audit_folder(f"{out}/{record.current[name]}", share, seed, own, trusted)
+
+
+def _has_shards(folder: Path) -> bool:
+    return (folder / "data").is_dir() and bool(shard_files(folder / "data"))
+
+
+def _of_step(overrides: Sequence[str], name: str, record: PipelineRecord) -> Iterator[str]:
+    """The arguments that are meant for a step; which data those with parents read is known."""
+    step = record.steps[name]
+    assert step.current is not None
+    parents = step.versions[step.current].parents
+    for argument in overrides:
+        first, _, rest = argument.partition(".")
+        if first == name:
+            yield rest
+        elif first not in record.steps and not (parents and first == "dataset"):
+            yield argument
+
+
+def audit_folder(
+    given: str, rows: int, seed: int, overrides: Sequence[str] = (), trusted: Sequence[str] = ()
+) -> Audited:
+    """Compute rows of a job's folder, or of a set, again, which `seed` draws.
+
+    Args:
+        overrides: arguments `key=value` besides the folder's configuration.
+        trusted: what the user trusts, as of `--trust`.
+
+    Raises:
+        ConfigError: the folder does not hold enough, or model or data set are others.
+        JobError: a file is damaged, or the rows cannot be computed.
+    """
+    if is_set(given):
+        return _audit_set(open_rows(given), rows, seed, overrides, trusted)
+    reader = open_folder(given, "audit")
+    config = _with_jobs_beside(config_of(reader, given, overrides, trusted), reader.path)
+    stored = StoredRows(reader)
+    numbers = stored.choose(rows, seed)
+    tables = dict(zip(numbers, stored.rows(numbers), strict=True))
+    manifest = Manifest.read(reader.path / "manifest.json")
+    with closing(open_parts(config, manifest, given)) as parts:
+        found = audit_rows(config, parts, tables, reader.storage)
+    return Audited(found, stored.count, remarks(config, manifest))
+
+
+def _audit_set(
+    found: FinishedRows, rows: int, seed: int, overrides: Sequence[str], trusted: Sequence[str]
+) -> Audited:
+    """Compute rows of a set again, of each job those that were drawn."""
+    assert found.facts is not None
+    path, by_job = found.storage.path / SET_FILE, dict[str, list[SetRow]]()
+    for row in chosen_rows_of_set(found, rows, seed):
+        by_job.setdefault(row.job, []).append(row)
+    audited, said = list[AuditedRow](), list[str]()
+    for job, of_job in by_job.items():
+        values, manifest = job_of_set(found, job)
+        config = configured(values, {}, path, overrides, trusted)
+        config = _with_jobs_beside(config, found.storage.path)
+        text_as = str(found.facts["text_column"])
+        audited += audit_set_rows(config, manifest, of_job, found.given, text_as)
+        said += remarks(config, manifest)
+    return Audited(audited, found.total, list(dict.fromkeys(said)))
+
+
+def _with_jobs_beside(config: JobConfig, folder: Path) -> JobConfig:
+    """The configuration of a job that may be a copy, beside copies of the jobs that it has read."""
+    if config.dataset.kind != "job":
+        return config
+    paths = tuple(places_beside(config.dataset.paths, folder))
+    path = paths[0] if len(paths) == 1 else paths
+    return replace(config, dataset=replace(config.dataset, path=path, follow=False))
+
+
+def config_of(
+    reader: JobFolderReader, given: str, overrides: Sequence[str], trusted: Sequence[str]
+) -> JobConfig:
+    """The configuration of a job's folder, with what was typed; ConfigError if it is not there, or
+    names code that the user does not trust."""
+    path = reader.path / CONFIG
+    if not path.is_file():
+        raise ConfigError(
+            f"{given} has no {CONFIG}, which says how the rows were made: they cannot be computed "
+            "again"
+        )
+    values, places = read_job_file(path)
+    return configured(values, places, path, overrides, trusted)
+
+
+def configured(
+    values: Mapping[str, Any],
+    places: Mapping[str, str],
+    path: Path,
+    overrides: Sequence[str],
+    trusted: Sequence[str],
+) -> JobConfig:
+    """The job that the values of a file at `path` and typed arguments describe."""
+    groups = compose_groups(values, overrides, places=places).groups
+    return checked(groups, Trust.of([path], trusted, overrides))

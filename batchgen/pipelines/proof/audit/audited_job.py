@@ -1,0 +1,125 @@
+"""Rows of a job that are computed again, to see whether they are what its shards hold."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.inputs.dataset.row_digest import rows_digest
+from batchgen.inputs.model.open_model import device_of
+from batchgen.jobs.run.checked_rows import job_manifest, output_schema
+from batchgen.jobs.run.image_files import content_of
+from batchgen.jobs.run.job_parts import JobParts, job_parts
+from batchgen.pipelines.proof.audit.first_difference import first_difference
+from batchgen.pipelines.proof.audit.rows_again import compute_again
+from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.stores.job_storage import Storage
+from batchgen.storage.stores.manifest import Manifest
+from batchgen.util.errors import ConfigError
+
+_ROW, _SAMPLE = KEYS
+
+
+@dataclass(frozen=True)
+class AuditedRow:
+    """An input row whose samples were computed again; `difference` says what differs first, and is
+    None if all is equal to the bit."""
+
+    row_id: str
+    samples: int
+    difference: str | None
+
+
+def open_parts(config: JobConfig, found: Manifest, shown: str) -> JobParts:
+    """What a job runs on, if it is the job of a manifest; ConfigError with what differs if it is
+    not."""
+    parts = job_parts(config)
+    try:
+        asked = job_manifest(config, parts, output_schema(config, parts))
+        source = content_of(parts.source, parts.prompt)
+        lines = found.differences(asked, lambda stop: rows_digest(source, stop))
+        if lines and lines == found.other_contract(asked):
+            raise ConfigError(
+                f"{shown}: its rows keep their bits under one contract, and here is another:\n  "
+                + "\n  ".join(lines)
+                + "\ntheir bits prove nothing here: audit them where the contract is the same, or "
+                "compare them all the same with engine.deterministic=false"
+            )
+        if lines:
+            raise ConfigError(
+                f"{shown}: its rows were made otherwise than the configuration says that was read:"
+                "\n  " + "\n  ".join(lines) + "\nname the model and data set of the job with "
+                "model.path=… and dataset.path=…"
+            )
+    except BaseException:
+        parts.close()
+        raise
+    return parts
+
+
+def audit_rows(
+    config: JobConfig,
+    parts: JobParts,
+    stored: Mapping[int, pa.Table],
+    storage: Storage | None,
+) -> list[AuditedRow]:
+    """Compute input rows again, and compare each with the samples of it that are `stored`, by the
+    row's number. The columns that are stored are compared, to the bit.
+
+    Args:
+        storage: where the job may have its row index.
+    """
+    numbers = list(stored)
+    with tempfile.TemporaryDirectory(prefix="batchgen-audit-") as folder:
+        again = compute_again(config, parts, numbers, Path(folder), storage)
+    return [
+        _audited(again.filter(pc.equal(again[_ROW], place)), stored[number])
+        for place, number in enumerate(numbers)
+    ]
+
+
+def _audited(again: pa.Table, stored: pa.Table) -> AuditedRow:
+    row_id = again["row_id"][0].as_py()
+    samples = stored[_SAMPLE].to_pylist()
+    known = again[_SAMPLE].to_pylist()
+    names = [name for name in again.schema.names if name in stored.schema.names]
+    if missing := [sample for sample in samples if sample not in known]:
+        difference = f"there is no sample {missing[0]} here, and there is one there"
+        return AuditedRow(row_id, len(samples), difference)
+    for place, sample in enumerate(samples):
+        own = again.slice(known.index(sample), 1)
+        if (what := first_difference(own, stored.slice(place, 1), names)) is not None:
+            return AuditedRow(row_id, len(samples), f"sample {sample}: {what}")
+    return AuditedRow(row_id, len(samples), None)
+
+
+def remarks(config: JobConfig, manifest: Manifest) -> Sequence[str]:
+    """Why rows may differ although they were made as is said."""
+    found = []
+    if manifest.contract and not config.engine.deterministic:
+        found.append(
+            "the job's rows keep their bits under one contract (engine.deterministic=true), and "
+            "they were computed again without it"
+        )
+    elif device_of(config.engine.device).type == "cuda" and not manifest.contract:
+        found.append(
+            "computed here on a GPU: on another type of GPU, and in batches of another size, sums "
+            "are rounded otherwise, and bits may differ"
+        )
+    if manifest.batch_dependence is not None:
+        found.append(f"the job says of its own bits: {manifest.batch_dependence}")
+    now = Manifest.build({}, {}).versions
+    others = [
+        f"{name} {version} (here {now[name]})"
+        for name, version in manifest.versions.items()
+        if name in now and now[name] != version
+    ]
+    if others:
+        found.append(f"the job ran with {', '.join(others)}")
+    return found

@@ -1,0 +1,127 @@
+"""Rows of a set that `select` has written, computed again by what the set knows of its jobs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.inputs.dataset.source import Source
+from batchgen.inputs.row_index.indexed_source import IndexedSource
+from batchgen.jobs.run.job_parts import JobParts
+from batchgen.pipelines.proof.audit.audited_job import AuditedRow, open_parts
+from batchgen.pipelines.proof.audit.drawn_places import drawn_places
+from batchgen.pipelines.proof.audit.first_difference import first_difference
+from batchgen.pipelines.proof.audit.rows_again import compute_again
+from batchgen.pipelines.publish.finished_rows import FinishedRows
+from batchgen.pipelines.publish.set_rows import SOURCE
+from batchgen.pipelines.trace.trace_row import origin_in_set
+from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.stores.manifest import Manifest
+from batchgen.util.errors import ConfigError
+
+_ID = "id"
+_GROUPS = ("output", "engine")
+"""What the manifest of a job has of its configuration, and a set's copy of that has not."""
+
+
+class SetRow(NamedTuple):
+    """A row of a set: its id there, job, row and sample that it came from, and its columns."""
+
+    id: str
+    job: str
+    row_id: str
+    sample: int | None
+    stored: pa.Table
+
+
+def chosen_rows_of_set(rows: FinishedRows, count: int, seed: int) -> list[SetRow]:
+    """Rows of a set, drawn at random without repetition."""
+    places = drawn_places(rows.total, count, seed)
+    found = []
+    for number, shard in enumerate(rows.shards):
+        stop = shard.first + shard.ends[-1]
+        here = [place - shard.first for place in places if shard.first <= place < stop]
+        if not here:
+            continue
+        for table, _ in rows.tables(number, rows.schema.names, places=np.array(here)):
+            for at in range(table.num_rows):
+                one = table.slice(at, 1)
+                names = [name for name in (_ID, SOURCE) if name in one.schema.names]
+                (values,) = one.select(names).to_pylist()
+                job, row_id, sample = origin_in_set(rows, values)
+                found.append(SetRow(values[_ID], job, row_id, sample, one))
+    return found
+
+
+def job_of_set(rows: FinishedRows, folder: str) -> tuple[dict[str, Any], Manifest]:
+    """The configuration of a job by group, as far as it decides rows, and its manifest, as the set
+    has them; ConfigError if the set does not hold enough."""
+    assert rows.facts is not None
+    jobs = {Path(one["path"]).name: one for one in rows.facts["jobs"]}
+    known = jobs.get(Path(folder).name)
+    if known is None or not isinstance(known.get("config"), dict):
+        raise ConfigError(
+            f"{rows.given} does not say how the rows of {folder} were made: audit that job"
+        )
+    manifest = known["manifest"]
+    groups = {**known["config"], **{name: manifest["identity"][name] for name in _GROUPS}}
+    return {**groups, "output": {**groups["output"], "dir": "."}}, Manifest(**manifest)
+
+
+def audit_set_rows(
+    config: JobConfig, manifest: Manifest, rows: Sequence[SetRow], given: str, text_as: str
+) -> list[AuditedRow]:
+    """Compute rows of one job again, and compare what the set has of them."""
+    with closing(open_parts(config, manifest, given)) as parts:
+        numbers = _numbers(parts, {row.row_id for row in rows})
+        with tempfile.TemporaryDirectory(prefix="batchgen-audit-") as folder:
+            again = compute_again(config, parts, list(numbers.values()), Path(folder), None)
+    text = config.output.text_column
+    return [_audited(row, again, text, text_as) for row in rows]
+
+
+def _numbers(parts: JobParts, ids: set[str]) -> Mapping[str, int]:
+    """The numbers of rows in their data set, by their ids."""
+    source: Source = parts.source
+    if isinstance(source, IndexedSource):
+        source.find_index(None)
+    found: dict[str, int] = {}
+    for row in source.rows():
+        if row.id in ids:
+            found[row.id] = row.index
+            if len(found) == len(ids):
+                return found
+    missing = sorted(ids - found.keys())
+    raise ConfigError(f"dataset: it has no row with the id {missing[0]}, which the set has")
+
+
+def _audited(row: SetRow, again: pa.Table, text: str, text_as: str) -> AuditedRow:
+    own = again.filter(pc.equal(again["row_id"], row.row_id))
+    if text_as != text and text_as not in own.schema.names:
+        own = own.append_column(text_as, own[text])
+    left_out = {_ID, *(() if _is_copied(own, row.stored) else (SOURCE,))}
+    names = [name for name in row.stored.schema.names if name in own.schema.names]
+    names = [name for name in names if name not in left_out]
+    difference: str | None = "there is no such sample here"
+    for at in range(own.num_rows):
+        one = own.slice(at, 1)
+        if row.sample in (None, one[KEYS[1]][0].as_py()):
+            difference = first_difference(one, row.stored, names)
+            if difference is None:
+                break
+    return AuditedRow(row.id, 1, difference)
+
+
+def _is_copied(own: pa.Table, stored: pa.Table) -> bool:
+    """Whether the column `source` of a set is that of the job itself."""
+    return all(SOURCE in t.schema.names for t in (own, stored)) and (
+        own.schema.field(SOURCE).type == stored.schema.field(SOURCE).type
+    )

@@ -1,0 +1,51 @@
+"""Where two rows differ first, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+
+from batchgen.inputs.dataset.row_digest import array_digest
+from batchgen.storage.shards.row_order import KEYS
+from batchgen.util.shorten import both_ends
+
+_FIRST = "token_ids"
+"""What is compared first: with other tokens all that follows from them differs."""
+_MOST = 60
+
+
+def first_difference(again: pa.Table, stored: pa.Table, names: Sequence[str]) -> str | None:
+    """What differs first between a row that was computed again and the stored one, each as a table
+    of one row, in words; None if all columns with these names are equal to the bit."""
+    for name in _ordered(names):
+        one, other = (pa.concat_arrays(table[name].chunks) for table in (again, stored))
+        if one.type != other.type:
+            return f"{name} is {one.type} here, and {other.type} there"
+        if array_digest(one) != array_digest(other):
+            return _told(name, one, other)
+    return None
+
+
+def _ordered(names: Sequence[str]) -> Iterator[str]:
+    if _FIRST in names:
+        yield _FIRST
+    yield from (name for name in names if name not in (_FIRST, KEYS[0]))
+
+
+def _told(name: str, one: pa.Array, other: pa.Array) -> str:
+    """In which entry two unequal values differ first."""
+    is_list = pa.types.is_list(one.type) or pa.types.is_large_list(one.type)
+    if not is_list or not (one[0].is_valid and other[0].is_valid):
+        return f"{name} is {_short(one[0])} here, and {_short(other[0])} there"
+    values, others = one.flatten(), other.flatten()
+    for place in range(min(len(values), len(others))):
+        pair = values.slice(place, 1), others.slice(place, 1)
+        if array_digest(pair[0]) != array_digest(pair[1]):
+            here, there = (_short(part[0]) for part in pair)
+            return f"{name}[{place}] is {here} here, and {there} there"
+    return f"{name} has {len(values):,} entries here, and {len(others):,} there"
+
+
+def _short(value: pa.Scalar) -> str:
+    return both_ends(repr(value.as_py()), _MOST)

@@ -1,0 +1,152 @@
+"""Computes some rows of a job again, just as a job does, into a folder of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.workers_config import BudgetConfig
+from batchgen.inputs.dataset.source import Row, Source
+from batchgen.inputs.images.row_images import RowImage
+from batchgen.inputs.prompts.row_prompts import Prompt
+from batchgen.inputs.row_index.indexed_source import IndexedSource
+from batchgen.jobs.run.job_parts import JobParts
+from batchgen.jobs.run.run_job import run_job
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.stores.job_storage import Storage
+from batchgen.util.errors import ConfigError, JobError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Taken(Row):
+    """A row with its number among those that were taken; `given` has its own number."""
+
+    given: Row = dataclasses.field(kw_only=True)
+
+
+class TakenRows:
+    """A `Source` of some rows of another source, numbered from 0."""
+
+    def __init__(self, source: Source, indices: Sequence[int], storage: Storage | None) -> None:
+        """Read the rows; `storage` is where their job may have its row index.
+
+        Raises:
+            ConfigError: the source has no such rows.
+        """
+        self._source = source
+        self.columns, self.features, self.schema = source.columns, source.features, source.schema
+        self.jobs, self.funnel = source.jobs, source.funnel
+        self.fingerprint = f"{len(indices)} of {source.fingerprint}"
+        if isinstance(source, IndexedSource):
+            source.find_index(storage)
+        self._rows = [
+            _Taken(number, row.id, row.fields, row.failure, given=row)
+            for number, row in enumerate(rows_at(source, indices))
+        ]
+        self.num_rows: int | None = len(self._rows)
+
+    def rows(self, start: int = 0) -> Iterator[Row]:
+        """See `Source`."""
+        return islice(iter(self._rows), start, None)
+
+    def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
+        """See `Source`."""
+        return (self._rows[index] for index in indices)
+
+    def passthrough(self, row: Row) -> dict[str, Any]:
+        """See `Source`."""
+        return self._source.passthrough(_given(row))
+
+    def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
+        """The ids of the rows: nobody compares the job of this source with another one."""
+        for start in range(0, stop, size):
+            ids = [row.id for row in self._rows[start : min(start + size, stop)]]
+            yield pa.table({"row_id": pa.array(ids, pa.string())})
+
+
+def rows_at(source: Source, indices: Sequence[int]) -> Iterator[Row]:
+    """The rows with these indices, in this order; a stream is read from its start.
+
+    Raises:
+        ConfigError: there are no such rows.
+    """
+    last = max(indices)
+    if source.num_rows is None:
+        wanted = set(indices)
+        found = {r.index: r for r in islice(source.rows(), last + 1) if r.index in wanted}
+        if len(found) < len(wanted):
+            raise _no_row(last)
+        return (found[index] for index in indices)
+    if last >= source.num_rows:
+        raise _no_row(last)
+    return source.rows_at(indices)
+
+
+def _no_row(index: int) -> ConfigError:
+    return ConfigError(
+        f"dataset: it has no row number {index:,}, which the job has computed: name the data set "
+        "that the job has read with dataset.path"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _PromptOfTaken(Prompt):
+    """The prompts of rows as the job made them, which may show a row's own number."""
+
+    prompt: Prompt
+
+    def token_ids(self, row: Row) -> list[int]:
+        return self.prompt.token_ids(_given(row))
+
+    def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
+        return self.prompt.asked(_given(row))
+
+
+def _given(row: Row) -> Row:
+    assert isinstance(row, _Taken)
+    return row.given
+
+
+def compute_again(
+    config: JobConfig,
+    parts: JobParts,
+    indices: Sequence[int],
+    folder: Path,
+    storage: Storage | None,
+) -> pa.Table:
+    """Compute the rows of a job with these indices, all samples of each, and return them as shards
+    have them, but with `row_index` counted from 0 in the order of `indices`.
+
+    Args:
+        folder: an empty folder, which the job fills.
+        storage: where the job may have its row index.
+
+    Raises:
+        ConfigError: there are no such rows, or the configuration does not fit them.
+        JobError: a signal came, or the rows cannot be written.
+    """
+    taken = TakenRows(parts.source, indices, storage)
+    answer = parts.answer
+    own = dataclasses.replace(
+        parts,
+        source=taken,
+        prompt=_PromptOfTaken(parts.prompt),
+        answer=None if answer is None else lambda row: answer(_given(row)),
+        predict=lambda *_: None,
+    )
+    output = dataclasses.replace(
+        config.output, dir=str(folder), report=False, retry_errors=False, on_all_errors="continue"
+    )
+    output = dataclasses.replace(output, reuse=None)  # what is copied proves nothing
+    again = dataclasses.replace(config, output=output, launcher=None, budget=BudgetConfig())
+    result = run_job(again, own)
+    if result.stopped_by is not None:
+        raise JobError("stopped before the rows were computed")
+    reader = JobFolderReader(folder)
+    return pa.Table.from_batches(list(reader.batches()), schema=reader.schema)

@@ -1,0 +1,60 @@
+"""The finished rows of a folder, by the number of their input row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.pipelines.proof.audit.drawn_places import drawn_places
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.shards.shard_files import read_columns, shard_files
+from batchgen.util.errors import ConfigError
+
+
+class StoredRows:
+    """The rows in the published shards of a job's folder.
+
+    Attributes:
+        count: how many input rows have their answers there.
+    """
+
+    def __init__(self, reader: JobFolderReader) -> None:
+        """Raise ConfigError if no shard is there."""
+        self._reader = reader
+        self._rows_per_shard = int(reader.manifest["identity"]["output"]["rows_per_shard"])
+        data = reader.path / "data"
+        self._files = shard_files(data) if data.is_dir() else {}
+        if not self._files:
+            raise ConfigError(f"{reader.storage.shown}: there are no shards in data/")
+        self._shards = sorted(self._files)
+        # All shards but the last one of the job have as many rows as they can.
+        last = read_columns(self._files[self._shards[-1]], KEYS[:1])
+        in_last = pc.count_distinct(last[KEYS[0]]).as_py()
+        self.count: int = (len(self._shards) - 1) * self._rows_per_shard + in_last
+
+    def choose(self, rows: int, seed: int) -> list[int]:
+        """The numbers of so many input rows, drawn at random without repetition, ascending; of all
+        rows if there are no more."""
+        drawn = drawn_places(self.count, rows, seed)
+        return sorted(self._number(place) for place in drawn)
+
+    def _number(self, place: int) -> int:
+        shard, row = divmod(place, self._rows_per_shard)
+        return self._shards[shard] * self._rows_per_shard + row
+
+    def rows(self, indices: Sequence[int]) -> list[pa.Table]:
+        """All samples of each of these input rows."""
+        return [self._row(index) for index in indices]
+
+    def _row(self, index: int) -> pa.Table:
+        schema = self._reader.schema
+        assert schema is not None
+        shard, found = self._reader.shard(index // self._rows_per_shard), list[pa.RecordBatch]()
+        for batch in shard.batches(schema.names, first_row=index):
+            found.append(batch.filter(pc.equal(batch[KEYS[0]], index)))
+            if pc.max(batch[KEYS[0]]).as_py() > index:
+                break
+        return pa.Table.from_batches(found, schema=schema)

@@ -1,0 +1,98 @@
+"""What a finished folder comes to, in digests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+
+from batchgen.evals.grades.folder_grades import GRADES
+from batchgen.evals.grades.grade_files import bytes_digest
+from batchgen.pipelines.proof.lock_file import StepProof
+from batchgen.pipelines.proof.merkle import Digest, root, shard_leaves
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.shards.checked_file import CheckedFile
+from batchgen.storage.shards.shard_files import shard_files
+from batchgen.storage.stores.manifest import ROWS, Manifest
+from batchgen.util.errors import ConfigError
+from batchgen.util.fingerprint import fingerprint_text
+
+MOST_SHARDS = 24
+"""A lock names the digests of so many shards; of more it has the root alone."""
+
+
+@dataclass(frozen=True)
+class FolderDigests:
+    """The digests of all shards of a folder, and of its grades."""
+
+    shard_roots: list[Digest]
+    files: list[str]
+    rows: int
+    columns: str
+    grades: Digest | None
+
+    @property
+    def root(self) -> Digest:
+        return root(self.shard_roots)
+
+
+def folder_digests(folder: Path) -> FolderDigests:
+    """The digests of a folder's files as they are; every row is read. JobError for a damaged file,
+    ConfigError if there are no shards."""
+    roots, rows = list[Digest](), 0
+    files = list(shard_files(folder / "data").values()) if (folder / "data").is_dir() else []
+    if not files:
+        raise ConfigError(f"{folder}: there are no shards in data/")
+    for path in files:
+        digests = shard_leaves(path)
+        roots.append(root(digests))
+        rows += len(digests)
+    with CheckedFile(files[0]) as file:
+        columns = schema_digest(file.schema)
+    return FolderDigests(
+        roots, [bytes_digest(path) for path in files], rows, columns, _grades(folder)
+    )
+
+
+def schema_digest(schema: pa.Schema) -> str:
+    """A digest of the names and types of columns."""
+    return fingerprint_text(*(f"{field.name} {field.type}" for field in schema))
+
+
+def step_proof(reader: JobFolderReader) -> StepProof:
+    """What a lock says of a complete job."""
+    manifest = Manifest.parse((reader.path / "manifest.json").read_bytes(), reader.storage.shown)
+    found = folder_digests(reader.path)
+    digests = manifest.row_digests
+    proof = StepProof(
+        fingerprints=without_places(manifest.fingerprints),
+        columns=found.columns,
+        rows=found.rows,
+        shards=len(found.files),
+        root=found.root.hex(),
+        dataset=digests[-1] if digests else None,
+        dataset_rows=manifest.growing.get(ROWS),
+        grades=None if found.grades is None else found.grades.hex(),
+    )
+    if len(found.files) > MOST_SHARDS:
+        return proof
+    return replace(proof, shard_roots=[one.hex() for one in found.shard_roots], files=found.files)
+
+
+def without_places(fingerprints: Mapping[str, str]) -> dict[str, str]:
+    """Fingerprints by what they are of, without the paths of what steps of `rows` have read."""
+    found: dict[str, str] = {}
+    for name, digest in sorted(fingerprints.items()):
+        what, _, place = name.partition(" ")
+        key = what if place and what.startswith("rows[") else name
+        found[key] = f"{found[key]} {digest}" if key in found else digest
+    return found
+
+
+def _grades(folder: Path) -> Digest | None:
+    if not (folder / GRADES).is_dir():
+        return None
+    paths = shard_files(folder / GRADES).values()
+    return root([root(shard_leaves(path)) for path in paths])

@@ -1,0 +1,128 @@
+"""Lock files: what made a data set and what it must come to, in a few kB.
+
+A lock file is a pipeline file with `steps`, of which each has all keys that decide its rows, and
+with `proof`: for each step digests of what it was made of and of what it made. Nothing in it runs,
+and what it names is a stranger's word until the user confirms it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from batchgen.config.compose.job_file import read_job_file
+from batchgen.config.groups.convert_value import plain_value
+from batchgen.util.errors import ConfigError
+
+LOCK, PROOF, STEPS, VERSIONS = "batchgen_lock", "proof", "steps", "versions"
+FORMAT_VERSION = 1
+MOST_BYTES = 2**20
+"""Larger files are no lock files."""
+
+
+@dataclass(frozen=True)
+class StepProof:
+    """Digests of one step, as hex digits.
+
+    Attributes:
+        fingerprints: those of the manifest: models, dtype, constraint, steps and what these read.
+        dataset: the last digest of the rows that were read; None if it cannot be known.
+        dataset_rows: how many rows were read; None for a stream.
+        columns: a digest of the names and types of the output columns.
+        rows: the output rows.
+        shards: the number of shards.
+        root: over all rows.
+        shard_roots: over those of each shard, if there are few.
+        files: digests of the bytes of each shard, if there are few.
+        grades: the root over the grades; None without any.
+    """
+
+    fingerprints: Mapping[str, str]
+    columns: str
+    rows: int
+    shards: int
+    root: str
+    dataset: str | None = None
+    dataset_rows: int | None = None
+    shard_roots: Sequence[str] = ()
+    files: Sequence[str] = ()
+    grades: str | None = None
+
+
+@dataclass(frozen=True)
+class Lock:
+    """What a lock file holds.
+
+    Attributes:
+        steps: the values of each step as a pipeline file has them, in an order in which each comes
+            behind what it reads; `${` is escaped, as in every file with keys.
+        proof: of each step.
+        versions: the packages with which the rows were made.
+        places: of the keys in the file, for messages.
+    """
+
+    steps: Mapping[str, Mapping[str, Any]]
+    proof: Mapping[str, StepProof]
+    versions: Mapping[str, str]
+    places: Mapping[str, str] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """What the file holds."""
+        proof = {
+            name: {key: value for key, value in asdict(one).items() if value not in (None, ())}
+            for name, one in self.proof.items()
+        }
+        values = {LOCK: FORMAT_VERSION, VERSIONS: dict(self.versions)}
+        values |= {STEPS: plain_value(self.steps), PROOF: plain_value(proof)}
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=200)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The lock in a file; ConfigError if it is none."""
+        if path.is_file() and path.stat().st_size > MOST_BYTES:
+            raise ConfigError(f"{path} is no lock file: it has more than {MOST_BYTES >> 20} MiB")
+        values, places = read_job_file(path)
+        try:
+            if values[LOCK] != FORMAT_VERSION:
+                raise ConfigError(
+                    f"{path} has format version {values[LOCK]!r}, and this batchgen reads "
+                    f"{FORMAT_VERSION}"
+                )
+            proof = {name: _proof(one) for name, one in values[PROOF].items()}
+            versions = {str(k): str(v) for k, v in values[VERSIONS].items()}
+            steps = values[STEPS]
+            if not isinstance(steps, dict) or not steps or steps.keys() != proof.keys():
+                raise ValueError("steps and proof name other steps")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"{path} is no lock file of batchgen ({type(error).__name__}: {error}): "
+                "`batchgen lock OUT` writes one"
+            ) from None
+        return cls(steps, proof, versions, places)
+
+
+def _proof(values: Mapping[str, Any]) -> StepProof:
+    """The proof of a step, with its types checked."""
+    proof = StepProof(**values)
+    texts = [
+        proof.columns,
+        proof.root,
+        *proof.shard_roots,
+        *proof.files,
+        *proof.fingerprints.values(),
+    ]
+    texts += [text for text in (proof.dataset, proof.grades) if text is not None]
+    numbers = [proof.rows, proof.shards, proof.dataset_rows or 0]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a digest is no text")
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise TypeError("a number of rows is none")
+    if proof.shard_roots and not len(proof.shard_roots) == len(proof.files) == proof.shards:
+        raise ValueError("there are not as many digests as shards")
+    return proof

@@ -1,0 +1,155 @@
+"""The jobs that a lock describes, in folders of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from batchgen.config.compose.load_config import resolved
+from batchgen.config.compose.overrides import parse_override
+from batchgen.config.compose.trust import Trust
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.pipelines.proof.lock_file import STEPS, Lock
+from batchgen.pipelines.run.pipeline import Pipeline, compose_pipeline
+from batchgen.pipelines.run.pipeline_file import read_pipeline
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import is_url
+
+_PACKAGE = "package://"
+"""How places begin that come with batchgen."""
+_ENDS = ("path", "_file", "_model", "_root")
+_TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz")
+_OF_CONSTRAINT = ("schema", "grammar", "tag")
+_TEXT = ("{", "::=")
+"""What a schema or a grammar has that is no path."""
+
+
+@dataclass(frozen=True)
+class LockedJobs:
+    """The jobs of a lock: `folders` are where each step writes, and `pipeline` what they are."""
+
+    lock: Lock
+    pipeline: Pipeline
+    folders: Mapping[str, str]
+
+    def config(self, name: str, folders: Mapping[str, str] | None = None) -> JobConfig:
+        """The job of a step, with its own folders or others."""
+        config = self.pipeline.steps[name].within(self.folders if folders is None else folders)
+        sampling = self.lock.steps[name].get("sampling")
+        # A pipeline names the streams of its steps; jobs that read each other may have none.
+        if not isinstance(sampling, dict) or sampling.get("stream") is None:
+            config = replace(config, sampling=replace(config.sampling, stream=None))
+        return config
+
+
+def locked_jobs(
+    lock: Lock,
+    file: Path,
+    overrides: Sequence[str],
+    trusted: Sequence[str] = (),
+    *,
+    confirmed: bool = False,
+) -> LockedJobs:
+    """The jobs of the lock in a file, with what was typed.
+
+    Args:
+        overrides: `output.dir`, and where models and data are, for all steps (`model.path=…`) or
+            one (`judge.model.path=…`).
+        trusted: what the user trusts, as of `--trust`.
+        confirmed: whether the user has confirmed the places that the lock names.
+
+    Raises:
+        ConfigError: a key is wrong, a place is not confirmed, or code is named that is not
+            batchgen's own.
+    """
+    given = read_pipeline({STEPS: dict(lock.steps)}, lock.places, overrides)
+    if is_url(given.out):
+        raise ConfigError("output.dir: a lock is rebuilt in a folder of this machine: name one")
+    typed = {parse_override(argument).key for argument in overrides if "=" in argument}
+    if not confirmed:  # templates and schemas are read when the configuration is made
+        _confirm({name: _nested(step.values) for name, step in given.steps.items()}, typed)
+    pipeline = compose_pipeline(given, Trust.of([file], trusted, overrides))
+    if not confirmed:
+        _confirm({name: _plain(step.config) for name, step in pipeline.steps.items()}, typed)
+    names = list(pipeline.steps)
+    folders = {name: f"{pipeline.out.rstrip('/')}/{name}" for name in names}
+    if len(names) == 1:
+        folders = {names[0]: pipeline.out}
+    return LockedJobs(lock, pipeline, folders)
+
+
+def _confirm(steps: Mapping[str, Mapping[str, Any]], typed: set[str]) -> None:
+    """Refuse to read what a stranger's file names before the user has said so."""
+    left = {
+        f"{name}.{key}": place
+        for name, values in steps.items()
+        for key, place in places_read(values)
+        if not {key, f"{name}.{key}"} & typed
+    }
+    if left:
+        listed = "".join(f"\n  {key}={place}" for key, place in left.items())
+        raise ConfigError(
+            f"the lock names places that would be read:{listed}\ngive your own as KEY=PLACE, or "
+            "add --yes if these are meant"
+        )
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by group, of which keys may be full names, and groups the names of choices."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        group, _, name = key.partition(".")
+        if isinstance(value, list) and not name:
+            found[group] = value
+        else:
+            below = value if isinstance(value, dict) and not name else {name or "choice": value}
+            found[group] = {**found.get(group, {}), **below}
+    return found
+
+
+def _plain(config: JobConfig) -> dict[str, Any]:
+    groups = resolved(config)
+    if config.dataset.kind == "job":
+        del groups["dataset"]["path"]  # steps of the lock, in the user's folder
+    return {name: groups[name] for name in ("model", "dataset", "prompt", "strategy")}
+
+
+def places_read(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a job reads, by its keys: models, data and files. What comes with batchgen is left
+    out."""
+    for group, given in values.items():
+        if group == "rows":
+            for place, step in enumerate(given if isinstance(given, list) else ()):
+                yield from _places(step, f"{group}[{place}]", _is_place_of_step)
+        elif group == "constraint":
+            yield from _places(given, group, _is_place_of_constraint)
+        elif group not in ("post", "output"):
+            yield from _places(given, group, _is_place)
+
+
+def _places(value: Any, key: str, is_place: Any) -> Iterator[tuple[str, str]]:
+    """All places in a value and in what it holds."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _places(item, f"{key}.{name}", is_place)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _places(item, key, is_place)
+    elif isinstance(value, str) and not value.startswith(_PACKAGE) and is_place(key, value):
+        yield key, value
+
+
+def _is_place(key: str, value: str) -> bool:
+    return key.endswith(_ENDS)
+
+
+def _is_place_of_step(key: str, value: str) -> bool:
+    """A step of `rows` may find the pieces that it adds in a file, under any key."""
+    return key.endswith(_ENDS) or "/" in value or value.endswith(_TABLES)
+
+
+def _is_place_of_constraint(key: str, value: str) -> bool:
+    named = key.rpartition(".")[2] in _OF_CONSTRAINT
+    return named and not any(text in value for text in _TEXT)

@@ -1,0 +1,168 @@
+"""Makes the lock of a job, of a chain of jobs or of a pipeline."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from batchgen.config.compose.compose_config import checked, compose_groups
+from batchgen.config.compose.load_config import resolved
+from batchgen.config.compose.trust import TYPED
+from batchgen.config.groups.convert_value import build
+from batchgen.config.groups.dataset_config import DatasetConfig
+from batchgen.inputs.upstream.other_job import OtherJob
+from batchgen.inputs.upstream.read_jobs import read_jobs
+from batchgen.pipelines.proof.folder_proof import step_proof
+from batchgen.pipelines.proof.lock_file import Lock, StepProof
+from batchgen.pipelines.run.pipeline_file import FROM
+from batchgen.pipelines.trace.source_places import places_beside
+from batchgen.storage.folder.open_folder import open_folder, refuse_incomplete
+from batchgen.storage.folder.pipeline_record import STEP_NAME, step_of
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.folder.step_folders import find_record, is_pipeline
+from batchgen.storage.stores.manifest import READ_JOB
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import folder_here, user_path
+
+_GROUPS = (
+    *("model", "dataset", "rows", "prompt", "sampling", "strategy", "constraint", "engine"),
+    *("post", "score", "output"),
+)
+"""What a lock has of a configuration; the rest says how a job runs and not what it writes."""
+_NOT_KEPT = {
+    "dataset": {"follow"},
+    "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report", "reuse"},
+}
+_PATH = "path"
+
+
+def make_lock(given: str) -> Lock:
+    """The lock of a folder, with all jobs whose rows it reads.
+
+    Raises:
+        ConfigError: a job is not complete, or one that was read is not there or is another one now.
+        JobError: a file is damaged.
+    """
+    out = folder_here(given, "batchgen lock")
+    chain = _Chain()
+    if is_pipeline(out):
+        record = find_record(str(user_path(out, "OUT")))
+        assert record is not None
+        for folder in record.current.values():
+            chain.add(f"{out.rstrip('/')}/{folder}")
+    else:
+        chain.add(out)
+    return Lock(chain.steps, chain.proof, chain.versions)
+
+
+class _Chain:
+    """Jobs that were found so far, each behind those whose rows it reads."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, dict[str, Any]] = {}
+        self.proof: dict[str, StepProof] = {}
+        self.versions: dict[str, str] = {}
+        self._names: dict[Path, str] = {}
+
+    def add(self, given: str) -> str:
+        """Add a job and those before it; returns its name."""
+        reader = open_folder(given, "lock")
+        path = reader.path.resolve()
+        if path in self._names:
+            return self._names[path]
+        refuse_incomplete(reader, given)
+        groups = reader.config
+        parents = [self.add(str(job.storage.path)) for job in _read(reader, groups, given)]
+        tables = {place: self.add(table) for place, table in _tables(groups).items()}
+        name = self._names[path] = self._name(path, several=len(parents) > 1)
+        self.steps[name] = step_values(groups, parents, tables)
+        self.proof[name] = step_proof(reader)
+        self.versions |= dict(reader.manifest["versions"])
+        return name
+
+    def _name(self, path: Path, *, several: bool) -> str:
+        """What the job is called in the lock."""
+        name = step_of(path.name) or re.sub(r"[^A-Za-z0-9_-]", "_", path.name)
+        if not STEP_NAME.fullmatch(name):
+            name = f"job_{name}"[:40]
+        while name in self.steps:
+            name += "_"
+        return name
+
+
+def _read(reader: JobFolderReader, groups: Mapping[str, Any], given: str) -> list[OtherJob]:
+    """The jobs whose rows a job has read, as its manifest knows them."""
+    dataset = groups.get("dataset") or {}
+    if dataset.get("kind") != "job":
+        return []
+    jobs = read_jobs(
+        places_beside(build(DatasetConfig, dict(dataset), "dataset").paths, reader.path), None
+    )
+    known = reader.manifest["fingerprints"]
+    for job in jobs:
+        key = f"{READ_JOB} {job.read.name}" if len(jobs) > 1 else READ_JOB
+        if known.get(key) != job.read.digest:
+            raise ConfigError(
+                f"{given}: {job.given} is not the job whose rows were read: put that one in its "
+                "place, or run the job again"
+            )
+    return jobs
+
+
+def _tables(groups: Mapping[str, Any]) -> dict[int, str]:
+    """The folders of jobs that steps of `rows` read, by the places of the steps."""
+    found = {}
+    for place, step in enumerate(groups.get("rows") or ()):
+        path = _options(step).get(_PATH)
+        if isinstance(path, str) and (user_path(path, "rows") / "manifest.json").is_file():
+            found[place] = path
+    return found
+
+
+def _options(step: Mapping[str, Any]) -> Any:
+    """The options of a step of `rows`, by its short name or by its class."""
+    if "_target_" in step:
+        return step
+    (options,) = step.values()
+    return options or {}
+
+
+def step_values(
+    groups: Mapping[str, Any], parents: Sequence[str], tables: Mapping[int, str]
+) -> dict[str, Any]:
+    """A job as a step of a lock: keys without a value are left out where that says the same."""
+    kept: dict[str, Any] = {}
+    for name in _GROUPS:
+        group = groups.get(name)
+        if isinstance(group, dict):
+            left_out = _NOT_KEPT.get(name, set())
+            kept[name] = {key: value for key, value in group.items() if key not in left_out}
+        elif group:
+            kept[name] = group
+    short = {
+        name: _set(group) if isinstance(group, dict) else group for name, group in kept.items()
+    }
+    if _composed(short) != _composed(kept):
+        short = kept
+    values: dict[str, Any] = deepcopy(short)
+    if parents:
+        del values["dataset"][_PATH]
+        values = {FROM: parents[0] if len(parents) == 1 else list(parents), **values}
+    for place, name in tables.items():
+        options = _options(values["rows"][place])
+        del options[_PATH]
+        options[FROM] = name
+    return values
+
+
+def _set(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if value is not None}
+
+
+def _composed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """All that the values of a job come to. Nothing of it runs."""
+    given = {**values, "output": {**values["output"], "dir": "."}}
+    return resolved(checked(compose_groups(given).groups, TYPED))

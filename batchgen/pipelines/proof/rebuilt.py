@@ -1,0 +1,120 @@
+"""Makes the rows of a lock again, and compares them with what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.inputs.dataset.row_digest import rows_digest
+from batchgen.jobs.run.checked_rows import job_manifest, output_schema
+from batchgen.jobs.run.image_files import content_of
+from batchgen.jobs.run.job_parts import JobParts, job_parts
+from batchgen.jobs.run.run_job import run_job
+from batchgen.pipelines.proof.folder_proof import FolderDigests, folder_digests, without_places
+from batchgen.pipelines.proof.lock_file import StepProof
+from batchgen.pipelines.proof.locked_jobs import LockedJobs
+from batchgen.storage.stores.manifest import READ_JOB
+from batchgen.util.errors import ConfigError
+
+_DATASET = "dataset"
+
+
+@dataclass(frozen=True)
+class RebuiltStep:
+    """A step that was made again: what differs from the lock, in words; None if its rows are equal.
+    `same_bytes` says whether its files are, too."""
+
+    name: str
+    rows: int
+    shards: int
+    difference: str | None
+    same_bytes: bool
+
+
+def rebuild(jobs: LockedJobs, say: Callable[[str], None]) -> Iterator[RebuiltStep | int]:
+    """Run the steps of a lock, each in its folder, and compare each when it is complete. Steps that
+    are complete there are not run again.
+
+    Yields:
+        Each step; at last the number of the signal, if one has stopped a step.
+
+    Raises:
+        ConfigError: model or data are not those of the lock. Nothing of that step was computed.
+        JobError: a step cannot go on.
+    """
+    for name, proof in jobs.lock.proof.items():
+        with opened(jobs.config(name), name, proof) as (config, parts):
+            say(f"step {name}: {config.output.dir}")
+            result = run_job(config, parts)
+        if result.stopped_by is not None:
+            yield result.stopped_by
+            return
+        yield compared(name, proof, folder_digests(Path(config.output.dir)))
+
+
+@contextmanager
+def opened(config: JobConfig, name: str, proof: StepProof) -> Iterator[tuple[JobConfig, JobParts]]:
+    """A job and what it runs on, if models and data are those of the lock; ConfigError if not."""
+    if proof.dataset_rows is not None and config.dataset.kind in ("files", "hub", "demo"):
+        # Rows that were added since are not of the set.
+        config = replace(config, dataset=replace(config.dataset, limit=proof.dataset_rows))
+    parts = job_parts(config)
+    try:
+        manifest = job_manifest(config, parts, output_schema(config, parts))
+        found = without_places(manifest.fingerprints)
+        lines = [
+            f"{what}: {known} in the lock, {found.get(what, 'none')} here"
+            for what, known in proof.fingerprints.items()
+            if what != _DATASET and not what.startswith(READ_JOB) and found.get(what) != known
+        ]
+        lines += _other_data(parts, proof, found.get(_DATASET))
+        if lines:
+            raise ConfigError(
+                f"step {name} was made of something else than what is here:\n  "
+                + "\n  ".join(lines)
+            )
+        yield config, parts
+    finally:
+        parts.close()
+
+
+def _other_data(parts: JobParts, proof: StepProof, fingerprint: str | None) -> Iterator[str]:
+    """How the rows that a step reads differ from those of the lock; of other jobs only the rows
+    that this one makes are compared."""
+    source = content_of(parts.source, parts.prompt)
+    if proof.dataset is None or proof.dataset_rows is None:
+        if not parts.source.jobs and fingerprint != proof.fingerprints.get(_DATASET):
+            yield f"data set: {proof.fingerprints.get(_DATASET)} in the lock, {fingerprint} here"
+        return
+    if source.num_rows != proof.dataset_rows:
+        yield f"data set: {proof.dataset_rows:,} rows in the lock, {source.num_rows} here"
+        return
+    digests = rows_digest(source, proof.dataset_rows)
+    if not digests or digests[-1] != proof.dataset:
+        yield f"data set: other rows, {proof.dataset} in the lock, {(digests or ['none'])[-1]} here"
+
+
+def compared(name: str, proof: StepProof, found: FolderDigests) -> RebuiltStep:
+    """A step beside what the lock says of it."""
+    same_bytes = list(proof.files) == found.files if proof.files else True
+    return RebuiltStep(name, found.rows, len(found.files), _difference(proof, found), same_bytes)
+
+
+def _difference(proof: StepProof, found: FolderDigests) -> str | None:
+    if found.columns != proof.columns:
+        return "it has other columns"
+    if (found.rows, len(found.files)) != (proof.rows, proof.shards):
+        made = f"{found.rows:,} rows in {len(found.files):,} shards"
+        return f"{made}, and {proof.rows:,} rows in {proof.shards:,} shards in the lock"
+    roots = [one.hex() for one in found.shard_roots]
+    different = [str(i) for i, one in enumerate(proof.shard_roots) if one != roots[i]]
+    if different:
+        return f"{len(different):,} of {proof.shards:,} shards differ: {', '.join(different[:20])}"
+    if found.root.hex() != proof.root:
+        return "some rows differ; the lock has too many shards to say which"
+    if proof.grades is not None and (found.grades or b"").hex() != proof.grades:
+        return "the rows are equal, and their grades differ"
+    return None

@@ -1,0 +1,165 @@
+"""Folders with Parquet files in `data`, a card and SET_FILE, which appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.pipelines.publish.finished_rows import SET_FILE, rows_digest, set_facts, whole_set
+from batchgen.storage.folder.whole_shards import whole_shards
+from batchgen.storage.leases.folder_lock import FolderLock
+from batchgen.storage.leases.fsync import fsync_path
+from batchgen.storage.shards.checked_file import seal
+from batchgen.storage.shards.shard_files import shard_path
+from batchgen.storage.stores.job_storage import FolderStorage
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.paths import is_url, user_path
+
+ROWS_PER_GROUP = 1000
+"""Rows of a row group, which readers have in memory at a time."""
+ROWS_PER_SHARD = 10 * ROWS_PER_GROUP
+
+
+def request_digest(request: Mapping[str, Any]) -> str:
+    """The digest of what decides the content of a folder."""
+    text = json.dumps(request, sort_keys=True, ensure_ascii=False)
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def new_folder(given: str) -> Path:
+    """The folder that a user names for a new set; ConfigError for an object store."""
+    if is_url(given):
+        raise ConfigError(f"--out {given}: a set is written to a folder of this machine: name one")
+    return user_path(given, "--out")
+
+
+def is_there(path: Path, request: str) -> bool:
+    """Whether a folder has what a request makes; ConfigError if it has anything else, JobError if
+    it has lost some of it."""
+    if not os.path.lexists(path):
+        return False
+    if path.is_dir() and (path / SET_FILE).is_file() and set_facts(path)["request"] == request:
+        whole_set(path, str(path))
+        return True
+    if path.is_dir() and not any(path.iterdir()):
+        return False
+    raise ConfigError(
+        f"--out {path} is there already and holds something else, or what other options or rows "
+        "made: name another folder, or delete it first"
+    )
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A new folder beside `path` that gets its name when the body ends without an error.
+
+    What a killed process has left there is deleted. A second process at the same time is refused.
+    """
+    hidden, lock = (path.with_name(f".{path.name}.{end}") for end in ("unfinished", "lock"))
+    try:
+        with ExitStack() as stack:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_lock(path, lock))
+            shutil.rmtree(hidden, ignore_errors=True)
+            (hidden / "data").mkdir(parents=True)
+            stack.callback(shutil.rmtree, hidden, ignore_errors=True)
+            yield hidden
+            for folder in (hidden / "data", hidden):
+                fsync_path(folder)
+            hidden.rename(path)  # over an empty folder at most
+            fsync_path(path.parent)
+            lock.unlink(missing_ok=True)
+    except OSError as error:
+        raise JobError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _lock(path: Path, lock: Path) -> FolderLock:
+    try:
+        return FolderLock(lock)
+    except ConfigError:
+        raise ConfigError(f"--out {path}: another process is writing it: wait for it") from None
+
+
+class ShardWriter:
+    """Writes rows into shards of ROWS_PER_SHARD; `rows` counts them."""
+
+    def __init__(self, folder: Path, schema: pa.Schema) -> None:
+        self._data, self._schema = folder / "data", schema
+        self._waiting: list[pa.Table] = []
+        self._writer: pq.ParquetWriter | None = None
+        self._shard, self._in_shard = 0, 0
+        self.rows = 0
+
+    def add(self, table: pa.Table) -> None:
+        """Add rows with the columns of the schema."""
+        while table.num_rows:
+            waiting = sum(one.num_rows for one in self._waiting)
+            self._waiting.append(table.slice(0, ROWS_PER_GROUP - waiting))
+            table = table.slice(ROWS_PER_GROUP - waiting)
+            if waiting + self._waiting[-1].num_rows == ROWS_PER_GROUP:
+                self._write_group()
+
+    def close(self) -> None:
+        """Write what is left. Without rows there is one shard that has none."""
+        if self._waiting or not self.rows:
+            self._write_group()
+        self._end_shard()
+
+    def _write_group(self) -> None:
+        if self._writer is None:
+            path = shard_path(self._data, self._shard)
+            self._writer = pq.ParquetWriter(
+                path, self._schema, compression="zstd", write_page_checksum=True
+            )
+        table = pa.concat_tables([self._schema.empty_table(), *self._waiting])
+        self._writer.write_table(table, row_group_size=max(1, table.num_rows))
+        self._waiting = []
+        self._in_shard += table.num_rows
+        self.rows += table.num_rows
+        if self._in_shard >= ROWS_PER_SHARD:
+            self._end_shard()
+
+    def _end_shard(self) -> None:
+        if self._writer is None:
+            return
+        self._writer.close()
+        path = shard_path(self._data, self._shard)
+        seal(path)
+        fsync_path(path)
+        self._writer, self._in_shard, self._shard = None, 0, self._shard + 1
+
+
+def write_folder(
+    path: Path,
+    schema: pa.Schema,
+    tables: Iterable[pa.Table],
+    facts: Mapping[str, Any],
+    card: Callable[[int], str],
+) -> int:
+    """Write a folder with these rows, a `card` that is told their number, and `facts` as SET_FILE.
+
+    Returns:
+        The number of rows.
+    """
+    with whole_folder(path) as folder:
+        writer = ShardWriter(folder, schema)
+        for table in tables:
+            writer.add(table)
+        writer.close()
+        digest = rows_digest(whole_shards(FolderStorage(folder), str(path), writer.rows))
+        values = {**facts, "rows": writer.rows, "digest": digest}
+        texts = {SET_FILE: json.dumps(values, indent=2, ensure_ascii=False)}
+        texts["README.md"] = card(writer.rows)
+        for name, text in texts.items():
+            (folder / name).write_text(text + "\n", encoding="utf-8")
+            fsync_path(folder / name)
+    return writer.rows

@@ -1,0 +1,179 @@
+"""The rows of a complete job with their grades, or of a set that `select` or `export` wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.evals.grades.finished_shards import FinishedShards
+from batchgen.evals.grades.visible_columns import VisibleColumns, Wanted
+from batchgen.storage.folder.open_folder import open_job, refuse_incomplete
+from batchgen.storage.folder.whole_shards import WholeShards, whole_shards
+from batchgen.storage.leases.own_files import refuse_links
+from batchgen.storage.stores.job_storage import FolderStorage, Storage
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.fingerprint import fingerprint_text
+from batchgen.util.paths import is_url, user_path
+from batchgen.util.text.row_json import row_reader
+
+SET_FILE = "selection.json"
+"""The file of a set that says which jobs its rows came from, and how they were chosen."""
+SET_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class FoundRow:
+    """A row where it lies; `variables` are what expressions and templates see."""
+
+    shard: int
+    place: int  # in its shard, from 0
+    variables: Mapping[str, Any]
+
+
+def row_name(row: FoundRow) -> str:
+    """How a message names a row, as far as its id was read."""
+    found = row.variables
+    name = found.get("row_id", found.get("id"))
+    return f"row {row.place} of shard {row.shard}" if name is None else f"row {name!r}"
+
+
+class FinishedRows(FinishedShards):
+    """Rows that will not change any more, in their order.
+
+    Attributes:
+        given: the folder as the user named it.
+        manifest: what a job's manifest.json holds; empty for a set.
+        facts: what a set's SET_FILE holds; None for a job.
+        metrics: what metrics.json holds; empty for a set.
+        config: the configuration by group; of a set, that of its jobs, if they had equal
+            prompts, else empty.
+    """
+
+    def __init__(
+        self, given: str, storage: Storage, whole: WholeShards, config: Mapping[str, Any],
+        text_column: str, manifest: Mapping[str, Any], metrics: Mapping[str, Any],
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(storage, given, whole)
+        self.config, self.text_column = config, text_column
+        self.manifest, self.metrics, self.facts = manifest, metrics, facts
+        if text_column not in self.schema.names:
+            raise ConfigError(f"the rows of {given} have no column {text_column!r} of texts")
+        grades = self.grade_schema.names if facts is None else ()
+        self.columns = VisibleColumns(self.schema.names, grades)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the rows are those of a set."""
+        return self.facts is not None
+
+    def refuse_set(self, what: str) -> None:
+        """Raise ConfigError if the rows are those of a set, which do not say how they ended."""
+        if self.is_set:
+            raise ConfigError(f"{what} is for jobs, and {self.given} is a set: give its job")
+
+    def group(self, name: str) -> dict[str, Any]:
+        """A group of the configuration; empty if there is none."""
+        found = self.config.get(name)
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def digest(self) -> str:
+        """A digest of all shards and grades, from their checksums."""
+        if not self.columns.grades:
+            return self.fingerprint
+        return fingerprint_text(self.fingerprint, self.grades_digest)
+
+    def rows(self, wanted: Wanted) -> Iterator[FoundRow]:
+        """The rows with some columns, in order."""
+        names, graded = self.columns.ordered(wanted)
+        parse = row_reader(pa.schema([self.schema.field(name) for name in names]))
+        for shard in range(len(self.shards)):
+            place = 0
+            for table, grades in self.tables(shard, names, graded):
+                made = grades.to_pylist() if graded else [{}] * len(table)
+                for fields, one in zip(table.to_pylist(), made, strict=True):
+                    yield FoundRow(shard, place, self.columns.variables(parse(fields), one))
+                    place += 1
+
+
+def is_set(given: str) -> bool:
+    """Whether a folder is one that `select` or `export` wrote."""
+    if is_url(given):
+        return False
+    path = user_path(given, "OUT")
+    return (path / SET_FILE).is_file() and not (path / "manifest.json").exists()
+
+
+def open_rows(given: str) -> FinishedRows:
+    """The rows of a complete job or of a set, or a ConfigError that says what to do."""
+    if is_set(given):
+        return _open_set(given, user_path(given, "OUT"))
+    reader = open_job(given)
+    refuse_incomplete(reader, given)
+    facts = reader.text_column, reader.manifest, reader.metrics
+    return FinishedRows(given, reader.storage, reader.whole, reader.config, *facts)
+
+
+def set_facts(path: Path) -> dict[str, Any]:
+    """What the SET_FILE of a folder holds.
+
+    Raises:
+        ConfigError: a file of the folder is a link.
+        JobError: SET_FILE is not one of this program.
+    """
+    refuse_links(path)
+    if (path / SET_FILE).is_symlink():
+        raise ConfigError(f"{path / SET_FILE} is a link, and the files of a set are not")
+    try:
+        found: dict[str, Any] = json.loads((path / SET_FILE).read_text(encoding="utf-8"))
+        texts = [found["kind"], found["request"], found.get("text_column", "")]
+        is_known = found["format"] == SET_FORMAT and all(isinstance(one, str) for one in texts)
+        if is_known and all(isinstance(one["path"], str) for one in found["jobs"]):
+            return found
+        why = f"format {found['format']}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+    raise JobError(f"{path / SET_FILE} cannot be read ({why}): make the set again")
+
+
+def whole_set(path: Path, given: str) -> tuple[dict[str, Any], WholeShards]:
+    """What the SET_FILE of a folder holds, and the shards, which are those that it names.
+
+    Raises:
+        ConfigError, JobError: as of `set_facts` and `whole_shards`, or other rows lie there.
+    """
+    facts = set_facts(path)
+    whole = whole_shards(FolderStorage(path), given, facts.get("rows"), SET_FILE)
+    if facts.get("digest", found := rows_digest(whole)) != found:
+        raise JobError(
+            f"{given}: its rows are not those that were written: {SET_FILE} says which these are; "
+            "make the set again in another folder"
+        )
+    return facts, whole
+
+
+def rows_digest(whole: WholeShards) -> str:
+    """A digest of all rows of a set and of their columns, from the checksums of its shards."""
+    columns = [f"{field.name} {field.type}" for field in whole.schema]
+    return fingerprint_text(*columns, *(shard.digest or "" for shard in whole.shards))
+
+
+def _open_set(given: str, path: Path) -> FinishedRows:
+    facts, whole = whole_set(path, given)
+    if facts["kind"] != "rows":
+        raise ConfigError(
+            f"{given} is an export for a trainer ({facts['kind']}): give the job or the set that "
+            "it was made of"
+        )
+    configs = [c if isinstance(c := one.get("config"), dict) else {} for one in facts["jobs"]]
+    prompts = [config.get("prompt") for config in configs]
+    is_one = configs and all(prompt == prompts[0] for prompt in prompts)
+    config = configs[0] if is_one else {}
+    text = facts.get("text_column", "")
+    return FinishedRows(given, FolderStorage(path), whole, config, text, {}, {}, facts)

@@ -1,0 +1,138 @@
+"""The files of a folder that go to the hub, and whether they are there already."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchgen.evals.grades.folder_grades import GRADES
+from batchgen.pipelines.publish.finished_rows import SET_FILE, is_set, set_facts, whole_set
+from batchgen.storage.folder.open_folder import open_folder, refuse_incomplete
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.folder.refused_folder import written_manifest
+from batchgen.storage.folder.step_folders import step_folder
+from batchgen.storage.leases.lease_files import DATA
+from batchgen.storage.leases.own_files import MANIFEST, ROW_INDEX, ROWS
+from batchgen.storage.shards.checked_file import CheckedFile
+from batchgen.storage.shards.shard_files import shard_files
+from batchgen.storage.stores.manifest import Manifest
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import folder_here, user_path
+
+CARD = "README.md"
+_BESIDE = ("config.yaml", ROW_INDEX)
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file as it is to be in the repository: its path there and here."""
+
+    name: str
+    source: Path
+
+    @property
+    def size(self) -> int:
+        return self.source.stat().st_size
+
+    def sha256(self) -> str:
+        """The digest by which the hub knows large files."""
+        with self.source.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def git_blob(self) -> str:
+        """The digest by which git knows small files."""
+        content = self.source.read_bytes()
+        return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+    def check(self) -> None:
+        """Raise JobError unless a file of rows holds what was written into it."""
+        if self.source.suffix == ".parquet":
+            with CheckedFile(self.source) as file:
+                file.verify()
+
+
+class PushedFolder:
+    """A job's folder, which may still grow, or one that `select` or `export` wrote.
+
+    Attributes:
+        identity_file: the file that says what the rows are.
+    """
+
+    def __init__(self, given: str) -> None:
+        """Raise ConfigError if the folder is neither, JobError if rows are missing."""
+        self.given = folder_here(given, "batchgen push")
+        self._reader: JobFolderReader | None = None
+        self.path = Path(step_folder(str(user_path(given, "DIR"))))
+        if self.path.is_file():
+            raise ConfigError(
+                f"push takes folders, and {given} is a file: write a folder with `batchgen export "
+                "… --out FOLDER`, whose name has no suffix"
+            )
+        if is_set(given):
+            self.identity_file = SET_FILE
+            whole_set(self.path, given)
+        else:
+            self.identity_file = MANIFEST
+            self._reader = open_folder(given, "push")
+
+    @property
+    def status(self) -> str:
+        """The job's status; complete for a set."""
+        if self._reader is None:
+            return "complete"
+        begun = "running" if self._reader.may_run else "stopped"
+        return str(self._reader.metrics.get("status", begun))
+
+    def refuse_incomplete(self) -> None:
+        """Raise ConfigError for a job that is not complete."""
+        if self._reader is not None:
+            refuse_incomplete(self._reader, self.given)
+
+    def files(self, *, complete: bool) -> Iterator[LocalFile]:
+        """The files as they are now, those of every commit first, then shards in order.
+
+        Args:
+            complete: whether the job is complete, and its grades and figures are final.
+
+        Raises:
+            JobError: rows of a complete job are missing.
+        """
+        if complete and self._reader is not None:
+            self._reader.check()
+        beside = () if self._reader is None else _BESIDE
+        for name in (CARD, self.identity_file, *beside):
+            if (self.path / name).is_file():
+                yield LocalFile(name, self.path / name)
+        folders = ("data", GRADES) if complete else ("data",)
+        for folder in folders:
+            if (self.path / folder).is_dir():
+                for path in shard_files(self.path / folder).values():
+                    yield LocalFile(f"{folder}/{path.name}", path)
+        if complete and self._reader is not None and (self.path / ROWS).is_dir():
+            for name in sorted(os.listdir(self.path / ROWS)):
+                if name.endswith(".parquet"):
+                    yield LocalFile(f"{ROWS}/{name}", self.path / ROWS / name)
+
+    def differences(self, there: bytes) -> list[str]:
+        """In what the rows that the identity file of a repository tells of differ from these, a
+        line each; none where they are the same, or these have grown out of them."""
+        try:
+            if self._reader is None:
+                own, other = set_facts(self.path), json.loads(there)
+                keys = [key for key in ("request", "digest") if own.get(key) != other.get(key)]
+                return [f"{key}: {other.get(key)} → {own.get(key)}" for key in keys]
+            manifest = written_manifest(self._reader.storage)
+            assert manifest is not None
+            return Manifest.parse(there, self.identity_file).differences(manifest, manifest.digests)
+        except (ValueError, AttributeError):  # a ConfigError is a ValueError
+            return [f"its {self.identity_file} is not one of batchgen"]
+
+    @staticmethod
+    def has_rows(name: str) -> bool:
+        """Whether a file of a repository is one of rows, grades or their index."""
+        folder, _, file = name.partition("/")
+        return folder in (DATA, GRADES, ROWS) and file.endswith(".parquet")

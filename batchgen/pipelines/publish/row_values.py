@@ -1,0 +1,72 @@
+"""Values of expressions in rows that are finished; what has none there ends the work."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from batchgen.evals.grades.visible_columns import Wanted
+from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, row_name
+from batchgen.util.errors import ConfigError
+from batchgen.util.templates.row_expression import ExpressionFailed, RowExpression
+
+
+def is_true(expression: RowExpression, row: FoundRow) -> bool:
+    """Whether an expression is true in a row; ConfigError if it has no value there."""
+    return bool(value_of(expression, row))
+
+
+def number(expression: RowExpression, row: FoundRow) -> float | None:
+    """What an expression is in a row, as a number; None for null and for what is not a number.
+
+    Raises:
+        ConfigError: it has no value in the row, or one of another type.
+    """
+    value = value_of(expression, row)
+    if value is None:
+        return None
+    if not isinstance(value, (bool, int, float)):
+        raise ConfigError(
+            f"{row_name(row)}: {expression.source} must be a number or null, and is "
+            f"{type(value).__name__} {str(value)[:80]!r}"
+        )
+    return None if math.isnan(value) else float(value)
+
+
+def value_of(expression: RowExpression, row: FoundRow) -> Any:
+    """What an expression is in a row; ConfigError, which names the row, if it has no value."""
+    try:
+        return expression.value(row.variables, str(row.variables.get("row_id", "")))
+    except ExpressionFailed as error:
+        raise ConfigError(
+            f"{row_name(row)}: {error}: mend the expression, or let it pass such rows over "
+            "(`x is not none and …`)"
+        ) from None
+
+
+def answered_rows(
+    rows: FinishedRows, wanted: Wanted, where: RowExpression | None, left_out: Counter[str]
+) -> Iterator[FoundRow]:
+    """The rows that have an answer, and of which an expression is true; the others are counted."""
+    for row in rows.rows(wanted):
+        if row.variables.get("error") is not None and not rows.is_set:
+            left_out["with an error"] += 1
+        elif where is not None and not is_true(where, row):
+            left_out["by --where"] += 1
+        else:
+            yield row
+
+
+def rows_where(
+    rows: FinishedRows, where: str | None, columns: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Some columns of the rows of which an expression is true."""
+    wanted, expression = rows.columns.named(columns), None
+    if where is not None:
+        expression = rows.columns.expression("--where", where)
+        wanted |= rows.columns.read_by(expression)
+    for row in rows.rows(wanted):
+        if expression is None or is_true(expression, row):
+            yield {name: row.variables[name] for name in columns}

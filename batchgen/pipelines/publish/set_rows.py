@@ -1,0 +1,211 @@
+"""The rows of a set that `select` writes: what they hold, and how they get there in any order."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from batchgen.evals.grades.grade_files import ROW_KEYS
+from batchgen.evals.grades.visible_columns import Wanted
+from batchgen.pipelines.publish.chosen_rows import Places
+from batchgen.pipelines.publish.data_folder import ROWS_PER_SHARD
+from batchgen.pipelines.publish.finished_rows import FinishedRows
+from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import some_names
+from batchgen.util.text.row_json import AS_GIVEN
+
+ID, SOURCE = "id", "source"
+INPUT_ID = "input_id"
+"""The name of a column `id` of the data set, from which the ids of the rows were not taken."""
+SOURCE_TYPE = pa.struct(
+    [("job", pa.string()), ("row_id", pa.string()), ("sample_index", pa.int32())]
+)
+_BUCKETS = 256
+"""How many shards are filled in one pass over the rows."""
+_KEYS = ("row_id", "sample_index")
+
+
+@dataclass(frozen=True)
+class SetColumns:
+    """From which columns of a job's rows and grades those of the set are made, by their names in
+    the set; ids end with the number of the sample, unless only one sample of a row is taken."""
+
+    name: str
+    data: dict[str, str]
+    grades: dict[str, str]
+    one_of_a_row: bool
+    prefix: str
+    has_source: bool
+
+    def fields(self, job: FinishedRows) -> list[pa.Field]:
+        """The fields of the set that this job fills."""
+        found = [job.schema.field(old).with_name(new) for new, old in self.data.items()]
+        made = self.grades.items()
+        return found + [job.grade_schema.field(old).with_name(new) for new, old in made]
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted(frozenset([*self.data.values(), *_KEYS]), frozenset(self.grades.values()))
+
+
+def set_columns(
+    job: FinishedRows, *, named: Sequence[str] | None, text_as: str, one_of_a_row: bool, prefix: str
+) -> SetColumns:
+    """Which columns a set takes of a job: those that are `named`, else the data set's own, the
+    text under the name `text_as`, and the grades.
+
+    Raises:
+        ConfigError: a name is unknown, or two columns would have the same one.
+    """
+    if job.is_set:
+        raise ConfigError(f"select reads jobs, and {job.given} is a set: give the jobs themselves")
+    chosen = _chosen(job, named)
+    data: dict[str, str] = {}
+    grades: dict[str, str] = {}
+    for name, is_grade in chosen:
+        new = text_as if name == job.text_column and not is_grade else name
+        if name == ID and not is_grade:
+            if job.group("dataset").get("id_column") == ID:
+                continue  # what it holds is in the set's own
+            new = INPUT_ID
+        if is_grade and new in data:
+            new = f"grades_{name}"
+        if new in data or new in grades or new == ID:
+            raise ConfigError(
+                f"the set would have two columns {new!r}: name the generated text otherwise with "
+                "--text-as, or choose columns with --columns"
+            )
+        (grades if is_grade else data)[new] = name
+    has_source = SOURCE not in data and SOURCE not in grades
+    return SetColumns(job.given, data, grades, one_of_a_row, prefix, has_source)
+
+
+def _chosen(job: FinishedRows, named: Sequence[str] | None) -> list[tuple[str, bool]]:
+    """The columns to take, by name, and whether each is one of the grades."""
+    rows, grades = job.schema.names, job.columns.grades
+    if named is None:
+        text = rows.index(job.text_column)
+        own = [
+            field.name
+            for place, field in enumerate(job.schema)
+            if (field.metadata or {}).get(b"meaning") == AS_GIVEN or len(ROW_KEYS) <= place < text
+        ]
+        return [*((n, False) for n in (*own, job.text_column)), *((n, True) for n in grades)]
+    found = []
+    for name in named:
+        bare = name.removeprefix("grades.")
+        if name in rows:
+            found.append((name, False))
+        elif bare in grades:
+            found.append((bare, True))
+        else:
+            raise ConfigError(
+                f"--columns: {job.given} has no column {name!r}: choose among "
+                f"{some_names(job.columns.names, name)}"
+            )
+    return found
+
+
+def set_schema(jobs: Sequence[FinishedRows], columns: Sequence[SetColumns]) -> pa.Schema:
+    """The schema of a set; ConfigError if a column has different types in two jobs."""
+    fields: dict[str, pa.Field] = {
+        ID: pa.field(ID, pa.string(), metadata={"meaning": "row and sample of the job"})
+    }
+    for job, taken in zip(jobs, columns, strict=True):
+        for field in taken.fields(job):
+            known = fields.setdefault(field.name, field)
+            if known.type != field.type:
+                raise ConfigError(
+                    f"column {field.name!r} is {known.type} in {jobs[0].given} and {field.type} in "
+                    f"{job.given}: choose columns with --columns"
+                )
+    if SOURCE not in fields:
+        meaning = {"meaning": "job, row and sample that the row came from"}
+        fields[SOURCE] = pa.field(SOURCE, SOURCE_TYPE, metadata=meaning)
+    return pa.schema(list(fields.values()))
+
+
+def set_tables(
+    jobs: Sequence[FinishedRows], columns: Sequence[SetColumns], places: Places, schema: pa.Schema
+) -> Iterator[pa.Table]:
+    """The rows at these places, in their order, a table for each shard of the set."""
+    for start in range(0, max(1, len(places)), _BUCKETS * ROWS_PER_SHARD):
+        stop = min(start + _BUCKETS * ROWS_PER_SHARD, len(places))
+        with tempfile.TemporaryDirectory(prefix="batchgen-select-") as folder:
+            buckets = [_Bucket(Path(folder, str(i)), schema) for i in range(_BUCKETS)]
+            ranks = np.arange(start, stop)
+            for table, of in _found(jobs, columns, places, ranks, schema):
+                bucket_of = (of - start) // ROWS_PER_SHARD
+                for number in np.unique(bucket_of):
+                    here = np.flatnonzero(bucket_of == number)
+                    buckets[number].add(table.take(pa.array(here)), of[here])
+            for bucket in buckets:
+                if bucket.ranks:
+                    yield bucket.table()
+
+
+class _Bucket:
+    """The rows of one shard of a set, in a file until all are there."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self._path, self._schema = path, schema
+        self._writer: Any = None
+        self.ranks: list[Any] = []
+
+    def add(self, table: pa.Table, ranks: Any) -> None:
+        if self._writer is None:
+            self._writer = pa.ipc.new_stream(str(self._path), self._schema)
+        self._writer.write_table(table)
+        self.ranks.append(ranks)
+
+    def table(self) -> pa.Table:
+        """All rows, in the order of their ranks."""
+        self._writer.close()
+        with pa.ipc.open_stream(str(self._path)) as reader:
+            found = reader.read_all()
+        self._path.unlink()
+        return found.take(pa.array(np.argsort(np.concatenate(self.ranks))))
+
+
+def _found(
+    jobs: Sequence[FinishedRows],
+    columns: Sequence[SetColumns],
+    places: Places,
+    ranks: Any,
+    schema: pa.Schema,
+) -> Iterator[tuple[pa.Table, Any]]:
+    """The rows with these ranks, as they lie in the jobs, and the rank of each."""
+    keys = np.stack([places.job[ranks], places.shard[ranks]], axis=1)
+    for number, shard in np.unique(keys, axis=0).tolist() if len(ranks) else ():
+        here = ranks[(keys[:, 0] == number) & (keys[:, 1] == shard)]
+        here = here[np.argsort(places.place[here], kind="stable")]
+        job, taken, done = jobs[number], columns[number], 0
+        names = job.columns.ordered(taken.wanted)
+        for rows, grades in job.tables(shard, *names, places.place[here]):
+            yield _table(rows, grades, taken, schema), here[done : done + len(rows)]
+            done += len(rows)
+
+
+def _table(batch: pa.Table, grades: pa.Table, taken: SetColumns, schema: pa.Schema) -> pa.Table:
+    """Rows of a job as rows of the set."""
+    ids = batch["row_id"].to_pylist()
+    samples = batch["sample_index"].to_pylist()
+    found: dict[str, Any] = {new: batch[old] for new, old in taken.data.items()}
+    found |= {new: grades[old] for new, old in taken.grades.items()}
+    ends = [""] * len(ids) if taken.one_of_a_row else [f"#{sample}" for sample in samples]
+    pairs = zip(ids, ends, strict=True)
+    found[ID] = pa.array([f"{taken.prefix}{row}{end}" for row, end in pairs])
+    if taken.has_source:
+        parts = [pa.array([taken.name] * len(ids)), pa.array(ids), pa.array(samples, pa.int32())]
+        found[SOURCE] = pa.StructArray.from_arrays(parts, fields=list(SOURCE_TYPE))
+    arrays = [
+        found[field.name] if field.name in found else pa.nulls(len(ids), field.type)
+        for field in schema
+    ]
+    return pa.table(arrays, schema=schema)

@@ -1,0 +1,146 @@
+"""Rows of a job as the result lines of an OpenAI batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from hashlib import blake2b
+from itertools import groupby
+from typing import Any
+
+from batchgen.evals.grades.visible_columns import Wanted
+from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow
+from batchgen.pipelines.publish.row_values import is_true
+from batchgen.pipelines.publish.trainers.choice_logprobs import ChoiceLogprobs
+from batchgen.util.errors import ConfigError
+from batchgen.util.text.row_json import AS_GIVEN
+
+_READ = (
+    *("row_id", "row_index", "sample_index", "finish_reason", "error"),
+    *("num_prompt_tokens", "num_generated_tokens"),
+)
+_CALLS = "tool_calls"
+_REASONS = {"stop": "stop", "tool_call": "tool_calls"}
+
+
+class OpenAILines:
+    """A line for each input row, with a choice for each of its samples, in order.
+
+    A row of which no sample has an answer has an `error` and no `response`. Ids are digests of the
+    job and the row, so that the lines are equal each time.
+
+    Attributes:
+        left_out: why how many samples are not there; filled while the lines are made.
+    """
+
+    def __init__(
+        self,
+        rows: FinishedRows,
+        where: str | None,
+        reasoning: str | None,
+        logprobs: ChoiceLogprobs | None = None,
+    ) -> None:
+        """Raise ConfigError for a set, whose rows do not say how they ended. Log-probabilities need
+        the texts of tokens."""
+        rows.refuse_set("--to openai")
+        columns = rows.columns
+        self._rows, self._reasoning, self.left_out = rows, reasoning, Counter[str]()
+        self._where = None if where is None else columns.expression("--where", where)
+        kind = rows.group("prompt").get("kind")
+        self._is_chat = kind != "text"
+        # A batch file may have requests of both kinds.
+        self._url = "url" if kind == "openai" and "url" in columns.names else None
+        self._logprobs = logprobs
+        own = () if logprobs is None else logprobs.columns
+        kinds = {field.name: (field.metadata or {}) for field in rows.schema}
+        # A data set may have a column of that name itself.
+        given = kinds.get(_CALLS, {}).get(b"meaning") == AS_GIVEN
+        self._calls = [] if given or _CALLS not in kinds else [_CALLS]
+        beside = filter(None, [reasoning, self._url, *self._calls])
+        names = [*_READ, *own, rows.text_column, *beside]
+        if reasoning is not None and reasoning not in columns.names:
+            raise ConfigError(f"--reasoning: {rows.given} has no column {reasoning!r}")
+        self._wanted: Wanted = columns.named(names)
+        if self._where is not None:
+            self._wanted |= columns.read_by(self._where)
+        model = rows.group("model")
+        self._model = str(model.get("name") or model.get("path") or "")
+        self._created = _started(rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        found = self._rows.rows(self._wanted)
+        for _, samples in groupby(found, key=lambda row: row.variables["row_index"]):
+            kept = [row for row in samples if self._passes(row)]
+            if kept:
+                yield self._line(kept)
+
+    def _passes(self, row: FoundRow) -> bool:
+        if self._where is None or row.variables["error"] is not None:
+            return True
+        if not is_true(self._where, row):
+            self.left_out["by --where"] += 1
+            return False
+        return True
+
+    def _line(self, samples: Sequence[FoundRow]) -> dict[str, Any]:
+        rows = [row.variables for row in samples]
+        answered = [row for row in rows if row["error"] is None]
+        name = str(rows[0]["row_id"])
+        digest = blake2b(f"{self._rows.digest} {name}".encode(), digest_size=12).hexdigest()
+        line: dict[str, Any] = {
+            "id": f"batch_req_{digest}",
+            "custom_id": name,
+            "response": None,
+            "error": None,
+        }
+        if not answered:
+            error = rows[0]["error"]
+            line["error"] = {"code": error["type"], "message": error["message"]}
+            return line
+        is_chat = self._is_chat and (self._url is None or "/chat/" in str(rows[0][self._url]))
+        prompt = answered[0]["num_prompt_tokens"] or 0
+        completion = sum(row["num_generated_tokens"] for row in answered)
+        body = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{digest}",
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": [self._choice(row, is_chat) for row in answered],
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+            },
+        }
+        line["response"] = {"status_code": 200, "request_id": f"req_{digest}", "body": body}
+        return line
+
+    def _choice(self, row: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
+        text = row[self._rows.text_column]
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if self._reasoning is not None:
+            message["reasoning_content"] = row[self._reasoning]
+        if self._calls and row[_CALLS] is not None:
+            name = f"call_{row['row_index']}_{row['sample_index']}"
+            message["tool_calls"] = [
+                {"id": f"{name}_{number}", "type": "function", "function": call}
+                for number, call in enumerate(row[_CALLS])
+            ]
+        return {
+            "index": row["sample_index"],
+            **({"message": message} if is_chat else {"text": text}),
+            "logprobs": None if self._logprobs is None else self._logprobs.of(row, is_chat),
+            # What ended before it was complete is `length` to programs that know OpenAI's words.
+            "finish_reason": _REASONS.get(row["finish_reason"], "length"),
+        }
+
+
+def _started(rows: FinishedRows) -> int:
+    """When the job was started, in seconds since 1970; 0 if that is not known."""
+    attempts = rows.metrics.get("attempts") or [{}]
+    try:
+        when = datetime.strptime(attempts[0]["started"], "%Y-%m-%dT%H:%M:%S%z")
+    except (KeyError, ValueError):
+        return 0
+    return int(when.timestamp())

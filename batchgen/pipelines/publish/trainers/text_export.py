@@ -1,0 +1,106 @@
+"""The columns of rows as they are, as JSON lines, CSV or plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from batchgen.pipelines.publish.finished_rows import FinishedRows, is_set, open_rows
+from batchgen.pipelines.publish.row_values import rows_where
+from batchgen.pipelines.publish.trainers.export_files import text_file
+from batchgen.storage.folder.open_folder import open_job
+from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import some_names
+from batchgen.util.text.row_json import row_reader
+from batchgen.util.text.row_writers import WRITERS, spreadsheet
+
+
+def export_text(
+    given: str,
+    path: Path | None,
+    *,
+    form: str | None = None,
+    columns: Sequence[str] | None = None,
+    where: str | None = None,
+    quote: bool = False,
+    at: Path | None = None,
+) -> int:
+    """Write the columns of a job's rows, or of a set's, and return how many rows there are.
+
+    Args:
+        path: a new file; None for standard output.
+        form: one of WRITERS; by default as the name of the file says.
+        where: an expression over the rows that are written; the job must be complete then.
+        at: where the file is written instead, to get its name later.
+        quote: whether to put an apostrophe before what spreadsheets take for formulas.
+    """
+    form = form or format_of(path)
+    if quote and form != "csv":
+        raise ConfigError(f"export --quote-formulas is for CSV, and the format is {form}")
+    source = _columns_of(given, form, columns, where)
+    if form == "txt" and len(source.schema) != 1:
+        raise ConfigError("export --format txt writes one column: name one in --columns")
+    with text_file(path, at) as file:
+        write = (spreadsheet if quote else WRITERS[form])(file, source.schema.names)
+        count = 0
+        for row in source.rows:
+            write(row)
+            count += 1
+    return count
+
+
+class _Source(NamedTuple):
+    """The rows to write, with the columns of a schema."""
+
+    schema: pa.Schema
+    rows: Iterator[Mapping[str, Any]]
+
+
+def _columns_of(given: str, form: str, columns: Sequence[str] | None, where: str | None) -> _Source:
+    """The rows of a job that may still run, or those of which an expression is true."""
+    if where is not None or is_set(given):
+        rows = open_rows(given)
+        names = check_columns(rows, form, columns, where)
+        schema = pa.schema([rows.schema.field(name) for name in names])
+        return _Source(schema, rows_where(rows, where, names))
+    reader = open_job(given)
+    columns = columns or ([reader.text_column] if form == "txt" else None)
+    schema = reader.fields(columns)
+    if schema is None:
+        shown = reader.storage.shown
+        raise ConfigError(f"no row of {shown} is finished yet: there is nothing to export")
+    return _Source(schema, map(row_reader(schema), reader.rows(schema.names)))
+
+
+def check_columns(
+    rows: FinishedRows, form: str, columns: Sequence[str] | None, where: str | None
+) -> Sequence[str]:
+    """The columns that are written of some rows; ConfigError if there is none of a name, or `where`
+    is no expression over them."""
+    names = columns or ([rows.text_column] if form == "txt" else rows.schema.names)
+    if unknown := [name for name in names if name not in rows.schema.names]:
+        raise ConfigError(
+            f"the rows of {rows.given} have no column {unknown[0]!r}: choose among "
+            f"{some_names(rows.schema.names, unknown[0])}"
+        )
+    if form == "txt" and len(names) != 1:
+        raise ConfigError("export --format txt writes one column: name one in --columns")
+    if where is not None:
+        rows.columns.expression("--where", where)
+    return names
+
+
+def format_of(path: Path | None) -> str:
+    """The format that a file's name says; JSON lines for standard output."""
+    if path is None:
+        return "jsonl"
+    suffix = Path(path.name.removesuffix(".gz")).suffix
+    name = {".json": "jsonl"}.get(suffix, suffix.removeprefix("."))
+    if name not in WRITERS:
+        raise ConfigError(
+            f"--out {path.name}: its name does not say the format: add --format jsonl, csv or txt"
+        )
+    return name

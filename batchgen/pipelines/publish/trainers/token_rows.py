@@ -1,0 +1,204 @@
+"""The token ids, log-probabilities and experts of answers as trainers read them: kd and rl."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, row_name
+from batchgen.pipelines.publish.row_values import answered_rows, number
+from batchgen.pipelines.publish.trainers.conversations import Conversations
+from batchgen.pipelines.publish.trainers.trainer_rows import Asked, Place
+from batchgen.util.errors import ConfigError
+
+TOKEN_FORMATS = ("kd", "kd-v1", "kd-packed", "rl")
+_IDS, _LOGPROBS, _PROMPT = "token_ids", "logprobs", "prompt_token_ids"
+_TOP, _TOP_IDS, _REST = "top_logprobs", "top_logprob_ids", "answer_rest_probs"
+_EXPERTS = "routed_experts"
+_ROW = (("row_id", pa.string()), ("sample_index", pa.int32()))
+_FLOATS = pa.list_(pa.float32())
+_ENTRY = pa.struct([("token", pa.string()), ("logprob", pa.float32())])
+_SCHEMAS: dict[str, list[tuple[str, pa.DataType]]] = {
+    "kd": [
+        (_LOGPROBS, pa.list_(_FLOATS)),
+        ("target_token_ids", pa.list_(pa.list_(pa.int32()))),
+    ],
+    "kd-v1": [(_LOGPROBS, pa.list_(pa.list_(_ENTRY)))],
+    "kd-packed": [
+        *_ROW,
+        (_PROMPT, pa.list_(pa.int32())),
+        (_IDS, pa.list_(pa.int32())),
+        ("top_k", pa.int32()),
+        ("id_bits", pa.int32()),
+        ("top_ids", pa.binary()),
+        ("top_logprobs", pa.binary()),
+        ("rest_probs", pa.binary()),
+    ],
+    "rl": [
+        *_ROW,
+        (_IDS, pa.list_(pa.int32())),
+        ("mask", pa.list_(pa.bool_())),
+        (_LOGPROBS, _FLOATS),
+        ("temperatures", _FLOATS),
+        ("reward", pa.float64()),
+    ],
+}  # fmt: skip
+_ROUTING = pa.struct(
+    [("data", pa.binary()), ("shape", pa.list_(pa.int32())), ("dtype", pa.string())]
+)
+
+
+class TokenRows:
+    """The rows of one format, a row for each answer, in order. Answers are the tokens that were
+    scored, if the job scored given ones, and otherwise those that it generated.
+
+    Attributes:
+        schema: their columns.
+        left_out: why how many rows are not there; filled while the rows are made.
+        made_of: shard and place of the row that the last row was made of.
+    """
+
+    def __init__(self, rows: FinishedRows, asked: Asked) -> None:
+        """Raise ConfigError if the rows lack a column that the format needs."""
+        self._rows, self._to, self.left_out = rows, asked.to, Counter[str]()
+        self.made_of: list[Place] = []
+        rows.refuse_set(f"--to {asked.to}")
+        names = rows.schema.names
+        scored = "answer_token_ids" in names
+        self._name = {n: f"answer_{n}" if scored else n for n in (_IDS, _LOGPROBS, _TOP, _TOP_IDS)}
+        self._sampling = rows.group("sampling")
+        self._experts = self._to == "rl" and _EXPERTS in names
+        needed = [self._name[_IDS], *self._needed()]
+        if missing := [name for name in needed if name not in names]:
+            listed = sorted({name.replace("top_logprob_ids", "top_logprobs") for name in missing})
+            columns = ",".join(name.removeprefix("answer_") for name in listed)
+            raise ConfigError(
+                f"--to {self._to} needs the column {missing[0]!r}, which {rows.given} does not "
+                f"have: run the job with output.columns=[{columns}]"
+            )
+        more = [_REST] if _REST in names and self._to == "kd-packed" else []
+        more += [_EXPERTS] if self._experts else []
+        if self._to == "rl" and self._sampling.get("column") in names:
+            more.append(self._sampling["column"])
+        self._wanted = rows.columns.named(["row_id", "sample_index", "error", *needed, *more])
+        self._where = self._expression("where", asked.where)
+        reward = asked.by or ("mark" if "mark" in rows.columns.names else None)
+        self._reward = self._expression("by", reward if self._to == "rl" else None)
+        self._talks: Conversations | None = None
+        if self._to in ("kd", "kd-v1"):
+            self._talks = Conversations(rows, asked.messages, None, answers=True)
+            self._wanted |= self._talks.wanted
+        self.schema = self._schema()
+
+    def _needed(self) -> list[str]:
+        if self._to == "rl":
+            return [self._name[_LOGPROBS], _PROMPT]
+        top = [self._name[_TOP], self._name[_TOP_IDS]]
+        return [*top, _PROMPT] if self._to == "kd-packed" else top
+
+    def _expression(self, key: str, source: str | None) -> Any:
+        if source is None:
+            return None
+        found = self._rows.columns.expression(f"--{key}", source)
+        self._wanted |= self._rows.columns.read_by(found)
+        return found
+
+    def _schema(self) -> pa.Schema:
+        columns = _SCHEMAS[self._to]
+        if self._talks is not None:
+            columns = [*self._talks.fields, *columns]
+        if self._experts:
+            columns = [*columns, (_EXPERTS, _ROUTING)]
+        return pa.schema(columns)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The rows with the columns of the schema; ConfigError if a row cannot be made."""
+        make = {"kd": self._kd, "kd-v1": self._kd, "kd-packed": self._packed, "rl": self._rl}
+        for row in answered_rows(self._rows, self._wanted, self._where, self.left_out):
+            if row.variables[self._name[_IDS]]:
+                self.made_of = [(row.shard, row.place)]
+                yield make[self._to](row)
+            else:
+                self.left_out["without tokens"] += 1
+
+    def _kd(self, row: FoundRow) -> dict[str, Any]:
+        assert self._talks is not None
+        found = self._talks.of(row).columns
+        top, ids = row.variables[self._name[_TOP]], row.variables[self._name[_TOP_IDS]]
+        if self._to == "kd":
+            return found | {_LOGPROBS: top, "target_token_ids": ids}
+        entries = [
+            [{"token": f"token_id:{i}", "logprob": p} for i, p in zip(*one, strict=True)]
+            for one in zip(ids, top, strict=True)
+        ]
+        return found | {_LOGPROBS: entries}
+
+    def _packed(self, row: FoundRow) -> dict[str, Any]:
+        values = row.variables
+        top = np.array(values[self._name[_TOP]], np.float32)
+        ids = np.array(values[self._name[_TOP_IDS]], np.int64)
+        rest = values.get(_REST)
+        if rest is None:
+            rest = 1 - np.exp(top.astype(np.float64)).sum(1)
+        bits = max(1, int(ids.max()).bit_length())
+        return self._named(row) | {
+            _PROMPT: values[_PROMPT],
+            _IDS: values[self._name[_IDS]],
+            "top_k": top.shape[1],
+            "id_bits": bits,
+            "top_ids": packed(ids, bits),
+            "top_logprobs": _halves(top),
+            "rest_probs": _halves(np.clip(rest, 0, 1)),
+        }
+
+    def _rl(self, row: FoundRow) -> dict[str, Any]:
+        values = row.variables
+        prompt, answer = values[_PROMPT], values[self._name[_IDS]]
+        temperature = self._temperature(row)
+        reward = None if self._reward is None else number(self._reward, row)
+        found = self._named(row) | {
+            _IDS: [*prompt, *answer],
+            "mask": [False] * len(prompt) + [True] * len(answer),
+            _LOGPROBS: [0.0] * len(prompt) + values[self._name[_LOGPROBS]],
+            "temperatures": [temperature] * (len(prompt) + len(answer)),
+            "reward": reward,
+        }
+        if self._experts:
+            kind = self._rows.schema.field(_EXPERTS).type
+            while not pa.types.is_integer(kind):
+                kind = kind.value_type
+            routing = np.array(values[_EXPERTS], kind.to_pandas_dtype())
+            if len(routing) != len(found[_IDS]) - 1:
+                raise ConfigError(f"{row_name(row)}: {_EXPERTS} is not of all tokens but the last")
+            found[_EXPERTS] = {
+                "data": routing.tobytes(),
+                "shape": list(routing.shape),
+                "dtype": routing.dtype.name,
+            }
+        return found
+
+    def _temperature(self, row: FoundRow) -> float:
+        """What the row was sampled with: its own, if a column of the rows has options."""
+        own = row.variables.get(str(self._sampling.get("column"))) or {}
+        given = own.get("temperature") if isinstance(own, Mapping) else None
+        return float(self._sampling.get("temperature", 1.0) if given is None else given)
+
+    def _named(self, row: FoundRow) -> dict[str, Any]:
+        return {name: row.variables[name] for name, _ in _ROW}
+
+
+def packed(ids: npt.NDArray[np.int64], bits: int) -> bytes:
+    """Token ids in `bits` bits each, the highest bit first, one behind another."""
+    whole = np.unpackbits(ids.astype(">u4").reshape(-1, 1).view(np.uint8), axis=1)
+    return np.packbits(whole[:, 32 - bits :]).tobytes()
+
+
+def _halves(values: npt.ArrayLike) -> bytes:
+    """Values in 16 bits each; what is below their range is the lowest of it."""
+    lowest, highest = np.finfo(np.float16).min, np.finfo(np.float16).max
+    return np.clip(values, lowest, highest).astype("<f2").tobytes()

@@ -1,0 +1,128 @@
+"""Files and folders that trainers read, of the rows of a complete job or of a set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from batchgen.pipelines.publish.data_folder import is_there, request_digest, write_folder
+from batchgen.pipelines.publish.finished_rows import SET_FORMAT, FinishedRows
+from batchgen.pipelines.publish.set_card import job_lineage, set_card
+from batchgen.pipelines.publish.trainers.export_files import (
+    JSON_NAMES,
+    binary_columns,
+    tables,
+    text_file,
+    write_lines,
+    write_parquet,
+)
+from batchgen.pipelines.publish.trainers.openai_lines import OpenAILines
+from batchgen.pipelines.publish.trainers.token_rows import TOKEN_FORMATS, TokenRows
+from batchgen.pipelines.publish.trainers.trainer_rows import Asked, TrainerRows
+from batchgen.util.errors import ConfigError
+
+TOLD = b"batchgen.export"
+"""The metadata of a Parquet file that say what it was made of, as JSON."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """How many rows were written, why how many were not, and whether anything was written: not if
+    the folder had the rows already."""
+
+    rows: int
+    left_out: Mapping[str, int]
+    made: bool = True
+
+
+def export_for(
+    rows: FinishedRows, asked: Asked, out: Path | None, *, at: Path | None = None
+) -> Exported:
+    """Write rows in the format that is asked for.
+
+    Args:
+        out: a new file, .parquet or .jsonl, compressed if it ends in .gz; a new folder, if its name
+            has no suffix; None for JSON lines on standard output.
+        at: where it is written instead, to get its name later.
+
+    Raises:
+        ConfigError: an option does not fit, a row cannot be made, or `out` is there.
+    """
+    form, place = _form(asked, out), at or out
+    made = lines_of(rows, asked, out)
+    if isinstance(made, OpenAILines) or form == "jsonl":
+        with text_file(out, at) as file:
+            return Exported(write_lines(made, file), made.left_out)
+    assert out is not None and place is not None
+    if form == "parquet":
+        told = json.dumps({"asked": asdict(asked), "of": rows.given, "digest": rows.digest})
+        count = write_parquet(made, made.schema, place, {TOLD.decode(): told})
+        return Exported(count, made.left_out)
+    return _folder(rows, asked, made, out, place)
+
+
+def lines_of(
+    rows: FinishedRows, asked: Asked, out: Path | None
+) -> OpenAILines | TrainerRows | TokenRows:
+    """What makes the lines of a format; ConfigError for all that can be refused before there is a
+    row."""
+    form = _form(asked, out)
+    if asked.to == "openai":
+        return OpenAILines(rows, asked.where, asked.reasoning)
+    of_tokens = asked.to in TOKEN_FORMATS
+    made = TokenRows(rows, asked) if of_tokens else TrainerRows(rows, asked)
+    if form == "jsonl" and (names := binary_columns(made.schema)):
+        raise ConfigError(
+            f"--to {asked.to} has bytes in {', '.join(names)}: name a .parquet file in --out, or a "
+            "folder, whose name has no suffix"
+        )
+    return made
+
+
+def _form(asked: Asked, out: Path | None) -> str:
+    """The kind of file that a name says."""
+    if out is None or out.name.endswith(JSON_NAMES):
+        return "jsonl"
+    if asked.to == "openai":
+        raise ConfigError(f"--out {out.name}: --to openai writes JSON lines: name it .jsonl")
+    if out.suffix == ".parquet":
+        return "parquet"
+    if not out.suffix:
+        return "folder"
+    raise ConfigError(
+        f"--out {out.name}: --to {asked.to} writes .jsonl, .jsonl.gz or .parquet, or a folder, "
+        "whose name has no suffix"
+    )
+
+
+def _folder(
+    rows: FinishedRows, asked: Asked, made: TrainerRows | TokenRows, out: Path, place: Path
+) -> Exported:
+    lineage = [job_lineage(rows)]
+    request = request_digest({"asked": asdict(asked), "jobs": [one["digest"] for one in lineage]})
+    if is_there(place, request):
+        return Exported(0, {}, made=False)
+    facts = {
+        "format": SET_FORMAT,
+        "kind": asked.to,
+        "request": request,
+        "asked": {key: value for key, value in asdict(asked).items() if value},
+        "jobs": lineage,
+    }
+
+    def card(count: int) -> str:
+        options = [f"--{key} {value}" for key, value in facts["asked"].items()]  # type: ignore[attr-defined]
+        steps = [(f"left out: {why}", number) for why, number in made.left_out.items()]
+        return set_card(
+            out,
+            request,
+            f"{count:,} rows, written by `batchgen export {' '.join(options)}`.",
+            lineage,
+            [*steps, ("rows", count)],
+            made.schema,
+        )
+
+    count = write_folder(place, made.schema, tables(made, made.schema), facts, card)
+    return Exported(count, made.left_out)

@@ -1,0 +1,322 @@
+"""The rows that trainers read, made of finished rows: sft, dpo, kto, grpo and prm."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from glob import has_magic
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, row_name
+from batchgen.pipelines.publish.row_values import answered_rows, number, value_of
+from batchgen.pipelines.publish.trainers.conversations import Conversations, Exchange, value_at
+from batchgen.pipelines.publish.trainers.row_groups import (
+    Member,
+    adjacent_groups,
+    pairs,
+    scattered_groups,
+)
+from batchgen.util.errors import ConfigError
+from batchgen.util.templates.row_expression import RowExpression
+from batchgen.util.text.row_json import json_text, plain_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a user asks for; texts are expressions over the columns of a row, but for `messages`."""
+
+    to: str
+    where: str | None = None
+    messages: str | None = None
+    reasoning: str | None = None
+    by: str | None = None
+    gap: float | None = None
+    pairs: int | None = None
+    across: bool = False
+    label: str | None = None
+    answer: str | None = None
+    steps: str | None = None
+    labels: str | None = None
+
+    def __post_init__(self) -> None:
+        taken = {"to", "where", *_TAKEN[self.to]}
+        for name in (field.name for field in fields(self)):
+            if name not in taken and getattr(self, name) not in (None, False):
+                raise ConfigError(f"--{name} is not for --to {self.to}")
+        for name in _NEEDED.get(self.to, ()):
+            if getattr(self, name) is None:
+                raise ConfigError(f"--to {self.to} needs --{name}: {_MEANING[name]}")
+        if self.gap is not None and self.gap < 0:
+            raise ConfigError(f"--gap {self.gap}: give 0 or more")
+        if self.pairs is not None and self.pairs < 1:
+            raise ConfigError(f"--pairs {self.pairs}: give at least 1")
+
+
+_TAKEN = {
+    "sft": ("messages", "reasoning"),
+    "dpo": ("messages", "reasoning", "by", "gap", "pairs", "across"),
+    "kto": ("messages", "reasoning", "label"),
+    "grpo": ("messages", "by", "answer"),
+    "prm": ("messages", "steps", "labels"),
+    "openai": ("reasoning",),
+    "kd": ("messages",),
+    "kd-v1": ("messages",),
+    "kd-packed": (),
+    "rl": ("by",),
+}
+"""The options of each format besides `where`."""
+_NEEDED = {"dpo": ("by",), "kto": ("label",)}
+_MEANING = {
+    "by": "the column of numbers by which answers are better or worse, such as mark",
+    "label": "an expression that says whether an answer is good, such as 'mark == 1'",
+}
+FORMATS = tuple(_TAKEN)
+
+
+class TrainerRows:
+    """The rows of one format.
+
+    Attributes:
+        schema: their columns.
+        left_out: why how many rows are not there; filled while the rows are made.
+        made_of: shard and place of each row that the last row was made of.
+    """
+
+    def __init__(self, rows: FinishedRows, asked: Asked) -> None:
+        """Raise ConfigError if an option does not fit the rows."""
+        self._rows, self._asked, self.left_out = rows, asked, Counter[str]()
+        self.made_of: list[Place] = []
+        columns = rows.columns
+        self._of: dict[str, RowExpression] = {}
+        for name, source in self._expressions().items():
+            self._of[name] = columns.expression(f"--{name}", source)
+        self._wanted = columns.named([n for n in _OWN if n in columns.names])
+        for expression in self._of.values():
+            self._wanted |= columns.read_by(expression)
+        self._answers = asked.to in ("sft", "dpo", "kto")
+        self._talks = Conversations(rows, asked.messages, asked.reasoning, answers=self._answers)
+        self._wanted |= self._talks.wanted
+        self._tools = self._tools_column()
+        made = {"sft": self._sft, "dpo": self._dpo, "kto": self._kto, "grpo": self._grpo}
+        made["prm"] = self._prm
+        self._make: Callable[[], Iterator[dict[str, Any]]] = made[asked.to]
+        self.schema = self._schema()
+
+    def _expressions(self) -> dict[str, str]:
+        """The expressions of this format, those that are the default included."""
+        asked, known = self._asked, self._rows.columns.names
+        given = {name: getattr(asked, name) for name in ("where", "by", "label", "answer")}
+        if asked.to == "grpo":
+            given = {**given, "by": asked.by or "mark", "answer": asked.answer or "target"}
+            if asked.by is None and "mark" not in known:
+                raise ConfigError(
+                    f"--to grpo takes the share of right answers from the column mark, which "
+                    f"{self._rows.given} does not have: grade it first, or name another with --by"
+                )
+            if asked.answer is None and "target" not in known:
+                raise ConfigError(
+                    f"--to grpo takes the right answer from the column target, which "
+                    f"{self._rows.given} does not have: name its column with --answer"
+                )
+        if asked.to == "prm":
+            given |= {"steps": asked.steps or "steps", "labels": asked.labels or "labels"}
+        return {name: source for name, source in given.items() if source is not None}
+
+    def _tools_column(self) -> list[str]:
+        """The path of the column with the tools that the prompts offered; empty without one."""
+        prompt = self._rows.group("prompt")
+        named = prompt.get("tools_column")
+        if prompt.get("kind") == "openai":
+            named = f"{prompt['body_column']}.tools"
+        path = str(named or "").split(".") if self._asked.to == "sft" else [""]
+        if self._asked.messages is not None or path[0] not in self._rows.columns.names:
+            return []
+        self._wanted |= self._rows.columns.named(path[:1])
+        return path
+
+    def _schema(self) -> pa.Schema:
+        said, score = self._talks.kind, pa.float64()
+        columns: dict[str, list[tuple[str, pa.DataType]]] = {
+            "dpo": [
+                *((name, said) for name in ("prompt", "chosen", "rejected")),
+                *((name, score) for name in ("score_chosen", "score_rejected")),
+            ],
+            "kto": [("prompt", said), ("completion", said), ("label", pa.bool_())],
+            "grpo": [
+                *(("prompt", said), ("answer", pa.string())),
+                *(("pass_rate", score), ("row_id", pa.string())),
+            ],
+            "prm": [
+                ("prompt", pa.string()),
+                *(("completions", pa.list_(pa.string())), ("labels", pa.list_(pa.bool_()))),
+            ],
+        }
+        found = columns.get(self._asked.to, [])
+        if self._asked.to == "sft":
+            found = self._talks.fields
+            if self._tools:
+                found = [*found, ("tools", pa.string())]
+        return pa.schema(found)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The rows with the columns of the schema; ConfigError if a row cannot be made."""
+        return self._make()
+
+    def _passed(self) -> Iterator[FoundRow]:
+        """The rows that have an answer, and for which `where` is true."""
+        for row in answered_rows(self._rows, self._wanted, self._of.get("where"), self.left_out):
+            if self._answers and not self._talks.has_answer(row):
+                self.left_out["without a text"] += 1
+                continue
+            self.made_of = [(row.shard, row.place)]
+            yield row
+
+    def _sft(self) -> Iterator[dict[str, Any]]:
+        for row in self._passed():
+            found = self._talks.of(row).columns
+            if self._tools:
+                value = value_at(row.variables, self._tools)
+                is_text = value is None or isinstance(value, str)
+                found["tools"] = value if is_text else json_text(value)
+            yield found
+
+    def _kto(self) -> Iterator[dict[str, Any]]:
+        for row in self._passed():
+            label = value_of(self._of["label"], row)
+            if label is None:
+                self.left_out["without a label"] += 1
+                continue
+            talk = self._talks.of(row)
+            yield {"prompt": talk.prompt, "completion": talk.answer, "label": bool(label)}
+
+    def _members(self, content: Callable[[FoundRow], dict[str, Any]]) -> Iterator[list[Member]]:
+        """The rows of each input row, or with `across` those that go back to one row."""
+        members = (
+            Member(
+                self._key(row),
+                number(self._of["by"], row),
+                {**content(row), _PLACE: (row.shard, row.place)},
+            )
+            for row in self._passed()
+        )
+        together = not self._rows.is_set and not self._asked.across
+        return adjacent_groups(members) if together else scattered_groups(members)
+
+    def _key(self, row: FoundRow) -> str:
+        """What the rows have in common among which pairs are found, or of which a mean is made."""
+        found = row.variables.get("source")
+        source = found if isinstance(found, dict) and "row_id" in found else None
+        if not self._asked.across:
+            if not self._rows.is_set:
+                return str(row.variables["row_index"])
+            if source is None:
+                return str(row.variables["id"])
+            return json_text([source.get("job"), source["row_id"]])
+        if source is None:
+            raise ConfigError(
+                f"--across is for rows that say in the column source what they were made of, as "
+                f"those of dataset=job do, and those of {self._rows.given} do not"
+            )
+        name = str(source["row_id"])
+        return name.partition("/")[2] if _reads_several_jobs(self._rows.group("dataset")) else name
+
+    def _dpo(self) -> Iterator[dict[str, Any]]:
+        gap, most = self._asked.gap or 0.0, self._asked.pairs or 1
+        for group in self._members(lambda row: _parts(self._talks.of(row))):
+            scores = [one.score for one in group]
+            texts = [one.content["answer"] for one in group]
+            if None in scores:
+                self.left_out["without a score"] += scores.count(None)
+            found = pairs(scores, texts, gap, most)
+            if not found:
+                self.left_out["in groups without a pair"] += len(scores) - scores.count(None)
+            for better, worse in found:
+                if (prompt := group[better].content["prompt"]) != group[worse].content["prompt"]:
+                    raise ConfigError(
+                        f"answers of {group[better].key} have different prompts, and a pair has "
+                        "one: give messages whose prompt is the same for all of them (--messages)"
+                    )
+                self.made_of = _places([group[better], group[worse]])
+                yield {
+                    "prompt": prompt,
+                    "chosen": texts[better],
+                    "rejected": texts[worse],
+                    "score_chosen": scores[better],
+                    "score_rejected": scores[worse],
+                }
+
+    def _grpo(self) -> Iterator[dict[str, Any]]:
+        def content(row: FoundRow) -> dict[str, Any]:
+            answer = value_of(self._of["answer"], row)
+            return {
+                "prompt": self._talks.of(row).prompt,
+                "answer": None if answer is None else plain_text(answer),
+                "row_id": row.variables["id" if self._rows.is_set else "row_id"],
+            }
+
+        for group in self._members(content):
+            scores = [one.score for one in group if one.score is not None]
+            if not scores:
+                self.left_out["without a mark"] += len(group)
+                continue
+            self.made_of = _places(group)
+            found = {name: group[0].content[name] for name in ("prompt", "answer", "row_id")}
+            yield {**found, "pass_rate": statistics.fmean(scores)}
+
+    def _prm(self) -> Iterator[dict[str, Any]]:
+        for row in self._passed():
+            steps, labels = value_of(self._of["steps"], row), value_of(self._of["labels"], row)
+            for name, value in (("steps", steps), ("labels", labels)):
+                if not isinstance(value, list):
+                    raise ConfigError(f"{row_name(row)}: --{name} must be a list: {value!r:.80}")
+            if len(steps) != len(labels):
+                raise ConfigError(
+                    f"{row_name(row)} has {len(steps)} steps and {len(labels)} labels: each step "
+                    "needs one"
+                )
+            if not steps or None in labels:
+                self.left_out["without steps, or without a label for one"] += 1
+                continue
+            yield {
+                "prompt": _as_text(self._talks.of(row), row),
+                "completions": [plain_text(step) for step in steps],
+                "labels": [bool(label) for label in labels],
+            }
+
+
+def _reads_several_jobs(dataset: Mapping[str, Any]) -> bool:
+    """Whether the ids of a job's rows begin with the name of the job that they came from."""
+    path = dataset.get("path")
+    several = len(path) > 1 if isinstance(path, list) else has_magic(str(path))
+    return dataset.get("kind") == "job" and several
+
+
+_OWN = ("error", "row_id", "row_index", "id", "source")
+_PLACE = "place"
+"""Where the row of a member of a group lies, beside what is made of it."""
+Place = tuple[int, int]
+
+
+def _places(members: Sequence[Member]) -> list[Place]:
+    places = [one.content[_PLACE] for one in members]
+    return [(shard, place) for shard, place in places]
+
+
+def _parts(talk: Exchange) -> dict[str, Any]:
+    return {"prompt": talk.prompt, "answer": talk.answer}
+
+
+def _as_text(talk: Exchange, row: FoundRow) -> str:
+    """A prompt as one text, which trainers of process rewards read."""
+    if isinstance(talk.prompt, str):
+        return talk.prompt
+    if len(talk.prompt) != 1:
+        raise ConfigError(
+            f"{row_name(row)}: --to prm needs a prompt of one message, and this one has "
+            f"{len(talk.prompt)}: give one with --messages"
+        )
+    return str(talk.prompt[0]["content"])

@@ -1,0 +1,66 @@
+"""Ends a pipeline in which too many rows of a step become errors, before more is computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.pipelines.run.pipeline_file import MOST_ERRORS
+from batchgen.storage.shards.shard_files import read_columns, shard_files
+from batchgen.storage.stores.job_storage import Storage
+from batchgen.util.errors import JobError
+from batchgen.util.shorten import beginning
+from batchgen.util.text.text_table import counted, row_name
+
+_EXAMPLES = 3
+_SHOWN = 200
+
+
+class TooManyErrors(JobError):
+    """The first finished shard of a step has more errors than the pipeline allows."""
+
+
+class ErrorWatch:
+    """Looks at the first finished shard of a step, once there is one."""
+
+    def __init__(self, step: str, storage: Storage, most: float) -> None:
+        self._step, self._storage, self._most = step, storage, most
+        self._is_seen = False
+
+    def look(self) -> None:
+        """Raise TooManyErrors if more than the share `most` of the shard's answers are errors."""
+        if self._is_seen:
+            return
+        data = self._storage.path / "data"
+        try:
+            shards = shard_files(data, self._storage.names(data))
+        except FileNotFoundError:
+            return
+        if not shards:
+            return
+        table = read_columns(
+            self._storage.parquet(shards[min(shards)]), ["row_id", "sample_index", "error"]
+        )
+        self._is_seen = True
+        errors = table.filter(pc.is_valid(table["error"]))
+        if errors.num_rows > self._most * table.num_rows:
+            raise TooManyErrors(self._message(table.num_rows, errors))
+
+    def _message(self, rows: int, errors: pa.Table) -> str:
+        types = Counter(pc.struct_field(errors["error"], "type").to_pylist())
+        found = ", ".join(f"{name} {count:,}" for name, count in types.most_common())
+        lines = [
+            f"step {self._step}: {errors.num_rows:,} of the first {counted(rows, 'answer')} are "
+            f"errors ({errors.num_rows / rows:.0%}), more than {MOST_ERRORS}={self._most:g} "
+            f"allows: {found}"
+        ]
+        for row in errors.slice(0, _EXAMPLES).to_pylist():
+            name = row_name(row["row_id"], row["sample_index"])
+            lines.append(f"  {name}: {beginning(str(row['error']['message']), _SHOWN)}")
+        lines.append(
+            f"The pipeline ends here. Mend the step and run the command again; {MOST_ERRORS}=1 "
+            f"goes on as it is, and {self._step}.output.retry_errors=true computes errors again."
+        )
+        return "\n".join(lines)

@@ -1,0 +1,192 @@
+"""Writes the exports of a pipeline, pushes what it asks for, and refuses before its first step runs
+what could not be written at its end."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.config.compose.load_config import resolved
+from batchgen.config.groups.prompt_config import TextPromptConfig
+from batchgen.evals.grades.finished_shards import GradedShards
+from batchgen.evals.grades.visible_columns import VisibleColumns
+from batchgen.inputs.upstream.followed_job import FollowedJob, Promise
+from batchgen.jobs.resolve.opened_job import open_job
+from batchgen.jobs.run.checked_rows import job_manifest, output_schema
+from batchgen.jobs.run.job_parts import parts_of
+from batchgen.pipelines.publish.data_folder import request_digest
+from batchgen.pipelines.publish.finished_rows import FinishedRows, open_rows
+from batchgen.pipelines.publish.trainers.text_export import check_columns, export_text, format_of
+from batchgen.pipelines.publish.trainers.trainer_export import Exported, export_for, lines_of
+from batchgen.pipelines.run.open_pipeline import OpenPipeline
+from batchgen.pipelines.run.written_sets import Export, settings
+from batchgen.storage.folder.export_record import (
+    EXPORTS,
+    ExportRecord,
+    MadeExport,
+    content_digest,
+)
+from batchgen.storage.stores.whole_file import publish
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.temporary import delete_temporaries
+
+
+def make_exports(opened: OpenPipeline) -> list[str]:
+    """Write the exports that are not there as they would be made now; returns a line for each.
+
+    Raises:
+        ConfigError: a file is there that the pipeline has not written.
+        JobError: rows are damaged, or an export cannot be written.
+    """
+    folder = Path(opened.pipeline.out) / EXPORTS
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise JobError(f"cannot write {folder}: {error.strerror or error}") from None
+    delete_temporaries(folder)
+    record = ExportRecord.read(folder)
+    return [_made(one, opened.folder(one.step), record) for one in opened.pipeline.exports]
+
+
+def _made(one: Export, source: str, record: ExportRecord) -> str:
+    """Write an export unless it is there; returns what is said of it."""
+    rows = open_rows(source)
+    request = request_digest({**settings(one), "rows": rows.digest})
+    path, known = record.folder / one.out, record.made.get(one.out)
+    there = record.own_digest(one.out)
+    if known is not None and known.request == request and known.digests[:1] == (there,):
+        return f"{path}: has these rows already"
+    # One name: what a kill has left of a folder is deleted when it is written again.
+    new = path.with_name(f".{path.name}.new.tmp")
+    try:
+        done = _write(one, rows, path, new)
+        made = content_digest(new)
+        assert made is not None
+        digests = (made,) if there is None else (made, there)
+        of = source.rpartition("/")[2]
+        record.write(one.out, MadeExport(request, digests, of, settings(one)))
+        if path.is_dir():
+            shutil.rmtree(path)
+        publish(new, path)
+    except OSError as error:
+        raise JobError(f"cannot write {path}: {error.strerror or error}") from error
+    why = "".join(f"; {count:,} left out {reason}" for reason, count in done.left_out.items())
+    return f"{path}: {done.rows:,} rows{why}"
+
+
+def _write(one: Export, rows: FinishedRows, path: Path, new: Path) -> Exported:
+    """Write an export under another name."""
+    if one.to is not None:
+        return export_for(rows, one.asked(), path, at=new)
+    options: dict[str, Any] = {key: one.options.get(key) for key in ("columns", "where")}
+    return Exported(export_text(rows.given, path, at=new, **options), {})
+
+
+def push_all(opened: OpenPipeline, say: Callable[[str], None]) -> list[str]:
+    """Push what the pipeline asks for; returns a line for each."""
+    lines = []
+    for one in opened.pipeline.pushes:
+        from batchgen.pipelines.publish.push_folder import FolderPush
+        from batchgen.pipelines.publish.pushed_files import PushedFolder
+
+        is_step = one.source in opened.pipeline.steps
+        place = Path(opened.pipeline.out) / EXPORTS / one.source
+        folder = PushedFolder(opened.folder(one.source) if is_step else str(place))
+        push = FolderPush(folder, one.repo, private=one.private, say=say)
+        push.push(complete=True)
+        done = f"{push.pushed:,} files pushed" if push.pushed else "all files are there already"
+        lines.append(f"push {one.source}: {done}: {push.url}")
+    return lines
+
+
+class PromisedRows(FinishedRows):
+    """The rows that a step will have: their columns, and no row.
+
+    Args:
+        more: names of columns that the step takes from tables of other steps.
+    """
+
+    def __init__(
+        self, given: str, job: FollowedJob, config: Mapping[str, Any], more: Sequence[str]
+    ) -> None:
+        GradedShards.__init__(self, job.storage, given)
+        self.config, self.text_column, self.facts = config, job.text_column, None
+        self.manifest, self.metrics, self.shards = {}, {}, []
+        new = [pa.field(name, pa.string()) for name in more if name not in job.schema.names]
+        self.schema, self.grade_schema = pa.schema([*job.schema, *new]), job.grade_schema
+        self.columns = VisibleColumns(self.schema.names, self.grade_schema.names)
+
+
+def refuse_wrong_exports(opened: OpenPipeline) -> None:
+    """Raise ConfigError for an export whose options do not fit the rows that its step will have, or
+    in whose place is a file that the pipeline has not written."""
+    exports = opened.pipeline.exports
+    if not exports:
+        return
+    record = ExportRecord.read(Path(opened.pipeline.out) / EXPORTS)
+    for one in exports:
+        record.own_digest(one.out)
+    promised = _promised_rows(opened)
+    for one in exports:
+        if (rows := promised.get(one.step)) is None:
+            continue
+        try:
+            if one.to is None:
+                columns, where = (one.options.get(key) for key in ("columns", "where"))
+                check_columns(rows, format_of(Path(one.out)), columns, where)
+            else:
+                lines_of(rows, one.asked(), Path(one.out))
+        except ConfigError as error:
+            raise ConfigError(f"export {one.out}: {str(error).replace('--', '')}") from None
+
+
+def _promised_rows(opened: OpenPipeline) -> dict[str, PromisedRows]:
+    """What is known of the rows of the steps before these run. A step that cannot be opened yet is
+    left out, with those that read it: what is wrong there is said when it is opened."""
+    found: dict[str, PromisedRows] = {}
+    promises: dict[str, Promise] = {}
+    steps, needed = opened.pipeline.steps, {one.step for one in opened.pipeline.exports}
+    for name in [*steps][::-1]:  # each comes behind what it reads
+        needed |= {*steps[name].reads} if name in needed else set()
+    for name in steps:
+        if name not in needed:
+            continue
+        try:
+            with redirect_stderr(StringIO()):  # it is said again when the step runs
+                found[name] = _of_step(opened, name, promises)
+        except (ConfigError, JobError):
+            continue
+    return found
+
+
+def _of_step(opened: OpenPipeline, name: str, promises: dict[str, Promise]) -> PromisedRows:
+    step, config = opened.pipeline.steps[name], opened.config(name)
+    data, more = config.dataset, list[str]()
+    if data.path == "-":
+        raise ConfigError("dataset.path=-: standard input can be read once")
+    if step.parents:  # all jobs that are read have the columns that their reader has
+        data = replace(data, path=opened.folder(step.parents[0]), follow=True)
+        if data.paths[0] not in promises:
+            raise ConfigError(f"nothing is known of {step.parents[0]}")
+    job = replace(config, dataset=data)
+    if step.tables:  # their rows are not there, nor the columns that prompts show
+        for place in step.tables:
+            columns = config.rows[place].options.get("columns") or ()
+            more += columns.values() if isinstance(columns, Mapping) else columns
+        kept = [one for place, one in enumerate(config.rows) if place not in step.tables]
+        job = replace(job, rows=tuple(kept), prompt=TextPromptConfig(text="-"))
+    made = open_job(job, promises)
+    parts = parts_of(made, job, made.fingerprints(job))
+    schema = output_schema(job, parts)
+    folder = opened.folder(name)
+    promise = Promise.of(job, job_manifest(job, parts, schema), schema.arrow)
+    promises[folder] = promise
+    followed = FollowedJob(Path(folder), name, promise)
+    return PromisedRows(f"step {name}", followed, resolved(config), more)

@@ -1,0 +1,117 @@
+"""Finds and deletes the versions of a pipeline's steps that are not current."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from dataclasses import dataclass, replace
+
+from batchgen.config.groups.workers_config import WorkersConfig
+from batchgen.storage.folder.pipeline_record import RECORD, PipelineRecord, folder_name
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.folder.step_folders import locked_record, read_record
+from batchgen.storage.leases.folder_lock import FolderLock
+from batchgen.storage.leases.own_files import LOCK, LOCKS, LOGS, MANIFEST, OWN
+from batchgen.storage.stores.job_storage import Storage
+from batchgen.storage.stores.open_storage import open_storage
+from batchgen.util.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class OldVersion:
+    """A version of a step that is not current: its folder, a path or URL, how many bytes it has,
+    and why it must stay; None if it may go."""
+
+    step: str
+    address: str
+    folder: str
+    size: int
+    needed: str | None
+
+
+class OldVersions:
+    """The old versions of the pipeline in a folder, a path or URL."""
+
+    def __init__(self, out: str) -> None:
+        """Read pipeline.json; ConfigError if there is none."""
+        self._out = out.rstrip("/")
+        with closing(open_storage(self._out, WorkersConfig())) as storage:
+            record = read_record(storage)
+        if record is None:
+            raise ConfigError(f"{out} is not the folder of a pipeline: it has no {RECORD}")
+        self._record: PipelineRecord = record
+
+    def found(self) -> list[OldVersion]:
+        """Those whose folders are there, the oldest of each step first."""
+        versions = []
+        for step, known in self._record.steps.items():
+            for address in known.older[::-1]:
+                folder = self._folder(step, address)
+                with closing(open_storage(folder, WorkersConfig())) as storage:
+                    if storage.exists(storage.path / MANIFEST):
+                        needed = self._needed(step, address, storage)
+                        versions.append(OldVersion(step, address, folder, storage.size(), needed))
+        return versions
+
+    def delete(self, version: OldVersion) -> None:
+        """Delete what a job has written into the folder, and the folder if nothing else is there.
+
+        Raises:
+            ConfigError: a job has begun to run there since.
+        """
+        with closing(open_storage(version.folder, WorkersConfig())) as storage:
+            with _lock(storage):
+                for name in (*OWN[:-1], LOGS, LOCKS, MANIFEST, LOCK):
+                    storage.delete(storage.path / name)
+            if storage.in_place:
+                with suppress(OSError):  # somebody has put something else there
+                    storage.path.rmdir()
+        self._forget(version)
+
+    def _forget(self, version: OldVersion) -> None:
+        """Take the version out of pipeline.json, as that is now."""
+        with closing(open_storage(self._out, WorkersConfig())) as storage:
+            with locked_record(storage) as record:
+                known = record.steps[version.step]
+                left = {at: one for at, one in known.versions.items() if at != version.address}
+                steps = {**record.steps, version.step: replace(known, versions=left)}
+                storage.write(storage.path / RECORD, replace(record, steps=steps).text())
+
+    def _folder(self, step: str, address: str) -> str:
+        return f"{self._out}/{folder_name(step, address)}"
+
+    def _needed(self, step: str, address: str, storage: Storage) -> str | None:
+        """Why a version must stay; None if it may go."""
+        if _is_used(storage):
+            return "a worker runs there"
+        for name, known in self._record.steps.items():
+            if known.current is None:
+                continue
+            if known.versions[known.current].parents.get(step) == address:
+                return f"{name} reads it"
+        current = self._record.steps[step].current
+        if current is not None and not self._is_complete(self._folder(step, current)):
+            return f"{step} is not complete, and copies rows of it"
+        return None
+
+    def _is_complete(self, folder: str) -> bool:
+        with closing(open_storage(folder, WorkersConfig())) as storage:
+            try:
+                return JobFolderReader(storage.path, storage).metrics.get("status") == "complete"
+            except ConfigError:  # it has not begun
+                return False
+
+
+def _lock(storage: Storage) -> AbstractContextManager[object]:
+    """The lock on a folder, or ConfigError if somebody has it; nothing in a store, where heartbeats
+    alone tell."""
+    return FolderLock(storage.path / LOCK) if storage.in_place else nullcontext()
+
+
+def _is_used(storage: Storage) -> bool:
+    """Whether a worker runs in a folder, or somebody grades what is there."""
+    try:
+        with _lock(storage):
+            reader = JobFolderReader(storage.path, storage)
+            return bool(reader.metrics.get("status") == "running")
+    except ConfigError:
+        return True

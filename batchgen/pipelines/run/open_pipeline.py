@@ -1,0 +1,201 @@
+"""A pipeline in its folder: which version of each step is the current one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Self
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.workers_config import WorkersConfig
+from batchgen.jobs.generation.spending import Attempts
+from batchgen.jobs.resolve.job_model import answers_depend_on
+from batchgen.pipelines.run.addresses import Prints, addresses
+from batchgen.pipelines.run.pipeline import Pipeline
+from batchgen.storage.folder.pipeline_record import (
+    PIPELINE_FILE,
+    RECORD,
+    PipelineRecord,
+    StepVersions,
+    folder_name,
+)
+from batchgen.storage.folder.step_folders import locked_record, read_record, refuse_linked
+from batchgen.storage.leases.own_files import MANIFEST
+from batchgen.storage.stores.open_storage import open_storage
+from batchgen.util.errors import ConfigError, JobError
+
+METRICS = "metrics.json"
+
+
+class OpenPipeline:
+    """A pipeline whose models are known, so that the addresses of all steps are.
+
+    Attributes:
+        pipeline: the steps.
+        record: what pipeline.json says from now on.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        """Find the addresses. Nothing is written; ConfigError for a mistake in a model, or a folder
+        that is not a pipeline's."""
+        self.pipeline = pipeline
+        self._prints = _prints(pipeline)
+        self._storage = open_storage(pipeline.out, WorkersConfig())
+        _refuse_foreign(self._storage.shown, self._names())
+        if self._storage.in_place and self._storage.path.is_dir():
+            refuse_linked(self._storage.path)
+        self._before = read_record(self._storage) or PipelineRecord()
+        self._newer: dict[tuple[str, str], int] = {}
+        self.record = self._settled()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._storage.close()
+
+    @property
+    def address(self) -> Mapping[str, str]:
+        """The current address of each step."""
+        found = {name: self.record.steps[name].current for name in self.pipeline.steps}
+        return {name: at for name, at in found.items() if at is not None}
+
+    def engine_of(self, name: str) -> str:
+        """What the engine of a step is made of: steps with the same can share one."""
+        config = self.pipeline.steps[name].config
+        prints = {key: value for key, value in self._prints[name].items() if key != "constraint"}
+        model = (config.model.load_format, config.model.quantization, config.model.dtype)
+        return repr((sorted(prints.items()), model, config.strategy, config.engine))
+
+    def folder(self, name: str) -> str:
+        """The current folder of a step, as a path or URL."""
+        return f"{self.pipeline.out.rstrip('/')}/{self.record.current[name]}"
+
+    def older_folders(self, name: str) -> list[str]:
+        """The folders of the versions of a step that are not current, the newest first."""
+        out = self.pipeline.out.rstrip("/")
+        return [f"{out}/{folder_name(name, at)}" for at in self.record.steps[name].older]
+
+    def config(self, name: str) -> JobConfig:
+        """The job of a step, with the folders of the current versions, which copies rows of its
+        older versions."""
+        folders = {other: self.folder(other) for other in self.pipeline.steps}
+        config = self.pipeline.steps[name].within(folders)
+        older = filter(self._is_begun, self.older_folders(name))
+        reuse = (*older, *(config.output.reuse or ()))
+        return replace(config, output=replace(config.output, reuse=reuse))
+
+    def attempts_elsewhere(self, name: str) -> Attempts:
+        """The attempts of other steps that have the budget of this one. A budget above the steps is
+        that of all which have no other; versions that are not current do not count."""
+        steps = self.pipeline.steps
+        budget = steps[name].config.budget
+        sharing = [
+            other for other in steps if other != name and steps[other].config.budget == budget
+        ]
+        found: list[Mapping[str, Any]] = []
+        for other in sharing if budget.limits else ():
+            content = self._storage.read(self._storage.path / self.record.current[other] / METRICS)
+            found += [] if content is None else json.loads(content)["attempts"]
+        return found
+
+    def _is_begun(self, folder: str) -> bool:
+        """Whether one of the folders of steps is there."""
+        name = folder.rpartition("/")[2]
+        return self._storage.exists(self._storage.path / name / MANIFEST)
+
+    def write(self) -> None:
+        """Say in the folder what is current, and what is run. What other processes have said there
+        meanwhile stays among the versions."""
+        storage = self._storage
+        storage.make_folder(storage.path)
+        with locked_record(storage) as self._before:
+            self.record = self._settled()
+            storage.write(storage.path / PIPELINE_FILE, self.pipeline.text())
+            storage.write(storage.path / RECORD, self.record.text())
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else writes the record or the exports meanwhile. JobError if another configuration
+        has taken the folder since, whose exports are the current ones."""
+        with locked_record(self._storage) as now:
+            mine = {name: self.record.current[name] for name in self.pipeline.steps}
+            for name, folder in mine.items():
+                if (other := now.current.get(name)) != folder:
+                    raise JobError(
+                        f"{self._storage.shown}: another configuration was started in this folder "
+                        f"meanwhile, by which step {name} is {other or 'left out'} and not "
+                        f"{folder}: its exports are the current ones. All rows of this one are "
+                        "there: run its command again to make it the current one"
+                    )
+            yield
+
+    def new_edition(self, name: str) -> None:
+        """Give a step another address, and those behind it, because the rows that it reads are not
+        those of its folder any more. The next number of the version that it had counts, so that
+        workers who find the same choose the same."""
+        version = self.record.steps[name].versions[self.address[name]]
+        self._newer[name, version.base] = version.edition + 1
+        self.write()
+
+    def _settled(self) -> PipelineRecord:
+        """The record with the addresses that follow from the steps, and all that were before."""
+        before = self._before.steps
+
+        def edition(name: str, base: str) -> int:
+            known = before[name].versions.values() if name in before else ()
+            of_base = [version.edition for version in known if version.base == base]
+            return max([*of_base, self._newer.get((name, base), 0)], default=0)
+
+        found = addresses(self.pipeline.steps, self._prints, edition)
+        steps = {}
+        for name, (address, version) in found.items():
+            known = dict(before[name].versions) if name in before else {}
+            steps[name] = StepVersions(address, {**known, address: known.get(address, version)})
+        gone = {name: one for name, one in before.items() if name not in found}
+        return PipelineRecord(
+            {**steps, **{name: StepVersions(None, one.versions) for name, one in gone.items()}}
+        )
+
+    def _names(self) -> list[str]:
+        try:
+            return self._storage.names(self._storage.path)
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:
+            raise ConfigError(
+                f"output.dir={self._storage.shown} is a file: give a folder"
+            ) from None
+
+
+def _prints(pipeline: Pipeline) -> dict[str, Prints]:
+    """What the models of each step come to; steps with equal models ask once."""
+    known: dict[str, Prints] = {}
+    found = {}
+    for name, step in pipeline.steps.items():
+        config = step.config
+        key = repr((config.model, config.strategy, config.engine, config.constraint))
+        if key not in known:
+            try:
+                known[key] = answers_depend_on(config)
+            except ConfigError as error:
+                raise ConfigError(f"step {name}: {error}") from None
+        found[name] = known[key]
+    return found
+
+
+def _refuse_foreign(shown: str, names: list[str]) -> None:
+    """Refuse a folder that holds something else."""
+    if MANIFEST in names:
+        raise ConfigError(
+            f"output.dir={shown} holds the output of a job: give the pipeline a folder of its own"
+        )
+    foreign = sorted(name for name in names if not name.startswith("."))
+    if foreign and RECORD not in names and PIPELINE_FILE not in names:
+        listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
+        raise ConfigError(
+            f"output.dir={shown} holds files that are not of a pipeline ({listed}): choose a new "
+            "or empty folder"
+        )

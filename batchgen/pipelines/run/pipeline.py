@@ -1,0 +1,218 @@
+"""A pipeline: jobs that read each other, in an order in which each comes behind what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from batchgen.config.compose.compose_config import checked, compose_groups
+from batchgen.config.compose.load_config import literal, resolved
+from batchgen.config.compose.trust import Trust
+from batchgen.config.groups.convert_value import convert
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.pipelines.run.pipeline_file import (
+    AFTER,
+    COMPLETE,
+    EXPORT,
+    FROM,
+    MOST_ERRORS,
+    PUSH,
+    STEPS,
+    GivenPipeline,
+    GivenStep,
+)
+from batchgen.pipelines.run.written_sets import Export, Push, read_exports, read_pushes
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import user_folder
+
+_MOST_ERRORS = 0.05
+_PATH = "path"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        config: the job, which names the folders of other steps by OUT/NAME.
+        parents: the steps whose answers are its rows.
+        tables: the steps that its steps of `rows` read, by their places in `rows`.
+        waits: whether it begins when its parents are complete, as the pipeline file says.
+    """
+
+    name: str
+    config: JobConfig
+    parents: tuple[str, ...] = ()
+    tables: Mapping[int, str] = field(default_factory=dict)
+    waits: bool = False
+
+    @property
+    def reads(self) -> list[str]:
+        """All steps that must come before it."""
+        return list(dict.fromkeys([*self.parents, *self.tables.values()]))
+
+    def within(self, folders: Mapping[str, str]) -> JobConfig:
+        """The job with the folders of steps by name, its own among them."""
+        config = self.config
+        data = config.dataset
+        if self.parents:
+            paths = tuple(folders[name] for name in self.parents)
+            data = replace(data, path=paths[0] if len(paths) == 1 else paths)
+        rows = [
+            replace(step, options={**step.options, _PATH: folders[self.tables[place]]})
+            if place in self.tables
+            else step
+            for place, step in enumerate(config.rows)
+        ]
+        output = replace(config.output, dir=folders[self.name])
+        return replace(config, dataset=data, rows=tuple(rows), output=output)
+
+    def values(self) -> dict[str, Any]:
+        """The step as a pipeline file has it, with all its keys."""
+        groups = resolved(self.config)
+        del groups["output"]["dir"]
+        groups["workers"]["name"] = None  # that of one process
+        if self.parents:
+            del groups["dataset"][_PATH]
+            groups = {
+                FROM: self.parents[0] if len(self.parents) == 1 else [*self.parents],
+                **groups,
+            }
+        if self.waits:
+            groups[AFTER] = COMPLETE
+        for place, name in self.tables.items():
+            (short,) = [key for key in groups["rows"][place] if key != "_target_"][:1]
+            options = groups["rows"][place]
+            options = options[short] if isinstance(options.get(short), dict) else options
+            del options[_PATH]
+            options[FROM] = name
+        return groups
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Steps in an order in which each comes behind what it reads, and what is made of them."""
+
+    out: str
+    steps: Mapping[str, Step]
+    exports: Sequence[Export] = ()
+    pushes: Sequence[Push] = ()
+    most_errors: float = _MOST_ERRORS
+
+    def text(self) -> str:
+        """The pipeline as a file, with all keys."""
+        values: dict[str, Any] = {"output": {"dir": self.out}}
+        if self.most_errors != _MOST_ERRORS:
+            values[MOST_ERRORS] = self.most_errors
+        values[STEPS] = {name: step.values() for name, step in self.steps.items()}
+        values |= {EXPORT: [one.values() for one in self.exports]} if self.exports else {}
+        values |= {PUSH: [one.values() for one in self.pushes]} if self.pushes else {}
+        return yaml.safe_dump(literal(values), sort_keys=False, allow_unicode=True)
+
+
+def compose_pipeline(given: GivenPipeline, trust: Trust, folders: Sequence[Path] = ()) -> Pipeline:
+    """The pipeline with all its jobs checked; ConfigError for a mistake in one of them, or in what
+    they read of each other. `folders` have further choices."""
+    out = user_folder(given.out, "output.dir")
+    steps = {}
+    for name, step in given.steps.items():
+        try:
+            steps[name] = _composed(step, given, out, trust, folders)
+        except ConfigError as error:
+            start = "" if f"{STEPS}.{name}" in str(error) else f"step {name}: "
+            raise ConfigError(f"{start}{error}") from None
+    ordered = {name: steps[name] for name in in_order({n: s.reads for n, s in steps.items()})}
+    most = given.keys.get(MOST_ERRORS, _MOST_ERRORS)
+    most_errors = convert(most, float, MOST_ERRORS)
+    if not 0 <= most_errors <= 1:
+        raise ConfigError(f"{MOST_ERRORS} must be a share from 0 to 1, got {most}")
+    exports = read_exports(given, ordered)
+    pushes = read_pushes(given, ordered, exports, trust)
+    return Pipeline(out, ordered, exports, pushes, most_errors)
+
+
+def in_order(reads: Mapping[str, Sequence[str]]) -> list[str]:
+    """The steps so that each comes behind those that it reads, and otherwise as they are given;
+    ConfigError for a circle."""
+    found: list[str] = []
+    left = dict(reads)
+    while left:
+        free = next((n for n, others in left.items() if set(others) <= set(found)), None)
+        if free is None:
+            raise ConfigError(
+                f"steps read each other in a circle: {' → '.join(_circle(left))}: leave out one "
+                f"{FROM}"
+            )
+        found.append(free)
+        del left[free]
+    return found
+
+
+def _circle(left: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """The names along a circle, from a step back to it."""
+    name, way = next(iter(left)), list[str]()
+    while name not in way:
+        way.append(name)
+        name = next(other for other in left[name] if other in left)
+    yield from [*way[way.index(name) :], name][::-1]
+
+
+def _composed(
+    given: GivenStep, pipeline: GivenPipeline, out: str, trust: Trust, folders: Sequence[Path]
+) -> Step:
+    for parent in given.parents:
+        _refuse_unknown(parent, pipeline, given.places.get(FROM, FROM))
+    groups = compose_groups(
+        given.values, given.overrides, folders=folders, places=given.places
+    ).groups
+    if given.parents:
+        paths = [f"{out}/{parent}" for parent in given.parents]
+        groups["dataset"][_PATH] = paths[0] if len(paths) == 1 else paths
+    tables = {}
+    for place, step in enumerate(groups.get("rows") or ()):
+        if isinstance(options := _options(step), dict) and FROM in options:
+            at = f"rows[{place}]"
+            if _PATH in options:
+                raise ConfigError(f"{at}: {FROM} names a step, and path a folder: give one of them")
+            tables[place] = name = options.pop(FROM)
+            _refuse_unknown(name, pipeline, f"{at}.{FROM}")
+            options[_PATH] = f"{out}/{name}"
+    if isinstance(sampling := groups.get("sampling"), dict):
+        if sampling.get("stream") is None:
+            sampling["stream"] = given.name
+    if isinstance(output := groups.get("output"), dict):
+        output["dir"] = f"{out}/{given.name}"
+    config = checked(groups, trust)
+    _refuse_of_jobs(config)
+    return Step(given.name, config, given.parents, tables, given.waits)
+
+
+def _options(step: Any) -> Any:
+    """The options of one of the steps of `rows`, by its short name or by its class."""
+    if isinstance(step, dict) and "_target_" not in step and len(step) == 1:
+        return next(iter(step.values()))
+    return step
+
+
+def _refuse_unknown(name: Any, pipeline: GivenPipeline, start: str) -> None:
+    if name not in pipeline.steps:
+        known = ", ".join(pipeline.steps)
+        raise ConfigError(f"{start}: there is no step {name!r}: choose among {known}")
+
+
+def _refuse_of_jobs(config: JobConfig) -> None:
+    """Refuse what only single jobs can do."""
+    if config.output.overwrite:
+        raise ConfigError(
+            "output.overwrite: a step that has changed gets a new folder, and its older ones stay: "
+            "leave it out"
+        )
+    if config.launcher is not None:
+        raise ConfigError(
+            "launcher: a pipeline starts no workers: start its command in several processes or on "
+            "several machines, which then share its steps"
+        )

@@ -1,0 +1,154 @@
+"""The plan of a pipeline and its dry run: of each step, as far as its rows are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.jobs.forecast.forecast import Range
+from batchgen.jobs.planning.dry_run import show
+from batchgen.jobs.planning.job_plan import Plan
+from batchgen.jobs.planning.plan_settings import PlanSettings
+from batchgen.jobs.planning.plan_text import plan_text
+from batchgen.jobs.planning.planner import make_plan
+from batchgen.pipelines.run.make_sets import refuse_wrong_exports
+from batchgen.pipelines.run.open_pipeline import OpenPipeline
+from batchgen.pipelines.run.pipeline import Pipeline
+from batchgen.pipelines.run.run_steps import of_step
+from batchgen.storage.folder.open_folder import open_job
+from batchgen.util.duration import duration
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.text.text_table import counted
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """What is known of a step before it runs: its plan, or the steps that it waits for and how many
+    rows it has at most, None if that is not known."""
+
+    name: str
+    folder: str
+    plan: Plan | None
+    waits_for: tuple[str, ...] = ()
+    most_rows: int | None = None
+
+    def text(self, samples: int) -> str:
+        """The step in lines for people."""
+        head = f"── step {self.name}: {self.folder}"
+        if self.plan is not None:
+            return f"{head}\n{plan_text(self.plan)}"
+        rows = "its rows" if self.most_rows is None else f"at most {counted(self.most_rows, 'row')}"
+        more = "" if self.most_rows is None else f", {counted(self.most_rows * samples, 'answer')}"
+        return (
+            f"{head}\nwaits for {' and '.join(self.waits_for)}: {rows}{more}; what they say is not "
+            "known yet, and how long they take neither"
+        )
+
+
+def plan_steps(pipeline: Pipeline, settings: PlanSettings) -> list[PlannedStep]:
+    """Plan the steps whose rows are known; ConfigError for a mistake in one of them. Nothing is
+    written."""
+    found: dict[str, PlannedStep] = {}
+    with OpenPipeline(pipeline) as opened:
+        for name, step in pipeline.steps.items():
+            waits = waits_for(opened, name)
+            plan, most = None, None
+            if waits:
+                of_parents = [_answers(found[parent], pipeline) for parent in step.parents]
+                known = [rows for rows in of_parents if rows is not None]
+                if step.parents and len(known) == len(of_parents):
+                    most = sum(known)
+                if step.config.dataset.limit is not None and most is not None:
+                    most = min(most, step.config.dataset.limit)
+            else:
+                plan = _plan(opened, name, settings)
+            found[name] = PlannedStep(name, opened.folder(name), plan, tuple(waits), most)
+    return [*found.values()]
+
+
+def waits_for(opened: OpenPipeline, name: str) -> list[str]:
+    """The steps that must be complete before the rows of a step are known."""
+    reads = opened.pipeline.steps[name].reads
+    return [other for other in reads if not _is_complete(opened.folder(other))]
+
+
+def plans_text(pipeline: Pipeline, steps: list[PlannedStep]) -> str:
+    """The plans of all steps, and their sum."""
+    parts = [step.text(_samples(pipeline, step.name)) for step in steps]
+    plans = [step.plan for step in steps if step.plan is not None]
+    if (whole := total_seconds(plans)) is not None:
+        known = "all steps" if len(plans) == len(steps) else f"{len(plans)} of {len(steps)} steps"
+        low, likely, bound = (duration(s, 0) for s in (whole.low, whole.likely, whole.bound))
+        parts.append(f"time of {known}, one after the other: {low} to {bound}, likely {likely}")
+    return "\n\n".join(parts)
+
+
+def plans_summary(steps: list[PlannedStep]) -> dict[str, Any]:
+    """All of it as plain values, for `--json`."""
+    return {
+        "steps": {
+            step.name: {
+                "folder": step.folder,
+                "waits_for": step.waits_for,
+                "most_rows": step.most_rows,
+                "plan": None if step.plan is None else step.plan.summary(),
+            }
+            for step in steps
+        }
+    }
+
+
+def total_seconds(plans: list[Plan]) -> Range | None:
+    """The time of some jobs, one after the other; None if that of one is not known."""
+    seconds = [plan.forecast.seconds for plan in plans if plan.forecast is not None]
+    if not seconds or len(seconds) < len(plans):
+        return None
+    return Range(
+        sum(one.low for one in seconds),
+        sum(one.likely for one in seconds),
+        sum(one.bound for one in seconds),
+    )
+
+
+def show_steps(pipeline: Pipeline) -> int:
+    """Print the dry run of each step whose rows are known; returns the gravest exit code."""
+    codes = [0]
+    with OpenPipeline(pipeline) as opened:
+        refuse_wrong_exports(opened)
+        for name in pipeline.steps:
+            print(f"── step {name}: {opened.folder(name)}")
+            if waits := waits_for(opened, name):
+                print(f"waits for {' and '.join(waits)}, whose answers are its rows\n")
+                continue
+            try:
+                codes.append(show(opened.config(name)))
+            except (ConfigError, JobError) as error:
+                raise of_step(name, error) from None
+            print()
+    return max(codes)
+
+
+def _plan(opened: OpenPipeline, name: str, settings: PlanSettings) -> Plan:
+    try:
+        return make_plan(opened.config(name), settings)
+    except (ConfigError, JobError) as error:
+        raise of_step(name, error) from None
+
+
+def _is_complete(folder: str) -> bool:
+    try:
+        return open_job(folder).metrics.get("status") == "complete"
+    except (ConfigError, JobError):  # it has not begun, or computes again what it has lost
+        return False
+
+
+def _samples(pipeline: Pipeline, name: str) -> int:
+    """The most answers to a row."""
+    sampling = pipeline.steps[name].config.sampling
+    return sampling.n if sampling.until is None else sampling.until.most
+
+
+def _answers(step: PlannedStep, pipeline: Pipeline) -> int | None:
+    """The most answers that a step gives."""
+    rows = step.most_rows if step.plan is None else step.plan.scan.num_rows
+    return None if rows is None else rows * _samples(pipeline, step.name)

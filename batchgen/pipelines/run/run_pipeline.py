@@ -1,0 +1,60 @@
+"""Runs a pipeline to its end, or goes on with one that was stopped or killed."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchgen.pages.report.funnel import StepCounts, funnel, funnel_table
+from batchgen.pages.report.told_pipeline import write_report
+from batchgen.pipelines.run.make_sets import make_exports, push_all, refuse_wrong_exports
+from batchgen.pipelines.run.open_pipeline import OpenPipeline
+from batchgen.pipelines.run.pipeline import Pipeline
+from batchgen.pipelines.run.run_steps import run_steps
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.paths import is_url
+
+
+@dataclass(frozen=True)
+class PipelineResult:
+    """How a pipeline ended without an error."""
+
+    exit_code: int
+    stopped_by: int | None
+    message: str
+
+
+def run_pipeline(pipeline: Pipeline) -> PipelineResult:
+    """Run all steps, write the exports, and push what is to be pushed.
+
+    Raises:
+        ConfigError: there is a mistake in the pipeline or in a step.
+        JobError: a step cannot go on, or has too many errors. Finished rows are safe.
+    """
+    with OpenPipeline(pipeline) as opened:
+        refuse_wrong_exports(opened)
+        opened.write()
+        try:
+            results = run_steps(opened)
+        except (ConfigError, JobError) as error:
+            error.add_note(funnel_table(counts(opened)))
+            raise
+        last = results[-1]
+        if last.stopped_by is not None or last.is_spent:
+            return PipelineResult(last.exit_code, last.stopped_by, last.message)
+        lines = [funnel_table(counts(opened))]
+        if pipeline.exports:
+            with opened.alone():
+                lines += make_exports(opened)
+        lines += push_all(opened, lambda line: print(line, file=sys.stderr))
+        has_report = any(step.config.output.report for step in pipeline.steps.values())
+        if has_report and not is_url(pipeline.out):
+            lines.append(f"report: {write_report(Path(pipeline.out), pipeline.out)}")
+        return PipelineResult(max(result.exit_code for result in results), None, "\n".join(lines))
+
+
+def counts(opened: OpenPipeline) -> list[StepCounts]:
+    """The counts of the current versions of all steps."""
+    current = opened.record.current
+    return funnel(opened.pipeline.out, {name: current[name] for name in opened.pipeline.steps})

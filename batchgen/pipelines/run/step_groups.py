@@ -1,0 +1,90 @@
+"""Which steps of a pipeline run in one engine, and which of them can begin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from contextlib import closing
+from dataclasses import replace
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.workers_config import WorkersConfig
+from batchgen.pipelines.run.open_pipeline import OpenPipeline
+from batchgen.storage.folder.refused_folder import written_manifest
+from batchgen.storage.leases.lease_files import DATA, LEASES, parse_lease
+from batchgen.storage.shards.shard_files import shard_files
+from batchgen.storage.stores.job_storage import names_in
+from batchgen.storage.stores.manifest import ROWS
+from batchgen.storage.stores.open_storage import open_storage
+from batchgen.util.paths import is_url
+
+
+class StepGroups:
+    """The steps by what their engine is made of.
+
+    Attributes:
+        steps: the names of each group, in the order of the pipeline; the key of a group is
+            `OpenPipeline.engine_of`.
+    """
+
+    def __init__(self, opened: OpenPipeline) -> None:
+        self._opened = opened
+        self.steps: dict[str, list[str]] = {}
+        for name in opened.pipeline.steps:
+            self.steps.setdefault(opened.engine_of(name), []).append(name)
+
+    def follows(self, name: str) -> bool:
+        """Whether a step begins while the one that it reads still runs. This depends on the
+        pipeline alone, so that all workers find the same."""
+        steps, step = self._opened.pipeline.steps, self._opened.pipeline.steps[name]
+        if len(step.parents) != 1 or step.waits or is_url(self._opened.pipeline.out):
+            return False
+        (parent,) = step.parents
+        of_engine = self._opened.engine_of
+        if of_engine(parent) != of_engine(name) or parent in step.tables.values():
+            return False
+        return not steps[parent].config.output.retry_errors  # which changes shards
+
+    def is_followed(self, name: str) -> bool:
+        """Whether another step follows this one."""
+        steps = self._opened.pipeline.steps.items()
+        return any(step.parents == (name,) and self.follows(other) for other, step in steps)
+
+    def config(self, name: str) -> JobConfig:
+        """The job of a step, which says whether it follows another one."""
+        config = self._opened.config(name)
+        return replace(config, dataset=replace(config.dataset, follow=self.follows(name)))
+
+    def ready(self, group: str, complete: Collection[str]) -> list[str]:
+        """The steps of a group that are not complete and can run when these are."""
+        found: list[str] = []
+        for name in self.steps[group]:
+            step = self._opened.pipeline.steps[name]
+            begun = {*complete, *(found if self.follows(name) else ())}
+            is_ready = set(step.parents) <= begun and set(step.tables.values()) <= {*complete}
+            if name not in complete and is_ready:
+                found.append(name)
+        return found
+
+    def next(self, complete: Collection[str]) -> str | None:
+        """The group to run when these steps are complete: the one with most shards that no worker
+        has begun, of equal ones the first. None if all are complete."""
+        found = {group: self.ready(group, complete) for group in self.steps}
+        groups = [group for group, names in found.items() if names]
+        if len(groups) < 2:
+            return next(iter(groups), None)
+        return max(groups, key=lambda group: sum(map(self._num_free, found[group])))
+
+    def _num_free(self, name: str) -> float:
+        """How many shards of a step are not begun; infinite if that is not known."""
+        config = self._opened.config(name)
+        with closing(open_storage(config.output.dir, WorkersConfig())) as storage:
+            manifest = written_manifest(storage)
+            rows = None if manifest is None else manifest.growing.get(ROWS)
+            if rows is None:
+                return math.inf
+            leases = [parse_lease(lease) for lease in names_in(storage, LEASES)]
+            begun = {lease[0] for lease in leases if lease is not None and lease[0] >= 0}
+            done = shard_files(storage.path / DATA, names_in(storage, DATA))
+            shards = -(-int(rows) // config.output.rows_per_shard)
+            return max(0, shards - len(begun | set(done)))

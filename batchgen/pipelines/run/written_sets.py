@@ -1,0 +1,176 @@
+"""What `export` and `push` of a pipeline file ask for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from batchgen.config.compose.trust import Trust
+from batchgen.config.groups.config_keys import nearest
+from batchgen.pipelines.run.pipeline_file import EXPORT, FROM, PUSH, GivenPipeline
+from batchgen.storage.folder.export_record import EXPORTS, MADE
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import is_url
+
+if TYPE_CHECKING:
+    from batchgen.pipelines.publish.trainers.trainer_rows import Asked
+
+_OUT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}")
+_BYTES = ("kd-packed", "rl")
+"""Formats that JSON lines have no place for."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """A set of rows that is written at the end: of which step, the format of a trainer or None for
+    the columns as they are, the name of the file or folder, and options of `batchgen export`."""
+
+    step: str
+    to: str | None
+    out: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def values(self) -> dict[str, Any]:
+        """The export as a pipeline file has it."""
+        to = {} if self.to is None else {"to": self.to}
+        return {FROM: self.step, **to, "out": self.out, **self.options}
+
+    def asked(self) -> Asked:
+        """What is asked for in the format of a trainer; ConfigError for options that do not fit."""
+        from batchgen.pipelines.publish.trainers.trainer_rows import Asked  # it loads pyarrow
+
+        assert self.to is not None
+        return Asked(to=self.to, **self.options)
+
+
+@dataclass(frozen=True)
+class Push:
+    """A push to the hub: of which step, or of the folder that an export makes."""
+
+    source: str
+    repo: str
+    private: bool = False
+
+    def values(self) -> dict[str, Any]:
+        """The push as a pipeline file has it."""
+        return {FROM: self.source, "to": self.repo, "private": self.private}
+
+
+def read_exports(pipeline: GivenPipeline, steps: Collection[str]) -> list[Export]:
+    """The exports of a pipeline; ConfigError for an unknown step, an option that does not fit, or
+    two that would write one file."""
+    start = pipeline.at(EXPORT)
+    found = [_export(values, start, steps) for values in _list_of(pipeline, EXPORT)]
+    if found and is_url(pipeline.out):
+        raise ConfigError(
+            f"{start}it writes files of this machine, and output.dir is in an object store: leave "
+            f"it out, and run `batchgen export {pipeline.out}/STEP --out FILE` afterwards"
+        )
+    for number, one in enumerate(found):
+        if one.out in [other.out for other in found[:number]]:
+            raise ConfigError(f"{start}two of them write {one.out}: give one another `out`")
+        if one.to is not None:
+            try:
+                one.asked()
+            except ConfigError as error:
+                raise ConfigError(f"{start}{str(error).replace('--', '')}") from None
+    return found
+
+
+def _export(values: Any, start: str, steps: Collection[str]) -> Export:
+    from batchgen.pipelines.publish.trainers.text_export import format_of
+    from batchgen.pipelines.publish.trainers.trainer_rows import FORMATS, Asked
+
+    if not isinstance(values, dict):
+        raise ConfigError(f"{start}give {{from: STEP, to: sft}}, or a list of these")
+    options = dict(values)
+    step, to = options.pop(FROM, None), options.pop("to", None)
+    _refuse_unknown_step(step, start, steps)
+    if to is not None and to not in FORMATS:
+        raise ConfigError(f"{start}to must be one of {', '.join(FORMATS)}, got {to!r}")
+    of_trainers = {f.name for f in fields(Asked)} - {"to"}
+    known = of_trainers if to is not None else {"where", "columns"}
+    for name in options:
+        if name not in known | {"out"}:
+            guess = nearest(name, known)
+            said = f"did you mean {guess}?" if guess else f"choose among {', '.join(sorted(known))}"
+            raise ConfigError(f"{start}there is no option {name!r} here: {said}")
+    suffix = ".parquet" if to in _BYTES else ".jsonl"
+    out = options.pop("out", f"{step}{'' if to is None else f'.{to}'}{suffix}")
+    if not isinstance(out, str) or not _OUT.fullmatch(out) or out == MADE:
+        raise ConfigError(
+            f"{start}out must be the name of a file in the folder {EXPORTS}, without a path, got "
+            f"{out!r}"
+        )
+    if to is None:
+        from pathlib import Path
+
+        format_of(Path(out))
+    if isinstance(options.get("messages"), list):
+        options["messages"] = json.dumps(options["messages"], ensure_ascii=False)
+    return Export(step, to, out, options)
+
+
+def read_pushes(
+    pipeline: GivenPipeline, steps: Mapping[str, Any], exports: Sequence[Export], trust: Trust
+) -> list[Push]:
+    """The pushes of a pipeline. One in a stranger's file would publish rows in the user's name, so
+    that it needs his word; ConfigError without it, and for what cannot be pushed."""
+    start = pipeline.at(PUSH)
+    given = _list_of(pipeline, PUSH)
+    if given and trust.sources and PUSH not in pipeline.typed:
+        flags = " ".join(f"--trust {source}" for source in trust.sources)
+        raise ConfigError(
+            f"{start}a file that pushes rows to the hub with your login needs your word: add "
+            f"{flags}, or leave it out of the file and type push=USER/SET"
+        )
+    if given and is_url(pipeline.out):
+        raise ConfigError(f"{start}push works on a folder of this machine")
+    folders = [one.out for one in exports if "." not in one.out]
+    read = {name for step in steps.values() for name in step.reads}
+    last = [name for name in steps if name not in read]
+    return [_push(values, start, steps, folders, last) for values in given]
+
+
+def _push(
+    values: Any, start: str, steps: Collection[str], folders: list[str], last: list[str]
+) -> Push:
+    if isinstance(values, str):
+        if len(last) > 1:
+            raise ConfigError(
+                f"{start}several steps are the last ones ({', '.join(last)}): say which is meant, "
+                f"{{from: {last[0]}, to: {values}}}"
+            )
+        return Push(last[0], values)
+    form = "USER/SET, or {from: STEP, to: USER/SET, private: true}"
+    if not isinstance(values, dict) or not isinstance(values.get("to"), str):
+        raise ConfigError(f"{start}give {form}")
+    if unknown := sorted(values.keys() - {FROM, "to", "private"}):
+        raise ConfigError(f"{start}there is no option {unknown[0]!r} here: give {form}")
+    source, private = values.get(FROM), values.get("private", False)
+    if source not in folders:
+        _refuse_unknown_step(source, start, [*steps, *folders])
+    if not isinstance(private, bool):
+        raise ConfigError(f"{start}private must be true or false, got {private!r}")
+    return Push(str(source), values["to"], private)
+
+
+def _refuse_unknown_step(step: Any, start: str, steps: Collection[str]) -> None:
+    if step not in steps:
+        raise ConfigError(
+            f"{start}there is no step {step!r} to take rows {FROM}: choose among {', '.join(steps)}"
+        )
+
+
+def _list_of(pipeline: GivenPipeline, key: str) -> list[Any]:
+    """What a key gives, as a list; a single thing may stand without one."""
+    value = pipeline.keys.get(key)
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def settings(export: Export) -> dict[str, Any]:
+    """What decides the rows of an export besides those of its step."""
+    return {key: value for key, value in asdict(export).items() if key != "out"}

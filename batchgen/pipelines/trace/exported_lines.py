@@ -1,0 +1,243 @@
+"""Finds the rows that a line of an exported file was made of.
+
+What a line was made of is said by the record of its export: the metadata of a Parquet file,
+selection.json of a folder, exports.json of a pipeline. By it the lines are made again, and the one
+that equals the line that is asked for tells the rows. A line that was edited since equals none, and
+nothing is said of it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from batchgen.pipelines.publish.finished_rows import FinishedRows, open_rows, set_facts, whole_set
+from batchgen.pipelines.publish.row_values import rows_where
+from batchgen.pipelines.publish.trainers.export_files import JSON_NAMES
+from batchgen.pipelines.publish.trainers.openai_lines import OpenAILines
+from batchgen.pipelines.publish.trainers.token_rows import TOKEN_FORMATS, TokenRows
+from batchgen.pipelines.publish.trainers.trainer_export import TOLD
+from batchgen.pipelines.publish.trainers.trainer_rows import Asked, TrainerRows
+from batchgen.pipelines.trace.traced import TracedLine
+from batchgen.storage.folder.export_record import EXPORTS, ExportRecord
+from batchgen.storage.folder.step_folders import find_record
+from batchgen.storage.shards.checked_file import CheckedFile, read_schema
+from batchgen.storage.shards.shard_files import shard_files
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import is_url
+from batchgen.util.text.row_json import json_text
+
+_ROW, _SAMPLE, _ID = "row_id", "sample_index", "id"
+_READ_BY_LINE = f"{', '.join(JSON_NAMES)} or .parquet"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a file was made: of which job or set, in which format of trainers, or None for columns as
+    they are, and by which options."""
+
+    of: str
+    to: str | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> Asked:
+        """The options of a format of trainers."""
+        known = {field.name for field in fields(Asked)} - {"to"}
+        assert self.to is not None
+        return Asked(to=self.to, **{k: v for k, v in self.options.items() if k in known})
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A row of a job or of a set; a set's rows have no sample."""
+
+    folder: str
+    row_id: str
+    sample: int | None
+
+
+Line = tuple[Mapping[str, Any], Callable[[], list[Origin]]]
+"""A line as it is made again, and what finds the rows that it is made of."""
+
+
+def exported_line(
+    path: Path, given: str, line: int, of: str | None
+) -> tuple[TracedLine, list[Origin]]:
+    """A line of an exported file, counted from 1, and the rows that it was made of.
+
+    Args:
+        of: the job or set that the file was made of, where it does not say that itself, or where
+            that lies now.
+
+    Raises:
+        ConfigError: there is no such line, or it cannot be told what it was made of.
+        JobError: a file is damaged.
+    """
+    content = _line(path, line, given)
+    recipe = _recipe(path)
+    folder = of or (None if recipe is None else recipe.of)
+    if folder is None:
+        raise ConfigError(
+            f"{given} does not say what it was made of: name the job or the set with --of OUT"
+        )
+    rows, text = open_rows(folder), json_text(content)
+    if recipe is None:
+        return TracedLine(given, line, content), _of_columns(rows, content, given, line)
+    exact, others = list[Line](), list[Line]()
+    for number, made in enumerate(_lines(rows, recipe, path), start=1):
+        if json_text(dict(made[0])) == text:
+            if number == line:
+                exact = [made]
+                break
+            others = [*others[:1], made]
+    found = exact or others
+    if not found:
+        raise ConfigError(
+            f"{given}, line {line}: no row of {rows.given} gives this line: the file or the rows "
+            "have changed since it was written"
+        )
+    if len(found) > 1:
+        raise ConfigError(
+            f"{given}, line {line}: several rows of {rows.given} give this line, and the file is "
+            "in another order than it was written in: which one it is cannot be told"
+        )
+    return TracedLine(given, line, content), found[0][1]()
+
+
+def _line(path: Path, line: int, given: str) -> dict[str, Any]:
+    """The content of a line of a file, or of a row of a folder's shards."""
+    if line < 1:
+        raise ConfigError(f"--line {line}: lines are counted from 1")
+    found: Iterator[dict[str, Any]]
+    if path.is_dir():
+        whole_set(path, given)
+        found = islice(_rows_of(list(shard_files(path / "data").values())), line - 1, None)
+    elif path.name.endswith(".parquet"):
+        found = islice(_rows_of([path]), line - 1, None)
+    elif path.name.endswith(JSON_NAMES):
+        opener: Any = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8") as file:
+            text = next(islice(file, line - 1, None), None)
+        try:
+            content = None if text is None else json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{given}, line {line} is not JSON: {error}") from None
+        found = iter([content] if isinstance(content, dict) else [])
+    else:
+        raise ConfigError(f"{given}: lines of files are read of {_READ_BY_LINE}")
+    one = next(found, None)
+    if one is None:
+        raise ConfigError(f"{given} has no line {line} with an object")
+    return one
+
+
+def _rows_of(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    for file in files:
+        with CheckedFile(file) as rows:
+            for batch in rows.batches(256):
+                yield from batch.to_pylist()
+
+
+def _recipe(path: Path) -> Recipe | None:
+    """How a file or folder was made, as its record says; None without one."""
+    if path.is_dir():
+        facts = set_facts(path)
+        of = [one["path"] for one in facts["jobs"]]
+        return Recipe(of[0], facts["kind"], facts["asked"]) if len(of) == 1 else None
+    if path.name.endswith(".parquet"):
+        told = (read_schema(path).metadata or {}).get(TOLD)
+        if told is not None:
+            values = json.loads(told)
+            return Recipe(values["of"], values["asked"]["to"], values["asked"])
+    out = path.resolve().parent.parent
+    if path.resolve().parent.name != EXPORTS or find_record(str(out)) is None:
+        return None
+    known = ExportRecord.read(path.resolve().parent).made.get(path.name)
+    if known is None or not known.of:
+        return None
+    settings = known.settings
+    return Recipe(str(out / known.of), settings["to"], settings["options"])
+
+
+def _lines(rows: FinishedRows, recipe: Recipe, path: Path) -> Iterator[Line]:
+    """The lines of an export as it would be made now."""
+    where = recipe.options.get("where")
+    if recipe.to is None:
+        names = recipe.options.get("columns") or rows.schema.names
+        own = [_ID] if rows.is_set else [_ROW, _SAMPLE]
+        for row in rows_where(rows, where, list(dict.fromkeys([*names, *own]))):
+            yield {name: row[name] for name in names}, _origins(rows, row)
+        return
+    if recipe.to == "openai":
+        for made in OpenAILines(rows, where, recipe.options.get("reasoning")):
+            yield made, _origins(rows, {_ROW: made["custom_id"], _SAMPLE: None})
+        return
+    asked = recipe.asked
+    lines = TokenRows(rows, asked) if asked.to in TOKEN_FORMATS else TrainerRows(rows, asked)
+    is_json = path.name.endswith(JSON_NAMES)
+    for one in lines:
+        # As Parquet gives it back: lists and fields of their types.
+        table = None if is_json else pa.Table.from_pylist([one], schema=lines.schema)
+        places = list(lines.made_of)
+        yield one if table is None else table.to_pylist()[0], lambda at=places: _at(rows, at)
+
+
+def _of_columns(
+    rows: FinishedRows, content: Mapping[str, Any], given: str, line: int
+) -> list[Origin]:
+    """The row of which a line has columns as they are, its id among them."""
+    key = _ID if rows.is_set else _ROW
+    if key not in content or not set(content) <= {*rows.columns.names}:
+        raise ConfigError(
+            f"{given} does not say how it was made, and its lines are no rows of {rows.given} with "
+            f"their {key}: export a .parquet file or a folder, or in a pipeline, which keep that"
+        )
+    text = json_text(content)
+    own = [] if rows.is_set else [_SAMPLE]
+    found = [
+        row
+        for row in rows_where(rows, None, list(dict.fromkeys([*content, *own])))
+        if row[key] == content[key] and json_text({name: row[name] for name in content}) == text
+    ]
+    if len(found) != 1:
+        what = "no row" if not found else f"{len(found)} samples"
+        raise ConfigError(
+            f"{given}, line {line}: {what} of {rows.given} with the {key} {content[key]!r} "
+            f"{'have' if found else 'has'} what the line has: which one it is cannot be told"
+        )
+    return _origins(rows, found[0])()
+
+
+def _origins(rows: FinishedRows, row: Mapping[str, Any]) -> Callable[[], list[Origin]]:
+    """What names a row by its columns."""
+    if rows.is_set:
+        return lambda: [Origin(rows.given, row[_ID], None)]
+    return lambda: [Origin(rows.given, row[_ROW], row[_SAMPLE])]
+
+
+def _at(rows: FinishedRows, places: Sequence[tuple[int, int]]) -> list[Origin]:
+    """The rows at some places."""
+    found = []
+    names = [_ID] if rows.is_set else [_ROW, _SAMPLE]
+    for shard, place in places:
+        for table, _ in rows.tables(shard, names, places=np.array([place])):
+            found += _origins(rows, table.select(names).to_pylist()[0])()
+    return found
+
+
+def is_exported(path: Path, given: str) -> bool:
+    """Whether a path is a file, or the folder of an export for a trainer."""
+    if is_url(given):
+        return False
+    if path.is_file():
+        return True
+    return (path / "selection.json").is_file() and set_facts(path)["kind"] != "rows"

@@ -1,0 +1,253 @@
+"""Follows rows of jobs back to the rows that they were made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchgen.config.groups.convert_value import build
+from batchgen.config.groups.dataset_config import DatasetConfig
+from batchgen.evals.grades.folder_grades import GRADES
+from batchgen.evals.grades.grade_files import ROW_KEYS
+from batchgen.pipelines.publish.finished_rows import FinishedRows, open_rows
+from batchgen.pipelines.trace.source_places import jobs_at, source_place
+from batchgen.pipelines.trace.traced import Dropped, Trace, TracedAnswers, TracedSource
+from batchgen.storage.folder.open_folder import open_job
+from batchgen.storage.leases.own_files import ROWS
+from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.shards.shard_files import read_columns, shard_path
+from batchgen.util.errors import ConfigError
+from batchgen.util.templates.row_expression import ExpressionFailed
+
+_MOST_JOBS = 100
+"""Jobs that are followed behind each other."""
+
+
+class JobTraces:
+    """The way back from rows of a job; `given` is its folder as people call it."""
+
+    def __init__(self, given: str) -> None:
+        """Raise ConfigError if the folder is not one of a job."""
+        self.given = given
+        self.reader = open_job(given)
+        dataset = self.reader.config.get("dataset")
+        if not isinstance(dataset, dict):
+            raise ConfigError(f"{given}/config.yaml does not say which data set the job has read")
+        self._dataset: Mapping[str, Any] = dataset
+
+    def add(self, trace: Trace, row_id: str, sample: int | None = None) -> None:
+        """Add the samples of a row, or one of them, and all that is before them; what has dropped
+        the row if it is not there.
+
+        Raises:
+            ConfigError: nothing is known of such a row.
+            JobError: a file is damaged.
+        """
+        if len(trace.found) > _MOST_JOBS:
+            raise ConfigError(f"{self.given}: more than {_MOST_JOBS} jobs stand behind each other")
+        rows = [row for row in self.reader.find(row_id) if sample in (None, row[KEYS[1]])]
+        if not rows:
+            self._add_dropped(trace, row_id)
+            return
+        facts = self.reader.row_facts
+        steps = [] if facts is None else [step.short for step in facts.steps]
+        grades = [self._grades(row) for row in rows]
+        trace.found.append(TracedAnswers(self.given, rows, grades, steps, self.reader.text_column))
+        self._add_source(trace, rows[0])
+
+    def _add_source(self, trace: Trace, row: Mapping[str, Any]) -> None:
+        """Add what a row was made of."""
+        if self._dataset.get("kind") != "job":
+            index = self._data_index(int(row[KEYS[0]]))
+            trace.found.append(TracedSource(*source_place(self._dataset, index)))
+            return
+        source = row.get("source")
+        if not isinstance(source, dict) or not {"row_id", KEYS[1]} <= source.keys():
+            raise ConfigError(f"{self.given}: its rows do not say what they were made of")
+        for job, row_id in self._upstream(str(source["row_id"])):
+            JobTraces(job).add(trace, row_id, source["sample_index"])
+            return
+        raise self._no_upstream()
+
+    def _no_upstream(self) -> ConfigError:
+        return ConfigError(
+            f"{self.given}: the job whose rows it has read is not there: "
+            f"{self._dataset.get('path')} (from {Path.cwd()}, or beside {self.given})"
+        )
+
+    def _upstream(self, row_id: str) -> Iterator[tuple[str, str]]:
+        """The folders of the jobs that may have a row that is known here by this id, and its id
+        there: of several jobs ids begin with the name of one."""
+        paths = build(DatasetConfig, dict(self._dataset), "dataset").paths
+        folders = jobs_at(paths, self.reader.path)
+        for name, folder in folders.items():
+            if len(folders) == 1:
+                yield folder, row_id
+            elif row_id.startswith(f"{name}/"):
+                yield folder, row_id.removeprefix(f"{name}/")
+
+    def _data_index(self, row_index: int) -> int:
+        """The number of the data set's row that a row of the job comes from."""
+        facts = self.reader.row_facts
+        if facts is None:
+            return row_index
+        first = 0
+        for number, part in enumerate(facts.parts):
+            if row_index < first + part.rows:
+                found = self._index_file(f"part-{number:05d}.parquet", [KEYS[0]])
+                return int(found[KEYS[0]][row_index - first].as_py())
+            first += part.rows
+        return row_index
+
+    def _index_file(self, name: str, columns: Sequence[str]) -> pa.Table:
+        path = self.reader.path / ROWS / name
+        source = self.reader.storage.parquet(path)
+        try:
+            return pq.read_table(source, columns=list(columns), memory_map=True)
+        except (OSError, pa.ArrowException) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+
+    def _grades(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The grades of a sample; empty without any."""
+        reader = self.reader
+        in_shard = int(reader.manifest["identity"]["output"]["rows_per_shard"])
+        path = shard_path(reader.path / GRADES, int(row[KEYS[0]]) // in_shard)
+        if not reader.storage.exists(path):
+            return {}
+        source = reader.storage.parquet(path)
+        keys = read_columns(source, KEYS)
+        is_it = pc.and_(*(pc.equal(keys[name], row[name]) for name in KEYS))
+        places = pc.indices_nonzero(is_it).to_pylist()
+        if not places:
+            return {}
+        names = [name for name in _names(reader.storage.parquet(path)) if name not in ROW_KEYS]
+        table = read_columns(reader.storage.parquet(path), names)
+        return dict(table.slice(places[0], 1).to_pylist()[0])
+
+    def _add_dropped(self, trace: Trace, row_id: str) -> None:
+        """Add what has dropped a row, a row that it was made of, or an answer that it was."""
+        found = self._dropped_by_step(row_id) or self._dropped_by_choice(row_id)
+        if found is not None:
+            trace.found.append(found)
+            return
+        status = self.reader.metrics.get("status")
+        if status not in (None, "complete"):
+            raise ConfigError(f"{self.given}: row {row_id} is not there, and the job is {status}")
+        for job, above in self._upstream(_without_sample(row_id)) if self._reads_jobs else ():
+            before = Trace()
+            JobTraces(job).add(before, above)
+            if not before.is_there:
+                trace.found += before.found
+                return
+        raise ConfigError(
+            f"{self.given}: no row has the id {row_id}, and no step has dropped one: "
+            f"`batchgen show {self.given}` shows ids"
+        )
+
+    @property
+    def _reads_jobs(self) -> bool:
+        return self._dataset.get("kind") == "job"
+
+    def _dropped_by_step(self, row_id: str) -> Dropped | None:
+        """What rows/dropped-*.parquet says of a row or of what it was split from."""
+        facts = self.reader.row_facts
+        if facts is None:
+            return None
+        ids = pa.array([*_ancestors(row_id)])
+        for number, part in enumerate(facts.parts):
+            if not part.dropped:
+                continue
+            table = self._index_file(f"dropped-{number:05d}.parquet", ["row_id", "step", "reason"])
+            for row in table.filter(pc.is_in(table["row_id"], ids)).to_pylist():
+                return Dropped(self.given, row["row_id"], row["step"], row["reason"])
+        return None
+
+    def _dropped_by_choice(self, row_id: str) -> Dropped | None:
+        """What of `dataset` has left out an answer of another job."""
+        if not self._reads_jobs:
+            return None
+        of_samples = self._dataset.get("rows") in (None, "samples")
+        for one in _ancestors(row_id):
+            of_row, _, sample = one.rpartition("#") if of_samples else (one, "", "")
+            if of_samples and not (of_row and sample.isdecimal()):
+                continue
+            for job, above in self._upstream(of_row):
+                reader = open_job(job)
+                rows = [r for r in reader.find(above) if sample in ("", str(r[KEYS[1]]))]
+                if rows:
+                    by, why = self._choice(job, rows)
+                    return Dropped(self.given, one, by, why)
+        return None
+
+    def _choice(self, job: str, rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+        """Which key of `dataset` has left out all of some answers, and why."""
+        left = [row for row in rows if row["error"] is None]
+        if not left and self._dataset.get("errors") in (None, "drop"):
+            error = rows[0]["error"]
+            return "dataset.errors=drop", f"{error['type']}: {error['message']}"
+        where = self._dataset.get("where")
+        if where is not None and (why := _why_not(job, where, left or rows)) is not None:
+            return f"dataset.where={where}", why
+        if (limit := self._dataset.get("limit")) is not None:
+            return f"dataset.limit={limit}", f"it is behind the first {limit:,} rows"
+        if self._dataset.get("rows") == "best":
+            return (
+                f"dataset.best={self._dataset.get('best')}",
+                "another answer of its row is better",
+            )
+        return "dataset", f"{job} has it: it was added after this job had read that one"
+
+
+def _why_not(job: str, where: str, rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """The values for which an expression is not true of some answers; None if it is."""
+    found = open_rows(job)
+    expression = found.columns.expression("where", where)
+    wanted = found.columns.read_by(expression) | found.columns.named([*KEYS])
+    keys = {(row[KEYS[0]], row[KEYS[1]]) for row in rows}
+    said: list[str] = []
+    for row in _rows_of(found, wanted, keys):
+        try:
+            if expression.value(row.variables, str(rows[0]["row_id"]), row.variables[KEYS[0]]):
+                return None
+        except ExpressionFailed as error:
+            return str(error)
+        shown = {n: row.variables[n] for n in expression.names if n in row.variables}
+        said.append(", ".join(f"{name} is {value!r:.60}" for name, value in shown.items()))
+    return "; ".join(said) or None
+
+
+def _rows_of(rows: FinishedRows, wanted: Any, keys: set[tuple[Any, Any]]) -> Iterator[Any]:
+    left = set(keys)
+    for row in rows.rows(wanted):
+        key = row.variables[KEYS[0]], row.variables[KEYS[1]]
+        if key in left:
+            left.discard(key)
+            yield row
+        if not left:
+            return
+
+
+def _names(source: Any) -> list[str]:
+    from batchgen.storage.shards.checked_file import read_schema
+
+    return list(read_schema(source).names)
+
+
+def _ancestors(row_id: str) -> Iterator[str]:
+    """An id, and those of what steps have split it from."""
+    while True:
+        yield row_id
+        above, hash_, number = row_id.rpartition("#")
+        if not hash_ or not number.isdecimal():
+            return
+        row_id = above
+
+
+def _without_sample(row_id: str) -> str:
+    above, hash_, number = row_id.rpartition("#")
+    return above if hash_ and number.isdecimal() else row_id

@@ -1,0 +1,95 @@
+"""Where the rows of data sets and of other jobs lie."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.storage.folder.pipeline_record import step_of
+from batchgen.util.errors import ConfigError
+from batchgen.util.package_files import PACKAGE_SCHEME, find_in_package
+from batchgen.util.paths import is_url, user_path
+
+_LINES = (".jsonl", ".jsonl.gz")
+
+
+def source_place(dataset: Mapping[str, Any], index: int) -> tuple[str, int, str | None, int | None]:
+    """What `TracedSource` says of the row of a data set with this number."""
+    shown = str(dataset.get("path") or dataset.get("kind"))
+    if split := dataset.get("split"):
+        shown += f", split {split}"
+    if dataset.get("kind") != "files" or dataset.get("path") in (None, "-"):
+        return shown, index, None, None
+    first = 0
+    for file in _files(str(dataset["path"])):
+        rows = _count(file)
+        if rows is None:
+            return shown, index, None, None
+        if index < first + rows:
+            return shown, index, str(file), index - first
+        first += rows
+    return shown, index, None, None
+
+
+def _files(path: str) -> list[Path]:
+    """The files at a path or glob, in the order in which they are read; none of a folder."""
+    try:
+        if path.startswith(PACKAGE_SCHEME):
+            return [find_in_package(path, "dataset.path:")]
+        found = user_path(path, "dataset.path")
+    except ConfigError:
+        return []
+    if glob.has_magic(str(found)) and not found.exists():
+        names = sorted(glob.glob(str(found), recursive=True))
+        return [Path(name) for name in names if Path(name).is_file()]
+    return [found] if found.is_file() else []
+
+
+def _count(file: Path) -> int | None:
+    """How many rows a file has; None if that is not known without reading it as a table."""
+    try:
+        if file.suffix == ".parquet":
+            return int(pq.read_metadata(file).num_rows)
+        if file.name.endswith(_LINES):
+            opener: Any = gzip.open if file.suffix == ".gz" else open
+            with opener(file, "rb") as lines:
+                return sum(bool(line.strip()) for line in lines)
+    except (OSError, pa.ArrowException):
+        pass
+    return None
+
+
+def places_beside(paths: Sequence[str], reader: Path) -> list[str]:
+    """Where the jobs are that another one names, whose folder is `reader`: there, or, where nothing
+    is, beside that folder, as in a copy of both."""
+    above = reader.resolve().parent
+    found = []
+    for path in paths:
+        beside = above / Path(path).name
+        is_there = is_url(path) or glob.has_magic(path) or user_path(path, "dataset.path").exists()
+        found.append(path if is_there or not beside.is_dir() else str(beside))
+    return found
+
+
+def jobs_at(paths: Sequence[str], reader: Path) -> dict[str, str]:
+    """The folders of the jobs that another one names, by the names with which ids begin."""
+    found: dict[str, str] = {}
+    for path in places_beside(paths, reader):
+        for folder in _folders(path):
+            name = folder.rstrip("/").rpartition("/")[2]
+            found[step_of(name) or name] = folder
+    return found
+
+
+def _folders(path: str) -> list[str]:
+    if is_url(path) or not glob.has_magic(path):
+        return [path]
+    here = user_path(path, "dataset.path")
+    names = [str(here)] if here.is_dir() else sorted(glob.glob(str(here)))
+    return [name for name in names if Path(name).is_dir()]

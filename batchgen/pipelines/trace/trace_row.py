@@ -1,0 +1,161 @@
+"""Traces a row of a job, of a set or of an exported file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from batchgen.pipelines.publish.finished_rows import FinishedRows, is_set, open_rows
+from batchgen.pipelines.publish.row_values import is_true
+from batchgen.pipelines.publish.set_rows import SOURCE
+from batchgen.pipelines.trace.exported_lines import exported_line, is_exported
+from batchgen.pipelines.trace.job_traces import JobTraces
+from batchgen.pipelines.trace.source_places import places_beside
+from batchgen.pipelines.trace.traced import Dropped, Trace, TracedInSet
+from batchgen.storage.folder.step_folders import find_record, is_pipeline
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import is_url, user_path
+
+_ID = "id"
+_SAMPLE = re.compile(r"(.+)#([0-9]+)", re.DOTALL)
+
+
+def trace_row(
+    given: str,
+    row_id: str | None = None,
+    *,
+    line: int | None = None,
+    sample: int | None = None,
+    of: str | None = None,
+) -> Trace:
+    """Trace the row with an id of a job, a pipeline or a set, or a `line` of an exported file.
+
+    Args:
+        sample: only this sample of the row.
+        of: what an exported file was made of, where it does not say so.
+
+    Raises:
+        ConfigError: nothing is known of the row, or a job on the way is not there.
+        JobError: a file is damaged.
+    """
+    trace = Trace()
+    path = Path(given) if is_url(given) else user_path(given, "OUT")
+    if is_exported(path, given):
+        if line is None:
+            raise ConfigError(f"{given} is an exported file: name a line of it with --line N")
+        found, origins = exported_line(path, given, line, of)
+        trace.found.append(found)
+        for origin in origins:
+            _add(trace, origin.folder, origin.row_id, origin.sample)
+        return trace
+    if line is not None or of is not None:
+        raise ConfigError(f"--line and --of are for exported files, and {given} is a folder")
+    if row_id is None:
+        raise ConfigError("name the row: batchgen trace OUT ROW, or FILE --line N")
+    if not is_url(given) and is_pipeline(given):
+        _add_of_pipeline(trace, given, row_id, sample)
+    else:
+        _add(trace, given, row_id, sample)
+    return trace
+
+
+def _add(trace: Trace, given: str, row_id: str, sample: int | None) -> None:
+    if is_set(given):
+        _add_of_set(trace, given, row_id)
+    else:
+        JobTraces(given).add(trace, row_id, sample)
+
+
+def _add_of_pipeline(trace: Trace, given: str, row_id: str, sample: int | None) -> None:
+    """Add a row of the last step that has it, or else what the last one that knows of it says."""
+    record = find_record(given)
+    assert record is not None
+    unknown: ConfigError | None = None
+    dropped: Trace | None = None
+    for name in [*record.current][::-1]:
+        one = Trace()
+        try:
+            JobTraces(f"{given.rstrip('/')}/{name}").add(one, row_id, sample)
+        except ConfigError as error:
+            unknown = unknown or error
+            continue
+        if one.is_there:
+            trace.found += one.found
+            return
+        dropped = dropped or one
+    if dropped is None:
+        assert unknown is not None
+        raise unknown
+    trace.found += dropped.found
+
+
+def _add_of_set(trace: Trace, given: str, row_id: str) -> None:
+    rows = open_rows(given)
+    for row in rows.rows(rows.columns.named(rows.columns.names)):
+        if row.variables[_ID] == row_id:
+            trace.found.append(TracedInSet(given, row.variables))
+            job, of_job, sample = origin_in_set(rows, row.variables)
+            JobTraces(job).add(trace, of_job, sample)
+            return
+    trace.found.append(_left_out(rows, given, row_id))
+
+
+def origin_in_set(rows: FinishedRows, row: Mapping[str, Any]) -> tuple[str, str, int | None]:
+    """The folder of the job that a row of a set came from, and row and sample there."""
+    assert rows.facts is not None
+    jobs = {one["path"]: one for one in rows.facts["jobs"]}
+    source = row.get(SOURCE)
+    if isinstance(source, dict) and source.get("job") in jobs:
+        (folder,) = places_beside([source["job"]], rows.storage.path)
+        return folder, source["row_id"], source["sample_index"]
+    # The rows have a column `source` of their own, and the id says the same.
+    return _of_id(rows, str(row[_ID]))
+
+
+def _of_id(rows: FinishedRows, row_id: str) -> tuple[str, str, int | None]:
+    """What the id of a row of a set says."""
+    assert rows.facts is not None
+    jobs = [one["path"] for one in rows.facts["jobs"]]
+    job = jobs[0]
+    if len(jobs) > 1:
+        name, _, row_id = row_id.partition("/")
+        known = {path.rstrip("/").rpartition("/")[2]: path for path in jobs}
+        if name not in known:
+            raise ConfigError(f"{rows.given}: no job of the set has the name {name}")
+        job = known[name]
+    (folder,) = places_beside([job], rows.storage.path)
+    if rows.facts["asked"].get("best") is None and (match := _SAMPLE.fullmatch(row_id)):
+        return folder, match[1], int(match[2])
+    return folder, row_id, None
+
+
+def _left_out(rows: FinishedRows, given: str, row_id: str) -> Dropped:
+    """Which condition of `select` has left a row out."""
+    assert rows.facts is not None
+    folder, of_job, sample = _of_id(rows, row_id)
+    asked = rows.facts["asked"]
+    job = open_rows(folder)
+    names = ["row_id", "sample_index", "error"]
+    wanted = job.columns.named(names)
+    where = None
+    if asked.get("where") is not None:
+        where = job.columns.expression("--where", asked["where"])
+        wanted |= job.columns.read_by(where)
+    found = False
+    for row in job.rows(wanted):
+        values = row.variables
+        if values["row_id"] != of_job or sample not in (None, values["sample_index"]):
+            continue
+        found = True
+        if values["error"] is not None:
+            return Dropped(given, row_id, "errors", f"{values['error']['type']} in {folder}")
+        if where is not None and not is_true(where, row):
+            shown = {n: values[n] for n in where.names if n in values}
+            why = ", ".join(f"{name} is {value!r:.60}" for name, value in shown.items())
+            return Dropped(given, row_id, f"--where {asked['where']}", why)
+    if not found:
+        raise ConfigError(f"{given}: neither the set nor {folder} has a row with the id {row_id}")
+    left = [f"--{key} {asked[key]}" for key in ("best", "dedupe", "top") if asked.get(key)]
+    return Dropped(given, row_id, " or ".join(left) or "select", "another row has its place")

@@ -1,0 +1,88 @@
+"""A trace as lines for people, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from batchgen.pages.rows.printed_rows import RowText, terminal_width
+from batchgen.pipelines.trace.traced import (
+    Dropped,
+    Found,
+    Trace,
+    TracedAnswers,
+    TracedInSet,
+    TracedLine,
+    TracedSource,
+)
+from batchgen.util.shorten import wrapped
+from batchgen.util.text.row_json import plain_text
+
+_APART = ("row_id", "row_index", "sample_index", "finish_reason", "num_generated_tokens")
+_KINDS = {
+    TracedLine: "line",
+    TracedAnswers: "answers",
+    TracedInSet: "set",
+    TracedSource: "data set",
+    Dropped: "dropped",
+}
+_PLACES = ("_start", "_end")
+"""Grades that are places in the text."""
+_INDENT, _LABEL, _LINES = "  ", 24, 3
+
+
+def trace_lines(trace: Trace, *, whole: bool) -> Iterator[str]:
+    """The lines of a trace; `whole` shows texts to their end."""
+    for number, found in enumerate(trace.found):
+        if number:
+            yield ""
+        yield from _lines(found, whole)
+
+
+def _lines(found: Found, whole: bool) -> Iterator[str]:
+    match found:
+        case TracedLine():
+            yield f"{found.file}, line {found.line}"
+            yield from _values(found.content, whole)
+        case TracedInSet():
+            yield f"{found.set}: row {found.row['id']}"
+            shown = {name: value for name, value in found.row.items() if name != "id"}
+            yield from _values(shown, whole)
+        case TracedAnswers():
+            yield from _answers(found, whole)
+        case TracedSource():
+            yield f"{found.data_set}: row {found.row_index:,} (counted from 0)"
+            if found.file is not None and found.row_in_file != found.row_index:
+                yield f"{_INDENT}{found.file}: row {found.row_in_file:,} of the file"
+        case Dropped():
+            yield f"{found.where}: row {found.row_id} is not there"
+            yield f"{_INDENT}dropped by {found.by}: {found.reason}"
+
+
+def _answers(found: TracedAnswers, whole: bool) -> Iterator[str]:
+    passed = f", passed {', '.join(found.steps)}" if found.steps else ""
+    yield f"{found.job}{passed}"
+    for number, (row, grades) in enumerate(zip(found.rows, found.grades, strict=True)):
+        columns = [name for name in row if name not in _APART]
+        if number:  # the samples of a row have the columns of the data set in common
+            columns = [name for name in columns if name in (found.text_column, "error")]
+        text = RowText(columns, terminal_width(), found.text_column, whole_texts=whole)
+        yield from text.lines(row)
+        said = {f"grades.{n}": v for n, v in grades.items() if not n.endswith(_PLACES)}
+        yield from _values(said, whole)
+
+
+def _values(values: Mapping[str, Any], whole: bool) -> Iterator[str]:
+    shown = {name: value for name, value in values.items() if value is not None}
+    margin = min(max((len(name) for name in shown), default=0), _LABEL) + 2
+    room = max(20, terminal_width() - len(_INDENT) - margin)
+    for name, value in shown.items():
+        texts = wrapped(plain_text(value), room, None if whole else _LINES)
+        for number, text in enumerate(texts):
+            yield f"{_INDENT}{'' if number else name:<{margin}}{text}".rstrip()
+
+
+def trace_values(trace: Trace) -> list[dict[str, Any]]:
+    """The trace as values that JSON has."""
+    return [{"kind": _KINDS[type(found)], **asdict(found)} for found in trace.found]

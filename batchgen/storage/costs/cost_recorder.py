@@ -1,0 +1,73 @@
+"""Writes what rows cost while a job runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterable
+
+from batchgen.storage.costs.cost_files import COST, Costs, cost_path, read_costs, write_costs
+from batchgen.storage.stores.job_storage import Storage
+from batchgen.util.errors import JobError
+from batchgen.util.request_id import RequestId
+
+SAVE_SECONDS = 30.0
+
+
+class CostRecorder:
+    """Adds up what one worker measures, and writes it shard by shard.
+
+    Memory holds the rows of shards that have got costs since the last save but one. Where the files
+    cannot be written, the job goes on without them: no row depends on what it cost.
+
+    Attributes:
+        seconds: all that this worker has measured in this attempt.
+    """
+
+    def __init__(self, storage: Storage, rows_per_shard: int, worker: int) -> None:
+        """Make the folder; the job's own is there."""
+        self._storage, self._worker = storage, worker
+        self._rows_per_shard = rows_per_shard
+        self._known: dict[int, Costs] = {}
+        self._changed: set[int] = set()
+        self._saved = time.monotonic()
+        self.seconds = 0.0
+        storage.make_folder(storage.path / COST)
+
+    def add(self, costs: Iterable[tuple[Hashable, float]]) -> None:
+        """Add the seconds of requests, each to its row, whose choices count with it."""
+        for request_id, seconds in costs:
+            assert isinstance(request_id, RequestId)
+            _, row, sample, _ = request_id
+            shard = row // self._rows_per_shard
+            if shard not in self._known:
+                self._known[shard] = self._on_disk(shard)
+            known = self._known[shard]
+            known[row, sample] = known.get((row, sample), 0.0) + seconds
+            self._changed.add(shard)
+            self.seconds += seconds
+
+    def due(self) -> bool:
+        """Whether SAVE_SECONDS have passed since the last save."""
+        return time.monotonic() - self._saved >= SAVE_SECONDS
+
+    def save(self) -> None:
+        """Write what has changed."""
+        self._saved = time.monotonic()
+        self._storage.confirm()
+        for shard in set(self._known) - self._changed:
+            del self._known[shard]
+        for shard in sorted(self._changed):
+            path = cost_path(self._storage.path, shard, self._worker)
+            try:
+                write_costs(self._storage, path, self._known[shard])
+            except (OSError, JobError):  # others have completed the job, or the disk is full
+                return
+            self._changed.remove(shard)
+
+    def _on_disk(self, shard: int) -> Costs:
+        """What an earlier attempt with this worker's number has left, or this one before."""
+        path = cost_path(self._storage.path, shard, self._worker)
+        try:
+            return read_costs(self._storage, path) if self._storage.exists(path) else {}
+        except (OSError, JobError):  # a damaged file is written anew
+            return {}

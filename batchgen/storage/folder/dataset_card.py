@@ -1,0 +1,221 @@
+"""The README.md of an output folder: a data set card, which the hub and `load_dataset` read."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.config.groups.dataset_config import dataset_name
+from batchgen.storage.folder.how_to_read import (
+    CARD_HEADER,
+    GRADE_KEYS,
+    how_to_read,
+    rows_with_grades,
+)
+from batchgen.storage.folder.job_summary import JobSummary
+from batchgen.storage.metrics.tally import OUTCOMES, Totals
+
+_MOST_SHOWN = 500
+_IN_TABLE = (b"meaning", b"scope", b"dtype", b"shape")
+"""Keys of a field's metadata that the table of columns shows, or that its type says."""
+_GRADES = "## Grades"
+_HOW_TO_READ = "## How to read it"
+_MADE_FROM = """\
+## How it was made
+
+`config.yaml` is the configuration that the job ran with, key by key. `manifest.json` has the \
+fingerprints of its model and data set and the versions of the packages.
+
+Whoever made these files can make them again. This is run where the job was started, because paths \
+in the configuration may be relative to that place, and with the absolute path of this folder:
+
+```
+batchgen /path/of/this/folder/config.yaml output.dir=again
+```
+
+A configuration is as powerful as a program: it says which files and models are read and where the \
+output goes, and it can name Python code to run. If you did not write `config.yaml` yourself, do \
+not run it as it is: read it, and put what you need of it into a configuration of your own.
+"""
+_UNFINISHED = """\
+# Answers that batchgen is writing
+
+This job is not complete. The rows that are finished come into `data/` shard by shard; until the
+first shard is there, `load_dataset` says that it finds no data files, and later it gives the shards
+that were there when it first looked. `batchgen show {folder}` shows all finished rows at any time,
+and the command that started the job goes on with it.
+
+"""
+
+
+def _header() -> str:
+    """The YAML at the beginning of a card, with a mark that no other has.
+
+    `load_dataset` keeps rows that it has read by the name of the folder and this header. With equal
+    headers it would give the rows of another job with that name, or those before the job grew.
+    """
+    return CARD_HEADER.format(mark=secrets.token_hex(8))
+
+
+def unfinished_card(folder: str) -> str:
+    """The card of a job that is not complete, so that `load_dataset` looks for shards alone and
+    does not take the JSON files for data."""
+    return "\n".join([_header(), _UNFINISHED.format(folder=folder) + _reading(folder), ""])
+
+
+def _reading(folder: str) -> str:
+    lines = [f"- {name}: `{line}`" for name, line in how_to_read(folder).items()]
+    return "\n".join([_HOW_TO_READ, "", *lines])
+
+
+def dataset_card(
+    job: JobSummary,
+    fingerprints: Mapping[str, str],
+    schema: pa.Schema,
+    folder: str,
+    funnel: Sequence[tuple[str, int]] = (),
+) -> str:
+    """The text of the card of a complete job, given the schema of its shards, the fingerprints of
+    what decides the answers by name, and how many rows each choice among those of the data set has
+    left."""
+    model, dataset, totals = job.group("model"), job.group("dataset"), job.totals
+    is_named = dataset.get("path") or dataset.get("kind") == "count"
+    source = dataset_name(dataset) if is_named else "the demo rows of batchgen"
+    revision = f", revision `{model['revision']}`" if model.get("revision") else ""
+    split = f", split `{dataset['split']}`" if dataset.get("split") else ""
+    facts = [
+        *_rows(totals),
+        f"Model: `{model['path']}`{revision}",
+        f"Dataset: `{source}`{split}",
+        *(f"`{choice}`: {rows:,}" for choice, rows in funnel),
+        *_steps(job),
+        *_constraint(job.group("constraint"), totals),
+        *(() if job.cost is None else [f"Time of the device: {job.cost}"]),
+        f"Sampling: {', '.join(_assignments(job.group('sampling')))}",
+        *(f"Fingerprint of {what}: `{digest}`" for what, digest in fingerprints.items()),
+    ]
+    columns = [
+        (f"`{field.name}`", f"`{field.type}`", _meta(field, "shape"), _meta(field, "meaning"))
+        for field in schema
+    ]
+    return "\n".join(
+        [
+            _header(),
+            f"# Answers of {job.model_name} to {source}",
+            "",
+            "Written by batchgen: one row per input row and sample, in the order of the input.",
+            "",
+            *(f"- {fact}" for fact in facts),
+            "",
+            "## Columns",
+            "",
+            *_table(("column", "type", "shape", "meaning"), columns),
+            "",
+            *_more(schema),
+            _reading(folder),
+            "",
+            _MADE_FROM,
+        ]
+    )
+
+
+def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str:
+    """What a card says of the files in `grades`, which have a schema beside the columns of the
+    rows in `data`."""
+    made = [field for field in schema if field.name not in GRADE_KEYS]
+    columns = [(f"`{f.name}`", f"`{f.type}`", _meta(f, "meaning")) for f in made]
+    return "\n".join(
+        [
+            _GRADES,
+            "",
+            "`grades/` has a row for each row of `data/`, in the same order and in files of the "
+            "same names; the metadata of each file (`batchgen.steps`) say which steps made it. "
+            "Rows and grades belong together by `row_id` and `sample_index`. In duckdb:",
+            "",
+            "```sql",
+            rows_with_grades([field.name for field in made], rows, folder),
+            "```",
+            "",
+            *_table(("column", "type", "meaning"), columns),
+            "",
+            "",
+        ]
+    )
+
+
+def with_grades(card: str, section: str) -> str:
+    """A card with this section about grades, in the place of one that it may have."""
+    before, _, after = card.partition(_HOW_TO_READ)
+    return before.partition(_GRADES)[0] + section + _HOW_TO_READ + after
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    line = "|" + "---|" * len(header)
+    return [f"| {' | '.join(header)} |", line, *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _rows(totals: Totals) -> list[str]:
+    """How many rows and tokens there are, and how the rows ended."""
+    reasons = ", ".join(f"{n:,} {reason}" for reason, n in totals.finish_reasons.items())
+    facts = [
+        f"{totals.rows:,} rows: {reasons or 'none'}.",
+        f"{totals.prompt_tokens:,} prompt tokens, {totals.generated_tokens:,} generated tokens.",
+    ]
+    if totals.errors:
+        kinds = ", ".join(f"{n:,} {kind}" for kind, n in totals.errors.items())
+        facts.append(f"{totals.error_rows:,} rows have an `error` and no text: {kinds}.")
+    return facts
+
+
+def _steps(job: JobSummary) -> list[str]:
+    """How many rows the steps of `rows` left."""
+    facts = job.row_facts
+    if facts is None:
+        return []
+    return [
+        f"Steps of rows: {facts.funnel}. `rows/` says where each row comes from, and which rows "
+        "were taken out at which step and why."
+    ]
+
+
+def _assignments(values: Mapping[str, Any]) -> list[str]:
+    return [f"`{key}={json.dumps(value, ensure_ascii=False)}`" for key, value in values.items()]
+
+
+def _constraint(constraint: Mapping[str, Any], totals: Totals) -> list[str]:
+    """Which constraint the rows had, and how many kept it."""
+    if not totals.constraint:
+        return []
+    given = {key: value for key, value in constraint.items() if value and key != "kind"}
+    text = json.dumps(given, ensure_ascii=False)
+    what = f"`{text}`" if len(text) <= _MOST_SHOWN and "`" not in text else "see `config.yaml`"
+    counts = ", ".join(
+        f"{totals.constraint[name]:,} {name} ({meaning})"
+        for name, meaning in OUTCOMES.items()
+        if totals.constraint[name]
+    )
+    return [
+        f"Constraint: {constraint['kind']}, {what}",
+        f"Rows by constraint: {counts or 'none'}. `batchgen validate FOLDER` checks them again.",
+    ]
+
+
+def _more(schema: pa.Schema) -> list[str]:
+    """What columns say of themselves besides what stands in the table."""
+    lines = []
+    for field in schema:
+        given = (field.metadata or {}).items()
+        more = [(key.decode(), value.decode()) for key, value in given if key not in _IN_TABLE]
+        if _meta(field, "scope") and more:
+            lines += [f"`{field.name}`:", "", *(f"- {key}: {value}" for key, value in more), ""]
+    return lines
+
+
+def _meta(field: pa.Field, key: str) -> str:
+    value: bytes = (field.metadata or {}).get(key.encode(), b"")
+    return value.decode()

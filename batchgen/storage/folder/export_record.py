@@ -1,0 +1,122 @@
+"""The file export/exports.json: of what each export of a pipeline was made, and what it must hold.
+
+A file is believed only if it has the digest that stands here. The digest is written before the file
+gets its name, so that whatever a kill leaves is either this file or the one before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from batchgen.storage.folder.pipeline_record import step_of
+from batchgen.storage.stores.whole_file import write_atomic
+from batchgen.util.errors import ConfigError, JobError
+
+EXPORTS, MADE = "export", "exports.json"
+"""The folder of a pipeline's exports, and the file in it that says of what each was made."""
+FORMAT_VERSION = 2
+_OLDEST = 1
+"""A version that had only the request, as the value of each name, and no `format_version`."""
+
+
+@dataclass(frozen=True)
+class MadeExport:
+    """What is known of one export.
+
+    Attributes:
+        request: a digest of the rows and the options that it was made of.
+        digests: that of the file or folder that was made of them, and of the one that it replaces;
+            empty in a record of the oldest version, which counted all of these names as its own.
+        of: the name of the folder of the step whose rows it has.
+        settings: its options, as the pipeline file has them.
+    """
+
+    request: str
+    digests: tuple[str, ...] = ()
+    of: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def is_own(self, digest: str) -> bool:
+        """Whether the pipeline has written a file with this digest."""
+        return digest in self.digests or not self.digests
+
+
+@dataclass(frozen=True)
+class ExportRecord:
+    """What exports.json in a folder holds: the exports by the names of their files."""
+
+    folder: Path
+    made: dict[str, MadeExport]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """The record in a folder, which is empty if there is none; JobError if it is damaged or of
+        another version."""
+        path = folder / MADE
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            version = values.pop("format_version", _OLDEST)
+            if version == _OLDEST:
+                return cls(folder, {str(k): MadeExport(str(v)) for k, v in values.items()})
+            if version != FORMAT_VERSION:
+                raise ValueError(f"format version {version}")
+            return cls(folder, {name: _export(one) for name, one in values["exports"].items()})
+        except FileNotFoundError:
+            return cls(folder, {})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise JobError(
+                f"{path} is not a record of batchgen ({type(error).__name__}: {error}): move the "
+                "folder away, and run the pipeline again, which writes the exports anew"
+            ) from None
+
+    def own_digest(self, name: str) -> str | None:
+        """The digest of an export as it is; None if it is not there, or has lost all that it held.
+        ConfigError if something else is in its place."""
+        path, known = self.folder / name, self.made.get(name)
+        if path.is_symlink():
+            raise ConfigError(f"export: {path} is a link, and no export is: remove it")
+        if path.is_file() and not path.stat().st_size:
+            return None
+        there = content_digest(path)
+        if there is not None and (known is None or not known.is_own(there)):
+            raise ConfigError(
+                f"export: {path} is there already, and is not what this pipeline has written: move "
+                "it away, or give the export another `out`"
+            )
+        return there
+
+    def write(self, name: str, one: MadeExport) -> None:
+        """Say of what an export is made."""
+        self.made[name] = one
+        exports = {name: asdict(one) for name, one in self.made.items()}
+        values = {"format_version": FORMAT_VERSION, "exports": exports}
+        write_atomic(self.folder / MADE, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+
+
+def _export(values: Mapping[str, Any]) -> MadeExport:
+    one = MadeExport(**values)
+    texts = [one.request, one.of, *one.digests]
+    if not one.digests or not all(isinstance(text, str) for text in texts):
+        raise TypeError("a digest is no text")
+    if not isinstance(one.settings, dict) or step_of(one.of) is None:
+        raise TypeError(f"{one.of!r} is no folder of a step, or it has no settings")
+    return MadeExport(one.request, tuple(one.digests), one.of, one.settings)
+
+
+def content_digest(path: Path) -> str | None:
+    """A digest of a file, or of all files of a folder and their names; None if nothing is there."""
+    if not path.exists():
+        return None
+    digest = hashlib.blake2b(digest_size=16)
+    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+    for file in files:
+        name = "" if file == path else file.relative_to(path).as_posix()
+        with file.open("rb") as content:
+            own = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16))
+        digest.update(name.encode() + b"\0" + own.digest())
+    return digest.hexdigest()

@@ -1,0 +1,79 @@
+"""The code that reads the rows of a job's folder, for the common readers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from batchgen.storage.shards.row_order import KEYS
+from batchgen.util.paths import is_url
+
+GRADE_KEYS = ("row_id", *KEYS)
+"""Columns that rows and grades have in common."""
+CARD_HEADER = """\
+---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/*.parquet
+tags:
+- batchgen
+- synthetic
+dataset_info:
+  description: Written by batchgen ({mark}).
+---
+"""
+"""What a README.md begins with, for the hub and `load_dataset`; `mark` says what wrote it."""
+
+
+def how_to_read(folder: str) -> dict[str, str]:
+    """A line of code for each of the common readers."""
+    data = f"{folder.rstrip('/')}/data"
+    named, files = f'"{folder}"', data
+    if is_url(folder):  # load_dataset and polars take URLs of files only
+        files = f"{data}/*.parquet"
+        named = f'"parquet", data_files="{files}"'
+    return {
+        "datasets": f'load_dataset({named}, split="train")',
+        "pandas": f'pd.read_parquet("{data}")',
+        "polars": f'pl.read_parquet("{files}")',
+        "duckdb": f"SELECT * FROM {_in_duckdb(data)}",
+    }
+
+
+def rows_with_grades(grades: Sequence[str], rows: Collection[str], folder: str) -> str:
+    """A query for duckdb that gives the rows of a job with their grades, every column once.
+
+    Args:
+        grades: the columns of the grades besides the keys. One whose name a column of the rows has,
+            too, gets a prefix; duckdb takes small and capital letters for the same.
+        rows: the columns of the rows.
+    """
+    taken = {name.lower() for name in (*rows, *grades)}
+    chosen = []
+    for name in grades:
+        column = f"grades.{_quoted(name)}"
+        if name.lower() in {other.lower() for other in rows}:
+            other = f"grades_{name}"
+            while other.lower() in taken:
+                other = f"grades_{other}"
+            column += f" AS {_quoted(other)}"
+        chosen.append(column)
+    data, made = (_in_duckdb(f"{folder.rstrip('/')}/{name}") for name in ("data", "grades"))
+    return (
+        f"SELECT {', '.join(['data.*', *chosen])} FROM {data} AS data JOIN {made} AS grades "
+        f"USING ({', '.join(GRADE_KEYS)})"
+    )
+
+
+def _in_duckdb(folder: str) -> str:
+    """All Parquet files of a folder, as a table in duckdb."""
+    shards = "'{}/*.parquet'".format(folder.replace("'", "''"))
+    if "=" in folder:  # duckdb takes such folders for columns
+        return f"read_parquet({shards}, hive_partitioning=false)"
+    return shards
+
+
+def _quoted(name: str) -> str:
+    """The name of a column in SQL."""
+    return '"' + name.replace('"', '""') + '"'

@@ -1,0 +1,237 @@
+"""The output folder of a job, which belongs to this job alone while it runs."""
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+from batchgen.storage.folder.refused_folder import (
+    refuse_folder,
+    refuse_other_job,
+    unusable,
+    written_manifest,
+)
+from batchgen.storage.leases.lease_files import DATA, JOURNAL, WORKERS, parse_worker
+from batchgen.storage.leases.own_files import MANIFEST, OF_WORKERS, OWN
+from batchgen.storage.shards.journal import attempt_of, journal_files
+from batchgen.storage.stores.job_storage import FolderStorage, Storage, names_in
+from batchgen.storage.stores.manifest import ROWS, ChangedRow, Manifest, RowDigests
+from batchgen.storage.stores.retry_round import RetryRound
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.temporary import delete_temporaries
+
+_WITH_SHARDS = (DATA, "grades", "cost")
+
+
+class JobFolder:
+    """An output folder, locked while this object is entered.
+
+        README.md  config.yaml  manifest.json  metrics.json  data/part-00000.parquet …
+        journal/  leases/  workers/ (only while the job is not complete)  .lock
+        grades/part-00000.parquet … (if the job has `post` steps)
+        cost/part-00000.0001.parquet … (what each worker's rows took of the device)
+        report.html (once it is complete)
+        logs/ (of workers that a launcher has started on other machines)
+
+    The lock is exclusive until `share`, so that others join a job that is ready. They find the same
+    job, or are refused.
+
+    Attributes:
+        exclusive: whether no other worker of the job runs. Then the job may change.
+        least_worker: the number of a new worker is at least this.
+        is_new: whether this is the job's first attempt.
+        manifest: as it is written in the folder.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        digests: RowDigests,
+        *,
+        changed_row: ChangedRow = lambda *_: None,
+        overwrite: bool,
+        wait: float = 0.0,
+        exclusive: Callable[[Path], bool] = lambda path: True,
+        storage: Storage | None = None,
+        follows: bool = False,
+        lacks_rows: bool = False,
+    ) -> None:
+        """Make the folder this job's, or take up the same job where it was left.
+
+        A job that has grown is the same one. A folder in which no row is finished is any job's.
+
+        Args:
+            manifest: that of this job, without digests of its rows, which `digests` computes.
+            changed_row: names a row of the data set that has changed.
+            overwrite: whether to delete the output of a different job. The same job is always
+                resumed.
+            wait: for how many seconds to wait for another worker that is opening the folder.
+            exclusive: whether the folder is nobody else's, as far as can be known without the lock,
+                which does not reach other machines on every file system.
+            follows: whether rows come while the job runs, so that more of them are no other job.
+            lacks_rows: whether rows may come that the manifest does not count yet, so that fewer of
+                them are no other job.
+
+        Raises:
+            ConfigError: the folder cannot be written, holds files that are no job's or another
+                job's output, or is in use. Nothing in it has been changed then.
+        """
+        self.path = path
+        self._changed_row, self._row_digests, self._follows = changed_row, digests, follows
+        self._lacks_rows = lacks_rows
+        self.storage = FolderStorage(path) if storage is None else storage
+        try:
+            refuse_folder(self.storage)
+            self.storage.make_folder(path)
+            self._lock = self.storage.lock(wait)
+        except (OSError, JobError) as error:
+            self.storage.close()
+            raise unusable(self.storage, error) from None
+        except ConfigError:
+            self.storage.close()
+            raise
+        try:
+            self.exclusive = self._lock.exclusive and exclusive(path)
+            if not self.exclusive:
+                self.share()
+                self._join(manifest, digests)
+            self.is_new = self.exclusive and self._claim(manifest, digests, overwrite)
+        except (OSError, JobError) as error:
+            self.close()
+            raise unusable(self.storage, error) from None
+        except ConfigError:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the lock back."""
+        try:
+            self._lock.__exit__()
+        finally:
+            self.storage.close()
+
+    def confirm(self) -> None:
+        """Make sure that nobody has taken the folder exclusively since, or raise JobError."""
+        self._lock.confirm()
+
+    def share(self) -> None:
+        """Let other workers join."""
+        self._lock.share()
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    def remove_journal(self) -> None:
+        """Delete the journal and what workers wrote, which a complete job does not need."""
+        for name in ("journal", *OF_WORKERS):
+            # Other workers, which wait for the end, may write a last heartbeat in between.
+            while self.storage.exists(self.path / name):
+                with contextlib.suppress(OSError):
+                    self.storage.delete(self.path / name)
+
+    def record(self, *more: str, rows: int) -> None:
+        """Write into the manifest's history how the job has grown, if it has, after `rows` finished
+        rows.
+
+        This comes before the first row of the grown job is written. `more` are further lines.
+        """
+        if self._follows:
+            self.settle(self._asked)
+        if changed := [*self.manifest.grown(self._asked), *more]:
+            asked, digests = self._asked, self.manifest.row_digests
+            if asked.growing.get(ROWS) != self.manifest.growing.get(ROWS):
+                digests = self._digests()
+            asked = replace(asked, row_digests=digests)
+            self.update(self.manifest.goes_on(asked, changed, rows))
+
+    def settle(self, asked: Manifest) -> None:
+        """Write what the manifest says of rows that come while the job runs, as it is now."""
+        rows = asked.growing.get(ROWS)
+        assert isinstance(rows, int)
+        written = written_manifest(self.storage) or self.manifest
+        self.update(written.with_rows(asked, self._row_digests(rows)))
+
+    def update(self, manifest: Manifest) -> None:
+        """Write another manifest of the same job."""
+        self.manifest = manifest
+        self.storage.write(self.path / MANIFEST, manifest.text())
+
+    def _join(self, manifest: Manifest, digests: RowDigests) -> None:
+        """Take part in the job of those that have the folder, or raise ConfigError if it is
+        another job."""
+        found = written_manifest(self.storage)
+        if found is None:
+            raise self._lock.in_use()
+        self.manifest = found
+        if self._follows:
+            manifest = manifest.with_rows(found, found.row_digests)
+        others = self.manifest.differences(manifest, digests) or self.manifest.grown(manifest)
+        if others:
+            error = self._lock.in_use()
+            raise ConfigError(f"{error}\nthat job differs from this one:\n  " + "\n  ".join(others))
+        self.least_worker = 1
+
+    def _claim(self, manifest: Manifest, digests: RowDigests, overwrite: bool) -> bool:
+        self._asked = manifest
+        self.confirm()
+        self.least_worker = self._least_worker()
+        for name in OF_WORKERS:  # of workers who all are gone
+            with contextlib.suppress(OSError):
+                self.storage.delete(self.path / name)
+        # Objects appear whole: in the working folder of a store there are none of these.
+        delete_temporaries(self.path, OWN)
+        for folder in _WITH_SHARDS:
+            delete_temporaries(self.path / folder)
+        rows = manifest.growing.get(ROWS)
+
+        def own_digests() -> list[str] | None:
+            return None if rows is None else digests(rows)
+
+        self._digests = own_digests
+        found = written_manifest(self.storage)
+        is_new = found is None
+        if found is not None:
+            self.manifest = found
+            if self._lacks_rows and (rows or 0) < (found.growing.get(ROWS) or 0):
+                manifest = manifest.with_rows(found, found.row_digests)
+            if refuse_other_job(
+                self.storage, found, manifest, digests, self._changed_row, overwrite=overwrite
+            ):
+                self.confirm()
+                for name in OWN:
+                    self.storage.delete(self.path / name)
+                is_new = True
+        if is_new:
+            self.update(replace(manifest, row_digests=self._digests()))
+        self.storage.make_folder(self.data)
+        self.storage.make_folder(self.journal)
+        # The folder may have become read-only since the first attempt.
+        probe = self.journal / "probe.tmp"
+        probe.write_bytes(b"0")
+        probe.unlink()
+        return is_new
+
+    def _least_worker(self) -> int:
+        """A number above those of all that have written here, of which heartbeats alone do not
+        tell."""
+        beats = names_in(self.storage, WORKERS)
+        found = [number for name in beats if (number := parse_worker(name)) is not None]
+        if names := names_in(self.storage, JOURNAL):
+            files = itertools.chain.from_iterable(journal_files(self.journal, names).values())
+            found += [attempt_of(path) for path in files]
+            found.append(RetryRound(self.journal, self.storage).least_attempt - 1)
+        return 1 + max(found, default=0)

@@ -1,0 +1,263 @@
+"""A job summed up, and as lines for the terminal. Pages and the data set card render it, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from batchgen.storage.costs.chain_costs import JobCost, all_steps, cost_line
+from batchgen.storage.folder.how_to_read import how_to_read
+from batchgen.storage.metrics.tally import Totals
+from batchgen.storage.shards.enough import OUTCOMES
+from batchgen.util.duration import duration
+from batchgen.util.text.text_table import Line, counted, score_lines, table
+
+if TYPE_CHECKING:
+    from batchgen.engine.strategy import Strategy
+    from batchgen.storage.folder.read_job import JobFolderReader
+    from batchgen.storage.folder.row_funnel import IndexFacts
+
+_NOT_BEGUN = "not begun"
+_MANY_CUT = 0.05
+"""The share of rows without an answer from which on users are told."""
+
+
+@dataclass(frozen=True)
+class JobSummary:
+    """What is known of a whole job.
+
+    The figures of a job that runs may be ten seconds old. What a folder does not tell is empty, 0
+    or None.
+    """
+
+    totals: Totals
+    status: str = "complete"
+    attempts: Sequence[Mapping[str, Any]] = ()
+    score: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)  # by group
+    tokens_per_s: float = 0.0
+    wall_s: float = 0.0
+    generate_s: float = 0.0
+    row_facts: IndexFacts | None = None
+    rows_copied: int = 0  # from older jobs, instead of being computed
+    costs: Sequence[JobCost] = ()  # of the jobs whose rows it has read, and its own
+
+    @classmethod
+    def of(
+        cls,
+        metrics: Mapping[str, Any],
+        config: Mapping[str, Any] | None = None,
+        row_facts: IndexFacts | None = None,
+        name: str = "this job",
+    ) -> JobSummary:
+        """The summary of a folder, from what metrics.json and config.yaml hold."""
+        return cls(
+            Totals.of(metrics),
+            metrics.get("status", _NOT_BEGUN),
+            metrics.get("attempts") or (),
+            metrics.get("score"),
+            config or {},
+            metrics.get("tokens_per_s") or 0.0,
+            metrics.get("wall_s", 0.0),
+            metrics.get("generate_s", 0.0),
+            row_facts,
+            metrics.get("rows_copied", 0),
+            all_steps(metrics, name),
+        )
+
+    @property
+    def is_begun(self) -> bool:
+        return self.status != _NOT_BEGUN
+
+    @property
+    def attempt(self) -> Mapping[str, Any]:
+        """The last attempt; empty before there is one."""
+        return self.attempts[-1] if self.attempts else {}
+
+    @property
+    def rows_total(self) -> int | None:
+        """How many rows the job will have when it is complete; None if that is not known."""
+        total: int | None = self.attempt.get("rows_total")
+        return total
+
+    @property
+    def mean_mark(self) -> float | None:
+        value: float | None = None if self.score is None else self.score["avg"]["value"]
+        return value
+
+    @property
+    def cost(self) -> str | None:
+        """What the jobs up to this one cost, for each row with an answer too; None if nothing was
+        measured."""
+        kept = self.totals.rows - self.totals.error_rows
+        return cost_line(self.costs, kept, self.price_per_hour) if self.costs else None
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """What an hour of its engine's devices costs; None if that is not known."""
+        price = self.group("budget").get("price_per_hour")
+        return None if price is None else price * self.group("engine").get("tensor_parallel", 1)
+
+    def group(self, name: str) -> Mapping[str, Any]:
+        """A group of the configuration."""
+        return self.config.get(name) or {}
+
+    @property
+    def model_name(self) -> str:
+        model = self.group("model")
+        return model.get("name") or model.get("path") or "a model"
+
+    @property
+    def strategy_name(self) -> str:
+        """The short name of the strategy, or the name of its class; empty if that is not known."""
+        return str(self.group("strategy").get("_target_", "")).rpartition(".")[2]
+
+
+def tokens_per_s(attempt: Mapping[str, Any]) -> float:
+    """The speed of an attempt; 0 before it has an engine."""
+    return float(attempt.get("generated_tokens", 0) / max(attempt.get("generate_s", 0), 1e-3))
+
+
+def status_line(reader: JobFolderReader, name: str) -> str:
+    """How far a job is, how fast it runs and when it should end; `name` is the folder as the user
+    gave it. Rows of a job that was killed are counted where they lie."""
+    job = JobSummary.of(reader.metrics)
+    rows, errors, total = job.totals.rows, job.totals.error_rows, job.rows_total
+    if job.status in ("killed", _NOT_BEGUN):
+        rows, errors = _counted_rows(reader)
+    if job.status == "complete" or total is None:
+        facts = [f"{rows:,} rows"]
+    else:
+        facts = [f"{rows:,} of {total:,} rows ({rows / max(total, 1):.0%})"]
+    if errors:
+        facts.append(counted(errors, "error"))
+    if job.status == "complete" and job.totals.until:
+        facts.append(until_line(job.totals))
+    if job.rows_copied:
+        facts.append(f"{job.rows_copied:,} copied")
+    if job.tokens_per_s:
+        facts.append(f"{job.tokens_per_s:,.0f} tokens/s")
+    if job.status == "running" and total is not None and (speed := _rows_per_s(job.attempts)):
+        facts.append(f"about {duration((total - rows) / speed, 0)} left")
+    goes_on = job.status in ("stopped", "killed", "failed")
+    end = "; the job's command goes on from there" if goes_on else ""
+    return f"{name}: {job.status}, {', '.join(facts)}{end}"
+
+
+def _rows_per_s(attempts: Sequence[Mapping[str, Any]]) -> float:
+    """How many rows the workers that run compute in a second, all together."""
+    running = [one for one in attempts if one["status"] == "running" and one["generate_s"]]
+    rows = [(one["rows"] - one.get("rows_copied", 0), one["generate_s"]) for one in running]
+    return sum(float(number / took) for number, took in rows)
+
+
+def _counted_rows(reader: JobFolderReader) -> tuple[int, int]:
+    """The number of finished rows, and of those with an error."""
+    rows = errors = 0
+    if reader.schema is not None:
+        for batch in reader.batches(["error"]):
+            rows += batch.num_rows
+            errors += batch.num_rows - batch.column("error").null_count
+    return rows, errors
+
+
+def end_table(
+    job: JobSummary, folder: str, strategy: Strategy | None = None, report: str | None = None
+) -> str:
+    """The table at the end of a job.
+
+    Args:
+        job: its attempts are only the one that completed the job; none if it was complete before.
+        strategy: adds lines of its own.
+        report: the path or URL of report.html, if it was made.
+    """
+    totals, attempt = job.totals, job.attempt
+    more = []
+    if resumed := attempt.get("rows_resumed"):
+        more.append(f"{resumed:,} from before")
+    if job.rows_copied:
+        more.append(f"{job.rows_copied:,} copied from older jobs")
+    lines = [
+        ("rows", f"{totals.rows:,}" + (f" ({', '.join(more)})" if more else "")),
+        *([] if job.row_facts is None else [("steps of rows", job.row_facts.funnel)]),
+        ("finish reasons", _counts(totals.finish_reasons)),
+        ("errors", _counts(totals.errors)),
+        ("prompt tokens", f"{totals.prompt_tokens:,}"),
+        ("generated tokens", f"{totals.generated_tokens:,}"),
+    ]
+    if totals.constraint:
+        lines.append(("constraint", _outcomes(totals.constraint)))
+    if totals.until:
+        lines.append(("until enough", until_line(totals)))
+    if strategy is not None:
+        stats = attempt.get("engine", {}).get("strategy", {})
+        lines += strategy.summary(totals.counts, stats, totals.generated_tokens)
+    if job.score is not None:
+        lines += score_lines(job.score)
+    if attempt:
+        lines += _times(attempt)
+    if job.cost is not None:
+        lines.append(("device", job.cost))
+    lines.append(("read it", f"{how_to_read(folder)['datasets']}; others: see its README.md"))
+    if report is not None:
+        lines.append(("report", report))
+    text = [table([*lines, ("output", folder)])]
+    if (why := attempt.get("batch_dependence")) is not None:
+        text.append(f"A row's tokens may depend on the rows beside it: {why}.")
+    if (cut := cut_remark(totals)) is not None:
+        text.append(cut)
+    if strategy is not None and (remark := strategy.remark(totals.counts)) is not None:
+        text.append(remark)
+    return "\n".join(text)
+
+
+def cut_remark(totals: Totals) -> str | None:
+    """What to tell a user many of whose rows were cut before the model began to answer; None for
+    others."""
+    cut = sum(totals.cut_in.values()) - totals.cut_in.get("final", 0)
+    if cut < _MANY_CUT * totals.rows or not cut:
+        return None
+    where = _counts({name: count for name, count in totals.cut_in.items() if name != "final"})
+    return (
+        f"{cut:,} of {counted(totals.rows, 'row')} ({cut / totals.rows:.0%}) were cut before the "
+        f"model began to answer ({where}): their text is null, which counts as wrong. Raise "
+        "sampling.max_new_tokens, or let the model think less "
+        "(prompt.template_kwargs.reasoning_effort=low)."
+    )
+
+
+def _times(attempt: Mapping[str, Any]) -> list[Line]:
+    """How long an attempt took, and what its engine kept besides the KV cache."""
+    seconds = f"{duration(attempt['wall_s'])} ({duration(attempt['generate_s'])} generating)"
+    lines = [("time", seconds), ("speed", f"{tokens_per_s(attempt):,.1f} tokens/s")]
+    memory = attempt["memory"]
+    if memory.get("row_states"):
+        rows, checkpoints = memory["row_states"] or 0, memory["checkpoints"] or 0
+        text = (
+            f"{rows / 2**30:.2f} GiB for rows, {checkpoints / 2**30:.2f} GiB for "
+            f"{memory['num_checkpoints']:,} checkpoints of prefixes"
+        )
+        lines.append(("row states", text))
+    return lines
+
+
+def _outcomes(counts: Mapping[str, int]) -> str:
+    """How the constrained rows ended; ways that none took are left out."""
+    constrained = {n: c for n, c in counts.items() if n not in ("unconstrained", "error")}
+    shown = [f"{n} {c:,}" for n, c in constrained.items() if c or n == "satisfied"]
+    return f"{', '.join(shown)} of {sum(constrained.values()):,} constrained rows"
+
+
+def until_line(totals: Totals) -> str:
+    """How rows ended that are sampled until enough samples are valid, and how many are."""
+    until = totals.until
+    rows = sum(until[name] for name in OUTCOMES)
+    text = f"{until['enough']:,} of {counted(rows, 'row')} have enough"
+    text += "".join(f", {until[name]:,} {name}" for name in OUTCOMES[1:] if until[name])
+    share = until["valid"] / max(totals.rows, 1)
+    return f"{text}; {until['valid']:,} of {counted(totals.rows, 'sample')} valid ({share:.1%})"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items())) or "none"

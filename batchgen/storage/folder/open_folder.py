@@ -1,0 +1,64 @@
+"""Opens a job's folder for those who read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchgen.config.groups.workers_config import WorkersConfig
+from batchgen.storage.folder.job_summary import status_line
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.folder.step_folders import find_record, step_folder
+from batchgen.storage.stores.open_storage import open_storage
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import folder_here, is_url, user_folder, user_path
+
+
+def open_job(given: str) -> JobFolderReader:
+    """The reader of a job's folder, which OUT/STEP names too. All who read a job come in by this
+    door, which a complete job passes only with all its shards.
+
+    Raises:
+        ConfigError: the folder is not one of a job; the message names the jobs below it.
+        JobError: a job that says it is complete lacks rows, or a file is damaged.
+    """
+    if is_url(given):
+        storage = open_storage(step_folder(user_folder(given, "OUT")), WorkersConfig())
+        reader = JobFolderReader(storage.path, storage)
+    else:
+        reader = _open_here(given)
+    reader.check()
+    return reader
+
+
+def _open_here(given: str) -> JobFolderReader:
+    path = Path(step_folder(str(user_path(given, "OUT"))))
+    try:
+        return JobFolderReader(path)
+    except ConfigError as error:
+        if (record := find_record(str(path))) is not None:
+            names = ", ".join(f"{given.rstrip('/')}/{name}" for name in record.current)
+            raise ConfigError(f"{given} is a pipeline's folder: name a step: {names}") from None
+        jobs = sorted(path.glob("*/manifest.json")) if path.is_dir() else []
+        if not jobs:
+            raise
+        names = ", ".join(str(Path(given, job.parent.name)) for job in jobs[:5])
+        more = ", …" if len(jobs) > 5 else ""
+        raise ConfigError(f"{error}; there are jobs in {names}{more}") from None
+
+
+def open_folder(given: str, verb: str) -> JobFolderReader:
+    """The reader of a job's folder for a verb that works on this machine alone."""
+    return open_job(folder_here(given, f"batchgen {verb}"))
+
+
+def refuse_incomplete(reader: JobFolderReader, given: str) -> None:
+    """Raise ConfigError for a job that is not complete, with the command that completes it."""
+    status = reader.metrics.get("status")
+    if status == "complete":
+        return
+    do = f"complete it first: batchgen {given.rstrip('/')}/config.yaml output.dir={given}"
+    if status == "running":
+        do = f"wait until it is complete (batchgen status {given})"
+    elif not reader.storage.in_place:
+        do = "run its command again, which completes it"
+    raise ConfigError(f"the job is not complete ({status_line(reader, given)}): {do}")

@@ -1,0 +1,112 @@
+"""The file pipeline.json: in which folder each step of a pipeline writes, and wrote before.
+
+A step's folder is `OUT/NAME.ADDRESS`, where the address follows from what the step is made of
+(`batchgen.pipelines.run.addresses`). The file comes from whoever made the folder: names and
+addresses that could lead elsewhere are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from batchgen.util.errors import JobError
+
+FORMAT_VERSION = 1
+RECORD = "pipeline.json"
+PIPELINE_FILE = "pipeline.yaml"
+"""What was run, as a pipeline file."""
+STEP_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,40}")
+_ADDRESS = re.compile(r"[0-9a-f]{10}")
+_STEP_FOLDER = re.compile(rf"({STEP_NAME.pattern})\.({_ADDRESS.pattern})")
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of a step.
+
+    Attributes:
+        base: the address that follows from configuration, models and parents alone.
+        edition: how often the rows of the data set have changed under this base.
+        parents: the addresses of the steps that it reads, by name.
+    """
+
+    base: str
+    edition: int = 0
+    parents: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepVersions:
+    """The versions of a step by address, in the order in which they came, and the current one; None
+    for a step that the pipeline has no more."""
+
+    current: str | None
+    versions: Mapping[str, Version]
+
+    @property
+    def older(self) -> list[str]:
+        """The addresses of the versions that are not current, the newest first."""
+        return [address for address in [*self.versions][::-1] if address != self.current]
+
+
+@dataclass(frozen=True)
+class PipelineRecord:
+    """What pipeline.json holds: the steps, in an order in which each comes behind what it reads."""
+
+    steps: Mapping[str, StepVersions] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    @classmethod
+    def parse(cls, content: bytes, name: str) -> Self:
+        """The record in a file; JobError if it is not one of this program."""
+        try:
+            values = json.loads(content)
+            if values["format_version"] != FORMAT_VERSION:
+                raise ValueError(f"format version {values['format_version']}")
+            return cls({step: _step(step, value) for step, value in values["steps"].items()})
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise JobError(
+                f"{name} is not a record of batchgen ({type(error).__name__}: {error}): remove it, "
+                "and run the pipeline again, which writes it anew"
+            ) from None
+
+    def text(self) -> str:
+        """What the file holds."""
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+    @property
+    def current(self) -> dict[str, str]:
+        """The names of the current folders, by step."""
+        found = {name: step.current for name, step in self.steps.items()}
+        return {name: folder_name(name, at) for name, at in found.items() if at is not None}
+
+
+def folder_name(step: str, address: str) -> str:
+    """The name of the folder of a step's version."""
+    return f"{step}.{address}"
+
+
+def step_of(folder: str) -> str | None:
+    """The step whose version has a folder of this name; None for other names."""
+    match = _STEP_FOLDER.fullmatch(folder)
+    return None if match is None else match[1]
+
+
+def _step(name: str, value: Mapping[str, Any]) -> StepVersions:
+    if not STEP_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a step")
+    versions = {}
+    for address, version in value["versions"].items():
+        made = Version(**version)
+        for digest in (address, made.base, *made.parents.values()):
+            if not _ADDRESS.fullmatch(digest):
+                raise ValueError(f"{digest!r} is no address")
+        versions[address] = made
+    current = value["current"]
+    if current is not None and current not in versions:
+        raise ValueError(f"{current!r} is no version of {name}")
+    return StepVersions(current, versions)

@@ -1,0 +1,312 @@
+"""Reads a job's folder at any time: while the job runs, after it was killed, or when it is done."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import yaml
+
+from batchgen.config.groups.class_names import with_short_names
+from batchgen.storage.folder.row_funnel import IndexFacts
+from batchgen.storage.folder.whole_shards import WholeShards, check_columns, check_job, whole_shards
+from batchgen.storage.leases.failure_detector import read_beat
+from batchgen.storage.leases.lease_files import DATA, JOURNAL, WORKERS, parse_worker
+from batchgen.storage.leases.own_files import LOCK, ROW_INDEX, refuse_links
+from batchgen.storage.leases.process_identity import is_gone
+from batchgen.storage.shards.checked_file import CheckedFile, Source, read_schema
+from batchgen.storage.shards.journal import journal_files, read_file
+from batchgen.storage.shards.row_order import KEYS, RowsInOrder, first_key, row_keys
+from batchgen.storage.shards.shard_files import shard_files, shard_path
+from batchgen.storage.stores.job_storage import FolderStorage, Storage, names_in
+from batchgen.storage.stores.manifest import Manifest
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.shorten import some_names
+
+BATCH = 256
+"""How many rows are in memory at a time."""
+_OWNER = re.compile(r"pid ([0-9]{1,9}) on (.*), since ")
+
+
+class JobFolderReader:
+    """A job's folder, which is neither changed nor locked.
+
+    Finished rows lie in shards, and those of incomplete shards in journals. Of a row that is in
+    both, what was written last counts, as it will when the shard is published. A running job may
+    publish a shard at any moment, which this class notices. Methods that read rows raise
+    ConfigError for unknown columns and JobError for damaged files.
+    """
+
+    def __init__(self, path: Path, storage: Storage | None = None) -> None:
+        """Open a folder, or raise ConfigError if it is not one of a job or has links in the place
+        of files."""
+        self.path = path
+        self.storage = FolderStorage(path) if storage is None else storage
+        if self.storage.in_place and path.is_dir():
+            refuse_links(path)
+        content = self.storage.read(path / "manifest.json")
+        if content is None:
+            is_there = self.storage.exists(path)
+            what = "has no manifest.json" if is_there else "does not exist"
+            raise ConfigError(
+                f"{self.storage.shown} is not the output of a job ({what}): give a job's output.dir"
+            )
+        self._whole: WholeShards | None = None
+
+    def check(self) -> None:
+        """Raise JobError for a job that says it is complete and lacks rows; see `check_job`."""
+        manifest = self.manifest  # before the metrics: a job that grows changes these first
+        shown, metrics, facts = self.storage.shown, self.metrics, self.row_facts
+        self._whole = check_job(self.storage, shown, manifest, metrics, facts)
+
+    @property
+    def whole(self) -> WholeShards:
+        """The shards of a complete job; ConfigError or JobError as of `whole_shards`."""
+        if self._whole is None:
+            shown = self.storage.shown
+            self._whole = whole_shards(self.storage, shown, self.metrics.get("rows"))
+            check_columns(self.storage, self._whole.schema, self.text_column)
+        return self._whole
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration by group, as in config.yaml, with short names of classes; empty if the
+        job was killed before."""
+        content = self.storage.read(self.path / "config.yaml")
+        found = {} if content is None else yaml.safe_load(content.decode("utf-8"))
+        return with_short_names(found) if isinstance(found, dict) else found
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What manifest.json holds."""
+        path = self.path / "manifest.json"
+        content = self.storage.read(path)
+        if content is None:
+            raise FileNotFoundError(errno.ENOENT, "the job is gone", str(path))
+        return asdict(Manifest.parse(content, str(path)))
+
+    @property
+    def row_facts(self) -> IndexFacts | None:
+        """What rows.json says; None if no steps choose among the rows."""
+        return IndexFacts.parse(self.storage.read(self.path / ROW_INDEX))
+
+    @property
+    def text_column(self) -> str:
+        """The name of the column of generated text."""
+        name: str = self.manifest["identity"]["output"]["text_column"]
+        return name
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What metrics.json holds; empty if the job was killed before it was there.
+
+        The file says `running` of a job that was killed. Here its status is `killed` if the job ran
+        on this machine. The counts may be up to ten seconds old.
+        """
+        content = self.storage.read(self.path / "metrics.json")
+        if content is None:
+            return {}
+        try:
+            found: dict[str, Any] = json.loads(content)
+            if found["status"] == "running" and not self.may_run:
+                found["status"] = found["attempts"][-1]["status"] = "killed"
+        except (IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise JobError(
+                f"{self.path}/metrics.json is damaged ({type(error).__name__}: {error}): remove "
+                "it; rows are readable without it, and the job's next attempt writes it again"
+            ) from None
+        return found
+
+    @property
+    def schema(self) -> pa.Schema | None:
+        """The columns of the rows, None if no row is finished."""
+        # The journals first: a shard that is published in between is then found among the shards.
+        for files in self._journals().values():
+            for path in files:
+                for batch in self._read_if_there(path) or ():
+                    return batch.schema
+        for path in self._published().values():
+            return read_schema(self.storage.parquet(path))
+        return None
+
+    def rows(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+        """The finished rows in the order of the data set, with some columns or all."""
+        for batch in self.batches(columns):
+            yield from batch.to_pylist()
+
+    def batches(
+        self, columns: Sequence[str] | None = None, size: int = BATCH
+    ) -> Iterator[pa.RecordBatch]:
+        """The finished rows in batches of about `size` rows, so that memory does not grow."""
+        schema = self.fields(columns)
+        if schema is None:
+            return
+        for number in self.shards():
+            yield from self.shard(number).batches(schema.names, size=size)
+
+    def fields(self, columns: Sequence[str] | None = None) -> pa.Schema | None:
+        """The schema of some columns, of all if `columns` is None; None if no row is finished."""
+        schema = self.schema
+        if schema is None or columns is None:
+            return schema
+        if unknown := [name for name in columns if name not in schema.names]:
+            raise ConfigError(
+                f"the rows of {self.storage.shown} have no column {unknown[0]!r}: choose among "
+                f"{some_names(schema.names)}"
+            )
+        return pa.schema([schema.field(name) for name in columns])
+
+    def find(self, row_id: str) -> Iterator[dict[str, Any]]:
+        """All finished samples of the row with this id."""
+        schema = self.schema
+        if schema is None:
+            return
+        for number in self.shards():
+            ids = self.shard(number).batches(["row_id"])
+            if any(pc.any(pc.equal(batch["row_id"], row_id)).as_py() for batch in ids):
+                for batch in self.shard(number).batches(schema.names):
+                    yield from batch.filter(pc.equal(batch["row_id"], row_id)).to_pylist()
+
+    def _journals(self) -> dict[int, list[Path]]:
+        return journal_files(self.path / JOURNAL, names_in(self.storage, JOURNAL))
+
+    def _published(self) -> dict[int, Path]:
+        return shard_files(self.path / DATA, names_in(self.storage, DATA))
+
+    def _read_if_there(self, path: Path) -> list[pa.RecordBatch] | None:
+        """The whole batches of a journal file, None if the file was deleted."""
+        try:
+            self.storage.download(path)
+            return list(read_file(path))
+        except FileNotFoundError:
+            return None
+
+    def shards(self) -> list[int]:
+        """The numbers of the shards that have finished rows."""
+        # The journals first: what is published in between is then found among the shards.
+        numbers = set(self._journals())
+        return sorted(numbers | set(self._published()))
+
+    @property
+    def end(self) -> int:
+        """One more than the `row_index` of the last finished row; 0 if none is finished."""
+        for number in reversed(self.shards()):
+            batches = self.shard(number).batches(KEYS)
+            ends: list[int] = [1 + pc.max(batch["row_index"]).as_py() for batch in batches]
+            if ends:
+                return max(ends)
+        return 0
+
+    def shard(self, number: int) -> Shard:
+        """The rows of a shard as they are now.
+
+        The journal files of a shard are deleted after it is published. So if one of them goes while
+        they are opened, all is read again; otherwise nothing is missing.
+        """
+        while True:
+            written: list[pa.RecordBatch] | None = []
+            for path in self._journals().get(number, ()):
+                found = self._read_if_there(path)
+                written = None if found is None or written is None else [*written, *found]
+            if written is not None:
+                path = shard_path(self.path / DATA, number)
+                is_there = self.storage.exists(path)
+                if not is_there and not written:
+                    raise JobError(f"{path} is gone: nothing of its rows is left in the folder")
+                return Shard(self.storage.parquet(path) if is_there else None, written)
+
+    @property
+    def may_run(self) -> bool:
+        """Whether a worker of the job, or the last holder of its lock, may still be there."""
+        beats = (name for name in names_in(self.storage, WORKERS) if parse_worker(name) is not None)
+        if any(_may_live(self.storage.read(self.path / WORKERS / name)) for name in beats):
+            return True
+        content = self.storage.read(self.path / LOCK)
+        owner = None if content is None else _OWNER.match(content.decode(errors="replace"))
+        if owner is None or owner[2] != socket.gethostname():
+            return owner is not None
+        try:
+            os.kill(int(owner[1]), 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # it is there, and another user's
+            return True
+        return True
+
+
+class Shard:
+    """The rows of one shard as they were when it was opened: its Parquet file, if there is one, and
+    what the journals hold, in the order in which it was written."""
+
+    def __init__(self, published: Source | None, written: list[pa.RecordBatch]) -> None:
+        self._published = published
+        self._written = RowsInOrder(written)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are rows in journals."""
+        return len(self._written.keys) > 0
+
+    def batches(
+        self, names: Sequence[str], first_row: int = 0, size: int = BATCH
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows in order, each once, in batches of about `size` rows. Row groups before
+        `first_row`, a `row_index`, are not read."""
+        least = first_key(first_row)
+        start, end = int(np.searchsorted(self._written.keys, least)), len(self._written.keys)
+        wanted = [*dict.fromkeys([*names, *KEYS])]
+        if self._published is not None:
+            with CheckedFile(self._published) as file:
+                groups = _groups_from(file.metadata, first_row)
+                for batch in file.batches(size, wanted, groups):
+                    if first_row:
+                        batch = batch.slice(int(np.searchsorted(row_keys(batch), least)))
+                        if not batch.num_rows:
+                            continue
+                    stop = start
+                    if batch.num_rows:
+                        last = row_keys(batch)[-1]
+                        stop = int(np.searchsorted(self._written.keys, last, side="right"))
+                    yield from self._merged(batch, names, start, stop)
+                    start = stop
+        for first in range(start, end, size):
+            rows = np.arange(first, min(first + size, end))
+            yield from self._written.table(rows, names).to_batches()
+
+    def _merged(
+        self, batch: pa.RecordBatch, names: Sequence[str], start: int, stop: int
+    ) -> Iterator[pa.RecordBatch]:
+        """A published batch with the journaled rows that belong into it or replace its rows."""
+        if start == stop:
+            yield batch.select(names)
+            return
+        newer = self._written.table(np.arange(start, stop), batch.schema.names).to_batches()
+        both = RowsInOrder([batch, *newer])
+        yield from both.table(np.arange(len(both.keys)), names).to_batches()
+
+
+def _groups_from(meta: pq.FileMetaData, first_row: int) -> list[int]:
+    """The row groups of a shard that can hold the row with this `row_index` or later ones."""
+    column = [meta.schema.column(i).path for i in range(meta.num_columns)].index(KEYS[0])
+    found = [meta.row_group(i).column(column).statistics for i in range(meta.num_row_groups)]
+    is_before = [s is not None and s.has_min_max and s.max < first_row for s in found]
+    return [group for group, before in enumerate(is_before) if not before]
+
+
+def _may_live(heartbeat: bytes | None) -> bool:
+    """Whether the worker that writes a heartbeat may run: it has not ended, as far as is known."""
+    if heartbeat is None:  # the job is complete
+        return False
+    beat = read_beat(heartbeat)
+    return beat is None or (beat["ended"] is None and not is_gone(beat))

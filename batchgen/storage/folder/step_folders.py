@@ -1,0 +1,91 @@
+"""Finds the folder of a step by its name: OUT/judge is OUT/judge.7c1e9a02fb."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from batchgen.config.groups.workers_config import WorkersConfig
+from batchgen.storage.folder.pipeline_record import RECORD, STEP_NAME, PipelineRecord
+from batchgen.storage.leases.own_files import MANIFEST
+from batchgen.storage.stores.job_storage import Storage
+from batchgen.storage.stores.open_storage import open_storage
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import is_url
+
+_WAIT = 3600.0
+"""Seconds to wait for another process that writes the record or the exports."""
+
+
+def step_folder(folder: str) -> str:
+    """The folder that is meant by one of a job, a path or a URL as of `user_folder`: the current
+    one of the step that the last name is, in a pipeline's folder, and else the folder itself.
+
+    Raises:
+        ConfigError: the pipeline has no such step, or a link in its folder.
+        JobError: pipeline.json is damaged.
+    """
+    above, slash, name = folder.rpartition("/")
+    if not slash:
+        above = "."
+    if not STEP_NAME.fullmatch(name) or above.endswith("/"):
+        return folder
+    if not is_url(folder) and Path(folder).exists():
+        return folder
+    record = find_record(above or "/")
+    if record is None:
+        return folder
+    if (found := record.current.get(name)) is None:
+        raise ConfigError(
+            f"{folder}: the pipeline has no step {name}: choose among {', '.join(record.current)}"
+        )
+    return f"{above}{slash}{found}" if slash else found
+
+
+def find_record(out: str) -> PipelineRecord | None:
+    """What pipeline.json in a folder says, a path or a URL; None if it has none. ConfigError if
+    something in the folder is a link."""
+    if not is_url(out):
+        if not (Path(out) / RECORD).is_file():
+            return None
+        refuse_linked(Path(out))
+    with closing(open_storage(out, WorkersConfig())) as storage:
+        return read_record(storage)
+
+
+def refuse_linked(out: Path) -> None:
+    """Refuse a pipeline's folder in which something is a link: a stranger who made it could lead
+    steps and exports to any folder of the user's."""
+    with os.scandir(out) as entries:
+        if linked := sorted(entry.name for entry in entries if entry.is_symlink()):
+            raise ConfigError(
+                f"{out / linked[0]} is a link, and what a pipeline has in its folder is not: put "
+                "what is there in its place (`cp -rL` copies a folder without its links)"
+            )
+
+
+def read_record(storage: Storage) -> PipelineRecord | None:
+    """What pipeline.json says; None if there is none."""
+    content = storage.read(storage.path / RECORD)
+    shown = f"{storage.shown}/{RECORD}"
+    return None if content is None else PipelineRecord.parse(content, shown)
+
+
+@contextmanager
+def locked_record(storage: Storage) -> Iterator[PipelineRecord]:
+    """What pipeline.json says, empty if there is none; nobody else changes it meanwhile, nor the
+    exports. ConfigError if somebody does so for an hour."""
+    lock = storage.lock(_WAIT)
+    try:
+        yield read_record(storage) or PipelineRecord()
+    finally:
+        lock.__exit__()
+
+
+def is_pipeline(out: str) -> bool:
+    """Whether a folder is that of a pipeline, and not of a job."""
+    if not is_url(out) and (Path(out) / MANIFEST).exists():
+        return False
+    return find_record(out) is not None

@@ -1,0 +1,164 @@
+"""Whether a folder still has all rows that were written into it: the door of all its readers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from batchgen.storage.folder.row_funnel import IndexFacts
+from batchgen.storage.leases.lease_files import DATA, JOURNAL
+from batchgen.storage.shards.checked_file import CheckedFile, damaged
+from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.shards.shard_files import shard_files, shard_path
+from batchgen.storage.stores.job_storage import Storage, names_in
+from batchgen.storage.stores.manifest import ROWS, SAMPLES, UNTIL_VALID
+from batchgen.util.errors import ConfigError, JobError
+
+_TYPES = {
+    "row_id": pa.string(),
+    KEYS[0]: pa.int64(),
+    KEYS[1]: pa.int32(),
+    "finish_reason": pa.string(),
+}
+"""The columns that every row of a job has, besides its text."""
+
+
+@dataclass(frozen=True)
+class FinishedShard:
+    """A shard as it was when its folder was opened.
+
+    Attributes:
+        first: how many rows stand in the shards before it.
+        ends: behind which of its rows each of its row groups ends.
+        digest: of all that the file holds; None where only a pass over all its bytes tells it, as
+            in files of older versions.
+    """
+
+    first: int
+    ends: tuple[int, ...]
+    digest: str | None
+
+
+@dataclass(frozen=True)
+class WholeShards:
+    """The shards of a folder by their number, and the columns of their rows."""
+
+    shards: list[FinishedShard]
+    schema: pa.Schema
+
+    @property
+    def total(self) -> int:
+        """How many rows there are, samples and errors included."""
+        return self.shards[-1].first + self.shards[-1].ends[-1]
+
+
+def whole_shards(
+    storage: Storage, given: str, rows: object, said_by: str = "metrics.json"
+) -> WholeShards:
+    """Look at the ends of all shards of a complete job, or of a set. What lies before their footers
+    is checked when it is read.
+
+    Args:
+        given: the folder, as people call it.
+        rows: how many rows the file `said_by` of the folder says that there are; None if no file
+            says it.
+
+    Raises:
+        ConfigError: there are no shards.
+        JobError: a shard is missing or damaged, or is one of other rows.
+    """
+    numbers = shard_numbers(storage, given, None)
+    shards, schema, first = list[FinishedShard](), pa.schema([]), 0
+    for number in numbers:
+        source = storage.parquet(shard_path(storage.path / DATA, number))
+        with CheckedFile(source) as file:
+            schema = schema if number else file.schema
+            if not file.schema.equals(schema):
+                raise damaged(source, "it has other columns than the shards before it")
+            shards.append(FinishedShard(first, ends_of(file), file.known_digest()))
+        first += shards[-1].ends[-1]
+    if rows is not None and rows != first:
+        raise JobError(
+            f"{given}: its shards hold {first:,} rows, and {said_by} says {rows}: shards are "
+            "missing or of another job; run its command again, which computes what is not there"
+        )
+    return WholeShards(shards, schema)
+
+
+def shard_numbers(storage: Storage, given: str, count: int | None) -> list[int]:
+    """The numbers of the shards in a folder, which has `count` of them, if that is known.
+
+    Raises:
+        ConfigError: there are none.
+        JobError: some are missing.
+    """
+    found = list(shard_files(storage.path / DATA, names_in(storage, DATA)))
+    if not found:
+        raise ConfigError(f"{given} has no rows: there are no shards in data/")
+    count = max(len(found), found[-1] + 1) if count is None else count
+    if found == list(range(count)):
+        return found
+    missing = sorted(set(range(count)) - set(found))
+    listed = ", ".join(map(str, missing[:10])) + (" …" if len(missing) > 10 else "")
+    lost = f"of {count:,} shards {listed} {'is' if len(missing) == 1 else 'are'} missing in data/"
+    if not missing:
+        lost = f"data/ has {len(found):,} shards, and {count:,} are the job's"
+    raise JobError(
+        f"{given}: {lost}: run its command again, which computes what is not there, or copy them "
+        "from where they are"
+    )
+
+
+def check_job(
+    storage: Storage, given: str, manifest: Mapping[str, Any], metrics: Mapping[str, Any],
+    facts: IndexFacts | None,
+) -> WholeShards | None:  # fmt: skip
+    """The shards of a job that says it is complete; None for one that is not.
+
+    A copy that somebody has published may lack metrics.json: then the manifest says how many rows
+    there must be. In an object store, where files appear whole, only the names of the shards are
+    looked at, for each footer is a request.
+
+    Args:
+        facts: of the rows that steps have left, if there are steps.
+
+    Raises:
+        ConfigError, JobError: as of `whole_shards`.
+    """
+    is_copy = not metrics and not storage.exists(storage.path / JOURNAL)
+    if metrics.get("status") != "complete" and not is_copy:
+        return None
+    growing, identity = manifest["growing"], manifest["identity"]
+    output, samples = identity["output"], growing.get(SAMPLES)
+    rows = None if "rows" in identity else growing.get(ROWS)  # steps leave fewer than there are
+    rows = rows if facts is None else facts.rows
+    count = None if rows is None else max(1, -(-int(rows) // int(output["rows_per_shard"])))
+    shard_numbers(storage, given, count)
+    if not storage.in_place:
+        return None
+    answers = metrics.get("rows", 0)
+    if is_copy:
+        is_known = rows is not None and samples is not None and UNTIL_VALID not in growing
+        answers = int(rows) * int(samples) if is_known else None
+    found = whole_shards(storage, given, answers, "manifest.json" if is_copy else "metrics.json")
+    check_columns(storage, found.schema, output["text_column"])
+    return found
+
+
+def check_columns(storage: Storage, schema: pa.Schema, text_column: str) -> None:
+    """Raise DamagedFile unless the rows of a job have the columns that all jobs write."""
+    for name, kind in {**_TYPES, text_column: pa.string()}.items():
+        if name not in schema.names or schema.field(name).type != kind:
+            source = storage.parquet(shard_path(storage.path / DATA, 0))
+            raise damaged(source, f"it has no column {name} of {kind}")
+
+
+def ends_of(file: CheckedFile) -> tuple[int, ...]:
+    """Behind which of a shard's rows each of its row groups ends."""
+    meta = file.metadata
+    sizes = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
+    return tuple(np.cumsum([0, *sizes]).tolist()[1:] or (0,))

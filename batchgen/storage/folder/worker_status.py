@@ -1,0 +1,124 @@
+"""What each worker of a job does, read from its folder at any time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from batchgen.storage.folder.job_summary import tokens_per_s
+from batchgen.storage.leases.failure_detector import read_beat
+from batchgen.storage.leases.lease_files import (
+    LEASES,
+    WORKERS,
+    lease_name,
+    mark_name,
+    parse_worker,
+    worker_name,
+)
+from batchgen.storage.leases.lease_protocol import Lease, LeaseTable
+from batchgen.storage.leases.process_identity import is_gone
+from batchgen.storage.stores.job_storage import Storage, names_in
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    """What is known of one worker.
+
+    Attributes:
+        silent: seconds since the last heartbeat was written, by the clock of file system or store.
+        state: `running`; `silent` if it was not heard of for long; `gone` if its process has ended
+            without a word; `unreadable` if its heartbeat is; else how it ended.
+        shards: those that it has begun and nobody has completed.
+        backups: those of which it computes a copy.
+    """
+
+    beat: Mapping[str, Any]
+    silent: float
+    state: str
+    shards: list[int]
+    backups: list[int]
+
+    @property
+    def name(self) -> str:
+        given = self.beat.get("name")
+        return "" if given is None else str(given)
+
+    @property
+    def attempt(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.beat.get("attempt", {})
+        return found
+
+    @property
+    def tokens_per_s(self) -> float:
+        return tokens_per_s(self.attempt) if self.state == "running" else 0.0
+
+
+@dataclass(frozen=True)
+class Status:
+    """The workers of a job, and its shards; `quarantined` maps a shard to the workers that it has
+    ended."""
+
+    workers: list[WorkerState]
+    done: int
+    begun: int
+    quarantined: Mapping[int, tuple[int, ...]]
+
+
+def read_status(storage: Storage, stale_after: float) -> Status:
+    """The state of a job's workers, none for a complete job; without a heartbeat for `stale_after`
+    seconds a worker is called silent."""
+    board = LeaseTable.of(names_in(storage, LEASES))
+    open_shards = {
+        shard: epoch
+        for shard, epoch in board.epochs.items()
+        if shard >= 0 and shard not in board.done | board.quarantined
+    }
+    owners = {s: _lease(storage, lease_name(s, epoch)) for s, epoch in open_shards.items()}
+    copiers = {
+        s: _lease(storage, lease_name(s, epoch, "b"))
+        for s, epoch in board.backups.items()
+        if s in open_shards
+    }
+    workers = []
+    for number in sorted(n for name in names_in(storage, WORKERS) if (n := parse_worker(name))):
+        path = storage.path / worker_name(number)
+        content, written = storage.read(path), storage.modified(path)
+        if content is None or written is None:  # the job is complete
+            continue
+        shards = sorted(s for s, owner in owners.items() if owner.worker == number)
+        backups = sorted(s for s, owner in copiers.items() if owner.worker == number)
+        silent = max(0.0, time.time() - written)
+        beat = read_beat(content)
+        about = {"worker": number, "host": "?", "pid": "?", "ended": None, **(beat or {})}
+        worker = _worker(about, silent, stale_after, shards, backups)
+        workers.append(worker if beat is not None else replace(worker, state="unreadable"))
+    quarantined = {
+        shard: _lease(storage, mark_name(shard, "quarantined")).ended
+        for shard in sorted(board.quarantined)
+    }
+    return Status(workers, len(board.done), len(open_shards), quarantined)
+
+
+def _lease(storage: Storage, name: str) -> Lease:
+    """What a lease says; one that cannot be read, or was deleted just now, is nobody's."""
+    return Lease.decoded(storage.read(storage.path / name)) or Lease(0)
+
+
+def _worker(
+    beat: Mapping[str, Any],
+    silent: float,
+    stale_after: float,
+    shards: list[int],
+    backups: list[int],
+) -> WorkerState:
+    if beat["ended"] is not None:
+        attempt = beat.get("attempt", {})
+        state = beat["ended"] if attempt.get("status") == "running" else attempt.get("status", "")
+        state = state or beat["ended"]
+    elif is_gone(beat):
+        state = "gone"
+    else:
+        state = "silent" if silent > stale_after else "running"
+    return WorkerState(beat, silent, state, shards, backups)

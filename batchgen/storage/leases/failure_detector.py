@@ -1,0 +1,89 @@
+"""Tells living workers from dead ones."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from batchgen.storage.leases.lease_files import WORKERS, parse_worker, worker_name
+from batchgen.storage.leases.process_identity import is_gone, machine
+from batchgen.storage.leases.store_operations import Names, Operation, Read
+
+
+class FailureDetector:
+    """Judges workers by the content of their heartbeats, over the clock of this process alone.
+
+    A worker is dead if it says that it ended, if this machine knows that its process is gone, or if
+    its heartbeat has not changed for `stale_after` seconds. A worker that was paused is alive again
+    with its next heartbeat. Clocks of other machines are never compared.
+    """
+
+    def __init__(
+        self,
+        stale_after: float,
+        clock: Callable[[], float],
+        is_gone: Callable[[Mapping[str, Any]], bool],
+    ) -> None:
+        """Create a detector; `is_gone` says whether the process behind a heartbeat is known to
+        have ended."""
+        self._stale_after = stale_after
+        self._clock = clock
+        self._is_gone = is_gone
+        self._seen: dict[object, tuple[bytes | None, float]] = {}
+
+    def is_dead(self, worker: int, content: bytes | None) -> bool:
+        """Whether a worker is dead, given the present content of its heartbeat."""
+        beat = read_beat(content)
+        if beat is not None and (beat["ended"] is not None or self._is_gone(beat)):
+            return True
+        return self.stands_still(worker, content)
+
+    def stands_still(self, what: object, content: bytes | None) -> bool:
+        """Whether something has had the same content for so long that nobody writes it any more."""
+        now = self._clock()
+        seen = self._seen.get(what)
+        if seen is None or seen[0] != content:
+            self._seen[what] = content, now
+            return False
+        return now - seen[1] >= self._stale_after
+
+    def how_ended(self, content: bytes | None) -> str | None:
+        """How a worker says that it ended; None if it says nothing."""
+        beat = read_beat(content)
+        return None if beat is None else beat["ended"]
+
+
+def read_beat(content: bytes | None) -> dict[str, Any] | None:
+    """What a heartbeat says; None if it is empty, cut off or zeroed, as after a crash."""
+    try:
+        found = json.loads(content or b"")
+    except (ValueError, RecursionError):
+        return None
+    is_beat = isinstance(found, dict) and isinstance(found.get("ended", 0), str | None)
+    return found if is_beat else None
+
+
+def any_lives(
+    do: Callable[[Operation], Any], look_seconds: float, stale_after: float, *, here: bool
+) -> bool:
+    """Whether a worker of a folder lives.
+
+    A worker on another machine lives if its heartbeat changes within `stale_after` seconds, for
+    which this waits, unless the worker has ended cleanly. `here` also counts workers of this
+    machine.
+    """
+    names = [worker_name(n) for name in do(Names(WORKERS)) if (n := parse_worker(name))]
+    beats = {name: content for name in names if (content := do(Read(name))) is not None}
+    told = {name: read_beat(content) or {"ended": None} for name, content in beats.items()}
+    running = {name: beat for name, beat in told.items() if beat["ended"] is None}
+    afar = {name for name, beat in running.items() if beat.get("machine") != machine()}
+    if here and any(not is_gone(running[name]) for name in running.keys() - afar):
+        return True
+    until = time.monotonic() + stale_after
+    while afar and time.monotonic() < until:
+        time.sleep(min(1.0, look_seconds))
+        if any(do(Read(name)) != beats[name] for name in afar):
+            return True
+    return False

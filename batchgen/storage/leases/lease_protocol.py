@@ -1,0 +1,347 @@
+"""The protocol by which workers share a job's shards. It needs nothing but create-if-absent.
+
+- A worker gets its number by creating `workers/0007.json`. It rewrites that file again and again:
+  its heartbeat. No other worker writes it.
+- The owner of a shard is the worker that made its lease of the highest epoch,
+  `leases/00012.e003.json`. Leases are never changed or deleted while workers run.
+- If the owner of a lease is dead, any worker may make the lease of the next epoch and continue
+  from the journals. A worker that was only slow loses nothing but time, because what two workers
+  compute of a row is equal.
+- A shard is published by create-if-absent and then marked as `done`. The second worker to publish
+  compares its shard with the published one.
+- If no shard is left to begin, a worker executes one that another worker has begun speculatively,
+  from its last row backwards (a backup, lease `00012.b001.json`).
+- The crash count of a shard is how many workers ended on it. A shard with a crash is taken alone,
+  so that the next crash is known to be its own; a shard with three crashes is put in quarantine.
+
+Every function here is a generator of operations (store_operations.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from batchgen.storage.leases.failure_detector import FailureDetector
+from batchgen.storage.leases.lease_files import (
+    JOURNAL,
+    LEASES,
+    WORKERS,
+    claim_name,
+    journal_name,
+    lease_name,
+    mark_name,
+    parse_lease,
+    parse_mark,
+    parse_worker,
+    published_name,
+    worker_name,
+)
+from batchgen.storage.leases.store_operations import (
+    Names,
+    Overwrite,
+    Payload,
+    Read,
+    Same,
+    Steps,
+    ask,
+    create,
+)
+
+MOST_ENDED = 3
+"""How many workers a shard may end before nobody takes it any more."""
+_WIDEST = 256
+_MOST_ASKED = 16
+"""At most this many owners' heartbeats are checked in one look."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What a lease says: the worker that made it, and the workers whose crash is counted for its
+    shard."""
+
+    worker: int
+    ended: tuple[int, ...] = ()
+
+    def encoded(self) -> bytes:
+        return json.dumps({"worker": self.worker, "ended": list(self.ended)}).encode()
+
+    @staticmethod
+    def decoded(content: bytes | None) -> Lease | None:
+        """What a lease says. None if nothing can be read of it, so that nobody knows whose it is:
+        it is not whole yet, or its worker died or found the disk full before it was."""
+        try:
+            found = json.loads(content or b"")
+            return Lease(int(found["worker"]), tuple(map(int, found["ended"])))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+
+
+@dataclass
+class LeaseTable:
+    """What the names in `leases` say.
+
+    Attributes:
+        epochs: shard → the highest epoch of its leases.
+        backups: shard → the highest epoch of its backups.
+    """
+
+    epochs: dict[int, int] = field(default_factory=dict)
+    backups: dict[int, int] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    quarantined: set[int] = field(default_factory=set)
+
+    @staticmethod
+    def of(names: Iterable[str]) -> LeaseTable:
+        board = LeaseTable()
+        for name in names:
+            if (lease := parse_lease(name)) is not None:
+                shard, kind, epoch = lease
+                highest = board.epochs if kind == "e" else board.backups
+                highest[shard] = max(epoch, highest.get(shard, 0))
+            elif (mark := parse_mark(name)) is not None:
+                (board.done if mark[1] == "done" else board.quarantined).add(mark[0])
+        return board
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker does next.
+
+    Attributes:
+        kind: `shard`: the missing rows of a shard from the first on. `backup`: those of a shard
+            that
+            another worker has begun, from the last row backwards. `wait`: nothing yet. `over`:
+            nothing any more.
+        ended: the workers whose crash is counted for the shard.
+    """
+
+    kind: Literal["shard", "backup", "wait", "over"]
+    shard: int = -1
+    ended: tuple[int, ...] = ()
+
+
+def join(least: int, content: Callable[[int], bytes], draw: Callable[[int], int]) -> Steps[int]:
+    """Become a worker; returns its number, which is above that of all workers that are there.
+
+    Args:
+        content: the first heartbeat of a worker with this number; no other worker has an equal one.
+        draw: a random number below its argument, so that workers that join at once do not collide.
+    """
+    width = 1
+    while True:
+        names = yield from ask(Names(WORKERS))
+        numbers = [number for name in names if (number := parse_worker(name)) is not None]
+        number = max([least - 1, *numbers]) + 1 + draw(width)
+        if (yield from create(worker_name(number), content(number))):
+            return number
+        width = min(4 * width, _WIDEST)
+
+
+def publish(shard: int, payload: Payload, worker: int, *, replaces: bool) -> Steps[bool]:
+    """Publish a shard unless another worker has; returns whether the published one equals the
+    payload.
+
+    With `replaces`, the shard takes the place of an older one with fewer rows. Workers then agree
+    on a claim first, because create-if-absent cannot exchange an object.
+    """
+    name = claim_name(shard) if replaces else published_name(shard)
+    if not (yield from create(name, payload)):
+        if not (yield from ask(Same(name, payload))):
+            return False
+    if replaces:
+        yield from ask(Overwrite(published_name(shard), payload))
+    yield from create(mark_name(shard, "done"), Lease(worker).encoded())
+    return True
+
+
+class Member:
+    """A worker among the others: what it knows of them, and what it does next.
+
+    Attributes:
+        board: the leases at the last look.
+        complete: shards that need nothing any more, as this worker knows by itself.
+        num_ready: how many shards have all their rows, while the others come; None if all have.
+    """
+
+    def __init__(self, number: int, watch: FailureDetector, draw: Callable[[int], int]) -> None:
+        self.number = number
+        self.num_shards: int | None = None
+        self.board = LeaseTable()
+        self.complete: set[int] = set()
+        self.num_ready: int | None = None
+        self._watch = watch
+        self._draw = draw
+        self._leases: dict[tuple[int, str, int], Lease] = {}
+        self._first = 0  # every shard before it is finished
+
+    def look(self) -> Steps[None]:
+        """See which leases and marks there are."""
+        self.board = LeaseTable.of((yield from ask(Names(LEASES))))
+
+    def is_finished(self, shard: int) -> bool:
+        """Whether a shard is published, or in quarantine."""
+        board = self.board
+        return shard in self.complete or shard in board.done or shard in board.quarantined
+
+    def is_over(self) -> bool:
+        """Whether all shards are finished, as far as was seen at the last look."""
+        if self.num_shards is None:
+            return False
+        while self._first < self.num_shards and self.is_finished(self._first):
+            self._first += 1
+        return self._first == self.num_shards
+
+    def lost(self, shard: int) -> Steps[bool]:
+        """Whether a shard that was this worker's has become another's, as of the last look."""
+        epoch = self.board.epochs.get(shard, 0)
+        if not epoch:
+            return False
+        lease = yield from self._lease(shard, "e", epoch)
+        return lease is None or lease.worker != self.number
+
+    def next_task(self, idle: bool) -> Steps[Task]:
+        """Choose what to do next, and make its lease.
+
+        Only an `idle` worker, which has no row in flight, takes a shard with a crash or makes a
+        backup.
+        """
+        yield from self.look()
+        if (task := (yield from self._begin())) is not None:
+            return task
+        if self.is_over():
+            return Task("over")
+        running = []
+        for shard in self._some_begun():
+            lease = yield from self._lease(shard, "e", self.board.epochs[shard])
+            if lease is not None and lease.worker == self.number:
+                continue
+            if not (yield from self._is_over(shard, "e", self.board.epochs[shard])):
+                running.append((shard, lease))
+            elif (task := (yield from self._take_over(shard, lease, idle))) is not None:
+                return task
+        for shard, lease in running if idle else ():
+            if lease is not None and not lease.ended and (yield from self._claim_backup(shard)):
+                return Task("backup", shard)
+        return Task("over" if self.is_over() else "wait")
+
+    def claim(self, what: int) -> Steps[bool]:
+        """Whether it is this worker that does what one worker does for all: FINISH, what comes
+        after all shards; INDEX or GRADING."""
+        yield from self.look()
+        epoch = self.board.epochs.get(what, 0)
+        if epoch:
+            lease = yield from self._lease(what, "e", epoch)
+            if lease is not None and lease.worker == self.number:
+                return True
+            if not (yield from self._is_over(what, "e", epoch)):
+                return False
+        return (yield from self._make(what, "e", epoch + 1, Lease(self.number)))
+
+    def is_dead(self, worker: int) -> Steps[bool]:
+        """Whether a worker has ended, or is taken for dead."""
+        content = yield from ask(Read(worker_name(worker)))
+        return self._watch.is_dead(worker, content)
+
+    def _some_begun(self) -> list[int]:
+        """Shards that have been begun and are not finished: all of them, or a random part if they
+        are many, so that many idle workers do not ask for all heartbeats again and again."""
+        end = self._end
+        begun = [
+            shard
+            for shard in sorted(self.board.epochs)
+            if shard >= 0 and not self.is_finished(shard) and (end is None or shard < end)
+        ]
+        if len(begun) > _MOST_ASKED:
+            start = self._draw(len(begun))
+            begun = (begun[start:] + begun[:start])[:_MOST_ASKED]
+        return begun
+
+    @property
+    def _end(self) -> int | None:
+        """How many shards there are that can be begun; None if that is not known."""
+        return self.num_shards if self.num_ready is None else self.num_ready
+
+    def _free(self) -> Iterator[int]:
+        end = itertools.count() if self._end is None else range(self._end)
+        for shard in itertools.islice(end, self._first, None):
+            if shard not in self.board.epochs and not self.is_finished(shard):
+                yield shard
+
+    def _begin(self) -> Steps[Task | None]:
+        """Take the first free shard; after each lost race choose among more of the free ones."""
+        self.is_over()  # moves the first one on
+        width = 1
+        while free := list(itertools.islice(self._free(), width)):
+            shard = free[self._draw(len(free))]
+            if (yield from self._make(shard, "e", 1, Lease(self.number))):
+                return Task("shard", shard)
+            yield from self.look()
+            width = min(4 * width, _WIDEST)
+        return None
+
+    def _take_over(self, shard: int, lease: Lease | None, idle: bool) -> Steps[Task | None]:
+        """Take a shard of a dead worker, if it may be taken now."""
+        ended = () if lease is None else lease.ended
+        if lease is not None and (yield from self._is_to_blame(shard, lease.worker)):
+            ended = (*ended, lease.worker)
+        if len(ended) >= MOST_ENDED:
+            mark = Lease(self.number, ended).encoded()
+            yield from create(mark_name(shard, "quarantined"), mark)
+            self.board.quarantined.add(shard)
+            return None
+        if ended and not idle:
+            return None
+        made = yield from self._make(
+            shard, "e", self.board.epochs[shard] + 1, Lease(self.number, ended)
+        )
+        return Task("shard", shard, ended) if made else None
+
+    def _is_to_blame(self, shard: int, worker: int) -> Steps[bool]:
+        """Whether a dead worker failed, or died silently, before it had finished one row of the
+        shard."""
+        how = self._watch.how_ended((yield from ask(Read(worker_name(worker)))))
+        if how is not None:
+            return how == "failed"
+        return journal_name(shard, worker) not in (yield from ask(Names(JOURNAL)))
+
+    def _claim_backup(self, shard: int) -> Steps[bool]:
+        epoch = self.board.backups.get(shard, 0)
+        if epoch:
+            lease = yield from self._lease(shard, "b", epoch)
+            if lease is not None and lease.worker == self.number:
+                return False
+            if not (yield from self._is_over(shard, "b", epoch)):
+                return False
+        return (yield from self._make(shard, "b", epoch + 1, Lease(self.number)))
+
+    def _make(self, shard: int, kind: str, epoch: int, lease: Lease) -> Steps[bool]:
+        made = yield from create(lease_name(shard, epoch, kind), lease.encoded())
+        if made:
+            self._leases[shard, kind, epoch] = lease
+            highest = self.board.epochs if kind == "e" else self.board.backups
+            highest[shard] = max(epoch, highest.get(shard, 0))
+        return made
+
+    def _lease(self, shard: int, kind: str, epoch: int) -> Steps[Lease | None]:
+        """What a lease says that is there; None as of `Lease.decoded`. It never changes once it can
+        be read, so it is read once."""
+        key = (shard, kind, epoch)
+        if key not in self._leases:
+            lease = Lease.decoded((yield from ask(Read(lease_name(shard, epoch, kind)))))
+            if lease is None:
+                return None
+            self._leases[key] = lease
+        return self._leases[key]
+
+    def _is_over(self, shard: int, kind: str, epoch: int) -> Steps[bool]:
+        """Whether the worker of a lease is dead. If nobody knows who it is, the lease is over once
+        it has stayed as it is for as long as a worker may be silent."""
+        lease = yield from self._lease(shard, kind, epoch)
+        if lease is not None:
+            return (yield from self.is_dead(lease.worker))
+        name = lease_name(shard, epoch, kind)
+        return self._watch.stands_still(name, (yield from ask(Read(name))))

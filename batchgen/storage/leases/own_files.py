@@ -1,0 +1,74 @@
+"""The files and folders that a job has in its folder, none of which is a link."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from batchgen.storage.leases.lease_files import DATA, JOURNAL, LEASES, WORKERS
+from batchgen.storage.leases.patience import patiently
+from batchgen.util.errors import ConfigError
+
+LOCK = ".lock"
+LOCKS = ".locks"
+"""In an object store; another name, so that a copy of all objects is a folder like any other."""
+LOGS = "logs"
+"""Where launchers put what workers on other machines print."""
+MANIFEST = "manifest.json"
+ROWS = "rows"
+"""Where each row of the job comes from, if steps choose among those of the data set."""
+ROW_INDEX = "rows.json"
+KEYS = "keys"
+"""By which keys rows were made, in jobs whose rows later jobs may copy."""
+THUMBNAILS = "thumbnails"
+"""Small pictures of the images of rows."""
+OF_WORKERS = (LEASES, WORKERS)
+"""What tells the workers of a job of each other while it runs."""
+OWN = (
+    *(DATA, JOURNAL, "cost", "differing", "grades", *OF_WORKERS, "report.html", ROW_INDEX, ROWS),
+    *(KEYS, THUMBNAILS, "README.md", "config.yaml", "metrics.json", MANIFEST),
+)
+"""All that a job ever writes, in the order in which it is deleted. The manifest is the last, so
+that a folder still says whose it is if its deletion was interrupted."""
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse a job's folder in which one of the job's own files or folders is a link or a pipe.
+
+    A stranger who made the folder could lead such a link to any file of the user's, which would
+    then be shown, put into the report, or overwritten. The folder itself may be reached by links,
+    and logs may have links to other logs: submitit makes one to the script that it has submitted.
+
+    Raises:
+        ConfigError: there is a link or a pipe.
+    """
+    names = {LOCK, LOCKS, LOGS, *OWN}
+    logs = os.path.join(os.path.realpath(folder), LOGS, "")
+    for entry in _odd([entry for entry in _entries(folder) if entry.name in names]):
+        if Path(entry.path).relative_to(folder).parts[0] == LOGS and entry.is_file():
+            if os.path.realpath(entry.path).startswith(logs):
+                continue
+        what = "a link" if entry.is_symlink() else "neither a file nor a folder"
+        raise ConfigError(
+            f"{folder}: {os.path.relpath(entry.path, folder)} is {what}, and a job's own files are "
+            "not: it may lead to anything on this machine. If you know where it leads, put what is "
+            "there in its place (`cp -rL` copies a folder without its links)"
+        )
+
+
+def _entries(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
+    return patiently(lambda: list(os.scandir(folder)))
+
+
+def _odd(entries: list[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
+    """What is neither a file nor a folder, among some entries of a folder and all below them."""
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            # A job that goes on deletes its journals; what cannot be read leads nowhere.
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                yield from _odd(_entries(entry.path))
+        elif not entry.is_file(follow_symlinks=False):
+            if os.path.lexists(entry.path):  # else it was deleted since
+                yield entry

@@ -1,0 +1,243 @@
+"""The file metrics.json, which says what a job did in each of its attempts."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from batchgen.storage.costs.chain_costs import JobCost, all_steps, as_values
+from batchgen.storage.metrics.peers import Peers, added, attempt_of, seconds
+from batchgen.storage.metrics.tally import Tally
+from batchgen.storage.metrics.timeline import Timeline, metrics_text
+from batchgen.storage.stores.job_storage import FolderStorage, Storage
+from batchgen.storage.stores.whole_file import write_atomic
+
+SAVE_SECONDS = 10.0  # between two times that a running job saves the file
+Status = Literal["running", "complete", "stopped", "failed", "killed"]
+
+
+@dataclass
+class Attempt:
+    """One run of the command.
+
+    Attributes:
+        rows_resumed: output rows that earlier attempts had written.
+        rows_copied: those of its rows that it has copied from older jobs; no tokens are counted of
+            them.
+        rows_total: output rows of the whole job; None if that is not known.
+        status: how it ended. If it was killed, the file still says `running`, and the next attempt
+            changes that to `killed`.
+        rows: output rows that it has computed or copied, with error rows.
+        wall_s: seconds since the attempt began, with the loading of the weights.
+        generate_s: seconds since the engine began.
+        memory: how the engine divides the device's memory, in bytes; empty without an engine.
+        start_s: seconds until the engine began, mostly the loading of the weights.
+        session: a text that is the same for workers that ran beside each other.
+        batch_dependence: why a token's bits depend on what else is in the batch, as was found out
+            on this CPU; None if they do not, and on a GPU.
+        contract: what decided the bits of its rows besides models, data and configuration, by name,
+            such as the type of GPU; empty without an engine.
+        images: the images of its rows' prompts, once for each sample.
+        image_tokens: the tokens of these, which are prompt tokens, too.
+        devices: between how many its model is divided.
+        device_s: seconds that the engine's steps took of the device.
+    """
+
+    rows_resumed: int
+    rows_total: int | None = None
+    status: Status = "running"
+    started: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    host: str = field(default_factory=socket.gethostname)
+    rows: int = 0
+    error_rows: int = 0
+    rows_copied: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    wall_s: float = 0.0
+    generate_s: float = 0.0
+    peak_rss_mib: float = 0.0
+    memory: Mapping[str, int | None] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    start_s: float = 0.0
+    batch_dependence: str | None = None
+    contract: Mapping[str, str] = field(default_factory=dict)
+    device_s: float = 0.0
+    worker: int = 0
+    session: str = ""
+    images: int = 0
+    image_tokens: int = 0
+    pid: int = field(default_factory=os.getpid)
+    devices: int = 1
+
+
+class Metrics:
+    """The content of metrics.json.
+
+    It is saved while the job runs, so that it also tells of an attempt that was killed. Each of
+    several workers tells the others its figures, and the first one writes the file.
+
+    Attributes:
+        attempt: the present one.
+        tally: counts of the rows that are finished, those of earlier attempts too.
+        others: what the other workers have told, when this one last looked.
+        in_flight: how many rows run in the engine, without waiting ones.
+        was_complete: whether an earlier attempt completed the job.
+        score: what the job's marks come to; None without marks.
+        funnel: how many answers of other jobs each choice among them has left, if it reads any.
+        predicted: what this attempt was expected to take (`Forecast.summary`).
+        budget: what is used of the job's budget; None without one.
+        timeline: how the job went on over time; of workers beside each other it has only this one.
+        read_jobs: what the jobs cost whose rows are read.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        rows_resumed: int,
+        tally: Tally,
+        team: Peers | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        """Read what earlier attempts have left."""
+        self._path = path
+        self._storage = FolderStorage(path.parent) if storage is None else storage
+        self._team = team
+        self._started = time.monotonic()
+        self._saved = 0.0
+        self._text = ""
+        self.attempt = Attempt(rows_resumed)
+        if team is not None:
+            self.attempt.worker, self.attempt.session = team.number, team.session
+        self.others: Sequence[Mapping[str, Any]] = ()
+        self.tally = tally
+        self.in_flight = 0
+        self._earlier: list[dict[str, Any]] = []
+        self.was_complete = False
+        self.score: Mapping[str, Any] | None = None
+        self.funnel: Sequence[tuple[str, int]] = ()
+        self.predicted: Mapping[str, Any] | None = None
+        self.budget: Callable[[], Mapping[str, Any]] | None = None
+        self.timeline = Timeline(rows=rows_resumed)
+        self.read_jobs: Sequence[JobCost] = ()
+        if (content := self._storage.read(path)) is not None:
+            earlier = json.loads(content)
+            self.timeline = Timeline(earlier.get("timeline", ()), rows_resumed)
+            self._earlier = earlier["attempts"]
+            self.was_complete = earlier["status"] == "complete"
+        for earlier in self._earlier:
+            if earlier["status"] == "running":
+                earlier["status"] = "killed"
+
+    @property
+    def tokens_per_s(self) -> float:
+        """How many tokens this attempt has generated in each second that the engine ran."""
+        return self.attempt.generated_tokens / max(self.attempt.generate_s, 1e-9)
+
+    @property
+    def rows_copied(self) -> int:
+        """How many rows all attempts have copied from older jobs."""
+        return sum(attempt.get("rows_copied", 0) for attempt in self._attempts())
+
+    @property
+    def age(self) -> float:
+        """The seconds since this attempt began."""
+        return time.monotonic() - self._started
+
+    def due(self) -> bool:
+        """Whether SAVE_SECONDS have passed since the file was saved."""
+        return time.monotonic() - self._saved >= SAVE_SECONDS
+
+    def begin(self) -> None:
+        """Note that the engine begins now."""
+        self.attempt.start_s = round(self.age, 3)
+
+    def save(self, status: Status) -> None:
+        """Write the file."""
+        self._saved = now = time.monotonic()
+        self.attempt.status = status
+        self.attempt.wall_s = round(now - self._started, 3)
+        self.attempt.peak_rss_mib = peak_rss_mib()
+        totals = asdict(self.tally.totals)
+        told = [totals]
+        if self._team is not None:
+            facts = {"attempt": asdict(self.attempt), "totals": totals, "in_flight": self.in_flight}
+            self._team.tell(facts)
+            if status != "complete" and not self._team.is_first():
+                return
+            self.others = self._team.others()
+            if status != "complete":  # else all rows were counted in the shards
+                told += [beat["totals"] for beat in self.others if "totals" in beat]
+                if any(not beat["dead"] for beat in self.others):
+                    status = "running"
+        attempts = self._attempts()
+        summary: dict[str, Any] = {"status": status, **added(told)}
+        if status == "running":
+            summary["in_flight"] = self.in_flight + sum(
+                beat.get("in_flight", 0) for beat in self.others if not beat["dead"]
+            )
+        for key in ("wall_s", "generate_s"):
+            summary[key] = seconds(attempts, key)
+        summary["device_s"] = _device_s(attempts)
+        if self.read_jobs:
+            summary["read_jobs"] = as_values(self.read_jobs)
+        tokens = sum(attempt["generated_tokens"] for attempt in attempts)
+        if self.rows_copied:
+            summary["rows_copied"] = self.rows_copied
+        summary["tokens_per_s"] = round(tokens / max(summary["generate_s"], 1e-3), 1)
+        if self.budget is not None:
+            summary["budget"] = self.budget()
+        if self.score is not None:
+            summary["score"] = self.score
+        if self.funnel:
+            summary["funnel"] = self.funnel
+        if self.predicted is not None:
+            names = ("wall_s", "start_s", "prompt_tokens", "generated_tokens")
+            summary["predicted"] = self.predicted
+            own = asdict(self.attempt)
+            summary["actual"] = {name.replace("wall_s", "seconds"): own[name] for name in names}
+        summary["attempts"] = attempts
+        summary["timeline"] = self.timeline.points
+        self._text = metrics_text(summary)
+        self._storage.write(self._path, self._text)
+
+    def costs(self, job: str) -> list[JobCost]:
+        """What the jobs that are read and this one cost, which is called `job`."""
+        own = {"device_s": _device_s(self._attempts()), "rows": self.tally.totals.rows}
+        return all_steps({**own, "read_jobs": as_values(self.read_jobs)}, job)
+
+    def keep(self) -> None:
+        """Write the file again, at the end, if it is not as this worker saved it last: the first
+        worker may have overwritten it with what it knew before the job was complete."""
+        if self._storage.read(self._path) != self._text.encode():
+            write_atomic(self._path, self._text)
+            self._storage.upload(self._path)
+
+    def _attempts(self) -> list[dict[str, Any]]:
+        """All attempts in their order, those of the other workers too."""
+        present = [asdict(self.attempt)]
+        is_complete = self.attempt.status == "complete"
+        told = (attempt_of(beat, is_complete) for beat in self.others)
+        present += [attempt for attempt in told if attempt is not None]
+        present.sort(key=lambda attempt: int(attempt["worker"]))
+        known = {(attempt["worker"], attempt["started"]) for attempt in present}
+        earlier = (a for a in self._earlier if (a.get("worker"), a["started"]) not in known)
+        return [*earlier, *present]
+
+
+def peak_rss_mib() -> float:
+    """The most memory that this process has had so far, in MiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)
+
+
+def _device_s(attempts: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds of the device of all attempts; those of older versions say none."""
+    return round(sum(float(one.get("device_s", 0.0)) for one in attempts), 6)

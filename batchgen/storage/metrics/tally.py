@@ -1,0 +1,166 @@
+"""Counts over the finished rows of a job."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.storage.shards.enough import OUTCOME, VALID
+from batchgen.storage.shards.enough import OUTCOMES as ROW_OUTCOMES
+from batchgen.storage.shards.row_order import KEYS
+
+if TYPE_CHECKING:
+    from batchgen.storage.shards.output_schema import FinishedRow
+
+_SAMPLE_INDEX = KEYS[1]
+_CHANNEL = (
+    "channel"  # of batchgen.storage.shards.output_schema, which is not imported: it brings torch
+)
+_CUT = "length"
+OUTCOMES = {
+    "satisfied": "complete",
+    "cut": "ended by sampling.max_new_tokens before it was complete",
+    "conflict": "no token was left that the constraint and the sampling options allow",
+    "stopped": "ended by a stop string before it was complete",
+    "unconstrained": "without a constraint",
+    "error": "without an answer",
+}
+"""How a row of a job with a constraint can end, and what that means."""
+
+
+def constraint_outcome(finish_reason: str, satisfied: bool | None) -> str:
+    """The one of OUTCOMES that a row has."""
+    if finish_reason == "error":
+        return "error"
+    if satisfied is None:
+        return "unconstrained"
+    if satisfied:
+        return "satisfied"
+    return {_CUT: "cut", "constraint_conflict": "conflict"}.get(finish_reason, "stopped")
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts over all finished rows of a job.
+
+    Attributes:
+        finish_reasons: how many rows ended for which reason.
+        errors: how many rows have an error of which type.
+        counts: sums of what the strategy counts for each row (`OutputSchema.counts`).
+        constraint: how many rows ended in which of OUTCOMES; empty if the job has no constraint.
+        until: how many input rows ended in which of `shards.enough.OUTCOMES`, as far as their
+            shards are published, and how many samples are `valid`; empty without `sampling.until`.
+        cut_in: how many rows ended by `length` in which channel; empty without channels.
+    """
+
+    rows: int = 0
+    error_rows: int = 0
+    finish_reasons: Mapping[str, int] = field(default_factory=dict)
+    errors: Mapping[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
+    constraint: Mapping[str, int] = field(default_factory=dict)
+    until: Mapping[str, int] = field(default_factory=dict)
+    cut_in: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, figures: Mapping[str, Any]) -> Totals:
+        """The totals that metrics.json holds."""
+        return cls(**{f.name: figures[f.name] for f in fields(cls) if f.name in figures})
+
+
+class Tally:
+    """Counts finished rows, from tables with its `columns` and as they finish."""
+
+    def __init__(
+        self,
+        counts: Sequence[str],
+        constrained: bool = False,
+        until: bool = False,
+        channels: bool = False,
+    ) -> None:
+        """Create counters, with sums of further columns `counts`, for a job that is `constrained`,
+        has `sampling.until`, or whose rows have channels."""
+        self._rows = 0
+        self._reasons: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
+        self._outcomes: Counter[str] = Counter()
+        self._constrained = constrained
+        self._sums = dict.fromkeys(["num_prompt_tokens", "num_generated_tokens", *counts], 0)
+        satisfied = ["constraint_satisfied"] if constrained else []
+        self._until = dict.fromkeys([*ROW_OUTCOMES, VALID], 0) if until else {}
+        of_until = [_SAMPLE_INDEX, OUTCOME, VALID] if until else []
+        self._channels, self._cut_in = [_CHANNEL] if channels else [], Counter[str]()
+        known = ["finish_reason", "error", *self._sums, *satisfied, *of_until]
+        self.columns = [*known, *self._channels]
+
+    @property
+    def totals(self) -> Totals:
+        """What was counted so far."""
+        sums = dict(self._sums)
+        prompt, generated = sums.pop("num_prompt_tokens"), sums.pop("num_generated_tokens")
+        return Totals(
+            rows=self._rows,
+            error_rows=self._errors.total(),
+            finish_reasons=dict(self._reasons),
+            errors=dict(self._errors),
+            prompt_tokens=prompt,
+            generated_tokens=generated,
+            counts=sums,
+            constraint={n: self._outcomes[n] for n in OUTCOMES} if self._constrained else {},
+            until=dict(self._until),
+            cut_in=dict(self._cut_in),
+        )
+
+    def add_table(self, table: pa.Table) -> None:
+        """Count rows of the output, of which the table has `columns`."""
+        self._rows += table.num_rows
+        for name in self._sums:
+            self._sums[name] += pc.sum(table[name]).as_py() or 0
+        _count(self._reasons, table["finish_reason"])
+        _count(self._errors, pc.struct_field(table["error"], "type").drop_null())
+        if self._constrained:
+            reasons, satisfied = table["finish_reason"], table["constraint_satisfied"]
+            pairs = zip(reasons.to_pylist(), satisfied.to_pylist(), strict=True)
+            self._outcomes.update(itertools.starmap(constraint_outcome, pairs))
+        if self._channels:
+            is_cut = pc.equal(table["finish_reason"], _CUT)
+            _count(self._cut_in, table[_CHANNEL].filter(is_cut).drop_null())
+        if self._until:
+            self._until[VALID] += pc.sum(table[VALID]).as_py() or 0
+            first = table[OUTCOME].filter(pc.equal(table[_SAMPLE_INDEX], 0)).drop_null()
+            for item in pc.value_counts(first).to_pylist():
+                self._until[item["values"]] += item["counts"]
+
+    def add(self, rows: Iterable[FinishedRow]) -> None:
+        """Count rows that have just finished."""
+        for row in rows:
+            self._rows += 1
+            self._reasons[row.finish_reason] += 1
+            if row.finish_reason == _CUT and (channel := row.beside.get(_CHANNEL)) is not None:
+                self._cut_in[channel] += 1
+            if row.failure is not None:
+                self._errors[row.failure.type] += 1
+            output, satisfied = row.output, None
+            if output is not None:
+                self._sums["num_prompt_tokens"] += len(output.prompt_token_ids)
+                self._sums["num_generated_tokens"] += len(output.token_ids)
+                for name, count in output.counts.items():
+                    self._sums[name] += count
+                satisfied = output.constraint_satisfied
+            if self._constrained:
+                self._outcomes[constraint_outcome(row.finish_reason, satisfied)] += 1
+            if self._until:
+                self._until[VALID] += row.valid is True
+
+
+def _count(counts: Counter[str], values: pa.ChunkedArray) -> None:
+    for item in pc.value_counts(values).to_pylist():
+        counts[item["values"]] += item["counts"]

@@ -1,0 +1,296 @@
+"""Parquet files of which every byte that is read is checked: shards, and the parts of `grades`.
+
+The pages of a Parquet file have checksums, but its footer and the heads of its pages have none. So
+between the last row group and the footer, where Parquet allows further bytes and other readers pass
+them over, a file that was sealed holds `uint32 crc32` of each column chunk, row group by row group,
+then `uint32 crc32` of the footer, and `_MARK`; all of it little endian. Files of older versions
+have none of this; the checksums of their pages are checked if they have some.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from io import SEEK_END, RawIOBase
+from pathlib import Path
+from typing import Any, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.storage.leases.patience import patiently
+from batchgen.storage.stores.range_file import RangeFile
+from batchgen.util.errors import JobError
+
+Source = Path | RawIOBase
+"""What a file is read from: a path, or an object whose text is its URL (`Storage.parquet`)."""
+_MARK = b"\xb6sums\x01\r\n"
+_END = struct.Struct("<I4s")  # what is behind the footer: its length, and b"PAR1"
+_AT_ONCE = 2**20
+_MOST_AT_END = 64 * 2**10  # what pyarrow reads first, from the end of a file
+
+
+class DamagedFile(JobError):
+    """A file of a job that does not hold what was written, or not the rows that it must have."""
+
+
+class CheckedFile:
+    """A Parquet file that is open. What is read from it is what was written.
+
+    All methods raise `DamagedFile` if it is not, with the row group where it is not, and `JobError`
+    if it cannot be read.
+    """
+
+    schema: pa.Schema
+    metadata: pq.FileMetaData
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        with _told(source):
+            self._bytes = _Bytes(source)
+            try:
+                end_of_sums = self._check_footer()
+                self._file = pq.ParquetFile(
+                    self._bytes, page_checksum_verification=end_of_sums is None
+                )
+                self.schema, self.metadata = self._file.schema_arrow, self._file.metadata
+                self._sums = None if end_of_sums is None else self._read_sums(end_of_sums)
+            except BaseException:
+                self._bytes.close()
+                raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._bytes.close()
+
+    def batches(
+        self,
+        size: int,
+        columns: Sequence[str] | None = None,
+        groups: Iterable[int] | None = None,
+        *,
+        use_threads: bool = True,
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows of some row groups, of all if `groups` is None, at most `size` at a time."""
+        names = None if columns is None else list(columns)
+        for group in range(self.metadata.num_row_groups) if groups is None else groups:
+            with _told(self._source, group):
+                self._check(group, names)
+                found = self._file.iter_batches(size, [group], names, use_threads=use_threads)
+            while True:
+                with _told(self._source, group):
+                    batch = next(found, None)
+                if batch is None:
+                    break
+                yield batch
+
+    def read(
+        self, columns: Sequence[str] | None = None, groups: Iterable[int] | None = None
+    ) -> pa.Table:
+        """The rows of some row groups, of all if `groups` is None."""
+        names = None if columns is None else list(columns)
+        tables = []
+        for group in range(self.metadata.num_row_groups) if groups is None else groups:
+            with _told(self._source, group):
+                self._check(group, names)
+                tables.append(self._file.read_row_group(group, names))
+        with _told(self._source):
+            return pa.concat_tables(tables or [self._file.read_row_groups([], names)])
+
+    def verify(self) -> None:
+        """Look at every byte of the rows."""
+        for group in range(self.metadata.num_row_groups):
+            with _told(self._source, group):
+                self._check(group, None)
+                if self._sums is None:
+                    self._file.read_row_group(group)
+
+    @property
+    def name(self) -> str:
+        """The path or URL of the file."""
+        return str(self._source)
+
+    def known_digest(self) -> str | None:
+        """The digest as of `content_digest`, if it is known without a pass over all bytes."""
+        return None if self._sums is None else self.content_digest()
+
+    def content_digest(self) -> str:
+        """32 hex digits, which are others if what the file holds is: over the checksums of its
+        chunks, or over all its bytes if it has none."""
+        digest = blake2b(str(self.metadata.num_rows).encode(), digest_size=16)
+        if self._sums is not None:
+            digest.update(b"".join(self._sums))
+            return digest.hexdigest()
+        with _told(self._source):
+            for start in range(0, self._bytes.size, _AT_ONCE):
+                digest.update(self._bytes.pread(start, min(_AT_ONCE, self._bytes.size - start)))
+        return digest.hexdigest()
+
+    def _check_footer(self) -> int | None:
+        """The place behind the checksums of the chunks; None if the file was not sealed."""
+        size, at_end = self._bytes.size, self._bytes.at_end
+        if len(at_end) < _END.size or not at_end.endswith(b"PAR1"):
+            return None  # for which pyarrow has a word
+        length, _ = _END.unpack(at_end[-_END.size :])
+        end_of_sums: int = size - _END.size - length - len(_MARK) - 4
+        if end_of_sums >= 0:
+            found = self._bytes.pread(end_of_sums, size - end_of_sums)
+            if found[4:].startswith(_MARK):
+                if found[:4] == _sum(found[4 + len(_MARK) :]):
+                    return end_of_sums
+                raise damaged(self._source, "its footer is not as it was written")
+        if _MARK in at_end:
+            raise damaged(self._source, "the length of its footer is not as it was written")
+        return None
+
+    def _read_sums(self, end: int) -> list[bytes]:
+        count = self.metadata.num_row_groups * self.metadata.num_columns
+        found = self._bytes.pread(end - 4 * count, 4 * count)
+        return [found[4 * i : 4 * i + 4] for i in range(count)]
+
+    def _check(self, group: int, columns: Sequence[str] | None) -> None:
+        """Read the chunks of some columns, compare them with their checksums, and keep them for
+        pyarrow, which reads them next."""
+        self._bytes.held.clear()
+        if self._sums is None:
+            return
+        meta = self.metadata.row_group(group)
+        for number in range(meta.num_columns):
+            chunk = meta.column(number)
+            name = chunk.path_in_schema
+            if columns is None or any(name == c or name.startswith(f"{c}.") for c in columns):
+                start, length = _place(chunk)
+                content = self._bytes.held[start] = self._bytes.pread(start, length)
+                if _sum(content) != self._sums[group * meta.num_columns + number]:
+                    why = f"row group {group}: column {name} is not as it was written"
+                    raise damaged(self._source, why)
+
+
+def read_schema(source: Source) -> pa.Schema:
+    """The columns of a file, and the metadata that was written with them."""
+    with CheckedFile(source) as file:
+        return file.schema
+
+
+def seal(path: Path) -> None:
+    """Add the checksums to a Parquet file that was just written."""
+    meta = pq.read_metadata(path)
+    groups = [meta.row_group(group) for group in range(meta.num_row_groups)]
+    chunks = [group.column(number) for group in groups for number in range(meta.num_columns)]
+    with path.open("r+b", buffering=0) as file:
+        sums = [_sum(_pread(file, *_place(chunk))) for chunk in chunks]
+        start = path.stat().st_size - _END.size - meta.serialized_size
+        footer = _pread(file, start, meta.serialized_size + _END.size)
+        file.seek(start)
+        file.write(b"".join([*sums, _sum(footer), _MARK, footer]))
+
+
+def damaged(source: Source, why: str) -> DamagedFile:
+    """The error for a shard, or a part of the grades, that cannot be used."""
+    folder, name = str(source).rpartition("/")[::2]
+    job = folder.removesuffix("/grades")
+    if job != folder:
+        return DamagedFile(
+            f"the grades {source} are damaged ({why}): delete {name} there and run "
+            f"`batchgen grade {job}`, which makes them again"
+        )
+    return DamagedFile(
+        f"the published shard {source} is damaged ({why}): delete it and run the same command, "
+        "which computes its rows again"
+    )
+
+
+def unreadable(source: Source, error: OSError) -> JobError:
+    """The error for a file that may be as it should, but that the system does not give."""
+    return JobError(
+        f"cannot read {source}: {error.strerror or error}. The file may be whole: look after the "
+        "disk or the file server, and run the same command again"
+    )
+
+
+class _Bytes(RangeFile):
+    """The bytes of a file for pyarrow; what was just checked comes from memory
+    (`held`, by place)."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._file: Any = None
+        self.held: dict[int, bytes] = {}
+        self.size, self.at_end = patiently(self._read_end)
+        self._end = self.size - len(self.at_end)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        super().close()
+
+    def length(self) -> int:
+        return self.size
+
+    def pread(self, start: int, length: int) -> bytes:
+        """Bytes of the file; those at its end are read once."""
+        if (held := self.held.get(start)) is not None and len(held) == length:
+            return held
+        if start >= self._end:
+            return self.at_end[start - self._end :][:length]
+        return patiently(lambda: self._read(start, length))
+
+    def _read_end(self) -> tuple[int, bytes]:
+        """The size of the file, and its last bytes."""
+        self._read(0, 0)  # opens it
+        size = self._file.seek(0, SEEK_END)
+        start = max(0, size - _MOST_AT_END)
+        return size, self._read(start, size - start)
+
+    def _read(self, start: int, length: int) -> bytes:
+        if self._file is None:
+            source = self._source
+            self._file = source.open("rb", buffering=0) if isinstance(source, Path) else source
+        try:
+            return _pread(self._file, start, length)
+        except OSError:
+            self._file = None  # it is opened anew, which helps where a file server lost it
+            raise
+
+
+def _pread(file: Any, start: int, length: int) -> bytes:
+    """Bytes of a file, fewer only at its end."""
+    file.seek(start)
+    found: bytes = file.read(length)
+    while len(found) < length and (more := file.read(length - len(found))):
+        found += more
+    return found
+
+
+def _place(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
+    """The first byte of a column chunk, and how many it has."""
+    start = chunk.data_page_offset
+    if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
+        start = min(start, chunk.dictionary_page_offset)
+    return start, chunk.total_compressed_size
+
+
+def _sum(content: bytes) -> bytes:
+    return struct.pack("<I", zlib.crc32(content))
+
+
+@contextmanager
+def _told(source: Source, group: int | None = None) -> Iterator[None]:
+    """Have errors say which file and which row group they are of."""
+    where = "" if group is None else f"row group {group}: "
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            raise unreadable(source, error) from error
+        raise damaged(source, f"{where}{error}") from error
+    except MemoryError as error:
+        raise JobError(f"there is no memory left to read {source} ({where}{error})") from error
+    except (pa.ArrowException, ValueError) as error:
+        raise damaged(source, f"{where}{error}") from error

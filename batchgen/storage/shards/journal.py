@@ -1,0 +1,216 @@
+"""The journal keeps the finished rows of incomplete shards safe from a kill at any moment.
+
+Each worker writes one file for each of its shards, such as `part-00003.0001.journal`. The second
+number is the worker's: a file has one writer, and later workers have higher numbers. A file is a
+sequence of frames: `uint32 length, uint32 crc32, payload`, little endian. The first payload is an
+Arrow IPC schema message, every other one an Arrow IPC record batch. A batch is appended with one
+unbuffered write, so that it survives `kill -9` from then on. Every `SYNC_SECONDS` the storage makes
+what is new safe, so that the loss of the machine costs at most the rows that finished since: files
+in a folder are fsynced; those for an object store, where nothing can be appended, are ended and
+uploaded, and the worker goes on in `part-00003.0001.2.journal`. A reader leaves out an end that
+does not match its length or checksum; no later worker appends to such a file.
+"""
+
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+
+from batchgen.storage.leases.patience import patiently
+from batchgen.storage.shards.checked_file import unreadable
+from batchgen.storage.stores.job_storage import FolderStorage, Storage
+from batchgen.util.errors import JobError
+
+_FRAME = struct.Struct("<II")
+_NAME = re.compile(r"part-([0-9]{5,})\.([0-9]{4,})(?:\.([0-9]+))?\.journal")
+
+
+class JournalGone(Exception):
+    """Raised if the file to append to was deleted: another worker has published its shard."""
+
+
+class Journal:
+    """The journal files of a job's folder, all with one schema; `attempt` numbers this worker's
+    own."""
+
+    def __init__(
+        self,
+        folder: Path,
+        schema: pa.Schema,
+        least_attempt: int = 1,
+        attempt: int | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        """Start a new attempt in a folder that exists.
+
+        Its number is `attempt`, or else at least `least_attempt` and above those of all files.
+        """
+        self._storage = FolderStorage(folder.parent) if storage is None else storage
+        self._folder = folder
+        self._schema = schema
+        self._files = journal_files(folder, self._storage.names(folder))
+        if attempt is None:
+            earlier = (attempt_of(path) for files in self._files.values() for path in files)
+            attempt = max(least_attempt, 1 + max(earlier, default=0))
+        self.attempt = attempt
+        self._own: set[Path] = set()
+        self._parts: dict[int, int] = {}  # by shard: which file of this worker's is written
+        self._unsynced: set[Path] = set()
+
+    def shards(self) -> set[int]:
+        """Shards that have journal files."""
+        return set(self._files)
+
+    def refresh(self) -> None:
+        """See which files other workers have written or deleted since."""
+        try:
+            self._files = journal_files(self._folder, self._storage.names(self._folder))
+        except FileNotFoundError:  # the job is complete
+            self._files = {}
+
+    def files(self, shard: int, *, own: bool = False) -> list[Path]:
+        """The files of a shard that other workers have written, or all."""
+        return [path for path in self._files.get(shard, ()) if own or path not in self._own]
+
+    def append(self, shard: int, batch: pa.RecordBatch) -> None:
+        """Append finished rows of one shard.
+
+        Raises:
+            JobError: the file cannot be written. The rows before it are safe.
+            FolderLost: the folder is not this job's any more.
+            JournalGone: the file was deleted, because the shard is published.
+        """
+        part = self._parts.get(shard, 1)
+        more = f".{part}" if part > 1 else ""
+        path = self._folder / f"part-{shard:05d}.{self.attempt:04d}{more}.journal"
+        files = self._files.setdefault(shard, [])
+        data = _frame(batch.serialize())
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+        if path not in self._own:
+            self._storage.confirm()
+            self._own.add(path)
+            files.append(path)
+            data = _frame(self._schema.serialize()) + data
+            flags |= os.O_CREAT
+        # The file is opened anew each time: a job with small shards has more incomplete ones than a
+        # process may have open files.
+        try:
+            fd = os.open(path, flags, 0o666)
+            try:
+                _write_all(fd, data)
+            finally:
+                os.close(fd)
+        except FileNotFoundError as error:
+            raise JournalGone(path) from error
+        except OSError as error:
+            raise JobError(f"cannot write {path}: {error.strerror or error}") from error
+        self._unsynced.add(path)
+
+    def read(self, shard: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """All whole batches of the shard in the order in which they were written, each with the
+        number of its attempt. They are memory-mapped, so nothing is copied."""
+        for path in self._files.get(shard, ()):
+            for batch in self.batches(path):
+                yield attempt_of(path), batch
+
+    def batches(self, path: Path) -> Iterator[pa.RecordBatch]:
+        """The whole batches of one file, or FileNotFoundError if it was deleted."""
+        self._storage.download(path)
+        yield from read_file(path, self._schema)
+
+    def sync(self, force: bool = False) -> None:
+        """Make what was appended safe from the loss of the machine, if SYNC_SECONDS have passed or
+        by `force`."""
+        ended = self._storage.flush(self._unsynced, force)
+        if ended is None:
+            return
+        for path in ended:
+            shard, _, part = _place(path)
+            self._parts[shard] = part + 1
+        self._unsynced.clear()
+
+    def release(self, shard: int) -> list[Path]:
+        """Forget a complete shard and return its files, to be deleted once it is published."""
+        files = self._files.pop(shard, [])
+        self._unsynced.difference_update(files)
+        return files
+
+
+def journal_files(folder: Path, names: Iterable[str]) -> dict[int, list[Path]]:
+    """From a shard to its journal files among these names, earlier workers first."""
+    files: dict[int, list[Path]] = {}
+    for name in names:
+        if match := _NAME.fullmatch(name):
+            files.setdefault(int(match[1]), []).append(folder / name)
+    return {shard: sorted(files[shard], key=_place) for shard in sorted(files)}
+
+
+def attempt_of(path: Path) -> int:
+    """The number of the worker that wrote a journal file."""
+    return _place(path)[1]
+
+
+def _place(path: Path) -> tuple[int, int, int]:
+    """The shard, the worker, and which of that worker's files of the shard a journal file is."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2]), int(match[3] or 1)
+
+
+def read_file(path: Path, schema: pa.Schema | None = None) -> Iterator[pa.RecordBatch]:
+    """The whole batches of one journal file, up to the first torn or damaged frame.
+
+    Raises:
+        FileNotFoundError: it was deleted.
+        JobError: its schema is not `schema`, which None leaves open, or it cannot be read.
+    """
+    try:
+        if patiently(path.stat).st_size == 0:  # an empty file cannot be memory-mapped
+            return
+        with patiently(lambda: pa.memory_map(str(path))) as mapped:
+            frames = _frames(mapped.read_buffer())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise unreadable(path, error) from error
+    head = next(frames, None)
+    if head is None:
+        return
+    written = pa.ipc.read_schema(head)
+    if schema is not None and not written.equals(schema):
+        raise JobError(
+            f"{path} has other columns than this job writes, so it comes from another version of "
+            "batchgen: finish the job with that version, or use another output.dir"
+        )
+    for payload in frames:
+        yield pa.ipc.read_record_batch(payload, written)
+
+
+def _frames(data: pa.Buffer) -> Iterator[pa.Buffer]:
+    offset = 0
+    while offset + _FRAME.size <= data.size:
+        length, checksum = _FRAME.unpack(data.slice(offset, _FRAME.size))
+        offset += _FRAME.size
+        # After a power loss a file may end with zeros, which read as a length of 0.
+        if length == 0 or offset + length > data.size:
+            return
+        payload = data.slice(offset, length)
+        if zlib.crc32(payload) != checksum:
+            return
+        yield payload
+        offset += length
+
+
+def _frame(payload: pa.Buffer) -> bytes:
+    data: bytes = payload.to_pybytes()
+    return _FRAME.pack(len(data), zlib.crc32(data)) + data
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

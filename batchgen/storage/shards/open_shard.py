@@ -1,0 +1,193 @@
+"""Which rows of a shard are there while the shard is not complete."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.storage.shards.enough import OUTCOME, VALID, Enough, marks_of
+from batchgen.storage.shards.output_schema import FinishedRow
+from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.shards.shard_files import Extent
+
+
+class OpenShard:
+    """The flags of a shard's rows. A row is done if it need not be computed any more.
+
+    Attributes:
+        state_columns: what must be known of a row to tell whether it is done.
+        done: [rows, samples] bool, whether the sample of the row is done.
+        by_others: [rows, samples] bool, which of them other workers have written since
+            this object was made.
+        num_rows: how many input rows make the shard complete; fewer for the last one.
+    """
+
+    state_columns: tuple[str, ...] = (*KEYS, "finish_reason")
+
+    def __init__(self, first_row: int, rows: int, samples: int) -> None:
+        """Create flags for up to `rows` input rows from the index `first_row` on."""
+        self._first, self._samples = first_row, samples
+        self.done = np.zeros((rows, samples), np.bool_)
+        self.by_others = np.zeros((rows, samples), np.bool_)
+        self.num_done = 0
+        self.num_rows = rows
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_done == self.num_rows * self._samples
+
+    @property
+    def extent(self) -> Extent:
+        """What the shard holds, once it is complete."""
+        return Extent(self.num_rows, self._samples)
+
+    def take_published(self, extent: Extent) -> None:
+        """Note that the rows of the published shard are there."""
+        self.done[: extent.rows, : extent.samples] = True
+        self.num_done = int(self.done.sum())
+
+    def take(
+        self, rows: pa.RecordBatch | pa.Table, *, errors_count: bool, attempt: int = 0
+    ) -> None:
+        """Note rows that an earlier attempt has written, each over what was known of it. Unless
+        `errors_count`, rows with an error are not done."""
+        done = pc.not_equal(rows["finish_reason"], "error").to_numpy(zero_copy_only=False)
+        self.done[self.places(rows)] = done | errors_count
+        self.num_done = int(self.done.sum())
+
+    def take_others(self, rows: pa.RecordBatch, *, errors_count: bool, attempt: int) -> None:
+        """Note rows that another worker has written meanwhile."""
+        before = self.done.copy()
+        self.take(rows, errors_count=errors_count, attempt=attempt)
+        self.done |= before  # what this worker has finished stays so, whatever another one has
+        self.num_done = int(self.done.sum())
+        self.by_others |= self.done & ~before
+
+    def is_by_others(self, row_index: int, sample: int) -> bool:
+        """Whether another worker has written a sample of a row while this one computed it."""
+        return bool(self.by_others[row_index - self._first, sample])
+
+    def add(self, rows: Sequence[FinishedRow], attempt: int) -> None:
+        """Note rows that this worker, whose number is `attempt`, has written."""
+        at = self._places_of(rows)
+        assert not self.done[at].any(), "a (row, sample) was written twice"
+        self.done[at] = True
+        self.num_done += len(rows)
+
+    def missing(self, row_index: int) -> list[int]:
+        """The samples of a row that are not done."""
+        done = self.done[row_index - self._first].tolist()
+        return [sample for sample, is_done in enumerate(done) if not is_done]
+
+    def places(
+        self, rows: pa.RecordBatch | pa.Table
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The place of each row in `done`."""
+        index, sample = (np.asarray(rows[name].to_numpy(), np.int64) for name in KEYS)
+        return index - self._first, sample
+
+    def _places_of(
+        self, rows: Sequence[FinishedRow]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        index = np.array([row.row_index for row in rows], np.int64)
+        return index - self._first, np.array([row.sample_index for row in rows], np.int64)
+
+
+class OpenEnoughShard(OpenShard):
+    """A shard of a job with `sampling.until`. It is complete when each row has enough samples.
+
+    A sample that two workers have computed counts as the one with the higher number has written it,
+    as it does when the shard is made of their journals: on a GPU the two may differ.
+    """
+
+    state_columns = (*OpenShard.state_columns, VALID, OUTCOME)
+
+    def __init__(self, first_row: int, rows: int, enough: Enough) -> None:
+        super().__init__(first_row, rows, enough.most)
+        self._enough = enough
+        self._valid, self._failed = np.zeros_like(self.done), np.zeros_like(self.done)
+        self._by = np.zeros(self.done.shape, np.int32)  # the attempt that wrote what counts
+        self._kept = np.zeros(rows, np.int64)  # how many samples a row keeps; 0 if that is open
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self._kept[: self.num_rows].all())
+
+    @property
+    def extent(self) -> Extent:
+        answers = int(self._kept[: self.num_rows].sum())
+        return Extent(self.num_rows, self._samples, self._enough.valid, answers)
+
+    def take_published(self, extent: Extent) -> None:
+        """The rows are taken one by one, as their numbers of samples differ."""
+
+    def take(
+        self, rows: pa.RecordBatch | pa.Table, *, errors_count: bool, attempt: int = 0
+    ) -> None:
+        super().take(rows, errors_count=errors_count)
+        self._mark(self.places(rows), *marks_of(rows), attempt)
+
+    def take_others(self, rows: pa.RecordBatch, *, errors_count: bool, attempt: int) -> None:
+        super().take_others(rows, errors_count=errors_count, attempt=attempt)
+        self._count(np.unique(self.places(rows)[0]))
+
+    def is_by_others(self, row_index: int, sample: int) -> bool:
+        """Whether a sample is not needed any more, as others have written it or the row has enough
+        without it."""
+        has_enough = bool(self._kept[row_index - self._first])
+        return has_enough or super().is_by_others(row_index, sample)
+
+    def add(self, rows: Sequence[FinishedRow], attempt: int) -> None:
+        super().add(rows, attempt)
+        valid = np.array([row.valid is True for row in rows])
+        failed = np.array([row.output is None for row in rows])
+        self._mark(self._places_of(rows), valid, failed, attempt)
+
+    def missing(self, row_index: int) -> list[int]:
+        """The samples of a row that are not done and may be needed."""
+        return [] if self._kept[row_index - self._first] else super().missing(row_index)
+
+    def wanted(self, row_index: int, begun: Collection[int], rate: float | None) -> list[int]:
+        """What `Enough.wanted` gives; the rate None is the row's own of valid samples so far."""
+        row = row_index - self._first
+        if self._kept[row]:
+            return []
+        done, valid = self.done[row], self._valid[row]
+        if rate is None:
+            there = int(done.sum())
+            # The mean of what the rate may be, given what has come of the samples (Laplace).
+            rate = (int(valid.sum()) + 1) / (there + 2) if there else 1.0
+        return self._enough.wanted(done, valid, begun, rate)
+
+    def _mark(
+        self,
+        at: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
+        valid: npt.NDArray[np.bool_],
+        failed: npt.NDArray[np.bool_],
+        attempt: int,
+    ) -> None:
+        newer = self._by[at] <= attempt
+        at = at[0][newer], at[1][newer]
+        self._by[at] = attempt
+        self._valid[at], self._failed[at] = valid[newer], failed[newer]
+        self._count(np.unique(at[0]))
+
+    def _count(self, rows: npt.NDArray[np.int64]) -> None:
+        """Find out how many samples these rows keep, from their flags."""
+        done = self.done[rows]
+        self._kept[rows] = self._enough.num_kept(
+            done, self._valid[rows] & done, self._failed[rows] & done
+        )
+
+
+def open_shard(
+    first_row: int, rows: int, samples: int, enough: Enough | None
+) -> OpenShard | OpenEnoughShard:
+    """The flags of a shard whose rows have `samples` samples, or as many as are `enough`."""
+    if enough is None:
+        return OpenShard(first_row, rows, samples)
+    return OpenEnoughShard(first_row, rows, enough)

@@ -1,0 +1,323 @@
+"""Writes finished rows, which come in any order, and knows which rows of a job are done."""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Self
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.storage.shards.journal import Journal, JournalGone
+from batchgen.storage.shards.open_shard import OpenEnoughShard, OpenShard
+from batchgen.storage.shards.output_schema import FinishedRow, OutputSchema
+from batchgen.storage.shards.published_shards import PublishedShards
+from batchgen.storage.shards.publisher import Publish, Publisher
+from batchgen.storage.shards.shard_files import Extent, ResumeState, read_columns
+from batchgen.storage.shards.written_rows import WrittenRows
+from batchgen.storage.stores.job_storage import FolderStorage, Storage
+from batchgen.storage.stores.retry_round import RetryRound
+from batchgen.util.errors import ConfigError, JobError
+
+MAX_UNPUBLISHED = 2  # complete shards that wait for the publisher before `write` waits for it
+
+
+class OutputWriter:
+    """Writes the shards of a job, of which other workers may write some at the same time.
+
+    Shard k holds all samples of the input rows from k·rows_per_shard up to (k+1)·rows_per_shard.
+    Rows go to the journal as they finish. When the last sample of a shard is there, a thread makes
+    the shard from its journal files, which do not change any more. Memory holds one flag for each
+    sample of the shards that are not complete.
+
+    A job can grow. Then a published shard lacks rows or samples, or has errors that are computed
+    again; the new rows go to the journal too, and a shard made of both replaces the old one. A row
+    that is there more than once counts as it was written last, so a journal that a kill left beside
+    its shard does no harm.
+
+    Workers share the journal's folder, where each has files of its own. `take` reads what all of
+    them have written of a shard, `absorb` what they have written since, and `drop` forgets a shard
+    that another worker has published. Which worker does which shard is not decided here.
+
+    Attributes:
+        resumed: how many samples of rows need no computing, because earlier attempts wrote them.
+        retried: how many error rows this attempt will compute again, if it began a retry round.
+    """
+
+    def __init__(
+        self,
+        data: Path,
+        journal: Path,
+        schema: OutputSchema,
+        rows_per_shard: int,
+        samples: int,
+        *,
+        num_rows: int | None = None,
+        retry_errors: bool = False,
+        worker: int | None = None,
+        older: ResumeState | None = None,
+        publish: Publish | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        """Read from shards and journal files what is done.
+
+        Args:
+            data: the folder of the shards, which exists, as does `journal`.
+            num_rows: the rows of the data set; None if that is not known.
+            retry_errors: whether error rows of earlier attempts are computed again.
+            worker: the number of this worker; None for one more than all that were there.
+            older: what the session's first worker found; None for that worker, which puts in order
+                what earlier attempts have left.
+            publish: gives shards their names; None renames files.
+
+        Raises:
+            JobError: a published shard is damaged or is not of this job.
+            ConfigError: the other workers have another `retry_errors`.
+        """
+        self.schema = schema
+        self._rows_per_shard = rows_per_shard
+        self._samples = samples
+        self._storage = FolderStorage(data.parent) if storage is None else storage
+        self._round = RetryRound(journal, self._storage)
+        self._published = PublishedShards(
+            data, schema, rows_per_shard, samples, num_rows, self._storage, older
+        )
+        self._journal = Journal(
+            journal, schema.arrow, self._round.least_attempt, worker, self._storage
+        )
+        self._publisher = Publisher(
+            data, journal, schema, self._round, self._journal.attempt, publish, self._storage
+        )
+        self._written = WrittenRows(
+            self._published, self._journal, self._round, rows_per_shard, samples, schema.enough
+        )
+        self.retried: int | None = None
+        if older is None:
+            for name in self._storage.names(journal):
+                if name.endswith(".tmp"):
+                    self._storage.delete(journal / name)
+            self.retried = self._begin_round(retry_errors)
+        elif retry_errors != self._round.is_open:
+            raise ConfigError(
+                f"output.retry_errors={str(retry_errors).lower()}: the workers that run in "
+                f"{self._storage.shown} have it otherwise: wait for them or stop them first"
+            )
+        self._open: dict[int, OpenShard] = {}
+        self._dropped: set[int] = set()
+        self.resumed = self._resume() if older is None else older.rows
+
+    def _resume(self) -> int:
+        """Count what is finished, and publish what is complete."""
+        for shard in sorted(self._journal.shards() | self._round.shards()):
+            self._reopen(shard)
+        self._publish_what_has_enough()
+        rows = self._published.num_done + sum(shard.num_done for shard in self._open.values())
+        for number in sorted(self._open):
+            self._publish_if_complete(number)
+        return rows
+
+    def _publish_what_has_enough(self) -> None:
+        """Publish anew the shards that lack nothing since `sampling.until` asks for more."""
+        for number, extent in list(self._published.extents.items()):
+            if self.schema.enough is None or self._published.has_all_samples(extent):
+                continue
+            if self._reopen(number).is_complete:
+                self._publish_if_complete(number)
+            else:
+                del self._open[number]
+                self._published.extents[number] = extent
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        """Make safe what is written, also where an error ends the job."""
+        self._publisher.close()
+        with suppress(JobError) if error is not None else nullcontext():
+            self._journal.sync(force=True)
+
+    @property
+    def older(self) -> ResumeState:
+        """What was there when this worker came."""
+        return ResumeState(self._published.older, self.resumed)
+
+    @property
+    def num_rows(self) -> int | None:
+        """The rows of the data set; None while that is not known."""
+        return self._published.num_rows
+
+    @property
+    def complete_shards(self) -> set[int]:
+        """The shards of which nothing is left to compute, as far as this worker knows."""
+        return self._published.complete() - self._round.shards()
+
+    @property
+    def num_leading_rows(self) -> int:
+        """How many rows at the start of the data set are published without a gap; a resume skips
+        them."""
+        return self._published.num_leading_rows
+
+    def missing(self, row_index: int) -> list[int]:
+        """The samples of a row that are not done yet. Rows must be asked for in order."""
+        shard, row = divmod(row_index, self._rows_per_shard)
+        if (extent := self._published.extents.get(shard)) is not None:
+            if row < extent.rows and self._published.has_all_samples(extent):
+                return []
+            self._reopen(shard)
+        if (opened := self._open.get(shard)) is None:
+            return list(range(self._samples))
+        return opened.missing(row_index)
+
+    def shard_of(self, row_index: int) -> int:
+        """The number of the shard that holds a row."""
+        return row_index // self._rows_per_shard
+
+    def wanted(self, row_index: int, begun: Collection[int], rate: float | None) -> list[int]:
+        """The samples of a row to begin now, of which others are `begun`: see
+        `OpenEnoughShard.wanted`. There are none in a shard that is not open."""
+        opened = self._open.get(self.shard_of(row_index))
+        if opened is None:
+            return []
+        assert isinstance(opened, OpenEnoughShard)
+        return opened.wanted(row_index, begun, rate)
+
+    def set_exact(self, exact: bool) -> None:
+        """Say whether a row that is computed twice must be the same to the bit."""
+        self._publisher.exact = exact
+
+    def take(self, number: int) -> None:
+        """Find out what all workers have finished of a shard that is to be completed now. If
+        another worker publishes it meanwhile, it is not open afterwards."""
+        self._dropped.discard(number)
+        self._journal.refresh()
+        try:
+            self._reopen(number)
+        except FileNotFoundError:  # its journal files are being deleted
+            self.drop(number)
+        else:
+            self._publish_if_complete(number)
+
+    def absorb(self, number: int) -> bool:
+        """Find out what others have finished of an open shard meanwhile; returns whether there was
+        something."""
+        found = self._written.absorb(number, self._open[number])
+        self._publish_if_complete(number)
+        return found
+
+    def others_have_rows(self) -> bool:
+        """Whether another worker has written rows since this one came."""
+        return self._written.others_have_rows()
+
+    def is_open(self, number: int) -> bool:
+        """Whether a shard was taken and is not complete."""
+        return number in self._open
+
+    def is_done_by_others(self, row_index: int, sample: int) -> bool:
+        """Whether another worker has finished a sample of a row that this one has begun."""
+        opened = self._open.get(row_index // self._rows_per_shard)
+        return opened is None or opened.is_by_others(row_index, sample)
+
+    def drop(self, number: int) -> None:
+        """Forget a shard that another worker has published."""
+        self._open.pop(number, None)
+        self._dropped.add(number)
+        self._journal.release(number)
+
+    def end_at(self, num_rows: int) -> None:
+        """Learn how many rows the data set has."""
+        self._published.num_rows = num_rows
+        last, rest = divmod(num_rows, self._rows_per_shard)
+        if rest and (opened := self._open.get(last)) is not None:
+            opened.num_rows = rest
+            self._publish_if_complete(last)
+
+    def done_rows(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Some columns of all rows that earlier attempts have done."""
+        self._publisher.wait(0)
+        for shard, extent in sorted(self._published.extents.items()):
+            if extent.rows:
+                yield read_columns(self._published.source(shard), columns)
+        for shard, opened in sorted(self._open.items()):
+            if (table := self._written.table(shard, columns)) is not None:
+                yield table.filter(pa.array(opened.done[opened.places(table)])).select(columns)
+
+    def write(self, rows: Sequence[FinishedRow]) -> None:
+        """Keep finished rows of any shards, in any order. When this returns, a kill cannot lose
+        them.
+
+        Each sample of each row must come once in a job.
+        """
+        by_shard: dict[int, list[FinishedRow]] = {}
+        for row in rows:
+            by_shard.setdefault(row.row_index // self._rows_per_shard, []).append(row)
+        for number, shard_rows in by_shard.items():
+            if number in self._dropped:
+                continue
+            opened = self._open.get(number) or self._reopen(number)
+            new = [r for r in shard_rows if not opened.is_by_others(r.row_index, r.sample_index)]
+            if not new:
+                continue
+            try:
+                self._journal.append(number, self.schema.encode(new))
+            except JournalGone:
+                self.drop(number)
+                continue
+            opened.add(new, self._journal.attempt)
+            self._publish_if_complete(number)
+        self._journal.sync()
+        self._publisher.wait(MAX_UNPUBLISHED)
+
+    def finish(self, num_rows: int) -> None:
+        """Publish the last shard, once all rows are written.
+
+        The output of an empty data set is one empty shard, so that it loads and has its columns.
+
+        Raises:
+            JobError: a file cannot be written, or the shards do not have as many rows.
+        """
+        self.end_at(num_rows)
+        for number in sorted(self._open):
+            self._publish_if_complete(number)
+        if num_rows == 0 and 0 not in self._published.extents:
+            self._publish(0, Extent(0, 0))
+        self._publisher.wait(0)
+        for number in self._published.learn_others():
+            self.drop(number)
+        self._published.check_complete(self._open)
+
+    def flush(self) -> None:
+        """Make all rows safe from a power loss, and wait for shards that are being published."""
+        self._journal.sync(force=True)
+        self._publisher.wait(0)
+
+    def _publish_if_complete(self, number: int) -> None:
+        opened = self._open[number]
+        if opened.is_complete:
+            del self._open[number]
+            self._publish(number, opened.extent)
+
+    def _publish(self, number: int, extent: Extent) -> None:
+        files = self._journal.release(number)
+        self._published.extents[number] = extent
+        older = self._published.older
+        if older.get(number) == extent and not files:
+            self._publisher.note_complete(number)
+        else:
+            self._publisher.submit(number, files, extent.num_answers, replaces=number in older)
+
+    def _begin_round(self, wanted: bool) -> int | None:
+        """Begin to compute error rows again, unless an earlier attempt has begun it."""
+        if not wanted:
+            self._round.end()
+        if self._round.is_open or not wanted:
+            return None
+        errors: dict[int, int] = {}
+        for shard in sorted(self._journal.shards() | set(self._published.extents)):
+            if (table := self._written.table(shard, ["finish_reason"])) is not None:
+                errors[shard] = pc.sum(pc.equal(table["finish_reason"], "error")).as_py()
+        self._round.begin([shard for shard, n in errors.items() if n], self._journal.attempt)
+        return sum(errors.values())
+
+    def _reopen(self, number: int) -> OpenShard:
+        opened = self._open[number] = self._written.open(number)
+        return opened

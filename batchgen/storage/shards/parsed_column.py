@@ -1,0 +1,132 @@
+"""The column `parsed`, which holds the JSON of a row, with types where its schema tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.constraint.json_schema.json_text import has_lone_surrogate, parse_json
+from batchgen.engine.interface.outputs import RequestOutput
+from batchgen.storage.shards.arrow_schema import Inexact, arrow_type
+
+_Fit = Callable[[Any], Any]
+_INT64 = range(-(2**63), 2**63)
+
+
+class _Misfit(Exception):
+    """Raised for a value that its Arrow type cannot hold as it is."""
+
+
+@dataclass(frozen=True)
+class ParsedColumn:
+    """How the JSON of a row becomes a value of the column `parsed`.
+
+    Attributes:
+        typed: whether the type follows from the job's schema; if not, the column holds JSON text.
+        meaning: what readers of the output are told of the column.
+        start_after: the text behind whose first occurrence the JSON begins; empty for the start.
+    """
+
+    type: pa.DataType
+    typed: bool
+    meaning: str
+    start_after: str
+
+    @staticmethod
+    def build(constraint: Constraint | None, start_after: str) -> ParsedColumn:
+        """The column of a job whose constraint is JSON; None means that each row has its own."""
+        null = "null unless constraint_satisfied"
+        try:
+            if constraint is None:
+                raise Inexact("each row has a schema of its own")
+            if constraint.kind == "json":
+                raise Inexact("there is no schema")
+            type = arrow_type(parse_json(constraint.text))
+        except Inexact as why:
+            meaning = f"the JSON of text, as JSON text, because {why}; {null}"
+            return ParsedColumn(pa.string(), False, meaning, start_after)
+        meaning = f"the JSON of text, typed by the schema; {null} and the types hold every value"
+        return ParsedColumn(type, True, meaning, start_after)
+
+    def array(self, outputs: Sequence[RequestOutput | None]) -> pa.Array:
+        """The column's value for each row.
+
+        It is null where the row has no complete JSON, or a value that does not fit its Arrow type,
+        such as an integer of more than 64 bits or half a surrogate pair.
+        """
+        fit = _fit(self.type) if self.typed else None
+        return pa.array([self._value(output, fit) for output in outputs], self.type)
+
+    def _value(self, output: RequestOutput | None, fit: _Fit | None) -> Any:
+        if output is None or output.error is not None or not output.constraint_satisfied:
+            return None
+        text = output.text
+        if self.start_after:
+            text = text.partition(self.start_after)[2]
+        try:
+            value = parse_json(text)
+            return text.strip() if fit is None else fit(value)
+        except (ValueError, RecursionError, _Misfit):
+            return None
+
+
+def _fit(type: pa.DataType) -> _Fit:
+    """A function that returns a JSON value as the type holds it, or raises _Misfit. Arrow itself
+    would refuse the whole batch, round the value, or drop a part of it."""
+    if pa.types.is_struct(type):
+        fits = {field.name: _fit(field.type) for field in type}
+        return lambda value: None if value is None else _struct(value, fits)
+    if pa.types.is_list(type):
+        fit = _fit(type.value_type)
+        return lambda value: None if value is None else _list(value, fit)
+    scalar = {pa.int64(): _integer, pa.float64(): _number, pa.string(): _text, pa.bool_(): _bool}
+    fit = scalar[type]
+    return lambda value: None if value is None else fit(value)
+
+
+def _struct(value: Any, fits: dict[str, _Fit]) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value.keys() <= fits.keys():
+        raise _Misfit
+    return {name: fit(value.get(name)) for name, fit in fits.items()}
+
+
+def _list(value: Any, fit: _Fit) -> list[Any]:
+    if not isinstance(value, list):
+        raise _Misfit
+    return [fit(item) for item in value]
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # by JSON Schema 1.0 is an integer
+    if type(value) is not int or value not in _INT64:
+        raise _Misfit
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise _Misfit
+    try:
+        number = float(value)
+    except OverflowError:
+        raise _Misfit from None
+    if number in (float("inf"), float("-inf")):  # such as 1e999
+        raise _Misfit
+    return number
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or has_lone_surrogate(value):
+        raise _Misfit
+    return value
+
+
+def _bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _Misfit
+    return value

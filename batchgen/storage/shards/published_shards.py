@@ -1,0 +1,140 @@
+"""Which rows the published shards of a job hold, and which they will hold when it is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from batchgen.storage.shards.checked_file import Source, damaged
+from batchgen.storage.shards.output_schema import OutputSchema
+from batchgen.storage.shards.shard_files import (
+    Extent,
+    ResumeState,
+    shard_extent,
+    shard_files,
+    shard_path,
+)
+from batchgen.storage.stores.job_storage import Storage
+from batchgen.util.errors import JobError
+
+
+class PublishedShards:
+    """The shards that are there, each with its rows.
+
+    Attributes:
+        extents: the rows of each published shard, by its number, without shards that were opened
+            again.
+        older: the extents that this worker found when it came.
+        num_rows: the rows of the data set; None while that is not known.
+    """
+
+    def __init__(
+        self,
+        data: Path,
+        schema: OutputSchema,
+        rows_per_shard: int,
+        samples: int,
+        num_rows: int | None,
+        storage: Storage,
+        older: ResumeState | None,
+    ) -> None:
+        """Read the extents, unless `older` has them; JobError if a shard is damaged or is not of
+        this job."""
+        self._data = data
+        self._schema = schema
+        self._rows_per_shard = rows_per_shard
+        self._samples = samples
+        self._valid = 0 if schema.enough is None else schema.enough.valid
+        self._storage = storage
+        self.num_rows = num_rows
+        if older is None:
+            self.extents = {number: self._read(number) for number in self._numbers()}
+        else:
+            self.extents = dict(older.extents)
+        self.older = dict(self.extents)
+
+    @property
+    def num_done(self) -> int:
+        """How many output rows the published shards hold."""
+        return sum(extent.num_answers for extent in self.extents.values())
+
+    @property
+    def num_leading_rows(self) -> int:
+        """How many rows at the start of the data set are done, without a gap."""
+        rows, shard = 0, 0
+        while (extent := self.extents.get(shard)) is not None:
+            if not self.has_all_samples(extent):
+                break
+            rows += extent.rows
+            if extent.rows < self._rows_per_shard:
+                break
+            shard += 1
+        return rows
+
+    def has_all_samples(self, extent: Extent) -> bool:
+        """Whether the rows of a shard have all their samples."""
+        return not extent.rows or (extent.samples, extent.valid) == (self._samples, self._valid)
+
+    def complete(self) -> set[int]:
+        """The shards that hold all their rows."""
+        return {number for number, extent in self.extents.items() if extent == self.whole(number)}
+
+    def whole(self, number: int) -> Extent:
+        """Which rows a shard has when it is complete."""
+        rows = self._rows_per_shard
+        if self.num_rows is not None:
+            rows = max(0, min(rows, self.num_rows - number * rows))
+        return Extent(rows, self._samples, self._valid) if rows else Extent(0, 0)
+
+    def exists(self, number: int) -> bool:
+        return self._storage.exists(shard_path(self._data, number))
+
+    def source(self, number: int) -> Source:
+        """What a published shard is read from."""
+        return self._storage.parquet(shard_path(self._data, number))
+
+    def has_only_older(self) -> bool:
+        """Whether no shard was published since this worker came."""
+        return self._numbers() <= self.older.keys()
+
+    def learn_others(self) -> list[int]:
+        """Read the extents of shards that other workers have published, and return the complete
+        ones."""
+        found = []
+        for number, expected in enumerate(self._expected()):
+            if self.extents.get(number) != expected and self.exists(number):
+                self.extents[number] = self._read(number)
+                if self.extents[number] == expected:
+                    found.append(number)
+        return found
+
+    def check_complete(self, opened: Collection[int]) -> None:
+        """Raise JobError unless the shards are those of the whole data set and none is `opened`
+        still."""
+        expected = self._expected()
+        if not opened and self.extents == dict(enumerate(expected)):
+            return
+        for number, extent in sorted(self.extents.items()):
+            if number >= len(expected) or extent != expected[number]:
+                what = f"the dataset does not have its {extent.rows} rows"
+                raise damaged(self.source(number), what)
+        raise JobError(
+            f"the dataset ended after {len(expected)} shards, but shards {sorted(opened)} are not "
+            "complete: it has changed since the job was started; use another output.dir"
+        )
+
+    def _expected(self) -> list[Extent]:
+        """The rows of each shard of the whole data set; an empty one has one empty shard."""
+        assert self.num_rows is not None
+        shards = max(1, -(-self.num_rows // self._rows_per_shard))
+        return [self.whole(number) for number in range(shards)]
+
+    def _numbers(self) -> set[int]:
+        return set(shard_files(self._data, self._storage.names(self._data)))
+
+    def _read(self, number: int) -> Extent:
+        source = self.source(number)
+        extent = shard_extent(source, self._schema, number * self._rows_per_shard)
+        if extent.rows > self._rows_per_shard or extent.samples > self._samples:
+            raise damaged(source, f"{extent.num_answers} rows cannot be right")
+        return extent

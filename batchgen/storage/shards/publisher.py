@@ -1,0 +1,138 @@
+"""Makes shards of complete journals and gives them their names, in a thread of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from batchgen.storage.shards.journal import read_file
+from batchgen.storage.shards.output_schema import OutputSchema
+from batchgen.storage.shards.shard_files import mapped_shard, publish_shard, shard_path, write_shard
+from batchgen.storage.stores.job_storage import Storage
+from batchgen.storage.stores.retry_round import RetryRound
+from batchgen.util.errors import JobError
+
+Publish = Callable[[int, Path | None, bool], bool]
+"""Gives a shard its name: from its number, its file under another name, and whether it takes the
+place of an older shard, to whether that file is what the shard holds now. Without a file the shard
+is there already, and it is only noted that nothing is left to do."""
+
+
+class Publisher:
+    """Publishes, in a thread, the shards that one worker has completed. If `exact`, a row that was
+    computed twice must have equal bits."""
+
+    def __init__(
+        self,
+        data: Path,
+        journal: Path,
+        schema: OutputSchema,
+        retry_round: RetryRound,
+        worker: int,
+        publish: Publish | None,
+        storage: Storage,
+    ) -> None:
+        """Create a publisher; `publish` gives shards their names, and None renames files."""
+        self.exact = True
+        self._data = data
+        self._temporary = journal
+        self._schema = schema
+        self._round = retry_round
+        self._worker = worker
+        self._storage = storage
+        self._name_file = publish or self._rename
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
+        self._publishing: list[Future[None]] = []
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def submit(self, number: int, files: Sequence[Path], rows: int, *, replaces: bool) -> None:
+        """Publish soon a shard with `rows` output rows in journal files.
+
+        If it `replaces` an older one, rows of that stay unless they are in the files. A shard that
+        another worker has published meanwhile is whole, and is not merged.
+        """
+        self._publishing.append(self._thread.submit(self._publish, number, files, rows, replaces))
+
+    def note_complete(self, number: int) -> None:
+        """Note that a published shard is as it shall be."""
+        self._name_file(number, None, False)
+
+    def wait(self, most: int) -> None:
+        """Wait until at most `most` shards are being published; raise what the thread raised."""
+        while self._publishing and (len(self._publishing) > most or self._publishing[0].done()):
+            self._publishing.pop(0).result()
+
+    def _publish(self, number: int, files: Sequence[Path], rows: int, replaces: bool) -> None:
+        try:
+            self._merge(number, files, rows, replaces)
+        except (FileNotFoundError, JobError):
+            # Others may have completed the job, while this process was paused: then the folder of
+            # the journal is not there any more, and this shard is published.
+            if self._temporary.exists():
+                raise
+
+    def _merge(self, number: int, files: Sequence[Path], rows: int, replaces: bool) -> None:
+        path = shard_path(self._data, number)
+        temporary = self._temporary / f"{path.name}.{self._worker}.tmp"
+        copy = self._temporary / f"{path.name}.{self._worker}.old.tmp"
+        try:
+            source = self._storage.parquet(path)
+            batches = mapped_shard(source, self._schema, copy) if replaces else []
+            for file in files:
+                self._storage.download(file)
+                batches += read_file(file, self._schema.arrow)
+        except FileNotFoundError:
+            # Another worker has published the shard and deletes its journal files.
+            copy.unlink(missing_ok=True)
+            return
+        found = write_shard(batches, self._schema, path, temporary)
+        if found != rows:  # never publish less than is known to be finished
+            raise JobError(
+                f"{path.name} would have {found:,} rows and must have {rows:,}: its journal files "
+                f"{', '.join(file.name for file in files)} have changed; run the same command again"
+            )
+        # Before the shard has its name: else a kill in between would have its errors, which
+        # were computed again just now, computed once more.
+        self._round.finished(number)
+        same = self._name_file(number, temporary, replaces)
+        copy.unlink(missing_ok=True)
+        if not same:
+            self._keep(temporary, path)
+        temporary.unlink(missing_ok=True)
+        self._delete(files)
+
+    def _delete(self, files: Sequence[Path]) -> None:
+        """Delete journal files, of which others may have deleted some."""
+        for file in files:
+            self._storage.delete(file)
+
+    def _rename(self, number: int, temporary: Path | None, replaces: bool) -> bool:
+        """Publish where no other worker can be."""
+        if temporary is not None:
+            publish_shard(temporary, shard_path(self._data, number))
+        return True
+
+    def _keep(self, temporary: Path, path: Path) -> None:
+        """Keep a shard that differs from the one that another worker published, and complain of
+        it."""
+        if not self.exact:
+            print(
+                f"{path.name} was computed twice, with small differences, as on a GPU they can be: "
+                "what was published first stays",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+        kept = path.parent.parent / "differing" / f"{path.stem}.{self._worker:04d}.parquet"
+        kept.parent.mkdir(exist_ok=True)
+        temporary.rename(kept)
+        self._storage.upload(kept)
+        raise JobError(
+            f"{path} was published by another worker, and this worker has computed other rows, "
+            f"which are kept in {kept}: rows must not depend on who computes them. Compare the two "
+            "files, and look whether all workers run the same versions of batchgen and torch"
+        )

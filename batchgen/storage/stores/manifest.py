@@ -1,0 +1,281 @@
+"""The manifest of an output folder: what decides its content, and how another job differs."""
+
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Self
+
+from batchgen.config.groups.class_names import with_short_names
+from batchgen.util.errors import ConfigError
+
+FORMAT_VERSION = 2
+_PACKAGES = ("torch", "transformers", "datasets", "pyarrow", "xgrammar", "triton")
+ROWS = "dataset rows"
+"""The key in `Manifest.growing` of the number of rows that the job uses."""
+SAMPLES = "sampling.n"
+UNTIL_VALID, UNTIL_MOST = "sampling.until.valid", "sampling.until.most"
+READ_JOB = "read job"
+"""What keys of `Manifest.fingerprints` begin with that are of other jobs, whose rows are read."""
+CONTRACT = "contract "
+"""What keys of `Manifest.fingerprints` begin with that decide the bits of rows, and nothing else
+about them: those of jobs with engine.deterministic=true on a GPU."""
+_DATASET = "dataset"
+_BLOCK = (
+    1000  # of batchgen.inputs.dataset.row_digest, which is not imported: it comes with datasets
+)
+
+_CONTRACT_KEY = f"fingerprint.{CONTRACT}"
+_GOES_ON = "engine.deterministic=false takes rows as they come"
+
+RowDigests = Callable[[int], list[str] | None]
+"""Digests of some first rows of the data set; `batchgen.inputs.dataset.row_digest` makes them."""
+ChangedRow = Callable[[int, int], str | None]
+"""The first row of two numbers and those between that has changed, for people; None if it cannot be
+said."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What decides the content of a job's shards: its identity, its fingerprints, its columns.
+
+    Two jobs that agree in these and in `growing` write equal shards. A job whose `growing` has
+    become more goes on in the same folder.
+
+    Attributes:
+        identity: the part of the configuration that decides the content, by group and key.
+        fingerprints: digests of what the configuration only points to, such as data set and model.
+        columns: from the name of each output column to its type.
+        growing: what may change while the job goes on, by the name that users know: how many rows
+            and samples there are, and where data set and model lie.
+        row_digests: digests of the rows that the job uses, which tell whether a data set with
+            another
+            fingerprint begins with the same rows; None if they cannot be known.
+        versions: the packages with which the job was started; for people, not compared.
+        batch_dependence: why bits of rows computed on a CPU could depend on other rows; None if
+            they
+            could not. For people, not compared.
+        history: what has changed since the job was started, the oldest first. Each entry has
+            `when`, `changed` (lines `key: old → new`), `rows` (finished output rows) and
+            `versions`.
+    """
+
+    identity: Mapping[str, Any]
+    fingerprints: Mapping[str, str]
+    versions: Mapping[str, str]
+    columns: Mapping[str, str] = field(default_factory=dict)
+    growing: Mapping[str, Any] = field(default_factory=dict)
+    row_digests: Sequence[str] | None = None
+    batch_dependence: str | None = None
+    history: Sequence[Mapping[str, Any]] = ()
+    format_version: int = FORMAT_VERSION
+
+    @classmethod
+    def build(
+        cls,
+        identity: Mapping[str, Any],
+        fingerprints: Mapping[str, str],
+        columns: Mapping[str, str] | None = None,
+        growing: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """The manifest of a job as it is now, without what takes a pass over the data set."""
+        # JSON makes lists of tuples: only then does it equal what is read from a file.
+        identity = json.loads(json.dumps(identity))
+        return cls(identity, dict(fingerprints), _versions(), columns or {}, growing or {})
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The manifest in a file; as of `parse`."""
+        return cls.parse(path.read_bytes(), str(path))
+
+    @classmethod
+    def parse(cls, content: bytes, name: str) -> Self:
+        """The manifest that a file holds, or ConfigError if it is none or has another format
+        version."""
+        try:
+            values = json.loads(content)
+            found = values["format_version"]
+            if found == FORMAT_VERSION:
+                return cls(**values)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"{name} is not a manifest of batchgen ({error}): choose another output.dir"
+            ) from None
+        raise ConfigError(
+            f"{name} has format version {found}, this batchgen reads and writes {FORMAT_VERSION}: "
+            "use the version that started the job, or for a new job another output.dir"
+        )
+
+    def text(self) -> str:
+        """What a file with this manifest holds."""
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+    def differences(
+        self, new: "Manifest", digests: RowDigests, changed_row: ChangedRow = lambda *_: None
+    ) -> list[str]:
+        """A line `key: old → new` for everything that would make the content another one.
+
+        `digests` are those of the new manifest's rows, asked for only if they matter; `changed_row`
+        names a row that changed.
+        """
+        olds, news = self._compared(), new._compared()
+        if not any(name.startswith(CONTRACT) for name in new.fingerprints):
+            # Without engine.deterministic a job goes on under any contract.
+            olds = {key: text for key, text in olds.items() if not key.startswith(_CONTRACT_KEY)}
+        lines = [
+            _difference(key, olds.get(key, "(not set)"), news.get(key, "(not set)"))
+            for key in dict.fromkeys([*olds, *news])
+            if olds.get(key) != news.get(key)
+        ]
+        for key in (SAMPLES, UNTIL_VALID, UNTIL_MOST):
+            samples, asked = self.growing.get(key, 0), new.growing.get(key, 0)
+            if key in new.growing and asked < samples:
+                lines.append(
+                    f"{key}: {samples} → {asked} (a job can have more samples later, not fewer: "
+                    f"use {key}={samples} or more)"
+                )
+        if changed := self._changed_rows(new, digests, changed_row):
+            lines.append(changed)
+        return lines
+
+    def digests(self, stop: int) -> list[str] | None:
+        """Digests of the first `stop` rows, as far as this manifest has them."""
+        rows, found = self.growing.get(ROWS), self.row_digests
+        if found is None or rows is None:
+            return None
+        return [*found] if stop >= rows else [*found[: stop // _BLOCK]]
+
+    def grown(self, new: "Manifest") -> list[str]:
+        """A line `key: old → new` for everything that may change and has changed."""
+        olds, news = _flat(self.growing), _flat(new.growing)
+        lines = [
+            f"{key}: {olds.get(key, '(not set)')} → {value}"
+            for key, value in news.items()
+            if olds.get(key) != value
+        ]
+        if self.contract and not new.contract:
+            lines.append("engine.deterministic: true → false")
+        if not lines and self.fingerprints != new.fingerprints:
+            lines.append("dataset: other files with the same rows")
+        return lines
+
+    def other_contract(self, new: "Manifest") -> list[str]:
+        """The lines of `differences` that are of contracts."""
+        olds, news = self.contract, new.contract
+        return [
+            _difference(f"{_CONTRACT_KEY}{name}", *(_text(side.get(name)) for side in (olds, news)))
+            for name in dict.fromkeys([*olds, *news])
+            if news and olds.get(name) != news.get(name)
+        ]
+
+    @property
+    def contract(self) -> dict[str, str]:
+        """What decides the bits of the rows, by name; empty if they were not computed under one
+        contract."""
+        return {
+            name.removeprefix(CONTRACT): text
+            for name, text in self.fingerprints.items()
+            if name.startswith(CONTRACT)
+        }
+
+    def goes_on(self, new: "Manifest", changed: Sequence[str], rows: int) -> "Manifest":
+        """This manifest continued by another one, with an entry of history: what `changed`, after
+        how many finished `rows`."""
+        when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        entry = {"when": when, "changed": list(changed), "rows": rows, "versions": new.versions}
+        return replace(
+            self,
+            fingerprints=new.fingerprints,
+            growing=new.growing,
+            row_digests=new.row_digests,
+            history=[*self.history, entry],
+        )
+
+    def with_rows(self, other: "Manifest", digests: Sequence[str] | None) -> "Manifest":
+        """This manifest with the rows of another one, which have these digests."""
+        prints = {**self.fingerprints, _DATASET: other.fingerprints[_DATASET]}
+        growing = {**self.growing, ROWS: other.growing.get(ROWS)}
+        return replace(self, fingerprints=prints, growing=growing, row_digests=digests)
+
+    def _compared(self) -> dict[str, str]:
+        others = {name: text for name, text in self.fingerprints.items() if name != _DATASET}
+        columns = {f"column {name}": kind for name, kind in self.columns.items()}
+        return _flat(with_short_names(self.identity)) | _flat(others, "fingerprint.") | columns
+
+    def _changed_rows(
+        self, new: "Manifest", digests: RowDigests, changed_row: ChangedRow
+    ) -> str | None:
+        """How the rows that the job knows have changed in the data set; None if they have not."""
+        before, after = self.fingerprints.get(_DATASET), new.fingerprints.get(_DATASET)
+        if before == after:
+            return None
+        rows, now = self.growing.get(ROWS), new.growing.get(ROWS)
+        if self.row_digests is None or rows is None or now is None:
+            line = f"fingerprint.{_DATASET}: {before or '(not set)'} → {after or '(not set)'}"
+            return line + ("" if rows is None or now is not None else " (streamed)")
+        if rows <= now:
+            known = self.row_digests
+        else:  # the last digest of fewer rows is over rows that had no digest of their own
+            known = self.row_digests[: now // _BLOCK]
+        found = digests(min(rows, now)) or []
+        pairs = zip(known, found, strict=False)
+        block = next((i for i, (old, new) in enumerate(pairs) if old != new), None)
+        if block is not None:
+            first, last = _BLOCK * block, min(_BLOCK * (block + 1), rows) - 1
+            where = f"the first row that differs is one of {first:,} to {last:,}"
+            if (named := changed_row(first, min(last, now - 1))) is not None:
+                where = f"the first finished row that differs is {named}"
+        elif now < rows:
+            gone, same = rows - now, _BLOCK * (now // _BLOCK)
+            where = "1 row is gone" if gone == 1 else f"{gone:,} rows are gone"
+            where += f", the first {same:,} are the same" if same else ""
+        else:
+            return None
+        return (
+            f"dataset: {rows:,} rows → {now:,} rows; {where} (counted from 0; rows can be added at "
+            "the end, those that were there must stay)"
+        )
+
+
+def _difference(key: str, old: str, new: str) -> str:
+    line = f"{key}: {old} → {new}"
+    if key.startswith(_CONTRACT_KEY):
+        name = key.removeprefix(_CONTRACT_KEY)
+        return f"contract of the rows' bits, {name}: {old} → {new} ({_GOES_ON})"
+    if key.startswith("fingerprint.") and key.endswith("model"):
+        name = key.removeprefix("fingerprint.")
+        return f"{name}: a different model, or its files have changed ({line})"
+    if key.startswith(f"fingerprint.{READ_JOB}"):
+        return f"dataset.path: another job than the one whose rows were read ({line})"
+    return line
+
+
+def _text(value: str | None) -> str:
+    return "(not set)" if value is None else json.dumps(value)
+
+
+def _versions() -> dict[str, str]:
+    found = {name: text for name in _PACKAGES if (text := _version(name)) is not None}
+    return {"python": platform.python_version(), **found}
+
+
+def _version(package: str) -> str | None:
+    """The installed version of a package; None if it is absent (Triton is, except on Linux)."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """From `group.key` to the JSON text of its value. Values are compared by that text."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return flat

@@ -1,0 +1,133 @@
+"""Expressions that users write over the columns of a row: `mark == 1 and text|length > 200`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateError, nodes
+
+from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import beginning, some_names
+from batchgen.util.templates import template_bounds as bounds
+from batchgen.util.templates.template_sandbox import RENDER_ERRORS, BoundedEnvironment
+
+OWN_NAMES = ("row_id", "row_index", "row")
+"""What an expression can read beside columns: the row's id, its place, and all columns at once."""
+_RESULT = "_result"
+
+
+class ExpressionFailed(ValueError):
+    """An expression has no value in a row. The message names its key and says why."""
+
+
+class RowExpression:
+    """A Jinja expression that sees the columns of a row as variables, all of them as `row`, and
+    `row_id` and `row_index`; a column with such a name goes first.
+
+    It runs in the sandbox and within the bounds of one render, as templates do. Its value depends
+    on the row alone, so the filter `random` is unknown to it.
+    """
+
+    def __init__(self, key: str, source: str, columns: Collection[str]) -> None:
+        """Compile it, or raise ConfigError, which names the `key`, if it does not compile or reads
+        a name that is no column."""
+        env = BoundedEnvironment(undefined=StrictUndefined)
+        del env.filters["random"]
+        self._key, self.source = key, source
+        try:
+            tree = env.parse_expression(source, _RESULT)
+            loaded = (node for node in tree.find_all(nodes.Name) if node.ctx == "load")
+            names = list(dict.fromkeys(node.name for node in loaded))
+            self._read = {name: fields_read(tree, name) for name in names}
+            self._template = env.from_string(tree)
+        except TemplateError as error:  # the syntax, an unknown filter, a bound
+            raise ConfigError(f"{key}: {error.message} (in {beginning(source, 80)!r})") from None
+        known = {*columns, *OWN_NAMES}
+        self._globals = {n: env.globals[n] for n in names if n in env.globals and n not in known}
+        for name in names:
+            if name not in known and name not in self._globals:
+                raise _unknown(key, name, columns)
+        if "row" in names and "row" not in columns:
+            for name in self._read["row"] or ():
+                if name not in columns:
+                    raise _unknown(key, name, columns)
+        self._variables = tuple(name for name in names if name not in self._globals)
+        self.names = self._columns(columns)
+
+    def attributes(self, name: str) -> frozenset[str] | None:
+        """Which fields of a variable are read by their names; None if it is read as a whole."""
+        return self._read.get(name, frozenset())
+
+    def value(self, fields: Mapping[str, Any], row_id: str = "", row_index: int = 0) -> Any:
+        """What the expression is in a row, or ExpressionFailed."""
+        values: dict[str, Any] = dict(self._globals)
+        for name in self._variables:
+            if name in fields:
+                values[name] = fields[name]
+            elif name in OWN_NAMES:
+                values[name] = {"row_id": row_id, "row_index": row_index, "row": fields}[name]
+        try:
+            with bounds.one_render():
+                context = self._template.new_context(values, shared=True)
+                for _ in self._template.root_render_func(context):
+                    pass
+                return _complete(context.vars[_RESULT])
+        except RENDER_ERRORS as error:
+            raise self._failed(error, fields) from None
+
+    def is_true(self, fields: Mapping[str, Any], row_id: str = "", row_index: int = 0) -> bool:
+        """Whether the value in a row is true as Python sees it; or ExpressionFailed."""
+        return bool(self.value(fields, row_id, row_index))
+
+    def _columns(self, columns: Collection[str]) -> tuple[str, ...]:
+        """The columns that are read, in the order in which the data has them."""
+        read = {name for name in self._variables if name in columns}
+        if "row" in self._variables and "row" not in columns:
+            fields = self._read["row"]
+            read |= set(columns) if fields is None else fields
+        return tuple(name for name in columns if name in read)
+
+    def _failed(self, error: Exception, fields: Mapping[str, Any]) -> ExpressionFailed:
+        said = " ".join(str(error).split())
+        if not isinstance(error, TemplateError):
+            said = f"{type(error).__name__}: {said}"
+        null = [name for name in self.names if fields.get(name) is None]
+        hint = f"; null in this row: {some_names(null)}" if null else ""
+        return ExpressionFailed(f"{self._key}: {said}{hint}")
+
+
+def _complete(value: Any) -> Any:
+    """The value of an expression; what filters like `map` would make only later is a list."""
+    if isinstance(value, Iterator | range):
+        items = []
+        for item in value:
+            bounds.tick()
+            bounds.spend(1)
+            items.append(item)
+        return items
+    if isinstance(value, StrictUndefined):
+        str(value)  # raises what is missing
+    return value
+
+
+def fields_read(tree: nodes.Template, name: str) -> frozenset[str] | None:
+    """The fields of a variable that a template reads by name; None if it reads it as a whole."""
+    found, whole, named = set[str](), 0, 0
+    for node in tree.find_all((nodes.Name, nodes.Getattr, nodes.Getitem)):
+        if isinstance(node, nodes.Name):
+            whole += node.name == name and node.ctx == "load"
+        elif isinstance(owner := node.node, nodes.Name) and owner.name == name:  # type: ignore[attr-defined]
+            if isinstance(node, nodes.Getattr):
+                found.add(node.attr)
+                named += 1
+            elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+                found.add(str(node.arg.value))
+                named += 1
+    return frozenset(found) if whole == named else None
+
+
+def _unknown(key: str, name: str, columns: Collection[str]) -> ConfigError:
+    return ConfigError(
+        f"{key}: there is no column {name!r}: choose among {some_names(columns, name)}"
+    )

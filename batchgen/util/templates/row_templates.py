@@ -1,0 +1,138 @@
+"""Jinja templates that users write and that are filled with the columns of a row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, UndefinedError, nodes
+
+from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import some_names
+from batchgen.util.templates.template_bounds import TemplateLimit
+from batchgen.util.templates.template_sandbox import RENDER_ERRORS, BoundedEnvironment
+
+
+class _NullOutput(Exception):
+    """Raised when a template prints a value that is null."""
+
+
+class RowTemplate:
+    """A template that sees the columns of a row as variables, all of them as `row`, and as
+    `row_index` the row's position in the data set, from 0.
+
+    It runs in Jinja's sandbox, which keeps it from Python's internals, from changing the row, and
+    from ranges of more than 100,000, and within the bounds of one render (template_bounds.py).
+    Nothing is escaped for HTML, `tojson` writes plain JSON, and newlines are kept. A template can
+    ask whether a column is null (`{% if note %}`, `{{ note or '' }}`), but printing null is an
+    error: a file leaves a missing value null, and no prompt shall say "None". A template that does
+    not compile, or that uses unknown columns, raises ConfigError, which names the `key` of the
+    configuration.
+    """
+
+    def __init__(self, key: str, source: str, columns: Collection[str]) -> None:
+        env = BoundedEnvironment(
+            filters={"tojson": _to_json},
+            undefined=StrictUndefined,
+            keep_trailing_newline=True,
+            finalize=_not_null,
+        )
+        self._key = key
+        try:
+            tree = env.parse(source)
+            self._template = env.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"{key}, line {error.lineno}: {error.message}") from None
+        except TemplateError as error:  # an unknown filter or test
+            raise ConfigError(f"{key}: {error.message}") from None
+        # Each render copies them, and Jinja's own mapping takes longer to copy than to render.
+        self._template.globals = dict(self._template.globals)
+        self._only = _only_variable(tree)
+        self._names = sorted(env.undeclared(tree))
+        optional = _optional(tree) | {"row", "row_index"}
+        for name in self._names:
+            if name not in columns and name not in optional:
+                raise ConfigError(
+                    f"{key}: the data set has no column {name!r}: choose among "
+                    f"{some_names(columns, name)}"
+                )
+
+    @property
+    def uses_columns(self) -> bool:
+        """Whether the text can differ from row to row."""
+        return bool(self._names)
+
+    def render(self, fields: Mapping[str, Any], row_index: int = 0) -> str:
+        """The text for one row, or RequestError (missing_field, template_error)."""
+        if self._only is not None and type(value := fields.get(self._only)) is str:
+            return value
+        try:
+            with template_errors(self._key):
+                return self._template.render({"row": fields, "row_index": row_index, **fields})
+        except UndefinedError as error:
+            from batchgen.engine.interface.outputs import RequestError  # brings torch
+
+            has = some_names(fields)
+            raise RequestError(
+                "missing_field", f"{self._key}: {error.message}; the row has {has}"
+            ) from None
+        except _NullOutput:
+            from batchgen.engine.interface.outputs import RequestError
+
+            null = [
+                name
+                for name in self._names
+                if name not in ("row", "row_index") and fields.get(name) is None
+            ]
+            raise RequestError(
+                "missing_field",
+                f"{self._key} prints a value that is null ({', '.join(null) or 'see the row'}): "
+                "write {{ name or '' }} where that is meant",
+            ) from None
+
+
+@contextmanager
+def template_errors(key: str) -> Iterator[None]:
+    """Turn what rendering raises, apart from undefined variables, into a RequestError."""
+    try:
+        yield
+    except UndefinedError:
+        raise
+    except TemplateLimit as error:
+        from batchgen.engine.interface.outputs import RequestError
+
+        raise RequestError("template_error", f"{key}: {error}") from None
+    except RENDER_ERRORS as error:
+        from batchgen.engine.interface.outputs import RequestError
+
+        text = " ".join(str(error).split())
+        raise RequestError("template_error", f"{key}: {type(error).__name__}: {text}") from None
+
+
+def _not_null(value: Any) -> Any:
+    if value is None:
+        raise _NullOutput
+    return value
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, default=str)
+
+
+def _only_variable(tree: nodes.Template) -> str | None:
+    """The variable whose value is all that the template prints; None if it is another one."""
+    if len(tree.body) == 1 and isinstance(output := tree.body[0], nodes.Output):
+        if len(output.nodes) == 1 and isinstance(name := output.nodes[0], nodes.Name):
+            return name.name
+    return None
+
+
+def _optional(tree: nodes.Template) -> set[str]:
+    """The variables that the template tests with `is defined` or gives a default."""
+    guarded = [t.node for t in tree.find_all(nodes.Test) if t.name in ("defined", "undefined")]
+    guarded += [
+        f.node for f in tree.find_all(nodes.Filter) if f.name in ("default", "d") and f.node
+    ]
+    return {node.name for node in guarded if isinstance(node, nodes.Name)}

@@ -1,0 +1,56 @@
+"""Which columns of the data set a prompt is made of, found without the libraries that make it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+
+from batchgen.util.templates.template_sandbox import BoundedEnvironment
+
+_TEMPLATES = ("system", "user", "text", "answer")
+"""The keys that are one template each."""
+COLUMN_KEYS = (
+    *("messages_column", "tools_column", "token_ids_column", "answer_ids_column"),
+    "body_column",
+)
+"""The keys of the group `prompt` that name a column."""
+
+
+def used_columns(prompt: Mapping[str, Any]) -> list[str]:
+    """The columns that the group `prompt` of a config.yaml uses, in order; a nested field counts as
+    its column. A template that does not compile names none."""
+    named = [name for _, source in prompt_templates(prompt) for name in _variables(source)]
+    named += [column.split(".")[0] for key in COLUMN_KEYS if (column := prompt.get(key))]
+    return list(dict.fromkeys(named))
+
+
+def prompt_templates(prompt: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The templates of a group `prompt`, in the order of the prompt, each with the role or the key
+    that it is for."""
+    found = [(key, prompt.get(key)) for key in _TEMPLATES]
+    found += [item for message in prompt.get("messages") or () for item in message.items()]
+    return [(name, source) for name, source in found if isinstance(source, str)]
+
+
+def _variables(template: Any) -> list[str]:
+    """The columns that a template prints or tests, by their names or as fields of `row`."""
+    if not isinstance(template, str):
+        return []
+    env = BoundedEnvironment()
+    try:
+        tree = env.parse(template)
+    except TemplateError:
+        return []
+    free = env.undeclared(tree)
+    found: list[str] = []
+    for node in tree.find_all((nodes.Name, nodes.Getattr, nodes.Getitem)):
+        if isinstance(node, nodes.Name):
+            found += [node.name] * (node.name in free and node.name != "row")
+        elif isinstance(node.node, nodes.Name) and node.node.name == "row":  # type: ignore[attr-defined]
+            if isinstance(node, nodes.Getattr):
+                found.append(node.attr)
+            elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+                found.append(str(node.arg.value))
+    return found

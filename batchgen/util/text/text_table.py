@@ -1,0 +1,127 @@
+"""Tables and scores as lines for people, and the pieces that such lines share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from batchgen.util.hidden import visible
+from batchgen.util.shorten import both_ends
+
+Line = tuple[str, str]
+COUNT_AS = {"wrong": "counted as wrong", "left_out": "left out"}
+"""What is said of texts that were cut, by the value of `score.cut_texts`."""
+_NAME = 32
+"""Characters of a subset's name, so that its line fits into 80 columns."""
+
+
+def table(lines: Sequence[Line]) -> str:
+    """The lines with their values in one column."""
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def columns(rows: Sequence[Sequence[str]], *, numbers: bool = True) -> list[str]:
+    """A line for each row of texts, in columns: the first and the last to the left, and so those
+    between them, unless they are `numbers`."""
+    *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    side = ">" if numbers else "<"
+    lines = []
+    for first, *between, last in rows:
+        cells = [f"{text:{side}{w}}" for text, w in zip(between, widths[1:], strict=True)]
+        lines.append("  ".join([f"{first:<{widths[0]}}", *cells, last]).rstrip())
+    return lines
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, as in `1 error` and `2 errors`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def row_name(row_id: str, sample_index: int) -> str:
+    """`row ID`, and which of its samples if it is not the first."""
+    return f"row {row_id}" + (f", sample {sample_index}" if sample_index else "")
+
+
+def size(number: float) -> str:
+    """Bytes in words, such as `1.5 MB`."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.3g} {unit}"
+        number /= 1000
+    return f"{number:,.3g} TB"
+
+
+def percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f}%"
+
+
+def percent_range(interval: Mapping[str, Any] | None) -> str:
+    """`40.0% to 60.0%`; empty where the bounds are not known."""
+    if interval is None or interval["low"] is None:
+        return ""
+    return f"{percent(interval['low'])} to {percent(interval['high'])}"
+
+
+def score_lines(scores: Mapping[str, Any]) -> list[Line]:
+    """A name and a value for each line that tells what `batchgen.evals.scores.scores.score` found.
+
+    The two intervals are of 95%: for new questions of the same kind, and for the same questions
+    asked again. The second cannot be told where all samples of each question have one mark.
+    """
+    lines = [("score", _average(scores["avg"])), *_metrics(scores), *_rates(scores)]
+    subsets = scores.get("subsets", {})
+    for name, part in zip(_short(list(subsets)), subsets.values(), strict=True):
+        value = f"{percent(part['avg']['value'])}{_bounds(part['avg'])}"
+        lines.append((f"  {name}", f"{value} of {counted(part['questions'], 'question')}"))
+    return lines
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    """Each name in one line of at most _NAME characters; names that this makes equal end in their
+    place."""
+    lines = [" ".join(visible(name).split()) for name in names]
+    shown = [both_ends(line, _NAME) for line in lines]
+    often = Counter(shown)
+    for place, line in enumerate(lines):
+        if often[shown[place]] > 1:
+            mark = f" #{place + 1}"
+            shown[place] = both_ends(line, _NAME - len(mark)) + mark
+    return shown
+
+
+def _average(average: Mapping[str, Any]) -> str:
+    text = percent(average["value"])
+    for name, what in (("population", "new"), ("same_questions", "same")):
+        if (interval := average[name]) is not None:
+            text += f", {what} questions {percent_range(interval) or 'cannot be told'}"
+    return text
+
+
+def _metrics(scores: Mapping[str, Any]) -> list[Line]:
+    """pass@k, pass^k and maj@k for each k over 1, where they say more than the average."""
+    found = []
+    for name, metric in scores.items():
+        kind, _, k = name.replace("^", "@").partition("@")
+        if k and k != "1" and kind in ("pass", "maj"):
+            found.append((name, percent(metric["value"]) + _bounds(metric)))
+    return found
+
+
+def _rates(scores: Mapping[str, Any]) -> list[Line]:
+    """The shares of samples without a mark, and with one to be careful with."""
+    rates, of = scores["rates"], f"of {scores['samples']:,} answers"
+    marked = f"no answer {percent(rates['no_answer'])}, truncated {percent(rates['truncated'])}"
+    # Scores that earlier versions wrote do not say what cut texts count as, or have an answer.
+    if rates["truncated"] and (meaning := COUNT_AS.get(scores.get("cut_texts", ""))) is not None:
+        marked += f" ({meaning})"
+    elif rates["truncated"] and (cut := rates.get("truncated_with_answer")) is not None:
+        marked += f" (with an answer {percent(cut)})"
+    unmarked = f"error {percent(rates['error'])}, grade error {percent(rates['grade_error'])}"
+    return [("marked", f"{marked} {of}"), ("not marked", f"{unmarked} {of}")]
+
+
+def _bounds(metric: Mapping[str, Any]) -> str:
+    bounds = percent_range(metric["population"])
+    return f" ({bounds})" if bounds else ""

@@ -1,0 +1,126 @@
+"""How two texts differ, word by word, as HTML that can be read without colours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from markupsafe import Markup
+
+from batchgen.util.text.safe_text import GAP, marked
+
+MOST_WORDS = 1_500
+"""Words of each text that are compared, from the first difference on: difflib is quadratic."""
+MOST_CHARACTERS = 200_000
+"""Characters of each text that are looked at."""
+_WORD = re.compile(r"\s*(?:\w+|[^\w\s])")
+_AROUND = 40
+"""Words that are shown before and behind a difference; what both have more is left out."""
+_LEAST_SHARED = 2
+"""Fewer shared words between two differences are a part of them."""
+_ONLY_A = Markup('<del title="only in A">{}</del>')
+_ONLY_B = Markup('<ins title="only in B">{}</ins>')
+
+
+@dataclass(frozen=True)
+class WordDifference:
+    """How B differs from A."""
+
+    html: Markup  # what only A has is in `del`, what only B has is in `ins`
+    only_a: int  # words
+    only_b: int
+    left_out: tuple[int, int] = (0, 0)  # words of A and of B that were not compared
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring words of A and of B; they are the same if `same`."""
+
+    same: bool
+    a: Sequence[str]
+    b: Sequence[str]
+
+
+def word_difference(a: str, b: str) -> WordDifference:
+    """Compare two texts up to MOST_WORDS and MOST_CHARACTERS. White space does not count."""
+    left, right = (_WORD.findall(text[:MOST_CHARACTERS].rstrip()) for text in (a, b))
+    runs = _joined(list(_runs(left, right)))
+    only_a, only_b = _words(run for run in runs if not run.same)
+    compared_a, compared_b = _words(runs)
+    cut_a, cut_b = (max(len(text) - MOST_CHARACTERS, 0) // 5 for text in (a, b))
+    left_out = len(left) - compared_a + cut_a, len(right) - compared_b + cut_b
+    return WordDifference(_html(runs), only_a, only_b, left_out)
+
+
+def _words(runs: Iterable[_Run]) -> tuple[int, int]:
+    """How many words of A and of B there are."""
+    sizes = [(len(run.a), len(run.b)) for run in runs]
+    return sum(a for a, _ in sizes), sum(b for _, b in sizes)
+
+
+def _runs(left: list[str], right: list[str]) -> Iterator[_Run]:
+    """The runs of two lists of words in order, up to the bound."""
+    keys_a, keys_b = ([word.strip() for word in words] for words in (left, right))
+    start = _shared(keys_a, keys_b)
+    end = _shared(keys_a[start:][::-1], keys_b[start:][::-1])
+    stop_a, stop_b = len(left) - end, len(right) - end
+    is_cut = max(stop_a, stop_b) - start > MOST_WORDS
+    if is_cut:
+        stop_a, stop_b = (min(stop, start + MOST_WORDS) for stop in (stop_a, stop_b))
+    yield _Run(True, left[:start], right[:start])
+    matcher = SequenceMatcher(None, keys_a[start:stop_a], keys_b[start:stop_b])
+    for kind, a0, a1, b0, b1 in matcher.get_opcodes():
+        words_a, words_b = left[start + a0 : start + a1], right[start + b0 : start + b1]
+        yield _Run(kind == "equal", words_a, words_b)
+    if not is_cut:
+        yield _Run(True, left[stop_a:], right[stop_b:])
+
+
+def _shared(a: Sequence[str], b: Sequence[str]) -> int:
+    """How many words both begin with."""
+    pairs = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
+
+
+def _joined(runs: Sequence[_Run]) -> list[_Run]:
+    """The runs; few shared words between two differences are a part of these, because single words
+    that sentences share by chance make them hard to read."""
+    found: list[_Run] = []
+    for place, run in enumerate(runs):
+        inside = 0 < place < len(runs) - 1 and not runs[place - 1].same and not runs[place + 1].same
+        differs = not run.same or (inside and len(run.a) < _LEAST_SHARED)
+        if not run.a and not run.b:
+            continue
+        if found and found[-1].same != differs:
+            last = found.pop()
+            found.append(_Run(not differs, [*last.a, *run.a], [*last.b, *run.b]))
+        else:
+            found.append(_Run(not differs, run.a, run.b))
+    return found
+
+
+def _html(runs: Sequence[_Run]) -> Markup:
+    parts: list[Markup] = []
+    for place, run in enumerate(runs):
+        if not run.same:
+            a, b = "".join(run.a), "".join(run.b)
+            # White space that only one has is not told apart, so it stands there once.
+            first = b or a
+            parts.append(marked(first[: len(first) - len(first.lstrip())]))
+            parts += [_ONLY_A.format(marked(a.lstrip()))] * bool(a)
+            parts += [_ONLY_B.format(marked(b.lstrip()))] * bool(b)
+            continue
+        before, behind = _AROUND * (place > 0), _AROUND * (place < len(runs) - 1)
+        if len(run.a) <= before + behind or len(runs) == 1:
+            parts.append(_text(run.a))
+        else:
+            tail = run.a[len(run.a) - behind :]
+            characters = sum(map(len, run.a[before : len(run.a) - behind]))
+            parts += [_text(run.a[:before]), GAP.format(f"{characters:,}"), _text(tail)]
+    return Markup("").join(parts)
+
+
+def _text(words: Sequence[str]) -> Markup:
+    return marked("".join(words))

@@ -1,0 +1,113 @@
+"""Gemma 3 (Google 2025, arXiv 2503.19786): norms before and after each part, and layers with a
+window that have a rope of their own."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from batchgen.engine.models.dense import (
+    FULL,
+    WINDOW,
+    DenseForCausalLM,
+    dense_config,
+    layer_windows,
+)
+from batchgen.engine.models.model_config import (
+    ModelConfig,
+    check_positive,
+    rope_from_parameters,
+)
+from batchgen.engine.models.vision_part import (
+    VISION_TOWER,
+    piece_beside_tower,
+    text_config,
+    text_part,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_OTHER = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|embed_vision)\.")
+
+
+class Gemma3ForCausalLM(DenseForCausalLM):
+    """Gemma 3: embeddings are multiplied by √hidden_size, gates have GELU, and attention's scores
+    have a scale of their own."""
+
+    qk_norm = "head"
+    norm_places = "both"
+    zero_centred = True
+
+    hf_class = "Gemma3TextConfig"
+
+    @property
+    def embedding_scale(self) -> float:
+        scale: float = self.config.hidden_size**0.5
+        return scale
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        check_gemma(hf)
+        if hf.attn_logit_softcapping is not None:
+            raise ValueError(
+                "capped scores of attention (attn_logit_softcapping) are not supported"
+            )
+        check_positive(query_pre_attn_scalar=hf.query_pre_attn_scalar)
+        ropes = {kind: rope_from_parameters(hf.rope_parameters[kind]) for kind in (FULL, WINDOW)}
+        bias: bool = hf.attention_bias
+        return dense_config(
+            hf,
+            cls,
+            head_dim=hf.head_dim,
+            qkv_bias=bias,
+            output_bias=bias,
+            mlp_bias=False,
+            rope=ropes[FULL],
+            layer_ropes=[ropes[kind] for kind in hf.layer_types],
+            layer_windows=layer_windows(hf),
+            attention_scale=hf.query_pre_attn_scalar**-0.5,
+            gate="gelu",
+            logit_cap=hf.final_logit_softcapping,
+        )
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """The decoder of a Gemma 3 checkpoint with a vision tower, which is not loaded."""
+
+    hf_class = "Gemma3Config"
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        text = text_config(hf)
+        if text.final_logit_softcapping is not None:  # transformers passes over it in this class
+            raise ValueError(
+                "final_logit_softcapping beside a vision tower is not supported: it must be null"
+            )
+        return text_part(hf, super().config_from_hf(text))
+
+    @classmethod
+    def piece_name(cls, name: str, config: ModelConfig) -> str:
+        """Take away what checkpoints with a vision tower put before the decoder's names."""
+        return piece_beside_tower(name)
+
+    def skipped_part(self, name: str) -> str | None:
+        return VISION_TOWER if _OTHER.match(name) else None
+
+
+def check_gemma(hf: PretrainedConfig) -> None:
+    """Raise ValueError, which names the key, for what the engine lacks of a Gemma model."""
+    if hf.hidden_activation != "gelu_pytorch_tanh":
+        raise ValueError(
+            f"hidden_activation {hf.hidden_activation!r:.60} is not supported, only "
+            "'gelu_pytorch_tanh'"
+        )
+    # "vision" concerns tokens of images alone.
+    if hf.use_bidirectional_attention not in (None, False, "vision"):
+        raise ValueError(
+            f"use_bidirectional_attention {hf.use_bidirectional_attention!r:.60} is not supported: "
+            "attention of text must be causal"
+        )
+    cap = hf.final_logit_softcapping
+    if cap is not None and not (isinstance(cap, int | float) and 0 < cap < 1e6):
+        raise ValueError(f"final_logit_softcapping is {cap!r:.60}, and must be a number over 0")

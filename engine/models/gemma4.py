@@ -1,0 +1,166 @@
+"""Gemma 4 (Google 2026): layers without a window have larger heads, of which a part rotates, and
+values that are their keys. The model with experts has an MLP beside them; in the smallest ones the
+last layers read what others have cached, and all layers read vectors of the tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward, Mixer
+from batchgen.engine.layers.feed_forward.mlp import GatedMLP
+from batchgen.engine.layers.feed_forward.mlp_and_experts import MLPAndExperts
+from batchgen.engine.layers.feed_forward.scaled_router import ScaledRouter
+from batchgen.engine.layers.layer_inputs import LayerInput, LayerInputs
+from batchgen.engine.layers.linear import empty_parameter
+from batchgen.engine.layers.mixers.attention import Attention
+from batchgen.engine.layers.norm import RMSNorm
+from batchgen.engine.layers.rotary import RotaryTable
+from batchgen.engine.models.gemma4_config import Gemma4Config, gemma4_config
+from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.moe_model import MoEForCausalLM
+from batchgen.engine.models.vision_part import piece_beside_tower, text_config, text_part
+from batchgen.engine.parallel.tensor_parallel import EXPERTS_LANE
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_OTHER = re.compile(r"(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\.")
+_KEYS_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.(k|v)_(proj|norm)\.")
+
+
+class Gemma4ForCausalLM(MoEForCausalLM):
+    """Gemma 4: as Gemma 3 with norms of values and without a scale of scores, and each layer
+    multiplies the stream by a number."""
+
+    qk_norm = "head"
+    norm_places = "both"
+    norms_in_float = True
+
+    hf_class = "Gemma4TextConfig"
+
+    @property
+    def family(self) -> Gemma4Config:
+        """The family's part of the configuration."""
+        return self.config.family_as(Gemma4Config)
+
+    @property
+    def embedding_scale(self) -> float:
+        scale: float = self.config.hidden_size**0.5
+        return scale
+
+    def make_layer(self, index: int) -> DecoderLayer:
+        """Make a layer with norms before and after its parts; an MLP beside experts has its own."""
+        sparse = index in self.family.moe_layers
+        return DecoderLayer(
+            self.make_attention(index),
+            self.make_mlp(index),
+            before=(self.make_norm(), None if sparse else self.make_norm()),
+            after=(self.make_norm(), self.make_norm()),
+            scalar=empty_parameter(1, device=self.device, dtype=self.dtype),
+            own_input=self._layer_input(index),
+            mlp_name="" if sparse else "mlp",
+        )
+
+    def make_mlp(self, index: int) -> FeedForward:
+        """Make the feed-forward part of a layer: an MLP, and experts beside it if it has some."""
+        family, hidden, where = self.family, self.config.hidden_size, self.where
+        is_wide = family.wide_mlps and family.kv_layers[index] != index
+        width = family.intermediate_size * (2 if is_wide else 1)
+        mlp = GatedMLP(hidden, width, bias=False, gate=family.gate, where=where)
+        if index not in family.moe_layers:
+            return mlp
+        gate = ScaledRouter(hidden, family.num_experts, family.rms_norm_eps, where=where)
+        return MLPAndExperts(
+            mlp,
+            self.make_experts(index, gate=gate, lane=EXPERTS_LANE),
+            before=(self.make_norm(), self.make_norm()),
+            after=(self.make_norm(), self.make_norm()),
+        )
+
+    def make_attention(self, index: int) -> Mixer:
+        """Make the attention of a layer, which may read what an earlier one has cached."""
+        family, shape = self.family, self.family.attention_of(index)
+        return Attention(
+            family.kv_layers[index],
+            self.config.hidden_size,
+            shape,
+            qkv_bias=family.qkv_bias,
+            output_bias=family.output_bias,
+            qk_norm=family.qk_norm,
+            norm_eps=family.rms_norm_eps,
+            scale=family.attention_scale,
+            norms_in_float=True,
+            value_norm=True,
+            keys_are_values=family.keys_are_values and shape.window is None,
+            reads_only=family.kv_layers[index] != index,
+            where=self.where,
+        )
+
+    def make_layer_inputs(self) -> LayerInputs | None:
+        """Make what all layers read besides the stream, if they do."""
+        config, size = self.config, self.family.input_size
+        if not size:
+            return None
+        norm = RMSNorm(size, self.family.rms_norm_eps, in_float=True, where=self.where)
+        sizes = config.vocab_size, config.hidden_size, config.num_layers, size
+        return LayerInputs(*sizes, norm, where=self.where)
+
+    def _layer_input(self, index: int) -> LayerInput | None:
+        hidden, size = self.config.hidden_size, self.family.input_size
+        if not size:
+            return None
+        return LayerInput(index, hidden, size, self.make_norm(), where=self.where)
+
+    def make_rotaries(self) -> Sequence[RotaryTable]:
+        """Make a table for layers with a window and one for the others."""
+        family, positions = self.family, self.config.max_position_embeddings
+        wanted = [
+            (rope, family.full_rotary_dim if window is None else family.rotary_dim)
+            for rope, window in zip(family.layer_ropes, family.layer_windows, strict=True)
+            if rope is not None
+        ]
+        tables = {
+            (rope, size): RotaryTable(rope, size, positions, self.device)
+            for rope, size in dict.fromkeys(wanted)
+        }
+        return [tables[found] for found in wanted]
+
+    @property
+    def parameters_per_token(self) -> int:
+        inputs = self.model.layer_inputs
+        table = 0 if inputs is None else inputs.table.weight.numel()
+        return super().parameters_per_token - table
+
+    def is_derived(self, name: str) -> bool:
+        return super().is_derived(name) or self._is_unused(name)
+
+    def _is_unused(self, name: str) -> bool:
+        """Whether a tensor makes keys or values in a layer that reads those of another one."""
+        found, family = _KEYS_VALUES.match(name), self.family
+        layer = int(found[1]) if found is not None else -1
+        return 0 <= layer < len(family.kv_layers) and family.kv_layers[layer] != layer
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        return gemma4_config(hf, cls)
+
+
+class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
+    """The decoder of a Gemma 4 checkpoint with towers for images and sound, which are not
+    loaded."""
+
+    hf_class = "Gemma4Config"
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        return text_part(hf, super().config_from_hf(text_config(hf)))
+
+    @classmethod
+    def piece_name(cls, name: str, config: ModelConfig) -> str:
+        """Take away what checkpoints with towers put before the decoder's names."""
+        return piece_beside_tower(name)
+
+    def skipped_part(self, name: str) -> str | None:
+        return "the towers for images and sound" if _OTHER.match(name) else None

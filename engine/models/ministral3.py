@@ -1,0 +1,70 @@
+"""Ministral 3 (Mistral AI 2025): Llama with YaRN, and queries that grow with their position."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from batchgen.engine.layers.rotary import QueryScale
+from batchgen.engine.models.dense import DenseForCausalLM, dense_config, head_size
+from batchgen.engine.models.model_config import ModelConfig, check_positive, rope_from_parameters
+from batchgen.engine.models.vision_part import text_config, text_part
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_PREFIX = re.compile(r"(model\.language_model|language_model\.model)\.(?=\w)")
+
+
+class Ministral3ForCausalLM(DenseForCausalLM):
+    """Ministral 3 without its vision tower."""
+
+    hf_class = "Ministral3Config"
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        window: int | None = hf.sliding_window  # of all layers
+        if window is not None:
+            check_positive(sliding_window=window)
+        parameters: dict[str, Any] = dict(hf.rope_parameters)
+        parameters.pop("max_position_embeddings", None)  # the model's own, once more
+        beta = parameters.pop("llama_4_scaling_beta", None)
+        original: Any = parameters.get("original_max_position_embeddings")
+        return dense_config(
+            hf,
+            cls,
+            head_dim=head_size(hf),
+            qkv_bias=False,
+            output_bias=False,
+            mlp_bias=False,
+            rope=rope_from_parameters(parameters),
+            layer_windows=() if window is None else (window,) * hf.num_hidden_layers,
+            query_scale=None if beta is None else QueryScale(beta, original),
+        )
+
+
+class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
+    """The decoder of a Ministral 3 checkpoint with a vision tower, which is not loaded."""
+
+    hf_class = "Mistral3Config"
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        text = text_config(hf)
+        if text.model_type != "ministral3":
+            raise ValueError(
+                f"text_config.model_type is {text.model_type!r:.60}, and only 'ministral3' is "
+                "supported"
+            )
+        return text_part(hf, super().config_from_hf(text))
+
+    @classmethod
+    def piece_name(cls, name: str, config: ModelConfig) -> str:
+        """Take away what checkpoints with a vision tower put before the decoder's names."""
+        if name.startswith("language_model.lm_head."):
+            return name.removeprefix("language_model.")
+        return _PREFIX.sub("model.", name, 1)
+
+    def skipped_part(self, name: str) -> str | None:
+        return "the vision tower" if _VISION.match(name) else None

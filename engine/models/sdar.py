@@ -1,0 +1,77 @@
+"""SDAR (Cheng et al. 2025, arXiv 2510.06303): Qwen3 trained for block diffusion."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+from batchgen.engine.models.model_config import Diffusion, ModelConfig
+from batchgen.engine.models.qwen3 import Qwen3ForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class SDARForCausalLM(Qwen3ForCausalLM):
+    """SDAR: the decoder of Qwen3 with the same weight names and another attention mask."""
+
+    is_diffusion = True
+
+    @classmethod
+    def hf_config(cls) -> type[PretrainedConfig]:
+        return sdar_config_class("sdar")
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        return with_diffusion(hf, super().config_from_hf(hf))
+
+
+def with_diffusion(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
+    """Add block diffusion to what was made of a configuration of `sdar_config_class`.
+
+    Raises ValueError if the checkpoint's attention is not causal over blocks.
+    """
+    if hf.use_regular_causal or not hf.block_causal_prompt:
+        raise ValueError(
+            "attention other than causal over blocks (use_regular_causal, "
+            "block_causal_prompt=false) is not supported"
+        )
+    diffusion = Diffusion(mask_token_id=hf.mask_token_id, block_length=hf.block_size)
+    return replace(config, diffusion=diffusion)
+
+
+@cache
+def sdar_config_class(model_type: Literal["sdar", "sdar_moe"]) -> type[PretrainedConfig]:
+    """Make the class that reads SDAR's config.json without the code that checkpoints contain.
+
+    transformers is imported here, because only reading a configuration needs it. Besides Qwen3's or
+    Qwen3-MoE's fields, and fields of training, the file has:
+
+    - block_size: tokens of a block. The published JetLM/SDAR-* checkpoints give it at most in their
+      name; checkpoints that were trained further have it.
+    - mask_token_id: the token that stands where a token is to be filled in.
+    - use_regular_causal: true for derived models (I-DLM) whose context is causal token by token and
+      whose logits predict the next token.
+    - block_causal_prompt: false for derived models whose prompt tokens see later tokens.
+    """
+    from huggingface_hub.dataclasses import strict
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    base = Qwen3MoeConfig if model_type == "sdar_moe" else Qwen3Config
+    # `strict` checks the types of fields at run time, so these are types and not strings.
+    fields = {
+        "block_size": int | None,
+        "mask_token_id": int | None,
+        "use_regular_causal": bool,
+        "block_causal_prompt": bool,
+    }
+    defaults = {
+        "model_type": model_type,
+        "block_size": None,
+        "mask_token_id": None,
+        "use_regular_causal": False,
+        "block_causal_prompt": True,
+    }
+    made = type("SDARConfig", (base,), {**defaults, "__annotations__": fields})
+    return strict(made)

@@ -1,0 +1,28 @@
+"""Row counts that several strategies have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from batchgen.engine.interface.outputs import RowCount, StepOutput
+
+NUM_FORWARDS = RowCount(
+    "num_forwards", "forwards of the model that yielded token_ids or made their KV final"
+)
+
+
+def tokens_per_forward(counts: Mapping[str, int], num_tokens: int) -> list[tuple[str, str]]:
+    """A line for the table at the end of a job that says how many tokens a forward yielded for a
+    row. Returns one pair (name, value), or none if no forward was run."""
+    forwards = counts[NUM_FORWARDS.name]
+    if not forwards:
+        return []
+    return [("tokens per forward", f"{num_tokens / forwards:.2f} of a row")]
+
+
+def one_forward(step: StepOutput) -> Tensor:
+    """What a step of one forward adds to `NUM_FORWARDS`: 1 for each row, [B] int32."""
+    return torch.ones_like(step.num_tokens)

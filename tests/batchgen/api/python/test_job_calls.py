@@ -1,0 +1,95 @@
+"""Jobs from Python: the same keys, the same folder, the same messages."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen import run_job
+from batchgen.engine.interface.outputs import RequestOutput
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.util.errors import ConfigError
+from tests.support.jobs.real_job import ROWS
+
+
+@pytest.fixture
+def job(model: Path, rows: Path, tmp_path: Path) -> dict[str, Any]:
+    return {
+        "model": {"path": str(model)},
+        "dataset": {"path": str(rows), "id_column": "id"},
+        "prompt.user": "{{ q }}",
+        "sampling": {"n": 2, "max_new_tokens": 4, "stop": "END"},
+        "engine": {"device": "cpu", "kv_cache_gib": 0.01},
+        "output.dir": str(tmp_path / "out"),
+    }
+
+
+def test_a_job_gives_its_figures_and_its_rows(job: dict[str, Any], tmp_path: Path) -> None:
+    result = run_job(job)
+    assert (result.exit_code, result.path) == (0, tmp_path / "out")
+    assert result.summary["rows"] == 22
+    assert result.summary["error_rows"] == 0
+    assert result.summary["generated_tokens"] <= 88
+    assert "attempts" not in result.summary
+    text = str(result.summary)
+    assert text.startswith("rows ") and str(tmp_path / "out") in text
+    rows = result.dataset()
+    assert rows.num_rows == 22
+    assert rows["q"][::2] == [row["q"] for row in ROWS]
+    again = run_job(job)
+    assert "complete already" in str(again.summary)
+    assert again.summary == result.summary
+
+
+def test_overrides_go_before_the_job(job: dict[str, Any], tmp_path: Path) -> None:
+    result = run_job(job, ["sampling.n=1", "dataset.limit=3", f"output.dir={tmp_path}/other"])
+    assert (result.path, result.summary["rows"]) == (tmp_path / "other", 3)
+
+
+def test_error_rows_are_counted(job: dict[str, Any]) -> None:
+    result = run_job({**job, "prompt.user": "{{ q if id != 'r3' else none }}"})
+    assert (result.exit_code, result.summary["error_rows"]) == (3, 2)
+    assert result.summary["errors"] == {"missing_field": 2}
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"sampling.temprature": 1}, "temperature"),
+        ({"sampling.temperature": -1}, "sampling.temperature must be"),
+        ({"sampling.temperature": "hot"}, "sampling.temperature must be a number, got 'hot'"),
+        ({"prompt.user": "{{ nope }}"}, "no column 'nope'"),
+        ({"wibble": {}}, "wibble"),
+    ],
+)
+def test_mistakes_are_raised(job: dict[str, Any], changed: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        run_job({**job, **changed})
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_job_that_was_stopped_does_not_look_complete(
+    job: dict[str, Any],
+    number: signal.Signals,
+    raised: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = LLMEngine.step
+
+    def interrupted(engine: LLMEngine) -> list[RequestOutput]:
+        os.kill(os.getpid(), number)
+        return step(engine)
+
+    with monkeypatch.context() as patch, pytest.raises(raised) as stopped:
+        patch.setattr(LLMEngine, "step", interrupted)
+        run_job(job)
+    says = "run the same command to go on" if number == signal.SIGINT else str(128 + number)
+    assert says in str(stopped.value)
+    assert run_job(job).exit_code == 0

@@ -1,0 +1,136 @@
+"""The exams' experiments: prompts and targets of their definitions, from the hub and from files."""
+
+from functools import cache
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from batchgen.config.compose.load_config import load_config
+from batchgen.config.compose.trust import TYPED
+from batchgen.config.groups.class_names import class_path
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.evals.graders.choices import OrderChoices
+from batchgen.evals.graders.grade_rows import Grader
+from batchgen.evals.graders.step import PostStep
+from batchgen.util.templates.row_templates import RowTemplate
+
+ROOT = Path(__file__).parents[3]
+NO_EXAMS = {"nano_hybrid", "nano_sdar", "nano_vl", "synth"}
+EXAMS = sorted({path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")} - NO_EXAMS)
+HUB = {
+    "aime24": ("HuggingFaceH4/aime_2024", None, "train"),
+    "aime25": ("yentinglin/aime_2025", None, "train"),
+    "aime25_opencompass": ("yentinglin/aime_2025", None, "train"),
+    "gpqa": ("Idavidrein/gpqa", "gpqa_diamond", "train"),
+    "gpqa_opencompass": ("Idavidrein/gpqa", "gpqa_diamond", "train"),
+    "gsm8k": ("openai/gsm8k", "main", "test"),
+    "math500": ("HuggingFaceH4/MATH-500", None, "test"),
+    "mmlu_pro": ("TIGER-Lab/MMLU-Pro", None, "test"),
+}
+
+
+@cache
+def composed(name: str, *overrides: str) -> tuple[JobConfig, dict[str, Any]]:
+    """The job of an exam, and the parts of it that are about rows, post steps and scores."""
+    with initialize_config_module("batchgen.conf", version_base="1.3"):
+        cfg = compose("config", overrides=[f"+experiment={name}", *overrides])
+    values = OmegaConf.to_container(cfg)
+    assert isinstance(values, dict)
+    own: dict[str, Any] = {key: values.pop(key, None) for key in ("rows", "post", "score")}
+    return load_config(OmegaConf.create(values), TYPED), own
+
+
+def made(specs: list[dict[str, Any]] | None) -> list[Any]:
+    """The steps that a list of the configuration names."""
+    steps = []
+    for spec in specs or []:
+        ((name, options),) = spec.items()
+        steps.append(resolve_name(class_path(name))(**options))
+    return steps
+
+
+def golden(name: str) -> list[dict[str, Any]]:
+    path = Path(__file__).with_name("exams") / f"{name}.yaml"
+    rows: list[dict[str, Any]] = yaml.safe_load(path.read_text())
+    return rows
+
+
+def row_fields(own: dict[str, Any], index: int, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a row and what the exam's row steps add to them."""
+    steps: list[OrderChoices] = made(own["rows"])
+    for step in steps:
+        fields = fields | step.apply(index, fields)
+    return fields
+
+
+def test_every_exam_has_golden_prompts() -> None:
+    assert set(EXAMS) == set(HUB)
+    assert all(len(golden(name)) == 10 for name in EXAMS)
+
+
+@pytest.mark.parametrize("name", EXAMS)
+def test_prompts_are_those_of_the_definition(name: str) -> None:
+    config, own = composed(name)
+    assert config.prompt.kind == "chat" and config.prompt.user is not None
+    for index, row in enumerate(golden(name)):
+        fields = row_fields(own, index, row["fields"])
+        assert (
+            RowTemplate("prompt.user", config.prompt.user, list(fields)).render(fields)
+            == (row["prompt"])
+        )
+
+
+@pytest.mark.parametrize("name", EXAMS)
+def test_targets_are_those_of_the_definition(name: str) -> None:
+    """The grader finds the target of each row, says so, and takes the target itself for right."""
+    _, own = composed(name)
+    steps: list[PostStep] = made(own["post"])
+    rows = golden(name)
+    form = "ANSWER: {}" if name.startswith(("gpqa", "mmlu")) else "So it is \\boxed{{{}}}."
+    texts = [form.format(row["target"]) for row in rows]
+    fields = [row_fields(own, index, row["fields"]) for index, row in enumerate(rows)]
+    with Grader(steps, workers=1, seconds=60) as grader:
+        right = list(grader.grade(zip(texts, fields, strict=True)))
+        wrong = list(grader.grade(zip(texts[1:], fields, strict=False)))
+    assert [values["graded_against"] for values in right] == [row["target"] for row in rows]
+    assert [(values["mark"], values["grade_error"]) for values in right] == [(1.0, None)] * 10
+    for values, row, other in zip(wrong, rows, rows[1:], strict=False):
+        assert values["mark"] == float(row["target"] == other["target"])
+
+
+@pytest.mark.parametrize("name", EXAMS)
+def test_an_exam_takes_its_data_from_the_hub_or_from_a_file(name: str) -> None:
+    hub, _ = composed(name)
+    data = hub.dataset
+    assert data.kind == "hub" and (data.path, data.name, data.split) == HUB[name]
+    local, _ = composed(name, "dataset=files", "dataset.path=copy.jsonl")
+    assert local.dataset.kind == "files" and local.dataset.path == "copy.jsonl"
+    assert (local.dataset.name, local.dataset.split) == (None, None)
+    assert local.prompt == hub.prompt and local.dataset.id_column == hub.dataset.id_column
+
+
+@pytest.mark.parametrize("name", EXAMS)
+def test_columns_that_grading_and_scoring_read_are_copied(name: str) -> None:
+    """So that grades can be made again from the output alone."""
+    config, own = composed(name)
+    written = set(config.dataset.columns or golden(name)[0]["fields"])
+    if own["rows"]:
+        written |= {"choices", "target"}
+    for step in made(own["post"]):
+        assert set(step.field_names) <= written
+    if own["score"]["subset"] is not None:
+        assert own["score"]["subset"] in written
+    assert written - {"choices", "target"} <= set(golden(name)[0]["fields"])
+
+
+def test_a_filter_changes_no_question_that_is_shuffled() -> None:
+    """Where the definition allows it, the order does not depend on where a row stands."""
+    _, own = composed("gpqa")
+    rows = [row["fields"] for row in golden("gpqa")]
+    alone = [row_fields(own, 0, row) for row in reversed(rows)]
+    assert alone == [row_fields(own, index, row) for index, row in enumerate(rows)][::-1]

@@ -1,0 +1,79 @@
+"""The table of devices, and the rates of this CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchgen.jobs.forecast.devices import DEVICES, device_named, gpu_like, measured_cpu
+from batchgen.jobs.planning.plan_settings import PlanSettings, split_settings
+from batchgen.util.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", ["H100", "h100", "h-100", " H100 "])
+def test_names_are_found_as_people_write_them(name: str) -> None:
+    assert device_named(name) is DEVICES["H100"]
+
+
+def test_cpu_is_no_gpu_of_the_table() -> None:
+    assert device_named("CPU") is None
+
+
+@pytest.mark.parametrize(
+    ("driver", "gib", "name"),
+    [
+        ("NVIDIA H200", 139.8, "H200"),
+        ("NVIDIA H100 80GB HBM3", 79.2, "H100"),
+        ("NVIDIA H100 PCIe", 79.2, "H100-PCIe"),
+        ("NVIDIA A100-SXM4-80GB", 79.3, "A100"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40GB"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "RTX4090"),
+        ("NVIDIA L40S", 44.4, "L40S"),
+        ("NVIDIA L4", 22.5, "L4"),
+        ("Quadro P400", 2.0, None),
+    ],
+)
+def test_a_gpu_is_known_by_what_its_driver_calls_it(
+    driver: str, gib: float, name: str | None
+) -> None:
+    found = gpu_like(driver, int(gib * 2**30))
+    assert (found and found.name) == name
+    assert found is None or found.memory == int(gib * 2**30)
+
+
+def test_the_rates_of_a_cpu_are_those_of_work_that_it_did() -> None:
+    cpu = measured_cpu(torch.float32, 0.01)
+    assert not cpu.is_gpu
+    assert 1e8 < cpu.bandwidth < 1e13 and 1e8 < cpu.single_flops < 1e14
+    assert 0 < cpu.few_rows <= 1
+    assert cpu.flops(torch.float32) == cpu.single_flops
+
+
+def test_the_settings_of_a_plan_are_told_from_the_keys_of_the_job() -> None:
+    settings, others = split_settings(
+        ["model=hf", "plan.device=H200", "job.yaml", "plan.price_per_hour=3", "plan.like=planes"]
+    )
+    assert settings == PlanSettings(device="H200", price_per_hour=3.0, like="planes")
+    assert others == ["model=hf", "job.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("plan.devise=H100", "did you mean plan.device"),
+        ("plan.device=TPU", "choose among cpu, B200"),
+        ("plan.probe=-1", "plan.probe"),
+        ("plan.probe=x", "must be an integer"),
+        ("plan.most_bad=2", "0 to 1"),
+        ("plan.price_per_hour=-2", "at least 0"),
+        ("plan.like", "has no value"),
+    ],
+)
+def test_mistakes_in_the_settings_are_named(argument: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        split_settings([argument])
+
+
+def test_a_probe_of_another_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give one of them"):
+        split_settings(["plan.probe=3", "plan.device=H100"])

@@ -1,0 +1,134 @@
+"""Which launcher runs a job, and what is refused before any of them looks at a machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchgen import run_job
+from batchgen.config.compose.compose_config import compose
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.launcher_config import Launched, Launcher, job_launcher
+from batchgen.jobs.launchers import launch as module
+from batchgen.jobs.launchers import shown as shown_module
+from batchgen.jobs.launchers.launch import check_launcher, described, launch
+from batchgen.jobs.launchers.launched import LaunchedFolder, make_logs, remove_logs
+from batchgen.jobs.launchers.shown import Shown
+from batchgen.storage.folder.refused_folder import refuse_foreign_files
+from batchgen.storage.stores.job_storage import FolderStorage
+from batchgen.util.errors import ConfigError
+
+SLURM = {"launcher": "slurm", "launcher.workers": 2}
+
+
+@pytest.mark.parametrize("job", [{"launcher": "ray"}, SLURM, {"launcher": "local"}])
+def test_rows_from_standard_input_are_refused(job: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read rows from standard input: .*dataset\.path"):
+        launch(compose({**job, "dataset.path": "-"}))
+
+
+@pytest.mark.parametrize(("job", "name"), [({"launcher": "ray"}, "ray"), (SLURM, "slurm")])
+def test_a_package_that_is_not_installed(
+    job: dict[str, object], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda package: None)
+    with pytest.raises(ConfigError, match=rf"not installed: pip install 'batchgen\[{name}\]'"):
+        launch(compose(job))
+
+
+def test_the_launcher_in_words() -> None:
+    assert described(compose({})) is None
+    assert described(compose({"launcher.workers": 1})) == "local: 1 worker"
+    ray = {"launcher": "ray", "launcher.address": "auto"}
+    assert described(compose(ray)) == "ray: a worker on each GPU, address auto"
+    slurm = {**SLURM, "launcher.qos": "low", "launcher.parameters": {"exclusive": True}}
+    assert described(compose(slurm)) == (
+        "slurm: 2 workers, 240 minutes at a time, qos=low, exclusive=True"
+    )
+
+
+def test_keys_that_say_which_launcher_is_meant() -> None:
+    def name(job: dict[str, object]) -> str | None:
+        launcher = job_launcher(compose(job))
+        return None if launcher is None else launcher.name
+
+    assert name({"launcher.workers": 2}) == "local"
+    assert name({"launcher.workers": 2, "launcher.partition": "gpu"}) == "slurm"
+    assert name({"launcher.placement": "pack"}) == "ray"
+    with pytest.raises(ConfigError, match=r"launcher\.workers has no value"):
+        compose({"launcher": "slurm"})
+
+
+class OwnLauncher(Launcher):
+    """A launcher of a user's."""
+
+    name = "own"
+
+    def __init__(self, number: int = 1) -> None:
+        self.number = number
+
+    def described(self) -> str:
+        return f"own: {self.number}"
+
+    def launch(self, config: JobConfig) -> Launched:
+        return Launched(0, None, f"{self.number} here")
+
+
+def test_a_launcher_of_the_users_own() -> None:
+    own = {"launcher": {"_target_": f"{__name__}.OwnLauncher", "number": 3}}
+    assert described(compose(own)) == "own: 3"
+    assert launch(compose(own)).message == "3 here"
+    with pytest.raises(ConfigError, match=r"launcher\.number must be an integer, got 'x'"):
+        compose({"launcher": {**own["launcher"], "number": "x"}})
+    with pytest.raises(ConfigError, match=r"launcher\.numbers is not a key: choose among number"):
+        compose({"launcher": {**own["launcher"], "numbers": 3}})
+    with pytest.raises(ConfigError, match=r"\.Path is no launcher"):
+        compose({"launcher": {"_target_": f"{__name__}.Path"}})
+
+
+def test_python_waits_for_its_job() -> None:
+    pytest.importorskip("submitit")
+    with pytest.raises(ConfigError, match=r"launcher\.wait must be true: run_job"):
+        run_job({**SLURM, "launcher.wait": False})
+
+
+def test_the_folder_of_logs(tmp_path: Path) -> None:
+    """It may be there before the job; a folder of other files is left alone."""
+    out = tmp_path / "out"
+    first, second = make_logs(out, "ray"), make_logs(out, "ray")
+    refuse_foreign_files(FolderStorage(out))
+    remove_logs(first)
+    assert second.is_dir() and not first.exists()
+    remove_logs(second)
+    assert list(out.iterdir()) == []
+    (out / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"not of a batchgen job \(thesis\.tex\)"):
+        make_logs(out, "ray")
+    assert [path.name for path in out.iterdir()] == ["thesis.tex"]
+    with pytest.raises(ConfigError, match="cannot be written"):
+        make_logs(out / "thesis.tex", "slurm")
+    check_launcher(compose({"dataset.path": "-"}))
+
+
+def test_the_line_of_a_launcher_counts_errors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempt = {"rows_total": 20, "generated_tokens": 6, "generate_s": 1.0}
+
+    def beat(rows: int, errors: int, ended: str | None = None) -> dict[str, object]:
+        totals = {"rows": rows, "error_rows": errors}
+        return {"ended": ended, "attempt": attempt, "totals": totals}
+
+    folder = LaunchedFolder(tmp_path)
+    beats = [beat(5, 0), {"ended": None}, beat(4, 1, "complete")]
+    monkeypatch.setattr(folder, "beats", lambda: beats)
+    monkeypatch.setattr(shown_module, "_LINE_SECONDS", 0.0)
+    with Shown(folder, "title") as shown:
+        shown.show(waiting=0)
+        beats[0] = beat(5, 0)
+        beats[2] = beat(4, 0)
+        shown.show(waiting=0)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1] == "9/20 rows, 6 tok/s, 2 workers, 1 error"
+    assert "error" not in lines[2]

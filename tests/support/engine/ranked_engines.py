@@ -1,0 +1,127 @@
+"""Engines whose weights are divided between processes on the CPU, one after another in the same
+processes, because those take seconds to start.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.outputs import RequestOutput
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loading.config_file import LoadFormat
+from batchgen.engine.loading.loader import load_model
+from batchgen.engine.parallel.rank_processes import RankProcesses
+from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
+from batchgen.engine.replicas import Leader, follow
+from batchgen.engine.strategy import Strategy
+from batchgen.strategies.ar.strategy import ARStrategy
+from tests.support.engine.constrained_rows import END, make_tokenizer
+from tests.support.engine.engine_rows import Pictured, Request, Scored, expect_short_rows, run
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine and what it is asked for."""
+
+    folder: Path
+    requests: Sequence[Request | Scored | Pictured]
+    strategy: Strategy = field(default_factory=ARStrategy)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    heads: tuple[str, ...] = ()
+    draft: Path | None = None
+    columns: tuple[str, ...] = ()
+    has_text: bool = False
+    short_rows: bool = False
+    adaptive: bool = False
+    tolerance: float = 1e-5
+    aborts: Mapping[int, Sequence[int]] | None = None
+    load_format: LoadFormat = "auto"
+    vision: bool = False
+    native_fp8: bool = False  # weights in FP8, which are rounded while they load if they are not
+
+    @contextmanager
+    def engine(
+        self, parallel: TensorParallel = ALONE, leader: Leader | None = None
+    ) -> Iterator[LLMEngine]:
+        options: dict[str, Any] = {"max_model_len": 200, "kv_cache_gib": 0.01, "max_num_seqs": 6}
+        where: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "parallel": parallel}
+        others = {} if self.draft is None else {"draft": load_model(self.draft, **where)}
+        with pytest.MonkeyPatch.context() as patch:
+            if self.short_rows:
+                expect_short_rows(patch)
+            model = load_model(
+                self.folder,
+                load_format=self.load_format,
+                heads=self.heads,
+                quantization="fp8" if self.native_fp8 else None,
+                native_fp8=self.native_fp8,
+                vision=self.vision,
+                **where,
+            )
+            yield LLMEngine(
+                model,
+                make_tokenizer() if self.has_text else None,
+                (END,) if self.has_text else (2,),
+                copy.deepcopy(self.strategy),
+                EngineConfig(**options | dict(self.config)),
+                others=others,
+                context_columns=self.columns,
+                leader=leader,
+            )
+
+    def run(
+        self, parallel: TensorParallel = ALONE, leader: Leader | None = None
+    ) -> tuple[list[RequestOutput], LLMEngine]:
+        with self.engine(parallel, leader) as engine:
+            return run(engine, self.requests, self.aborts), engine
+
+
+class _UntilNone:
+    """A connection that seems to end where None is sent."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
+
+    def recv(self) -> object:
+        received = self._connection.recv()
+        if received is None:
+            raise EOFError
+        return received
+
+
+@dataclass(frozen=True)
+class Cases:
+    """The recipe of one engine after another."""
+
+    cases: Sequence[Case]
+
+    def follow(self, parallel: TensorParallel, connection: Connection[Any, Any]) -> None:
+        torch.set_num_threads(1)
+        for case in self.cases:
+            with case.engine(parallel) as engine:
+                follow(engine, cast("Connection[Any, Any]", _UntilNone(connection)))
+
+
+def run_divided(
+    cases: Sequence[Case], size: int
+) -> Iterator[tuple[list[RequestOutput], LLMEngine]]:
+    """Yield what each engine makes of its requests, divided between so many ranks."""
+    processes = RankProcesses(size, Cases(cases), "cpu")
+    try:
+        for case in cases:
+            yield case.run(processes.parallel, Leader(processes))
+            processes.send(None)
+    finally:
+        processes.close()

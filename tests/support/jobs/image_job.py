@@ -1,0 +1,161 @@
+"""Jobs over rows with images, with a tiny random model of Qwen3-VL's form and an engine that only
+decodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from nano_vl import PictureModel
+from PIL import Image as Pillow
+from safetensors.torch import save_file
+
+import batchgen
+from batchgen.config.compose.compose_config import compose
+from batchgen.engine.interface.outputs import RequestError, RequestOutput
+from batchgen.engine.memory.memory_plan import MemoryPlan
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.vision.image import Image
+from batchgen.jobs.run.job_end import JobResult
+from batchgen.jobs.run.job_parts import JobParts, job_parts
+from batchgen.jobs.run.run_job import run_job
+
+MEMORY = MemoryPlan(0, 0, 0, num_blocks=0, kv_tokens=0, total=None)
+SHIPPED = Path(batchgen.__file__).parent / "data" / "nano_vl"
+IMAGE_ID = 261
+TINY = {"hidden_size": 64, "intermediate_size": 170, "num_hidden_layers": 3}
+TINY_TOWER = {"hidden_size": 32, "intermediate_size": 128, "num_heads": 1, "depth": 2}
+
+
+def tiny_config() -> dict[str, Any]:
+    """The configuration of a model of nano_vl's form that is smaller still."""
+    config: dict[str, Any] = json.loads((SHIPPED / "config.json").read_text())
+    config["text_config"] |= TINY
+    config["vision_config"] |= TINY_TOWER | {"out_hidden_size": TINY["hidden_size"]}
+    return config
+
+
+def save_model(folder: Path, **processor: Any) -> Path:
+    """A random model of Qwen3-VL's form; `processor` changes what it says of images."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in [*SHIPPED.glob("*.json"), *SHIPPED.glob("*.jinja")]:
+        shutil.copyfile(file, folder / file.name)
+    (folder / "config.json").write_text(json.dumps(tiny_config()))
+    says = json.loads((SHIPPED / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps(says | processor))
+    torch.manual_seed(0)
+    weights = PictureModel(tiny_config()).module.state_dict()
+    kept = {name: value.contiguous() for name, value in weights.items() if "lm_head" not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def picture(
+    width: int = 64, height: int = 32, kind: str = "PNG", seed: int = 0, **more: Any
+) -> bytes:
+    """The bytes of a file with a random picture."""
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return encoded(Pillow.fromarray(values), kind, **more)
+
+
+def encoded(image: Pillow.Image, kind: str = "PNG", **more: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **more)
+    return file.getvalue()
+
+
+@dataclass
+class Stats:
+    decoded: int = 0
+
+
+@dataclass
+class DecodingEngine:
+    """Decodes the images of the oldest requests in every step, and answers with their sizes."""
+
+    per_step: int = 4
+    max_num_seqs: int = 8
+    stats: Stats = field(default_factory=Stats)
+    memory: MemoryPlan = MEMORY
+    batch_dependence: str | None = None
+    generated_tokens: int = 0
+    seen: list[Image] = field(default_factory=list)
+    _waiting: list[tuple[str, list[int], Sequence[Image]]] = field(default_factory=list)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        answer_token_ids: list[int] | None = None,
+        images: Sequence[Image] = (),
+    ) -> None:
+        wanted = sum(each.height // 32 * (each.width // 32) for each in images)
+        assert prompt_token_ids.count(IMAGE_ID) == wanted
+        self._waiting.append((request_id, prompt_token_ids, images))
+
+    @property
+    def num_running(self) -> int:
+        return min(len(self._waiting), self.max_num_seqs)
+
+    @property
+    def running_lengths(self) -> npt.NDArray[np.int64]:
+        return np.zeros(self.num_running, np.int64)
+
+    def measure_costs(self) -> None:
+        pass
+
+    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+    def abort(self, request_id: str) -> bool:
+        return False
+
+    def step(self) -> list[RequestOutput]:
+        done, self._waiting = self._waiting[: self.per_step], self._waiting[self.per_step :]
+        return [self._answer(*each) for each in done]
+
+    def _answer(self, request_id: str, prompt: list[int], images: Sequence[Image]) -> RequestOutput:
+        try:
+            shapes = [each.load().shape for each in images]
+        except RequestError as error:
+            return RequestOutput(request_id, prompt, [], "", "error", error=error)
+        self.stats.decoded += len(shapes)
+        self.seen += images
+        return RequestOutput(request_id, prompt, [1], str(shapes), "stop")
+
+
+def arguments(model: Path, rows: Path, out: Path, *more: str) -> list[str]:
+    return [
+        "model=hf", f"model.path={model}", "dataset=files", f"dataset.path={rows}",
+        "prompt=chat", "sampling=greedy", "sampling.max_new_tokens=4", "engine.device=cpu",
+        "engine.max_model_len=256", "output.columns=[]", "output.rows_per_shard=8",
+        "output.on_all_errors=continue", f"output.dir={out}", *more,
+    ]  # fmt: skip
+
+
+def opened(given: Sequence[str], engine: DecodingEngine) -> JobParts:
+    config = compose({}, list(given))
+    return dataclasses.replace(job_parts(config), build_engine=lambda: engine)
+
+
+def run(given: Sequence[str], engine: DecodingEngine | None = None) -> JobResult:
+    config = compose({}, list(given))
+    return run_job(config, opened(given, engine or DecodingEngine()))
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
