@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from batchgen.engine.parallel.one_shot import OneShot
+from batchgen.engine.parallel.peer_collectives import PeerCollectives
 from batchgen.kernels.layers.rms_norm import rms_norm
 
 _HOST = "127.0.0.1"
@@ -55,8 +55,9 @@ class DistributedGroup:
     """The ranks of one model, as `Collectives` describes them. All ranks must make one.
 
     On a CPU, sums are computed in the order of the ranks, so that a row has the same bits wherever
-    it stands in the batch. On GPUs, NCCL sums and gathers; what is small is summed and gathered by
-    kernels that write the other GPUs' memory (`OneShot`).
+    it stands in the batch. On GPUs, kernels that write the other GPUs' memory do the same
+    (`PeerCollectives`). NCCL sums and gathers where GPUs cannot reach each other's memory, in an
+    order of its own.
 
     Args:
         device: `cuda`, for which rank i takes the i-th visible GPU, or `cpu`.
@@ -69,7 +70,7 @@ class DistributedGroup:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self.rank, self.size = rank, size
-        self._one_shot: OneShot | None = None
+        self._peers: PeerCollectives | None = None
         own = None
         if device == "cuda":
             DistributedGroup.had_gpu = True
@@ -83,15 +84,15 @@ class DistributedGroup:
             device_id=own,
         )
         if own is not None:
-            self._one_shot = OneShot.make(own, rank, size)
+            self._peers = PeerCollectives.make(own, rank, size)
 
     def add_sum_norm(
         self, residual: Tensor | None, partial: Tensor, lane: int, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Add the sum of all ranks' parts to the residual stream and normalise it, as `Collectives`
         says."""
-        if self._one_shot is not None and self._one_shot.takes(partial):
-            return self._one_shot.add_sum_norm(residual, partial, lane, weight, eps)
+        if self._peers is not None:
+            return self._peers.add_sum_norm(residual, partial, lane, weight, eps)
         if partial.is_cuda:
             dist.all_reduce(partial)
         else:
@@ -103,8 +104,8 @@ class DistributedGroup:
         """Return the columns of all ranks side by side, as `TensorParallel` says."""
         if not x.is_cuda:
             return torch.cat(self._gathered(x), 1)
-        if self._one_shot is not None and self._one_shot.takes(x):
-            return self._one_shot.gather(x, lane)
+        if self._peers is not None:
+            return self._peers.gather(x.contiguous(), lane)
         rows, columns = x.shape
         found = x.new_empty((self.size, rows, columns))
         dist.all_gather_into_tensor(found, x.contiguous())

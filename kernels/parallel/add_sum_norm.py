@@ -1,8 +1,12 @@
 """The sum of the ranks' tensors, added to the residual stream, and the RMSNorm of that.
 
-All ranks run one kernel, in which they send each other their parts (`inbox`). Each adds them in the
-order of the ranks, in float32, so that all get equal bits. A program computes whole rows, so the
-norm needs no launch of its own.
+All ranks run one kernel, in which they send each other their parts (`inbox`). A row's parts are
+added in the order of the ranks, in float32, and a program computes whole rows, so the norm needs no
+launch of its own. There are two forms, which compute the same bits:
+
+- one-shot: each rank sends all of its rows to all others and adds up every row itself;
+- two-shot: rank r adds up the rows r, r + size, … alone, and sends the others their sums. With more
+  than two ranks less goes over the links, but it goes one after the other.
 """
 
 from __future__ import annotations
@@ -14,43 +18,81 @@ from torch import Tensor
 
 from batchgen.kernels.layers.rms_norm import rms_norm_reference
 from batchgen.kernels.parallel.inbox import (
+    AHEAD,
     MOST_PROGRAMS,
     PeerMemory,
     as_bits,
     empty_bits,
     receive,
+    row_chunks,
     send,
+    send_to,
     sendable,
 )
+
+_HOP_BYTES = 896 * 1024
+"""How many more bytes one-shot may send than two-shot does, for one arrival less to wait for: what
+a GPU sends in the two to three microseconds that an arrival takes (measured on four H200)."""
 
 
 def add_sum_norm(
     residual: Tensor | None,  # [T, H], contiguous, equal on all ranks; None: zeros
-    partial: Tensor,  # [T, H], contiguous, 2 or 4 bytes each, at most an inbox
+    partial: Tensor,  # [T, H], contiguous, 2 or 4 bytes each
     weight: Tensor,  # [H]
     eps: float,
     peers: PeerMemory,
-    lane: int,  # of the inboxes, free (`PeerMemory`)
+    lane: int,  # of the inboxes, free (`PeerMemory`), and not `peers.spare`
 ) -> tuple[Tensor, Tensor]:
     """Add Σ_r partial_r to residual, summed in float32 and rounded once, and compute the norm of
     that.
 
     Returns the normed rows [T, H], a new tensor, and the residual stream, in the place of
-    `residual` or else of `partial`.
+    `residual` or else of `partial`. What is too large for a launch takes several.
     """
     stream = partial if residual is None else residual
     assert stream.is_contiguous() and stream.dtype == partial.dtype
     normed = torch.empty_like(stream)
+    row_bytes = partial.shape[1] * partial.itemsize
+    most = most_rows(len(partial), row_bytes, peers)
+    for at, rows in row_chunks(len(partial), most, lane, peers):
+        _launch(
+            stream[rows], partial[rows], weight, normed[rows], eps, peers, at,
+            adds=residual is not None,
+            two_shot=sends_sums(rows.stop - rows.start, row_bytes, peers.size),
+        )  # fmt: skip
+    return normed, stream
+
+
+def sends_sums(rows: int, row_bytes: int, size: int) -> bool:
+    """Whether so many rows are faster in two shots: ranks add up rows for each other."""
+    # One-shot sends (size - 1) times the tensor, two-shot twice the (size - 1) / size-th of it.
+    # In two shots a rank with no row of its own would not send anything to the others.
+    return rows >= size and (size - 1) * (size - 2) * rows * row_bytes > size * _HOP_BYTES
+
+
+def most_rows(rows: int, row_bytes: int, peers: PeerMemory) -> int:
+    """Return how many of so many rows one launch can add up."""
+    if sends_sums(rows, row_bytes, peers.size):
+        return peers.size * (peers.inbox_bytes // 2 // row_bytes)
+    return peers.inbox_bytes // row_bytes
+
+
+def _launch(
+    stream: Tensor, partial: Tensor, weight: Tensor, normed: Tensor, eps: float,
+    peers: PeerMemory, lane: int, *, adds: bool, two_shot: bool,
+) -> None:  # fmt: skip
     rows, size = partial.shape
     block = triton.next_power_of_2(size)
-    _add_sum_norm[(min(rows, MOST_PROGRAMS),)](
+    kernel, tasks = _one_shot, rows
+    if two_shot:
+        kernel, tasks = _two_shot, triton.cdiv(rows, peers.size)
+    kernel[(min(tasks, MOST_PROGRAMS),)](
         stream, as_bits(partial), weight, normed, peers.addresses, peers.start(lane),
-        peers.inbox_bytes, rows, size, eps, ADDS=residual is not None, RANK=peers.rank,
-        SIZE=peers.size, EMPTY=empty_bits(partial), BLOCK=block,
+        peers.inbox_bytes, rows, size, eps, ADDS=adds, RANK=peers.rank, SIZE=peers.size,
+        EMPTY=empty_bits(partial), AHEAD=AHEAD, BLOCK=block,
         # A thread makes one 16-byte access per operand of 2-byte elements, up to 4096 of them.
         num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
-    return normed, stream
 
 
 def add_sum_norm_reference(
@@ -65,37 +107,114 @@ def add_sum_norm_reference(
 
 
 @triton.jit(do_not_specialize=["start", "rows"])
-def _add_sum_norm(
+def _one_shot(
     stream_ptr, partial_ptr, weight_ptr, normed_ptr, addresses_ptr, start, inbox_bytes, rows, size,
     eps, ADDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, EMPTY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    dtype: tl.constexpr = stream_ptr.dtype.element_ty
-    bits_dtype: tl.constexpr = partial_ptr.dtype.element_ty
+    """Each program sends its rows to all other ranks, and adds up those `AHEAD` rows before."""
     column = tl.arange(0, BLOCK)
     mask = column < size
-    # All rows are sent before any is waited for.
-    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
-        place = row * size + column
-        own = sendable(tl.load(partial_ptr + place, mask=mask, other=0), EMPTY)
-        send(own, place, mask, addresses_ptr, start, inbox_bytes, RANK, SIZE)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
-        place = row * size + column
-        own = sendable(tl.load(partial_ptr + place, mask=mask, other=0), EMPTY)
-        total = tl.zeros([BLOCK], tl.float32)
-        if ADDS:
-            total = tl.load(stream_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        for peer in tl.static_range(SIZE):
-            bits = own
-            if peer != RANK:
-                bits = receive(
-                    peer, place, mask, addresses_ptr, start, inbox_bytes, bits_dtype, RANK, EMPTY
-                )
-            total += bits.to(dtype, bitcast=True).to(tl.float32)
-        stream = total.to(dtype)
-        tl.store(stream_ptr + place, stream, mask=mask)
-        x = stream.to(tl.float32)
-        normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
-        normed = normed.to(weight_ptr.dtype.element_ty).to(tl.float32) * weight
-        tl.store(normed_ptr + place, normed.to(dtype), mask=mask)
+    programs = tl.num_programs(0)
+    end = rows + AHEAD * programs
+    for sent in tl.range(tl.program_id(0), end, programs):
+        if sent < rows:
+            place = sent * size + column
+            own = sendable(tl.load(partial_ptr + place, mask=mask, other=0), EMPTY)
+            send(own, place, mask, addresses_ptr, start, inbox_bytes, RANK, SIZE)
+        row = sent - AHEAD * programs
+        if row >= 0:
+            place = row * size + column
+            bits = _row_sum(
+                stream_ptr, partial_ptr, place, place, mask, addresses_ptr, start, inbox_bytes,
+                ADDS, RANK, SIZE, EMPTY,
+            )  # fmt: skip
+            _finish_row(stream_ptr, weight, weight_ptr, normed_ptr, bits, place, mask, size, eps)
+
+
+@triton.jit(do_not_specialize=["start", "rows"])
+def _two_shot(
+    stream_ptr, partial_ptr, weight_ptr, normed_ptr, addresses_ptr, start, inbox_bytes, rows, size,
+    eps, ADDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, EMPTY: tl.constexpr,
+    AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program takes groups of SIZE rows, one of which each rank adds up. It sends the others'
+    parts of a group, adds up its row of the group before, and receives the sums of the rest of the
+    one before that. The first half of an inbox is for parts, the second for sums."""
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    programs = tl.num_programs(0)
+    groups = tl.cdiv(rows, SIZE)
+    of_sums = start + inbox_bytes // 2
+    for sent in tl.range(tl.program_id(0), groups + 2 * programs, programs):
+        if sent < groups:
+            for peer in tl.static_range(SIZE):
+                if peer != RANK:
+                    place = (sent * SIZE + peer) * size + column
+                    mask = inside & (place < rows * size)
+                    part = tl.load(partial_ptr + place, mask=mask, other=0)
+                    send_to(
+                        peer, sendable(part, EMPTY), sent * size + column, mask, addresses_ptr,
+                        start, inbox_bytes, RANK,
+                    )  # fmt: skip
+        group = sent - programs
+        row = group * SIZE + RANK
+        if (group >= 0) & (row < rows):
+            place = row * size + column
+            box = group * size + column
+            bits = _row_sum(
+                stream_ptr, partial_ptr, place, box, inside, addresses_ptr, start, inbox_bytes,
+                ADDS, RANK, SIZE, EMPTY,
+            )  # fmt: skip
+            send(bits, box, inside, addresses_ptr, of_sums, inbox_bytes, RANK, SIZE)
+            _finish_row(stream_ptr, weight, weight_ptr, normed_ptr, bits, place, inside, size, eps)
+        group -= programs
+        if group >= 0:
+            for peer in tl.static_range(SIZE):
+                if peer != RANK:
+                    place = (group * SIZE + peer) * size + column
+                    mask = inside & (place < rows * size)
+                    bits = receive(
+                        peer, group * size + column, mask, addresses_ptr, of_sums, inbox_bytes,
+                        partial_ptr.dtype.element_ty, RANK, EMPTY,
+                    )  # fmt: skip
+                    _finish_row(
+                        stream_ptr, weight, weight_ptr, normed_ptr, bits, place, mask, size, eps
+                    )
+
+
+@triton.jit
+def _row_sum(
+    stream_ptr, partial_ptr, place, box, mask, addresses_ptr, start, inbox_bytes,
+    ADDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, EMPTY: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of a row, which arrive at the places `box` of the inboxes; return the bits
+    of the sum."""
+    dtype: tl.constexpr = stream_ptr.dtype.element_ty
+    bits_dtype: tl.constexpr = partial_ptr.dtype.element_ty
+    total = tl.zeros(place.shape, tl.float32)
+    if ADDS:
+        total = tl.load(stream_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    own = sendable(tl.load(partial_ptr + place, mask=mask, other=0), EMPTY)
+    for peer in tl.static_range(SIZE):
+        bits = own
+        if peer != RANK:
+            bits = receive(
+                peer, box, mask, addresses_ptr, start, inbox_bytes, bits_dtype, RANK, EMPTY
+            )
+        total += bits.to(dtype, bitcast=True).to(tl.float32)
+    return sendable(total.to(dtype).to(bits_dtype, bitcast=True), EMPTY)
+
+
+@triton.jit
+def _finish_row(stream_ptr, weight, weight_ptr, normed_ptr, bits, place, mask, size, eps):
+    """Store a row of the residual stream and its norm."""
+    dtype: tl.constexpr = stream_ptr.dtype.element_ty
+    stream = bits.to(dtype, bitcast=True)
+    tl.store(stream_ptr + place, stream, mask=mask)
+    x = stream.to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
+    normed = normed.to(weight_ptr.dtype.element_ty).to(tl.float32) * weight
+    tl.store(normed_ptr + place, normed.to(dtype), mask=mask)

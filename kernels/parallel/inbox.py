@@ -12,6 +12,7 @@ next to nothing there. Zero is sent in its place.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,9 @@ from torch import Tensor
 MOST_PROGRAMS = 128
 """The most programs of a launch. All of a rank run at once on the GPUs this is for, so that none
 waits for one that cannot start."""
+AHEAD = 2
+"""How many tasks a program sends before it waits for what others send it of the first one, so that
+the links carry the next ones meanwhile."""
 _EMPTY = {2: -0x8000, 4: -0x7FFF8000}
 """The pattern of an empty element, by its bytes."""
 
@@ -30,13 +34,16 @@ class PeerMemory(NamedTuple):
     """The memory of all ranks that this rank can read and write: inboxes, lane by lane.
 
     A lane has an inbox for each rank. It is free again when all ranks have emptied theirs: once
-    this rank has received, in another lane, what the others sent in a later launch.
+    this rank has received, in another lane, what each of the others sent in a later launch. What
+    takes several launches goes through its own lane and the spare one in turns, beginning with its
+    own.
     """
 
     addresses: Tensor  # [size] int64 on the device: where each rank's memory begins, at 16 bytes
     rank: int  # this rank's index
     size: int  # the number of ranks
-    inbox_bytes: int  # a multiple of 16
+    inbox_bytes: int  # a multiple of 32
+    spare: int  # the spare lane
 
     def start(self, lane: int) -> int:
         """Return the byte at which the inboxes of a lane begin."""
@@ -51,6 +58,13 @@ def memory_bytes(lanes: int, size: int, inbox_bytes: int) -> int:
 def clear(memory: Tensor) -> None:
     """Empty all inboxes in the memory [B] uint8 of a rank, before any rank uses it."""
     memory.view(torch.int16).fill_(_EMPTY[2])
+
+
+def row_chunks(rows: int, most: int, lane: int, peers: PeerMemory) -> Iterator[tuple[int, slice]]:
+    """Divide rows into launches of at most `most`; yield the lane and the rows of each."""
+    assert lane != peers.spare and most > 0, "the inboxes are too small for one row"
+    for index, start in enumerate(range(0, rows, most)):
+        yield peers.spare if index % 2 else lane, slice(start, min(start + most, rows))
 
 
 def as_bits(x: Tensor) -> Tensor:
@@ -77,8 +91,14 @@ def send(
     """Write what `sendable` made to these places of this rank's inboxes on all other ranks."""
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            inbox = _inbox(addresses_ptr + peer, start + RANK * inbox_bytes, bits.dtype)
-            tl.store(inbox + place, bits, mask=mask)
+            send_to(peer, bits, place, mask, addresses_ptr, start, inbox_bytes, RANK)
+
+
+@triton.jit
+def send_to(peer, bits, place, mask, addresses_ptr, start, inbox_bytes, RANK: tl.constexpr):
+    """Write what `sendable` made to these places of this rank's inbox on another rank."""
+    inbox = _inbox(addresses_ptr + peer, start + RANK * inbox_bytes, bits.dtype)
+    tl.store(inbox + place, bits, mask=mask)
 
 
 @triton.jit

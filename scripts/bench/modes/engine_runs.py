@@ -210,14 +210,21 @@ class Bench:
     def profile(self, name: str, temperature: float, path: Path, after: int) -> None:
         """Print what takes the time of 20 steps of a workload from the `after`th on, and write
         their trace."""
-        window = torch.profiler.schedule(wait=after, warmup=1, active=_PROFILED_STEPS, repeat=1)
-        with torch.profiler.profile(
-            schedule=window, on_trace_ready=lambda own: own.export_chrome_trace(str(path))
-        ) as profiler:
-            rows = self.rows(self.load(name), temperature)
-            run_rows(self.engine, rows, lambda finished: profiler.step())
-        order = f"self_{DEVICE.type}_time_total"
-        print(profiler.key_averages().table(sort_by=order, row_limit=15))
+        profile_rows(self.engine, self.rows(self.load(name), temperature), path, after)
+
+
+def profile_rows(
+    engine: LLMEngine, rows: list[tuple[list[int], SamplingParams]], path: Path, after: int
+) -> None:
+    """Print what takes the time of 20 steps of these rows from the `after`th on, and write their
+    trace."""
+    window = torch.profiler.schedule(wait=after, warmup=1, active=_PROFILED_STEPS, repeat=1)
+    with torch.profiler.profile(
+        schedule=window, on_trace_ready=lambda own: own.export_chrome_trace(str(path))
+    ) as profiler:
+        run_rows(engine, rows, lambda finished: profiler.step())
+    order = f"self_{DEVICE.type}_time_total"
+    print(profiler.key_averages().table(sort_by=order, row_limit=15))
 
 
 def full_batch(steps: list[StepTime]) -> PhaseSplit:

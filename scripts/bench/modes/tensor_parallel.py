@@ -1,4 +1,4 @@
-"""The mode tensor-parallel of bench_engine.py: weights divided between two GPUs, beside one GPU."""
+"""The mode tensor-parallel of bench_engine.py: weights divided between the GPUs of one host."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import time
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from measuring import DEVICE
+from measuring import DEVICE, commas
+from modes.engine_runs import profile_rows
 from modes.routing import run_rows
 from workloads import dummy_model, prompt_vocab, requests
 
@@ -30,6 +32,8 @@ class BenchRecipe:
     model: str
     workload: str
     cache_gib: float
+    trace: Path | None = None  # where the trace of some steps goes
+    traced_after: int = 0  # steps before those
 
     def engine(self, parallel: TensorParallel = ALONE, leader: Leader | None = None) -> LLMEngine:
         weights = dummy_model(self.model, DEVICE, parallel=parallel)
@@ -55,6 +59,8 @@ class BenchRecipe:
         ]
         run_rows(engine, rows[::4])
         seconds, _ = run_rows(engine, rows)
+        if self.trace is not None:
+            profile_rows(engine, rows, self.trace, self.traced_after)
         rate = sum(r.output_len for r in load) / seconds
         return {"seconds": seconds, "output_tokens_per_s": rate, "memory": str(engine.memory)}
 
@@ -69,7 +75,7 @@ def serve(recipe: BenchRecipe, ranks: int, results: Connection[Any, Any]) -> Non
     else:
         engine = recipe.engine()
     ready = time.perf_counter() - started
-    results.send({"ready_seconds": ready} | recipe.measure_workload(engine))
+    results.send({"ranks": ranks, "ready_seconds": ready} | recipe.measure_workload(engine))
     engine.close()
     end_process(0)
 
@@ -94,16 +100,26 @@ def measured(recipe: BenchRecipe, ranks: int) -> Any:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--workload", default="mixed")
+    parser.add_argument("--ranks", type=commas(int), default=[1, 2], help="numbers of GPUs")
     parser.add_argument("--cache-gib", type=float, default=34.0, help="KV cache of a GPU")
+    parser.add_argument("--profile", type=Path, help="after the runs: traces of rank 0's steps")
+    parser.add_argument("--profile-after", type=int, default=100, help="steps before")
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time a workload on one GPU and on two that divide the weights, each in its own process."""
-    recipe = BenchRecipe(options.model, options.workload, options.cache_gib)
-    one, two = (measured(recipe, ranks) for ranks in (1, 2))
-    found = {"one": one, "two": two, "times": one["seconds"] / two["seconds"]}
-    print(
-        f"{options.model}, {options.workload}: {one['seconds']:.1f} s on one GPU, "
-        f"{two['seconds']:.1f} on two: {found['times']:.2f} times as fast"
-    )
-    return [found]
+    """Time a workload on each number of GPUs, which divide the weights, one after the other and
+    each in processes of its own. The first number is what the others are compared with."""
+    found = []
+    for ranks in options.ranks:
+        trace = options.profile and options.profile.with_name(f"{ranks}-{options.profile.name}")
+        recipe = BenchRecipe(
+            options.model, options.workload, options.cache_gib, trace, options.profile_after
+        )
+        found.append(measured(recipe, ranks))
+        found[-1]["times"] = found[0]["seconds"] / found[-1]["seconds"]
+    for each in found:
+        print(
+            f"{options.model}, {options.workload}: {each['seconds']:.1f} s on {each['ranks']} "
+            f"GPUs, {each['times']:.2f} times as fast as on {found[0]['ranks']}"
+        )
+    return found

@@ -29,8 +29,10 @@ from batchgen.kernels.parallel.rank_gather import gather
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 in_processes = pytest.mark.skipif(DEVICE != "cpu", reason="kernels are not interpreted here")
 EPS = 1e-6
-INBOX, LANES = 2**16, 3
-SHAPES = ((1, 64), (3, 700), (5, 1000), (1, 1))
+INBOX, LANES = 2**14, 3
+"""The bytes of an inbox, into which four rows of the longest fit, and the lanes, of which the last
+one is the spare."""
+SHAPES = ((1, 64), (3, 700), (13, 1000), (1, 1), (6, 40))
 DTYPES = (torch.float32, torch.bfloat16)
 ROUNDS = list(itertools.product(DTYPES, range(len(SHAPES))))
 """What is sent one round behind the other: the dtype, and the index of the shape."""
@@ -66,7 +68,7 @@ def shared_memories(size: int, device: str = "cpu") -> list[Tensor]:
 
 def peers_of(rank: int, memories: list[Tensor]) -> PeerMemory:
     addresses = torch.tensor([memory.data_ptr() for memory in memories])
-    return PeerMemory(addresses.to(memories[0].device), rank, len(memories), INBOX)
+    return PeerMemory(addresses.to(memories[0].device), rank, len(memories), INBOX, LANES - 1)
 
 
 def assert_empty(memories: list[Tensor]) -> None:
@@ -119,9 +121,13 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @in_processes
-@pytest.mark.parametrize("size", [2, 3])
-def test_all_ranks_have_the_sum_of_all_and_its_norm(size: int) -> None:
-    """One sum behind the other, in lanes that take turns, without waiting but in the kernel."""
+@pytest.mark.parametrize(("size", "hop_bytes"), [(2, 0), (3, 10**9), (3, 0), (4, 0)])
+def test_all_ranks_have_the_sum_of_all_and_its_norm(
+    size: int, hop_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sum behind the other, in lanes that take turns, without waiting but in the kernel; in one
+    shot, or in two where ranks have a row each. Sums of the longest rows take several launches."""
+    monkeypatch.setattr("batchgen.kernels.parallel.add_sum_norm._HOP_BYTES", hop_bytes)
 
     def work(peers: PeerMemory) -> list[Any]:
         found = []
@@ -164,7 +170,7 @@ def test_all_ranks_have_the_columns_of_all(size: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_rank_after_the_other(dtype: torch.dtype) -> None:
     """What rank 1 sends is there before rank 0 runs, which then leaves what rank 1 needs."""
-    for round_ in range(len(SHAPES)):
+    for round_ in (0, 1, 3, 4):  # the other shape takes several launches
         memories = shared_memories(2, DEVICE)
         parts = [operands(rank, round_, dtype).to(DEVICE) for rank in range(2)]
         weight = norm_weight(round_, dtype).to(DEVICE)
@@ -187,3 +193,41 @@ def test_one_rank_after_the_other(dtype: torch.dtype) -> None:
             torch.testing.assert_close(
                 gathered.float(), torch.cat(parts, 1).float(), rtol=0, atol=1e-40
             )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", range(3))
+def test_one_rank_in_two_shots(
+    rank: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the others send this rank is there before it runs: their parts of its rows, and the sums
+    of theirs. It leaves its parts of their rows and the sums of its own with them."""
+    monkeypatch.setattr("batchgen.kernels.parallel.add_sum_norm._HOP_BYTES", 0)
+    size, round_ = 3, 4
+    memories = shared_memories(size, DEVICE)
+    parts = [operands(peer, round_, dtype) for peer in range(size)]
+    stream, weight = operands(99, round_, dtype), norm_weight(round_, dtype)
+    normed, summed = add_sum_norm_reference(stream, parts, weight, EPS)
+
+    def inbox(of: int, sender: int, half: int, like: Tensor) -> Tensor:
+        start = peers_of(of, memories).start(1) + sender * INBOX + half * INBOX // 2
+        values = memories[of][start : start + like.numel() * like.itemsize].view(like.dtype)
+        return values.view(like.shape)
+
+    def sent(x: Tensor) -> Tensor:
+        bits = as_bits(x.contiguous())
+        return bits.masked_fill(bits == empty_bits(x), 0).view(x.dtype).to(DEVICE)
+
+    others = [peer for peer in range(size) if peer != rank]
+    for peer in others:
+        inbox(rank, peer, 0, parts[peer][rank::size]).copy_(sent(parts[peer][rank::size]))
+        inbox(rank, peer, 1, summed[peer::size]).copy_(sent(summed[peer::size]))
+    peers, own = peers_of(rank, memories), parts[rank].to(DEVICE)
+    found = add_sum_norm(stream.to(DEVICE), own, weight.to(DEVICE), EPS, peers, 1)
+    assert_empty(memories[rank : rank + 1])
+    assert_close(found[1], summed)
+    assert_close(found[0], normed, 16)
+    for peer in others:
+        part, total = parts[rank][peer::size], found[1][rank::size]
+        assert torch.equal(as_bits(inbox(peer, rank, 0, part)), as_bits(sent(part)))
+        assert torch.equal(as_bits(inbox(peer, rank, 1, total)), as_bits(sent(total)))

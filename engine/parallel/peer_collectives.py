@@ -1,5 +1,4 @@
-"""Collectives between GPUs of one machine in one launch each, by kernels that write the memory of
-all of them."""
+"""Collectives between GPUs of one machine, by kernels that write the memory of all of them."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from batchgen.kernels.parallel.add_sum_norm import add_sum_norm
 from batchgen.kernels.parallel.inbox import PeerMemory, clear, memory_bytes
 from batchgen.kernels.parallel.rank_gather import gather
 
-_GATHER_LANES = (FIXED_LANES, FIXED_LANES + 1)
-_INBOX_BYTES = {2: 4 * 2**20}
-"""The most bytes of a rank that one launch sends, by the number of ranks. Each rank sends all of
-them to all others, where NCCL's ring moves a share of them, so that more ranks mean less."""
-_FEWER_INBOX_BYTES = 2**19
+_SPARE_LANE = FIXED_LANES
+_GATHER_LANES = (FIXED_LANES + 1, FIXED_LANES + 2)
+_LANE_BYTES = 32 * 2**20
+"""The memory of a lane, which its inboxes share. A launch moves up to half of it of a rank, more
+than which makes sums hardly faster."""
 
 
-class OneShot:
+class PeerCollectives:
     """Memory that all ranks can write, and the collectives in which they do.
 
     That a rank has read what it was sent in a lane is known once it has sent something in another
@@ -36,12 +35,12 @@ class OneShot:
         self._gathers = 0
 
     @classmethod
-    def make(cls, device: torch.device, rank: int, size: int) -> OneShot | None:
+    def make(cls, device: torch.device, rank: int, size: int) -> PeerCollectives | None:
         """Allocate the memory on all ranks together. None if the GPUs cannot reach each other's."""
         if not all(_reaches(device.index, other) for other in range(size)):
             return None
-        inbox_bytes = _INBOX_BYTES.get(size, _FEWER_INBOX_BYTES)
-        lanes = FIXED_LANES + len(_GATHER_LANES)
+        inbox_bytes = _LANE_BYTES // size // 32 * 32
+        lanes = FIXED_LANES + 1 + len(_GATHER_LANES)
         memory = symmetric_memory.empty(
             memory_bytes(lanes, size, inbox_bytes), dtype=torch.uint8, device=device
         )
@@ -52,20 +51,16 @@ class OneShot:
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         torch.cuda.synchronize(device)
         dist.barrier()
-        return cls(memory, PeerMemory(addresses, rank, size, inbox_bytes))
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether x [R, C] on a GPU, the same size on all ranks, is small enough."""
-        return x.is_cuda and 0 < x.numel() * x.itemsize <= self._peers.inbox_bytes
+        return cls(memory, PeerMemory(addresses, rank, size, inbox_bytes, _SPARE_LANE))
 
     def add_sum_norm(
         self, residual: Tensor | None, partial: Tensor, lane: int, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Compute what `Collectives.add_sum_norm` says, of a part that `takes` accepts."""
+        """Compute what `Collectives.add_sum_norm` says."""
         return add_sum_norm(residual, partial, weight, eps, self._peers, lane)
 
     def gather(self, x: Tensor, lane: int | None = None) -> Tensor:
-        """Return [R, size · C], the columns of all ranks' x [R, C], which `takes` accepts."""
+        """Return [R, size · C], the columns of all ranks' contiguous x [R, C]."""
         if lane is None:
             self._gathers += 1
             lane = _GATHER_LANES[self._gathers % len(_GATHER_LANES)]
