@@ -208,7 +208,7 @@ def _parts(rows: PrefillRows, replayed: tuple[int, ...]) -> list[tuple[PrefillRo
         (first, ~is_again),
         (rows._replace(query_lens=replayed, snapshots=None), is_again),
     ):
-        index = upload(np.flatnonzero(chosen), torch.int64, rows.positions.device)
+        index = upload(np.flatnonzero(chosen.numpy()), torch.int64, rows.positions.device)
         starts = upload([0, *accumulate(part.lengths())], torch.int32, index.device)
         found.append((part._replace(positions=rows.positions[index], starts=starts), index))
     return found
