@@ -19,6 +19,7 @@ from batchgen.engine.vision.image import Image
 from batchgen.inputs.dataset.source import Row
 from batchgen.inputs.prompts.row_prompts import Prompt
 from batchgen.jobs.run.job_parts import JobParts, job_parts
+from batchgen.util.request_id import RequestId
 
 LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
 PROMPT = list(range(1000, 1100))
@@ -56,11 +57,11 @@ class InstantEngine:
         self.columns: dict[str, npt.NDArray[Any]] = {}
         self.memory_used: list[tuple[int, float]] = []
         self._per_step, self._every = per_step, every
-        self._waiting: list[tuple[str, Sequence[Image]]] = []
+        self._waiting: list[tuple[RequestId, Sequence[Image]]] = []
 
     def add_request(
         self,
-        request_id: str,
+        request_id: RequestId,
         prompt_token_ids: list[int],
         params: object,
         answer_token_ids: list[int] | None = None,
@@ -79,7 +80,7 @@ class InstantEngine:
     def measure_costs(self) -> None:
         """Nothing is measured: no step takes a device's time."""
 
-    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+    def take_costs(self, *, wait: bool = False) -> list[tuple[RequestId, float]]:
         return []
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -26,7 +26,7 @@ class DivisibleEngine(Engine, Protocol):
         """The ids of the requests that run, in the order of `running_lengths`."""
         ...
 
-    def abort(self, request_id: Hashable) -> bool:
+    def abort(self, request_id: Any) -> bool:
         """Drop a request."""
         ...
 
@@ -87,7 +87,7 @@ class EnginePort:
         self.name, self._engine = name, engine
         self._collect_costs = collect_costs
         self.costs: list[tuple[Any, float]] = []
-        self.waiting: set[Hashable] = set()
+        self.waiting: set[RequestId] = set()
         self._finished: list[RequestOutput] = []
         self._tokens = 0
 

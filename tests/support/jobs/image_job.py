@@ -28,6 +28,7 @@ from batchgen.engine.vision.image import Image
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.jobs.run.job_parts import JobParts, job_parts
 from batchgen.jobs.run.run_job import run_job
+from batchgen.util.request_id import RequestId
 
 MEMORY = MemoryPlan(0, 0, 0, num_blocks=0, kv_tokens=0, total=None)
 SHIPPED = Path(batchgen.__file__).parent / "data" / "nano_vl"
@@ -89,11 +90,11 @@ class DecodingEngine:
     batch_dependence: str | None = None
     generated_tokens: int = 0
     seen: list[Image] = field(default_factory=list)
-    _waiting: list[tuple[str, list[int], Sequence[Image]]] = field(default_factory=list)
+    _waiting: list[tuple[RequestId, list[int], Sequence[Image]]] = field(default_factory=list)
 
     def add_request(
         self,
-        request_id: str,
+        request_id: RequestId,
         prompt_token_ids: list[int],
         params: SamplingParams,
         answer_token_ids: list[int] | None = None,
@@ -114,20 +115,22 @@ class DecodingEngine:
     def measure_costs(self) -> None:
         pass
 
-    def take_costs(self, *, wait: bool = False) -> list[tuple[str, float]]:
+    def take_costs(self, *, wait: bool = False) -> list[tuple[RequestId, float]]:
         return []
 
     def close(self) -> None:
         pass
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: RequestId) -> bool:
         return False
 
     def step(self) -> list[RequestOutput]:
         done, self._waiting = self._waiting[: self.per_step], self._waiting[self.per_step :]
         return [self._answer(*each) for each in done]
 
-    def _answer(self, request_id: str, prompt: list[int], images: Sequence[Image]) -> RequestOutput:
+    def _answer(
+        self, request_id: RequestId, prompt: list[int], images: Sequence[Image]
+    ) -> RequestOutput:
         try:
             shapes = [each.load().shape for each in images]
         except RequestError as error:
