@@ -7,16 +7,26 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, UndefinedError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, Undefined, UndefinedError, nodes
 
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 from batchgen.util.templates.template_bounds import TemplateLimit
-from batchgen.util.templates.template_sandbox import RENDER_ERRORS, BoundedEnvironment
+from batchgen.util.templates.template_sandbox import (
+    RENDER_ERRORS,
+    AbsentField,
+    BoundedEnvironment,
+    WholeRow,
+    is_null,
+)
 
 
 class _NullOutput(Exception):
     """Raised when a template prints a value that is null."""
+
+
+class _NoData(Exception):
+    """Raised when a template prints what is no data, such as a method."""
 
 
 class RowTemplate:
@@ -35,10 +45,11 @@ class RowTemplate:
     def __init__(self, key: str, source: str, columns: Collection[str]) -> None:
         env = BoundedEnvironment(
             filters={"tojson": _to_json},
-            undefined=StrictUndefined,
+            undefined=AbsentField,
             keep_trailing_newline=True,
-            finalize=_not_null,
+            finalize=_data,
         )
+        env.tests["none"] = is_null
         self.key = key
         try:
             tree = env.parse(source)
@@ -51,6 +62,7 @@ class RowTemplate:
         self._template.globals = dict(self._template.globals)
         self._only = _only_variable(tree)
         self._names = sorted(env.undeclared(tree))
+        self._reads_row = "row" in self._names
         optional = _optional(tree) | {"row", "row_index"}
         for name in self._names:
             if name not in columns and name not in optional:
@@ -70,13 +82,22 @@ class RowTemplate:
             return value
         try:
             with template_errors(self.key):
-                return self._template.render({"row": fields, "row_index": row_index, **fields})
+                row = WholeRow(fields) if self._reads_row else None
+                return self._template.render({"row": row, "row_index": row_index, **fields})
         except UndefinedError as error:
             from batchgen.engine.interface.outputs import RequestError  # brings torch
 
             has = some_names(fields)
             raise RequestError(
                 "missing_field", f"{self.key}: {error.message}; the row has {has}"
+            ) from None
+        except _NoData as error:
+            from batchgen.engine.interface.outputs import RequestError
+
+            raise RequestError(
+                "template_error",
+                f"{self.key} prints {error}, which is no data of the row: write "
+                f'{{{{ doc["{error}"] }}}} for the field {error!r} of a column doc',
             ) from None
         except _NullOutput:
             from batchgen.engine.interface.outputs import RequestError
@@ -111,14 +132,23 @@ def template_errors(key: str) -> Iterator[None]:
         raise RequestError("template_error", f"{key}: {type(error).__name__}: {text}") from None
 
 
-def _not_null(value: Any) -> Any:
+def _data(value: Any) -> Any:
+    """Return a value that is printed; anything but data raises."""
     if value is None:
         raise _NullOutput
+    if isinstance(value, Undefined):
+        return value  # which says itself what is missing
+    if callable(value) or type(value).__module__.partition(".")[0] == "jinja2":
+        raise _NoData(getattr(value, "__name__", type(value).__name__))
     return value
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, default=str)
+    return json.dumps(value, ensure_ascii=False, indent=indent, default=_plain)
+
+
+def _plain(value: Any) -> str | None:
+    return None if is_null(value) else str(value)
 
 
 def _only_variable(tree: nodes.Template) -> str | None:

@@ -12,7 +12,15 @@ from functools import wraps
 from types import BuiltinMethodType
 from typing import Any
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes, pass_context
+from jinja2 import (
+    StrictUndefined,
+    Template,
+    TemplateError,
+    TemplateSyntaxError,
+    meta,
+    nodes,
+    pass_context,
+)
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -36,6 +44,47 @@ _ROUND, _PRINTED, _SIZED, _MADE = " round", " printed", " sized", " made"
 _MOST_SOURCE = 2**20
 """The most characters of a template. To compile a longer one would take minutes."""
 _COMPARING = frozenset("eq == equalto ne != gt > greaterthan ge >= lt < lessthan le <= in".split())
+
+
+class WholeRow(dict[str, Any]):
+    """All columns of a row; to read one that it lacks is an error."""
+
+
+class AbsentField(StrictUndefined):
+    """A field that an object of a row lacks, which acts as null does: files of one format leave
+    out what those of another one pad with null. A variable that is not there raises, as in
+    StrictUndefined; so does either where it is printed or read further."""
+
+    __slots__ = ()
+
+    @property
+    def is_null(self) -> bool:
+        """Whether an object lacks it, and not the template's variables."""
+        obj = self._undefined_obj
+        return isinstance(obj, Mapping) and not isinstance(obj, WholeRow)
+
+    def __bool__(self) -> bool:
+        if not self.is_null:
+            self._fail_with_undefined_error()
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        if not self.is_null:
+            self._fail_with_undefined_error()
+        return other is None or isinstance(other, AbsentField)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        if not self.is_null:
+            self._fail_with_undefined_error()
+        return hash(None)
+
+
+def is_null(value: object) -> bool:
+    """Whether a value of a template is null: the test `is none`."""
+    return value is None or (isinstance(value, AbsentField) and value.is_null)
 
 
 class BoundedTemplate(Template):
@@ -244,6 +293,20 @@ class _Guards(NodeTransformer):
         for operand in node.ops:
             operand.expr = _unless_constant(operand.expr)
         return node
+
+    def visit_Call(self, node: nodes.Call) -> nodes.Node:
+        if isinstance(called := node.node, nodes.Getattr):
+            called.node = self.visit(called.node)  # a method, whatever keys there are
+            node.node = nodes.Name("", "load")
+            self.generic_visit(node)
+            node.node = called
+            return node
+        return self.generic_visit(node)
+
+    def visit_Getattr(self, node: nodes.Getattr) -> nodes.Node:
+        """Look for a key first: `doc.items` is what the object `doc` has under "items"."""
+        self.generic_visit(node)
+        return nodes.Getitem(node.node, nodes.Const(node.attr), node.ctx, lineno=node.lineno)
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
