@@ -58,25 +58,31 @@ class AbsentField(StrictUndefined):
     __slots__ = ()
 
     @property
+    def _undefined_message(self) -> str:
+        if isinstance(self._undefined_obj, WholeRow):
+            return f"the row has no column {self._undefined_name!r}"
+        return super()._undefined_message
+
+    @property
     def is_null(self) -> bool:
         """Whether an object lacks it, and not the template's variables."""
         obj = self._undefined_obj
         return isinstance(obj, Mapping) and not isinstance(obj, WholeRow)
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> bool:  # type: ignore[override]
         if not self.is_null:
             self._fail_with_undefined_error()
         return False
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other: object) -> bool:  # type: ignore[override]
         if not self.is_null:
             self._fail_with_undefined_error()
         return other is None or isinstance(other, AbsentField)
 
-    def __ne__(self, other: object) -> bool:
+    def __ne__(self, other: object) -> bool:  # type: ignore[override]
         return not self == other
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # type: ignore[override]
         if not self.is_null:
             self._fail_with_undefined_error()
         return hash(None)

@@ -125,7 +125,7 @@ WRONG_ROWS: list[tuple[str, PromptConfig, dict[str, Any], str, str]] = [
         text("{{ row['x'] }}"),
         {"q": "y"},
         "missing_field",
-        "prompt.text: 'dict object' has no attribute 'x'; the row has q",
+        "prompt.text: the row has no column 'x'; the row has q",
     ),
     (
         "types",
