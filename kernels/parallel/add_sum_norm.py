@@ -83,16 +83,21 @@ def _launch(
 ) -> None:  # fmt: skip
     rows, size = partial.shape
     block = triton.next_power_of_2(size)
-    kernel, tasks = _one_shot, rows
-    if two_shot:
-        kernel, tasks = _two_shot, triton.cdiv(rows, peers.size)
-    kernel[(min(tasks, MOST_PROGRAMS),)](
+    arguments = (
         stream, as_bits(partial), weight, normed, peers.addresses, peers.start(lane),
-        peers.inbox_bytes, rows, size, eps, ADDS=adds, RANK=peers.rank, SIZE=peers.size,
-        EMPTY=empty_bits(partial), AHEAD=AHEAD, BLOCK=block,
-        # A thread makes one 16-byte access per operand of 2-byte elements, up to 4096 of them.
-        num_warps=min(16, max(1, block // 256)),
+        peers.inbox_bytes, rows, size, eps,
     )  # fmt: skip
+    constants = {
+        "ADDS": adds, "RANK": peers.rank, "SIZE": peers.size, "EMPTY": empty_bits(partial),
+        "AHEAD": AHEAD, "BLOCK": block,
+        # A thread makes one 16-byte access per operand of 2-byte elements, up to 4096 of them.
+        "num_warps": min(16, max(1, block // 256)),
+    }  # fmt: skip
+    if two_shot:
+        tasks = triton.cdiv(rows, peers.size)
+        _two_shot[(min(tasks, MOST_PROGRAMS),)](*arguments, **constants)
+    else:
+        _one_shot[(min(rows, MOST_PROGRAMS),)](*arguments, **constants)
 
 
 def add_sum_norm_reference(

@@ -82,9 +82,10 @@ def _jobs(given: str) -> Respond:
 
 def _rows(names: Sequence[str]) -> Respond:
     """The pages of a job, or of two."""
-    readers = {name: open_folder(name, "view") for name in names}
-    if len(names) == 2 and len({reader.path for reader in readers.values()}) < 2:
+    paths = {user_path(folder_here(name, "batchgen view"), "OUT").resolve() for name in names}
+    if len(paths) < len(names):
         raise ConfigError(f"view: {names[0]} and {names[1]} are the same folder: name two jobs")
+    readers = {name: open_folder(name, "view") for name in names}
     from batchgen.pages.viewer.job_view import JobView
     from batchgen.pages.viewer.pages import Site
 

@@ -19,7 +19,7 @@ from batchgen.evals.graders.grade_rows import Grader
 from batchgen.evals.graders.step import PostStep
 from batchgen.util.templates.row_templates import RowTemplate
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 NO_EXAMS = {"nano_hybrid", "nano_sdar", "nano_vl", "synth"}
 EXAMS = sorted({path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")} - NO_EXAMS)
 HUB = {
