@@ -25,6 +25,7 @@ from batchgen.engine.vision.vision_positions import (
 from batchgen.kernels.attention.full_attention import Segments, full_attention
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.qkv import prepare_qkv
+from batchgen.kernels.layers.elementwise import gelu, gelu_tanh
 
 _EPS = 1e-6
 
@@ -100,7 +101,7 @@ class VisionMLP(nn.Module):
         self.linear_fc2 = make(config.mlp_size, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
+        result: Tensor = self.linear_fc2(gelu_tanh(self.linear_fc1(x)))
         return result
 
 
@@ -140,7 +141,7 @@ class PatchMerger(nn.Module):
         if self._joined:
             x = x.view(-1, self._size)
         squares = self.norm(x).view(-1, self._size)
-        merged: Tensor = self.linear_fc2(F.gelu(self.linear_fc1(squares)))
+        merged: Tensor = self.linear_fc2(gelu(self.linear_fc1(squares)))
         return merged
 
 

@@ -293,7 +293,7 @@ def _attend(
         total = total.mul_(rescale).add_(weights.sum(-1, keepdim=True))
         out = out.mul_(rescale).add_(row_batches(weights, value))
         top = peak
-    if sinks is not None:  # torch.sigmoid and torch.log may compute equal elements in two ways
+    if sinks is not None:
         own = sinks.float().view(kv_heads, 1, heads_per_kv).repeat(1, num_rows, group.width)
         own = F.pad(own.flatten(0, 1), (0, padded - queries))
         total.add_(torch.exp(own.unsqueeze(-1) - top))

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.kernels.layers.elementwise import silu, times_sigmoid
+
 GateFunction = Literal["silu", "gelu"]
 """The function of an MLP's gate: SiLU, or GELU as it is approximated by tanh."""
 _TWICE_ROOT = 1.5957691216057308
@@ -31,12 +33,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
     """`silu_and_mul` in PyTorch."""
     gate, up = gate_up.chunk(2, dim=-1)
-    # F.silu is no option: on a CPU it computes the last elements of each thread's share with
-    # another exp than the rest, so a token's bits would depend on where it stands in the batch.
-    # torch.exp computes every element alike.
-    wide = gate.float()
-    silu = wide / torch.exp(-wide).add_(1)
-    return silu.to(gate.dtype) * up
+    return silu(gate.float()).to(gate.dtype) * up
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
@@ -53,17 +50,15 @@ def gelu_reference(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     wide = gate.float()
     inner = (wide + 0.044715 * wide * wide * wide) * _TWICE_ROOT
-    gelu = wide / torch.exp(-inner).add_(1)  # as with silu
-    return gelu.to(gate.dtype) * up
+    return times_sigmoid(wide, inner).to(gate.dtype) * up
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """Overwrite x with cap · tanh(x / cap), which keeps values between -cap and cap."""
     if x.is_cuda:
         return x.div_(cap).tanh_().mul_(cap)
-    # tanh(z) = 1 - 2 / (1 + exp(2z)). torch.tanh may use two ways, as torch.sigmoid does.
-    wide = torch.exp(x.float() * (2 / cap)).add_(1)
-    return x.copy_((1 - 2 / wide) * cap)
+    # tanh(z) = 1 - 2 · sigmoid(-2z).
+    return x.copy_((1 - times_sigmoid(2.0, x.float() * (-2 / cap))) * cap)
 
 
 def mul_sigmoid(values: Tensor, gate: Tensor) -> Tensor:
@@ -74,8 +69,7 @@ def mul_sigmoid(values: Tensor, gate: Tensor) -> Tensor:
 
 def mul_sigmoid_reference(values: Tensor, gate: Tensor) -> Tensor:
     """`mul_sigmoid` in PyTorch."""
-    # As with silu, torch.sigmoid may use two ways to compute exp.
-    return (values.float() / torch.exp(-gate.float()).add_(1)).to(values.dtype)
+    return times_sigmoid(values.float(), gate.float()).to(values.dtype)
 
 
 def silu_and_mul_triton(gate_up: Tensor, gelu: bool = False) -> Tensor:

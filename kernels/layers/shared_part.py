@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
+
+from batchgen.kernels.layers.elementwise import times_sigmoid
 
 
 class SharedPart(NamedTuple):
@@ -20,9 +21,7 @@ class SharedPart(NamedTuple):
         """Compute what is added [T, H] in PyTorch: in float32, or without a gate as it is."""
         if self.gate is None:
             return self.values
-        # torch.sigmoid is no option: on a CPU it may compute the last elements with another exp.
-        sigmoid = 1 / torch.exp(-self.gate.float()).add_(1)
-        return self.values * sigmoid
+        return self.values * times_sigmoid(1.0, self.gate.float())
 
     def add_to(self, out: Tensor) -> Tensor:
         """Add it to `out` [T, H] in place, in PyTorch, and return that."""

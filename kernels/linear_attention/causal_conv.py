@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from batchgen.kernels.layers.elementwise import silu
 from batchgen.kernels.linear_attention.causal_conv_triton import (
     causal_conv_prefill_triton,
     causal_conv_step_triton,
@@ -87,5 +88,4 @@ def _convolve(inputs: Tensor, weight: Tensor) -> Tensor:
     total = inputs[:, :width] * weight[:, 0]
     for tap in range(1, taps):
         total = total + inputs[:, tap : tap + width] * weight[:, tap]
-    # F.silu may use two ways to compute exp, see silu_and_mul_reference.
-    return total / torch.exp(-total).add_(1)
+    return silu(total)

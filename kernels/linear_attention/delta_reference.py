@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen.kernels.layers.elementwise import softplus, times_sigmoid
 from batchgen.kernels.linear_attention.delta_inputs import NORM_EPS, DeltaInputs, DeltaRecords
 from batchgen.kernels.linear_attention.state_rows import CHUNK, PrefillRows, StepRows
 
@@ -35,11 +36,8 @@ def _prepare(inputs: DeltaInputs, state: Tensor) -> _Tokens:
     query, key = (_unit(x.unflatten(1, (-1, key_dim))) for x in (query, key))
     repeats = value_heads * key_dim // keys
     query = (query * key_dim**-0.5).repeat_interleave(repeats, dim=1)
-    # F.softplus and F.sigmoid may use two ways to compute exp, see silu_and_mul_reference.
-    step = inputs.a.float() + inputs.dt_bias
-    step = torch.where(step > 20, step, torch.log1p(torch.exp(step)))
-    beta = 1 / torch.exp(-inputs.b.float()).add_(1)
-    log_decay = -torch.exp(inputs.a_log) * step
+    beta = times_sigmoid(1.0, inputs.b.float())
+    log_decay = -torch.exp(inputs.a_log) * softplus(inputs.a.float() + inputs.dt_bias)
     return _Tokens(query, key, value.unflatten(1, (value_heads, -1)), log_decay, beta)
 
 

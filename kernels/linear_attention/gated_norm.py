@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.kernels.layers.elementwise import silu
+
 _TILE = 1024
 """Elements per program: a program takes several heads if they are shorter than this."""
 
@@ -25,8 +27,7 @@ def gated_rms_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float
     """`gated_rms_norm` in PyTorch."""
     wide, gate = x.float(), gate.float().view(x.shape)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
-    # F.silu may use two ways to compute exp, see silu_and_mul_reference.
-    return (normed * (gate / torch.exp(-gate).add_(1))).to(x.dtype).flatten(1)
+    return (normed * silu(gate)).to(x.dtype).flatten(1)
 
 
 def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

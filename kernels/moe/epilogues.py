@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from batchgen.kernels.layers.activation import (
@@ -12,6 +11,7 @@ from batchgen.kernels.layers.activation import (
     gelu_reference,
     silu_and_mul_reference,
 )
+from batchgen.kernels.layers.elementwise import times_sigmoid
 
 
 class ClampedGate(NamedTuple):
@@ -43,6 +43,5 @@ def gated(gate_up: Tensor, clamped: ClampedGate | None, function: GateFunction =
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate = gate.clamp(max=clamped.limit)
     up = up.clamp(-clamped.limit, clamped.limit)
-    # As with silu, torch.sigmoid may use two ways to compute exp.
-    glu = gate / torch.exp(gate * -clamped.slope).add_(1)
+    glu = times_sigmoid(gate, gate * clamped.slope)
     return ((up + 1) * glu).to(gate_up.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from batchgen.kernels.layers.elementwise import sigmoid
 from batchgen.kernels.moe.router.router_form import SOFTMAX, RouterForm
 from batchgen.kernels.moe.router.routing_triton import route_triton
 
@@ -49,7 +50,7 @@ def route_reference(
     if form.choose_first:
         scores = logits
     else:
-        scores = logits.sigmoid() if form.sigmoid else logits.softmax(-1)
+        scores = sigmoid(logits) if form.sigmoid else logits.softmax(-1)
     if form.sigmoid or form.choose_first:  # an infinite logit may leave finite weights
         scores = scores.where(logits.isfinite().all(-1, keepdim=True), float("nan"))
     choice = scores if bias is None else scores + bias

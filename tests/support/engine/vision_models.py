@@ -48,7 +48,7 @@ _HYBRID: dict[str, Any] = {
 _TOWER: dict[str, Any] = {
     "depth": 3,
     "hidden_size": 32,
-    "intermediate_size": 48,
+    "intermediate_size": 51,
     "num_heads": 2,
     "patch_size": 4,
     "out_hidden_size": 64,

@@ -1,0 +1,68 @@
+"""Functions of single values, whose result on a CPU depends on the value alone.
+
+PyTorch computes many functions on a CPU a vector at a time. What is left over at the end of each
+thread's share it computes value by value, with another exp, whose last bit may differ. So a token's
+bits would depend on where it stands in the batch, and on the number of threads. The functions here
+do not have that: they either hand PyTorch whole vectors only, or are made of torch.exp and
+torch.log1p, which compute all values alike. tests/kernels/layers/test_elementwise.py measures which
+functions do, and fails where kernels, engine or strategies call another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_VECTOR = 256
+"""Values; a multiple of what PyTorch computes at a time on every CPU, in every dtype."""
+_PIECE = 64 * _VECTOR
+"""Values of a call: few enough that PyTorch does not divide them among threads."""
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Compute 1 / (1 + exp(-x)) in x's dtype."""
+    return torch.sigmoid(x) if x.is_cuda else _in_vectors(torch.ops.aten.sigmoid.out, x)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """Compute x · Φ(x), with Φ the distribution function of the standard normal distribution
+    (Hendrycks & Gimpel 2016)."""
+    return F.gelu(x) if x.is_cuda else _in_vectors(torch.ops.aten.gelu.out, x)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Compute the approximation of `gelu` by tanh (Hendrycks & Gimpel 2016)."""
+    if x.is_cuda:
+        return F.gelu(x, approximate="tanh")
+    return _in_vectors(partial(torch.ops.aten.gelu.out, approximate="tanh"), x)
+
+
+def times_sigmoid(x: Tensor | float, gate: Tensor) -> Tensor:
+    """Compute x · sigmoid(gate) as x / (1 + exp(-gate)), which is rounded once less."""
+    return x / torch.exp(-gate).add_(1)
+
+
+def silu(x: Tensor) -> Tensor:
+    """Compute x · sigmoid(x)."""
+    return times_sigmoid(x, x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """Compute log(1 + exp(x)), which is x itself above 20."""
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x)))
+
+
+def _in_vectors(function: Callable[..., object], x: Tensor) -> Tensor:
+    """Apply a function of single values, which writes into `out`, to x, in pieces that are whole
+    vectors of one thread."""
+    flat = x.reshape(-1)
+    if surplus := -len(flat) % _VECTOR:
+        flat = F.pad(flat, (0, surplus))
+    out = torch.empty_like(flat)
+    for source, target in zip(flat.split(_PIECE), out.split(_PIECE), strict=True):
+        function(source, out=target)
+    return out[: x.numel()].view(x.shape)
