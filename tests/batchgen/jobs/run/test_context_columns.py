@@ -22,7 +22,7 @@ COLUMNS = "output.columns=[toy_route,logprobs,prompt_token_ids]"
 
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    entry = {ARCHITECTURE: registry.ModelEntry("toy_hybrid")}
+    entry = {ARCHITECTURE: registry.ModelEntry("tests.support.engine.toy_hybrid")}
     monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS) | entry)
     folder = tmp_path / "toy"
     folder.mkdir()
