@@ -320,4 +320,6 @@ class OutputWriter:
 
     def _reopen(self, number: int) -> OpenShard:
         opened = self._open[number] = self._written.open(number)
+        # Rows that this worker still computes from before it lost the shard may be among these.
+        opened.by_others |= opened.done
         return opened

@@ -131,6 +131,18 @@ def test_a_row_is_never_taken_twice(tmp_path: Path) -> None:
         writer.write([finished_row(0, 0)])
 
 
+def test_a_worker_that_awakes_and_takes_its_shard_back(tmp_path: Path) -> None:
+    """Another one has finished rows of it meanwhile, which the first one goes on computing."""
+    write(tmp_path / "whole", [all_rows()], PER_SHARD, ROWS)
+    with open_writer(tmp_path / "out", worker=1) as first:
+        with open_writer(tmp_path / "out", worker=2) as second:
+            second.write([finished_row(0, 0), finished_row(1, 1)])
+        first.take(0)
+        first.write(all_rows())
+        first.finish(ROWS)
+    assert shards(tmp_path / "out") == shards(tmp_path / "whole")
+
+
 def test_leftovers_of_a_kill_while_publishing_are_cleaned_up(tmp_path: Path) -> None:
     with open_writer(tmp_path) as writer:
         writer.write([finished_row(i, s) for i in range(4) for s in range(SAMPLES)])
