@@ -14,6 +14,9 @@ _REFILL_SHARE = 8
 """Prompts are read once an eighth of the places are free, as `Scheduler` does."""
 
 
+_GOLDEN_RATIO = 0.6180339887498949  # its multiples modulo 1 lie evenly
+
+
 @dataclass(frozen=True, slots=True)
 class Places:
     """What the engine has room for: rows at once, tokens of the paged cache, and tokens of one
@@ -82,9 +85,11 @@ def _tail(lasting: npt.NDArray[np.float64], rows: int, *, waited: bool) -> npt.N
     if not waited:
         quantiles = (np.arange(rows) + 0.5) / rows * len(lasting)
         return lasting[quantiles.astype(np.int64)]
-    draws = np.random.default_rng(0)
-    met = draws.choice(lasting, rows, p=lasting / lasting.sum())
-    left: npt.NDArray[np.float64] = np.sort(np.ceil(met * draws.random(rows)))
+    # Quantiles of the lengths that one meets, each at another share of its length.
+    ends = np.cumsum(lasting) / lasting.sum()
+    met = lasting[np.searchsorted(ends[:-1], (np.arange(rows) + 0.5) / rows)]
+    shares = np.arange(1, rows + 1) * _GOLDEN_RATIO % 1
+    left: npt.NDArray[np.float64] = np.sort(np.ceil(met * shares))
     return left
 
 

@@ -24,6 +24,7 @@ from batchgen.storage.leases.lease_files import published_name
 from batchgen.storage.leases.lease_protocol import Task, publish
 from batchgen.storage.leases.process_identity import identity, is_gone, machine
 from batchgen.storage.leases.store_operations import Create, Names, Overwrite, Read, Same, carry_out
+from batchgen.storage.stores.manifest import Manifest
 from batchgen.util.errors import JobError
 from tests.support.jobs.racing_workers import winners
 
@@ -284,7 +285,8 @@ def test_nobody_fails_because_of_it(
     tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "journal").mkdir()
-    (tmp_path / "manifest.json").write_text("{}")
+    manifest = Manifest(identity={}, fingerprints={}, columns={}, versions={})
+    (tmp_path / "manifest.json").write_text(manifest.text())
     config = WorkersConfig(heartbeat=0.05, stale_after=0.2)
     worker = Worker(tmp_path, config, 1)
     worker.begin(set(), 1)
