@@ -63,9 +63,11 @@ def test_a_new_file_never_takes_the_place_of_another(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_verb_that_is_killed_leaves_no_part_of_its_file(tmp_path: Path, number: int) -> None:
     program = f"""
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from batchgen.cli.job_outcome import verb
+# A shell that runs the tests in the background has its children ignore SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from batchgen.storage.stores.whole_file import whole_file
 def main(arguments):
     with whole_file(Path({str(tmp_path)!r}, "file"), "--out file") as temporary:
