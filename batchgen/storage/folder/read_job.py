@@ -216,13 +216,14 @@ class JobFolderReader:
         """
         while True:
             written: list[pa.RecordBatch] | None = []
-            for path in self._journals().get(number, ()):
+            journals = self._journals().get(number, ())
+            for path in journals:
                 found = self._read_if_there(path)
                 written = None if found is None or written is None else [*written, *found]
             if written is not None:
                 path = shard_path(self.path / DATA, number)
                 is_there = self.storage.exists(path)
-                if not is_there and not written:
+                if not is_there and not journals:  # one without rows was begun, and the disk full
                     raise JobError(f"{path} is gone: nothing of its rows is left in the folder")
                 return Shard(self.storage.parquet(path) if is_there else None, written)
 
