@@ -24,6 +24,7 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.support.engine.engine_rows import Pictured, Request, run
+from tests.support.engine.tiny_models import CLASSES
 from tests.support.engine.vision_models import KINDS as SEEING
 from tests.support.engine.vision_models import picture, prompt, vision_folder
 
@@ -38,6 +39,7 @@ FAMILIES = {
     "gemma4_moe": "Gemma4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    **{kind: f"{family}ForCausalLM" for kind, (family, _) in CLASSES.items()},
     "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",

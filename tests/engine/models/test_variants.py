@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoModelForCausalLM, InternLM3Config
 
 from batchgen.engine.caches.cache_specs import KVSpec
 from batchgen.engine.caches.model_caches import paged_token_bytes, window_token_bytes
@@ -23,6 +24,7 @@ from batchgen.engine.models.gemma4 import Gemma4ForConditionalGeneration
 from batchgen.engine.models.gemma4_config import Gemma4Config
 from batchgen.engine.models.moe_model import MoEConfig
 from tests.support.engine.edited_models import edit_config
+from tests.support.engine.tiny_models import CLASSES, SIZES
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -34,6 +36,10 @@ YARN: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {
     "enable_moe_block": True, "num_experts": 7, "top_k_experts": 2, "moe_intermediate_size": 24
+}  # fmt: skip
+LONG: dict[str, Any] = {
+    "rope_type": "longrope", "rope_theta": 1000.0, "original_max_position_embeddings": 220,
+    "short_factor": [1 + i / 9 for i in range(8)], "long_factor": [2.0 + i for i in range(8)],
 }  # fmt: skip
 ALL_FULL = {"layer_types": ["full_attention"] * 3}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -81,6 +87,35 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm biases": ("smollm3", {"attention_bias": True, "mlp_bias": True}),
     "smollm turns nowhere": ("smollm3", {"no_rope_layers": [0, 0, 0]}),
     "smollm turns everywhere": ("smollm3", {"no_rope_layers": None}),
+    "mistral": ("mistral", {}),
+    "mistral with windows": ("mistral", {"sliding_window": 9, "num_key_value_heads": 1}),
+    "mistral small with a tower": ("mistral3_small", {"sliding_window": None}),
+    "mixtral": ("mixtral", {}),
+    "mixtral with windows and fused experts": ("mixtral", {
+        "sliding_window": 24, "split_experts": False}),
+    "olmo 2": ("olmo2", {"attention_bias": True}),
+    "seed": ("seed_oss", {}),
+    "seed biases": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    "exaone": ("exaone4", {}),
+    "exaone without windows": ("exaone4", ALL_FULL | {"sliding_window": None}),
+    "dots": ("dots1", {}),
+    "dots sparse from the first layer": ("dots1", {"norm_topk_prob": False, "n_group": 1,
+                                              "topk_group": 1, "first_k_dense_replace": 0}),
+    "granite": ("granite", {}),
+    "granite tied": ("granite", {"attention_bias": True, "mlp_bias": True,
+                                 "tie_word_embeddings": True}),
+    "granite with experts": ("granitemoe", {}),
+    "glm 4 9b": ("glm", {}),
+    "glm 4 9b turns whole heads": ("glm", {"attention_bias": False, "rope_parameters": DEFAULT}),
+    "glm 4 0414": ("glm4", {}),
+    "ernie": ("ernie4_5", {"use_bias": True}),
+    "ernie untied": ("ernie4_5", {"tie_word_embeddings": False}),
+    "ernie with experts": ("ernie4_5_moe", {}),
+    "ernie with experts in every other layer": ("ernie4_5_moe", {
+        "moe_layer_interval": 2, "moe_num_shared_experts": 0, "num_hidden_layers": 4}),
+    "phi": ("phi3", {"sliding_window": 24}),
+    "phi mini, long": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 220}),
+    "phi mini": ("phi3", {"rope_parameters": DEFAULT | {"partial_rotary_factor": 0.75}}),
 }  # fmt: skip
 
 
@@ -102,7 +137,7 @@ def test_logits_equal_transformers(
         assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
 
 
-DUMMY = ("glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3", "gemma3", "gpt_oss")
+DUMMY = ("glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3", "gemma3", "gpt_oss", *CLASSES)
 
 
 @pytest.mark.parametrize("kind", [*DUMMY, "gemma4_moe", "gemma4_e2b"])
@@ -110,6 +145,25 @@ def test_dummy_weights(kind: str, tiny_model: TinyModel, run_paged: Callable[...
     model = load_model(tiny_model(kind), device=CPU, load_format="dummy")
     model.pack()
     assert run_paged(model, IDS[:20], [20]).isfinite().all()
+
+
+def test_internlm3(
+    tmp_path: Path, reference_logits: Callable[..., Tensor], run_paged: Callable[..., Tensor]
+) -> None:
+    """Published files say `qkv_bias` and `bias`, and name a class that transformers lacks."""
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(
+        InternLM3Config(**SIZES | {"attention_bias": True, "mlp_bias": True})
+    )
+    for name, parameter in theirs.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(0, 0.3)
+    theirs.save_pretrained(tmp_path / "theirs")
+    names = {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": True}
+    folder = edit_config(tmp_path / "theirs", tmp_path / "ours", **names)
+    ours = run_paged(load_model(folder, device=CPU), IDS, [64, 136])
+    logits = reference_logits(tmp_path / "theirs", IDS)
+    assert float((ours - logits).abs().max() / logits.abs().max()) < 1e-5
 
 
 def test_the_published_names_of_minimax(tiny_model: TinyModel) -> None:
@@ -290,7 +344,13 @@ def test_a_router_in_float32_stays_so(tiny_model: TinyModel) -> None:
         ("minimax_m2", {"sliding_window": 8}, "sliding_window 8"),
         ("ministral3", {"sliding_window": -8}, "sliding_window is -8"),
         ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": "x"}}, "llama_4"),
-        ("mistral3", {"text_config": {"model_type": "mistral"}}, "model_type is 'mistral'"),
+        ("mistral3", {"text_config": {"model_type": "llama"}}, "model_type is 'llama'"),
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias is true"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min 0.1"),
+        ("exaone4", {"layer_types": ["full_attention"]}, "layer"),
+        ("dots1", {"n_group": 3}, "n_group 3"),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer"),
         ("olmo3", {"sliding_window": 0}, "sliding_window is 0"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
@@ -327,5 +387,9 @@ def test_what_the_families_declare(tiny_model: TinyModel) -> None:
     large = load_config(tiny_model("glm4_moe", use_qk_norm=True)).family_as(MoEConfig)
     air = load_config(tiny_model("glm4_moe")).family_as(MoEConfig)
     assert (large.qk_norm, air.qk_norm, air.rotary_dim, air.shared_size) == ("head", None, 8, 64)
+    long = load_config(
+        tiny_model("phi3", rope_parameters=LONG, original_max_position_embeddings=220)
+    )
+    assert long.max_position_embeddings == 220
     ministral = load_config(tiny_model("mistral3")).family_as(DenseConfig)
     assert ministral.query_scale is not None and ministral.query_scale.original == 32

@@ -22,6 +22,7 @@ from tests.support.engine.constrained_rows import CONSTRAINTS
 from tests.support.engine.engine_rows import Request, Scored, run
 from tests.support.engine.ranked_engines import Case, run_divided
 from tests.support.engine.scored_rows import Reference, make_engine, scored
+from tests.support.engine.tiny_models import CLASSES
 from tests.support.engine.vision_models import vision_folder
 
 TinyModel = Callable[..., Path]
@@ -30,6 +31,7 @@ FAMILIES = (
     "qwen3_5_moe_text", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
     "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3",
     "gemma3_text", "gemma3", "gemma4_text", "gemma4_moe", "gemma4_e2b", "gemma4", "gpt_oss",
+    "mistral3_small", *CLASSES,
 )  # fmt: skip
 VISION = ("qwen3_vl", "qwen3_vl_moe")
 DIFFUSION = ("sdar", "sdar_moe")
