@@ -1,4 +1,4 @@
-"""GLM-4-9B (Zhipu AI 2024, arXiv 2406.12793) and GLM-4-0414."""
+"""GLM-4-9B (Zhipu AI 2024, arXiv 2406.12793)."""
 
 from __future__ import annotations
 

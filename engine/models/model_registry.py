@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -63,18 +64,60 @@ MODELS: Mapping[str, ModelEntry] = {
 }
 
 
+_MAMBA = "states of Mamba layers"
+_CENTRED_NORMS = "norms that subtract the mean (LayerNorm)"
+_LATER_NORMS = "norms of queries and keys behind their rotation"
+_BIDIRECTIONAL = "attention in both directions over the whole row"
+RELATIVES: Mapping[str, tuple[str, str]] = {
+    "ApertusForCausalLM": ("Qwen3ForCausalLM", "MLPs without a gate (xIELU)"),
+    "ArceeForCausalLM": ("LlamaForCausalLM", "MLPs without a gate (squared ReLU)"),
+    "BambaForCausalLM": ("LlamaForCausalLM", _MAMBA),
+    "CohereForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
+    "Cohere2ForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
+    "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "attention to chosen tokens (DSA)"),
+    "DreamModel": ("SDARForCausalLM", _BIDIRECTIONAL),
+    "FalconH1ForCausalLM": ("LlamaForCausalLM", _MAMBA),
+    "Gemma2ForCausalLM": ("Gemma3ForCausalLM", "capped scores of attention"),
+    "GraniteMoeHybridForCausalLM": ("GraniteMoeForCausalLM", _MAMBA),
+    "HunYuanDenseV1ForCausalLM": ("Qwen3ForCausalLM", _LATER_NORMS),
+    "HunYuanMoEV1ForCausalLM": ("Qwen3MoeForCausalLM", _LATER_NORMS),
+    "JambaForCausalLM": ("MixtralForCausalLM", _MAMBA),
+    "KimiLinearForCausalLM": ("DeepseekV3ForCausalLM", "Kimi delta attention"),
+    "LLaDAModelLM": ("SDARForCausalLM", _BIDIRECTIONAL),
+    "Lfm2ForCausalLM": ("LlamaForCausalLM", "short convolutions"),
+    "Llama4ForCausalLM": ("LlamaForCausalLM", "attention in chunks"),
+    "Llama4ForConditionalGeneration": ("LlamaForCausalLM", "attention in chunks"),
+    "NemotronForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
+    "NemotronHForCausalLM": ("LlamaForCausalLM", _MAMBA),
+    "Qwen2VLForConditionalGeneration": ("Qwen3VLForConditionalGeneration", "its vision tower"),
+    "Qwen2_5_VLForConditionalGeneration": ("Qwen3VLForConditionalGeneration", "its vision tower"),
+    "StableLmForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
+    "Starcoder2ForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
+}
+"""Architectures that are not supported: the nearest one that is, and what it lacks for them."""
+
+
 def model_class(architecture: str, source: Path) -> type[CausalLM]:
     """Find the class of a model by the architecture that the config.json of `source` gives.
 
-    Raises ValueError, which lists the supported ones.
+    Raises ValueError, which names the nearest one that is supported, and what is missing.
     """
     if architecture not in MODELS:
         raise ValueError(
-            f"{source}: architecture {architecture!r} is not supported; "
-            f"supported: {', '.join(MODELS)}"
+            f"{source}: architecture {architecture!r} is not supported{_why(architecture)}; "
+            "docs/reference/models.md lists the supported ones"
         )
     found: type[CausalLM] = vars(import_module(MODELS[architecture].module))[architecture]
     return found
+
+
+def _why(architecture: str) -> str:
+    """Say what is missing for an architecture, or which supported one has a name like its."""
+    if architecture in RELATIVES:
+        nearest, missing = RELATIVES[architecture]
+        return f": the nearest is {nearest}, which lacks {missing}"
+    similar = get_close_matches(architecture, MODELS, n=1, cutoff=0.8)
+    return f": is {similar[0]} meant?" if similar else ""
 
 
 def gguf_model_class(architecture: str, source: Path) -> type[CausalLM]:

@@ -132,4 +132,4 @@ def test_rows_beside_others_have_the_bits_of_rows_alone(
 
 
 def test_each_registered_family_is_among_them() -> None:
-    assert set(FAMILIES.values()) == MODELS.keys()
+    assert set(FAMILIES.values()) == MODELS.keys() - {"InternLM3ForCausalLM"}  # Llama

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, InternLM3Config
@@ -22,6 +24,7 @@ from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.dense import DenseConfig
 from batchgen.engine.models.gemma4 import Gemma4ForConditionalGeneration
 from batchgen.engine.models.gemma4_config import Gemma4Config
+from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.models.moe_model import MoEConfig
 from tests.support.engine.edited_models import edit_config
 from tests.support.engine.tiny_models import CLASSES, SIZES
@@ -147,6 +150,57 @@ def test_dummy_weights(kind: str, tiny_model: TinyModel, run_paged: Callable[...
     assert run_paged(model, IDS[:20], [20]).isfinite().all()
 
 
+def sizes(hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv, "vocab_size": vocab,
+    }  # fmt: skip
+
+
+HEAD = {"head_dim": 128}
+TIED = {"tie_word_embeddings": True}
+FACTORS = {
+    "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0,
+    "residual_multiplier": 0.22,
+}  # fmt: skip
+PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
+    "Mistral-7B-v0.3": ("mistral", sizes(4096, 14336, 32, 32, 8, 32768), 7.248e9),
+    "Mistral-Small-24B": ("mistral", sizes(5120, 32768, 40, 32, 8, 131072) | HEAD, 23.57e9),
+    "Mixtral-8x7B": ("mixtral", sizes(4096, 14336, 32, 32, 8, 32000), 46.70e9),
+    "phi-4": ("phi3", sizes(5120, 17920, 40, 40, 10, 100352), 14.66e9),
+    "Phi-4-mini": ("phi3", sizes(3072, 8192, 32, 24, 8, 200064) | TIED, 3.836e9),
+    "glm-4-9b": ("glm", sizes(4096, 13696, 40, 32, 2, 151552), 9.40e9),
+    "GLM-4-32B-0414": (
+        "glm4", sizes(6144, 23040, 61, 48, 2, 151552) | {"attention_bias": False}, 32.57e9),
+    "granite-3.3-8b": ("granite", sizes(4096, 12800, 40, 32, 8, 49159) | TIED | FACTORS, 8.17e9),
+    "granite-3.1-3b-a800m": (
+        "granitemoe",
+        sizes(1536, 512, 32, 24, 8, 49155) | TIED | FACTORS
+        | {"num_local_experts": 40, "num_experts_per_tok": 8}, 3.30e9),
+    "OLMo-2-1124-13B": ("olmo2", sizes(5120, 13824, 40, 40, 40, 100352), 13.72e9),
+    "Seed-OSS-36B": ("seed_oss", sizes(5120, 27648, 64, 80, 8, 155136), 36.15e9),
+    "EXAONE-4.0-32B": ("exaone4", sizes(5120, 27392, 64, 40, 8, 102400) | HEAD, 32.0e9),
+    "dots.llm1": (
+        "dots1", sizes(4096, 10944, 62, 32, 32, 152064) | {
+            "n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6,
+            "first_k_dense_replace": 1, "moe_intermediate_size": 1408}, 142.8e9),
+    "ERNIE-4.5-21B-A3B": ("ernie4_5_moe", sizes(2560, 12288, 28, 20, 4, 103424), 21.83e9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_published_sizes(name: str, tmp_path: Path) -> None:
+    kind, values, parameters = PUBLISHED[name]
+    family, _ = CLASSES[kind]
+    hf = getattr(transformers, f"{family}Config")(**values)
+    hf.architectures = [f"{family}ForCausalLM"]
+    hf.save_pretrained(tmp_path)
+    config = load_config(tmp_path)
+    kind_of = model_class(config.architecture, tmp_path)
+    model = kind_of(config, device=torch.device("meta"), dtype=torch.bfloat16)
+    assert model.num_parameters == pytest.approx(parameters, rel=0.003)
+
+
 def test_internlm3(
     tmp_path: Path, reference_logits: Callable[..., Tensor], run_paged: Callable[..., Tensor]
 ) -> None:
@@ -159,8 +213,12 @@ def test_internlm3(
         if name.endswith("bias"):
             parameter.data.normal_(0, 0.3)
     theirs.save_pretrained(tmp_path / "theirs")
-    names = {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": True}
-    folder = edit_config(tmp_path / "theirs", tmp_path / "ours", **names)
+    published: dict[str, Any] = {
+        "architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": True,
+        "attention_bias": None, "mlp_bias": None,
+    }  # fmt: skip
+    folder = edit_config(tmp_path / "theirs", tmp_path / "ours", **published)
+    shutil.copy(tmp_path / "theirs" / "model.safetensors", folder)
     ours = run_paged(load_model(folder, device=CPU), IDS, [64, 136])
     logits = reference_logits(tmp_path / "theirs", IDS)
     assert float((ours - logits).abs().max() / logits.abs().max()) < 1e-5

@@ -80,7 +80,7 @@ def test_every_family_is_tried(tiny_model: TinyModel) -> None:
         json.loads((folder_of(kind, tiny_model) / "config.json").read_text())["architectures"][0]
         for kind in (*FAMILIES, *VISION, *DIFFUSION)
     }
-    assert tried == set(MODELS)
+    assert tried == MODELS.keys() - {"InternLM3ForCausalLM"}  # Llama
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, *VISION])

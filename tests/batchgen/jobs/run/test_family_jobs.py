@@ -70,8 +70,9 @@ def command(model: Path, rows: Path, out: Path, *more: str) -> pa.Table:
 
 
 def test_every_architecture_is_tried() -> None:
-    """Those with images have jobs of their own in tests/batchgen/images."""
-    assert {name for name in MODELS if not name.startswith("Qwen3VL")} == set(KINDS)
+    """Those with images have jobs of their own; transformers has no class named InternLM3."""
+    seeing = {name for name in MODELS if name.startswith("Qwen3VL")}
+    assert MODELS.keys() - seeing - {"InternLM3ForCausalLM"} == set(KINDS)
 
 
 @pytest.mark.parametrize("architecture", KINDS)
