@@ -290,4 +290,5 @@ def common_windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
     if window is None:
         return ()
     check_positive(sliding_window=window)
-    return (window,) * hf.num_hidden_layers
+    layers: int = hf.num_hidden_layers
+    return (window,) * layers

@@ -193,7 +193,8 @@ def test_greedy_tokens_log_probabilities_and_experts(
         return
     theirs = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.float32)
     layers = theirs.model.layers
-    parts = [layer if hasattr(layer, "router") else layer.mlp for layer in layers]
+    moe = "block_sparse_moe" if kind == "granitemoe" else "mlp"
+    parts = [layer if hasattr(layer, "router") else getattr(layer, moe) for layer in layers]
     routers = [getattr(p, "router", None) or p.gate for p in parts if hasattr(p, "experts")]
     chosen: list[list[set[int]]] = []
 
