@@ -111,6 +111,7 @@ def alone(folder: Path) -> Alone:
     return Alone(make_engine(load(folder), max_num_seqs=1, prefix_caching=False), run)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("batched", "overlap", "block_size"),
     some_slow(

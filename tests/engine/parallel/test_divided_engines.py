@@ -112,6 +112,7 @@ def preempted(folder: Path) -> Case:
     return Case(folder, rows(8, tokens=20), config=config, short_rows=True)
 
 
+@pytest.mark.thorough
 def test_two_ranks_say_what_one_says(tiny_model: TinyModel) -> None:
     dense = tiny_model("qwen3", vocab_size=129, num_key_value_heads=2)
     experts = tiny_model("qwen2_moe")
