@@ -104,9 +104,7 @@ def _composed(given: Given) -> dict[str, Any]:
     overrides += [f"+{EXPERIMENT}={name}" for name in given.experiments[:1]]
     if len(given.experiments) > 1:
         raise ConfigError(f"experiment: choose one of {', '.join(given.experiments)}")
-    if given.folders:
-        paths = ",".join(f"'file://{folder.absolute()}'" for folder in given.folders)
-        overrides.append(f"hydra.searchpath=[{paths}]")
+    overrides += searchpath(given.folders)
     # Hydra takes a tenth of a second to load, and what was refused until here does not need it.
     from hydra import compose as compose_choices
     from hydra import initialize_config_module
@@ -127,6 +125,12 @@ def _composed(given: Given) -> dict[str, Any]:
     made = composed.hydra.runtime.choices
     given.choices = {group: made[group] for group in GROUPS if group not in given.whole}
     return {**groups, **given.whole}
+
+
+def searchpath(folders: Sequence[Path]) -> list[str]:
+    """The argument, if any is needed, by which Hydra finds choices in further folders."""
+    paths = ",".join(f"'file://{folder.absolute()}'" for folder in folders)
+    return [f"hydra.searchpath=[{paths}]"] if paths else []
 
 
 def _set(groups: dict[str, Any], given: Given, key: str, value: Any) -> None:

@@ -101,8 +101,10 @@ def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = (
     """The configuration of one job, with all types and ranges checked. It is the word of `trust`,
     and may use these `resolvers`; ConfigError for any mistake, and for code that needs the user's
     word."""
+    plain = OmegaConf.to_container(cfg)
+    _check_kinds(plain)
     try:
-        refuse_resolvers(OmegaConf.to_container(cfg), resolvers)
+        refuse_resolvers(plain, resolvers)
         groups = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
         key, reason = error.full_key, str(error).splitlines()[0]
@@ -146,6 +148,21 @@ def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = (
     trust.check(resolved(config))
     job_launcher(config)  # checks its keys, now that its class may be imported
     return config
+
+
+def _check_kinds(groups: Any) -> None:
+    """Raise ConfigError for a group that does not say which kind it is, as a choice of the user's
+    own that begins with none of batchgen's."""
+    for group, key, usual in (
+        *(("dataset", "kind", "files"), ("prompt", "kind", "chat")),
+        ("strategy", "_target_", "ar"),
+    ):
+        values = groups.get(group) if isinstance(groups, dict) else None
+        if isinstance(values, dict) and values and key not in values:
+            raise ConfigError(
+                f"{group}.{key} is missing: a choice of your own begins with one of batchgen's, "
+                f"such as by the line `defaults: [{usual}]`; there are {', '.join(choices(group))}"
+            )
 
 
 def constraint_config(values: dict[str, Any]) -> ConstraintConfig:

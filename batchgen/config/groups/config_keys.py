@@ -26,6 +26,7 @@ from batchgen.config.groups.job_config import (
 from batchgen.config.groups.named_code import named_code
 from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.config.groups.workers_config import BudgetConfig, WorkersConfig
+from batchgen.util.errors import ConfigError
 
 STEP_LISTS = ("rows", "post")
 """The keys of a job that are no groups: each is a list of steps `{NAME: {KEY: VALUE}}`."""
@@ -70,8 +71,14 @@ def _conf(group: str) -> dict[str, str]:
     }
 
 
-def choice_text(group: str, choice: str) -> str:
-    """The yaml file of a choice that comes with batchgen."""
+def choice_text(group: str, choice: str, folders: Sequence[Path] = ()) -> str:
+    """The yaml file of a choice that comes with batchgen, or lies in a folder of the user."""
+    own = [file for folder in folders if (file := folder / group / f"{choice}.yaml").is_file()]
+    if own and choice not in _conf(group):
+        try:
+            return own[0].read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{own[0]} cannot be read: {error}") from None
     return _conf(group)[choice]
 
 
