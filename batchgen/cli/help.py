@@ -105,9 +105,7 @@ def _group_help(group: str, folders: Sequence[Path]) -> str:
     return "\n\n".join(texts)
 
 
-def _choice_help(
-    group: str, name: str, folders: Sequence[Path], told: Sequence[Entry] = ()
-) -> str:
+def _choice_help(group: str, name: str, folders: Sequence[Path], told: Sequence[Entry] = ()) -> str:
     choice = read_choice(group, name, folders)
     default = default_choices().get(group) == name
     lines = [f"{group}={name}{' (the default)' if default else ''}"]

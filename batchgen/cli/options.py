@@ -85,7 +85,9 @@ def parse_options(arguments: Sequence[str]) -> Options:
             options.overrides.append(argument)
     if options.flags & {"--config-path", "--config-name"}:
         if options.job_file is not None:
-            raise ConfigError(f"{options.job_file} is a job file: leave out --config-path and --config-name")
+            raise ConfigError(
+                f"{options.job_file} is a job file: leave out --config-path and --config-name"
+            )
         options.job_file = _named_file(options)
     return options
 

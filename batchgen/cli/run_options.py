@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from batchgen.cli.options import Options, choice_folders
 from batchgen.cli.verb_table import VERBS
-from batchgen.config.compose.compose_config import Composed, checked, compose_groups
+from batchgen.config.compose.compose_config import Composed, compose_groups
 from batchgen.config.compose.job_file import read_job_file
-from batchgen.config.compose.load_config import resolved
+from batchgen.config.compose.load_config import load_config, resolved
 from batchgen.config.compose.trust import TYPED, Trust
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.pipelines.run.pipeline import Pipeline, compose_pipeline
@@ -24,7 +23,7 @@ from batchgen.util.paths import short_user_path
 def composed(options: Options) -> JobConfig:
     """The job of a command line; ConfigError for a mistake in the job file or in an argument."""
     groups = compose_options(options, options.overrides).groups
-    return checked(groups, trust_of(options, options.overrides))
+    return load_config(groups, trust_of(options, options.overrides))
 
 
 def compose_options(options: Options, overrides: Sequence[str]) -> Composed:
@@ -64,7 +63,7 @@ def show_config(options: Options) -> int:
         return 0
     groups = compose_options(options, options.overrides).groups
     if "--resolve" in options.flags:
-        groups = resolved(checked(groups, TYPED))  # nothing of it runs
+        groups = resolved(load_config(groups, TYPED))  # nothing of it runs
     if package is not None:
         if package not in groups:
             raise ConfigError(f"--package {package}: choose among {', '.join(groups)}")
