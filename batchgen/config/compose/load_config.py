@@ -29,6 +29,7 @@ from batchgen.config.groups.convert_value import (
     key_of,
     plain_value,
 )
+from batchgen.config.groups.dataset_config import is_usual
 from batchgen.config.groups.job_config import (
     PROMPT_KINDS,
     DatasetConfig,
@@ -218,6 +219,7 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
             for key, value in groups[name].items()
             if key not in left_out
             and (key in _FIRST[name] or not _is_default(value, defaults[name].get(key, MISSING)))
+            and not (name == "dataset" and is_usual(key, value))
         }
     return groups
 

@@ -34,6 +34,7 @@ CPU = torch.device("cpu")
 IDS = [(37 * i + 5) % 100 for i in range(40)]
 WIDE: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384}
 """A model whose merged projections have multiples of 128 rows, which share scales."""
+PART = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.75}
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {}),
     ("qwen3", WIDE),
@@ -44,6 +45,8 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {}),
     ("minimax_m2", {}),
     ("olmo3", {}),
+    ("phi3", {"rope_parameters": PART, "hidden_size": 128}),
+    ("glm4", {}),
     ("qwen3_next", {}),
     ("qwen3_5_moe", {}),
 ]

@@ -31,13 +31,15 @@ from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from tests.support.engine.alone_rows import Alone
 from tests.support.engine.engine_rows import Request, expect_short_rows, run
 from tests.support.engine.forced_drafts import ForcedStrategy
+from tests.support.engine.tiny_models import CLASSES
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 GEMMA = ("gemma3_text", "gemma3", "gemma4_text", "gemma4_e2b")
-DENSE = ("ministral3", "mistral3", "olmo3", "smollm3", *GEMMA)
-KINDS = (*LATENT, "glm4_moe", "minimax_m2", "gpt_oss", "gemma4_moe", *DENSE)
+SPARSE = ("mixtral", "dots1", "granitemoe", "ernie4_5_moe")
+DENSE = ("ministral3", "mistral3", "olmo3", "smollm3", *GEMMA, *sorted(CLASSES.keys() - SPARSE))
+KINDS = (*LATENT, "glm4_moe", "minimax_m2", "gpt_oss", "gemma4_moe", *SPARSE, *DENSE)
 
 
 def load(folder: Path, device: torch.device = CPU) -> CausalLM:
@@ -191,7 +193,8 @@ def test_greedy_tokens_log_probabilities_and_experts(
         return
     theirs = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.float32)
     layers = theirs.model.layers
-    parts = [layer if hasattr(layer, "router") else layer.mlp for layer in layers]
+    moe = "block_sparse_moe" if kind == "granitemoe" else "mlp"
+    parts = [layer if hasattr(layer, "router") else getattr(layer, moe) for layer in layers]
     routers = [getattr(p, "router", None) or p.gate for p in parts if hasattr(p, "experts")]
     chosen: list[list[set[int]]] = []
 

@@ -17,7 +17,7 @@ from batchgen.config.compose.trust import Trust, foreign_code
 from batchgen.config.groups.config_keys import EXPERIMENT, GROUPS, choice_values, choices
 from batchgen.config.groups.named_code import named_code
 from batchgen.util.errors import ConfigError
-from tests.support.engine.forced_drafts import some_slow
+from tests.support.cases import some_slow
 from tests.support.jobs.finished_job import finished_job, row
 
 FUNCTION = {"_target_": "strangers_code.mark"}
