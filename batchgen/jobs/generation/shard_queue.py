@@ -39,7 +39,7 @@ class ShardQueue:
         self._writer = writer
         self._worker = worker
         self._size = rows_per_shard
-        self._handed: dict[int, set[tuple[int, int]]] = {}  # by shard: what was begun
+        self._taken: set[int] = set()  # the shards of which this worker has begun rows
         self._alone: int | None = None  # a shard beside which no other is begun
         self._waits = False
         self._is_following = False
@@ -109,7 +109,7 @@ class ShardQueue:
 
     def _learn(self) -> None:
         """Forget or complete what others have finished, as of the last look."""
-        for shard in list(self._handed):
+        for shard in list(self._taken):
             if not self._writer.is_open(shard):
                 continue
             if self._worker.is_finished(shard):
@@ -156,16 +156,13 @@ class ShardQueue:
     def _of(self, task: Task) -> Iterator[tuple[Row, list[int]]]:
         """The missing rows of a shard."""
         shard, first = task.shard, task.shard * self._size
-        handed = self._handed.setdefault(shard, set())
+        self._taken.add(shard)
         self._writer.take(shard)
         rows = self._forwards(first) if task.kind == "shard" else self._backwards(first)
         for row in rows:
             if not self._writer.is_open(shard):
                 return
-            missing = self._writer.missing(row.index)
-            samples = [s for s in missing if (row.index, s) not in handed]
-            if samples:
-                handed.update((row.index, sample) for sample in samples)
+            if samples := self._writer.begin(row.index):
                 yield row, samples
 
     def _forwards(self, first: int) -> Iterator[Row]:
@@ -190,10 +187,10 @@ class ShardQueue:
 
     def _sweep(self) -> None:
         """Forget the shards of which nothing is left to do for this worker."""
-        for shard in list(self._handed):
+        for shard in list(self._taken):
             if not self._writer.is_open(shard):
                 self._worker.has_completed(shard)
-                del self._handed[shard]
+                self._taken.remove(shard)
 
 
 class _Reader:
