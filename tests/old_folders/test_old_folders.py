@@ -81,6 +81,7 @@ def test_the_folder_s_own_configuration_computes_nothing(
     assert rows_of(folder / name) == before
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["choices", "graded", "until", "nano_sdar"])
 def test_grades_made_again_are_equal(name: str, folder: Path, no_request: None) -> None:
     parts = sorted((folder / name / "grades").glob("part-*.parquet"))
@@ -94,6 +95,7 @@ def test_grades_made_again_are_equal(name: str, folder: Path, no_request: None) 
     assert [pq.read_table(path).replace_schema_metadata() for path in parts] == before
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["choices", "graded", "until", "reader"])
 def test_rows_computed_again_are_equal(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -56,6 +56,7 @@ def test_lengths_and_ids_are_in_their_ranges(name: str) -> None:
     assert load == requests(name, vocab=64)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("model", "name", "total", "prefill"),
     [

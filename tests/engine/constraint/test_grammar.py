@@ -147,6 +147,7 @@ def pick(rng: random.Random, allowed: set[int]) -> int:
     return rng.choice(sorted(allowed, key=lambda i: (-len(TEXTS[i]), i))[: rng.choice((8, 400))])
 
 
+@pytest.mark.thorough
 @settings(deadline=None)
 @given(
     st.sampled_from(CONSTRAINTS),

@@ -196,6 +196,7 @@ PARTS = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", PARTS)
 def test_the_kernels_attend_as_the_reference_does(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -218,6 +219,7 @@ def test_the_kernels_attend_as_the_reference_does(
     assert_right(reference(make_batch(*parts, device="cpu")), batch)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 300])
 @pytest.mark.parametrize("kind", ["decode", "verify", "both"])
 def test_windows_and_sinks(kind: str, window: int | None) -> None:
@@ -256,6 +258,7 @@ def test_a_decode_width_is_that_of_all_rows() -> None:
         triton(batch)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("again", [(1, 0, 2), (3, 2, 2), (0, 2, 0)])
 @pytest.mark.parametrize("block_length", [1, 2])
 @pytest.mark.parametrize("window", [None, 5])

@@ -131,6 +131,7 @@ def grow(rows: Path, number: int) -> None:
     rows.write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, *more]))
 
 
+@pytest.mark.thorough
 def test_when_the_other_job_grows_this_one_goes_on(
     model: Path, rows: Path, draft: Path, tmp_path: Path
 ) -> None:
@@ -147,6 +148,7 @@ def test_when_the_other_job_grows_this_one_goes_on(
     assert ["dataset rows: 20 → 26"] == [line for entry in history for line in entry["changed"]]
 
 
+@pytest.mark.thorough
 def test_more_samples_or_another_job_are_refused(
     model: Path, rows: Path, draft: Path, tmp_path: Path
 ) -> None:
@@ -202,6 +204,7 @@ def test_a_job_without_rows_ends_with_its_counts(
     assert not (tmp_path / "judge").exists()
 
 
+@pytest.mark.thorough
 def test_jobs_in_an_object_store_are_read(
     model: Path, rows: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

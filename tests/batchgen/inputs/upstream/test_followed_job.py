@@ -70,6 +70,7 @@ def _look_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchgen.inputs.upstream.job_source._LOOK_SECONDS", 0.0)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("choice", "steps"), [("samples", []), ("best", STEPS)])
 def test_a_followed_job_gives_the_rows_of_the_complete_one(
     whole: Path, tmp_path: Path, choice: str, steps: list[dict[str, Any]]

@@ -118,6 +118,7 @@ def test_a_changed_row_alone_is_computed(tmp_path: Path) -> None:
     assert copied(new) == 2 * (ROWS - 5 - failed)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [

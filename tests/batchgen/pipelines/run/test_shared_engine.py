@@ -70,6 +70,7 @@ def files(out: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.thorough
 def test_steps_with_one_model_share_an_engine_and_their_rows_are_those_of_steps_in_turn(
     model: Path, rows: Path, tmp_path: Path, asked: list[str]
 ) -> None:
