@@ -46,6 +46,7 @@ sampling: {choice: sample, stop: ["\\n\\n", "}"]}
 """
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -70,6 +70,7 @@ class Apart(Cases):
             follow(engine, connection)
 
 
+@pytest.mark.thorough
 def test_a_rank_with_other_tokens_is_found(tiny_model: TinyModel) -> None:
     case = Case(tiny_model("qwen3"), ())
     with (
