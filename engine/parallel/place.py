@@ -1,0 +1,31 @@
+"""Where a thread is, for messages about ranks that hang."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from batchgen.engine.device.transfer import Download
+from batchgen.engine.parallel.rank_group import DistributedGroup
+from batchgen.engine.replicas import follow
+
+_WAITS = {
+    Download.wait.__code__,
+    DistributedGroup.agree.__code__,
+    DistributedGroup.least.__code__,
+    DistributedGroup._gathered.__code__,
+    follow.__code__,
+}
+"""What waits for a device, for the next step or, on a CPU, for other ranks."""
+_PROGRAM = str(Path(__file__).parents[2])
+
+
+def busy_at(thread: int | None) -> str | None:
+    """Name the innermost line of this program that a thread is at: its file, number and function.
+    None if the thread waits there for a device or for other ranks, or is not in this program."""
+    frame = None if thread is None else sys._current_frames().get(thread)
+    while frame is not None and not frame.f_code.co_filename.startswith(_PROGRAM):
+        frame = frame.f_back
+    if frame is None or frame.f_code in _WAITS:
+        return None
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
