@@ -5,18 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from batchgen.engine.device.transfer import Download
-from batchgen.engine.parallel.rank_group import DistributedGroup
-from batchgen.engine.replicas import follow
-
 _WAITS = {
-    Download.wait.__code__,
-    DistributedGroup.agree.__code__,
-    DistributedGroup.least.__code__,
-    DistributedGroup._gathered.__code__,
-    follow.__code__,
+    "Download.wait",
+    "DistributedGroup.agree",
+    "DistributedGroup.least",
+    "DistributedGroup._gathered",
+    "follow",
 }
-"""What waits for a device, for the next step or, on a CPU, for other ranks."""
+"""The functions that wait for a device, for the next step or, on a CPU, for other ranks."""
 _PROGRAM = str(Path(__file__).parents[2])
 
 
@@ -26,6 +22,6 @@ def busy_at(thread: int | None) -> str | None:
     frame = None if thread is None else sys._current_frames().get(thread)
     while frame is not None and not frame.f_code.co_filename.startswith(_PROGRAM):
         frame = frame.f_back
-    if frame is None or frame.f_code in _WAITS:
+    if frame is None or frame.f_code.co_qualname in _WAITS:
         return None
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"

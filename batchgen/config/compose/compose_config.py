@@ -102,8 +102,7 @@ def _composed(given: Given) -> dict[str, Any]:
 
     from batchgen.config.compose.choice_files import search_path
 
-    if given.folders:
-        overrides.append(search_path(given.folders))
+    overrides += search_path(given.folders)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("batchgen.conf", version_base="1.3"):

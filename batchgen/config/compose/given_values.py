@@ -53,6 +53,12 @@ class Given:
                     self.experiments.append(self._known(key, name, self.at(key)))
             elif group in STEP_LISTS:
                 self._add_steps(str(key), value, self.at(str(key)))
+            elif key == "defaults":
+                raise ConfigError(
+                    f"{self.at('defaults')}a job file names the choice of a group without a list "
+                    "of defaults: `sampling: sample`, or with keys `sampling: {choice: sample, "
+                    "n: 4}`"
+                )
             elif group not in GROUPS:
                 raise ConfigError(self.at(str(key)) + unknown_group(group or repr(key)))
             elif key != group:

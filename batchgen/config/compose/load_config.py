@@ -29,6 +29,7 @@ from batchgen.config.groups.convert_value import (
     key_of,
     plain_value,
 )
+from batchgen.config.groups.dataset_config import is_usual
 from batchgen.config.groups.job_config import (
     PROMPT_KINDS,
     DatasetConfig,
@@ -105,6 +106,7 @@ def load_config(
     needs the user's word."""
     refuse_resolvers(given, resolvers)
     refuse_endless(given)
+    _check_kinds(given)
     try:
         groups = OmegaConf.to_container(OmegaConf.create(given), resolve=True)
     except OmegaConfBaseException as error:
@@ -149,6 +151,21 @@ def load_config(
     trust.check(resolved(config))
     job_launcher(config)  # checks its keys, now that its class may be imported
     return config
+
+
+def _check_kinds(groups: Any) -> None:
+    """Raise ConfigError for a group that does not say which kind it is, as a choice of the user's
+    own that begins with none of batchgen's."""
+    for group, key, usual in (
+        *(("dataset", "kind", "files"), ("prompt", "kind", "chat")),
+        ("strategy", "_target_", "ar"),
+    ):
+        values = groups.get(group) if isinstance(groups, dict) else None
+        if isinstance(values, dict) and values and key not in values:
+            raise ConfigError(
+                f"{group}.{key} is missing: a choice of your own begins with one of batchgen's, "
+                f"such as by the line `defaults: [{usual}]`; there are {', '.join(choices(group))}"
+            )
 
 
 def constraint_config(values: dict[str, Any]) -> ConstraintConfig:
@@ -202,6 +219,7 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
             for key, value in groups[name].items()
             if key not in left_out
             and (key in _FIRST[name] or not _is_default(value, defaults[name].get(key, MISSING)))
+            and not (name == "dataset" and is_usual(key, value))
         }
     return groups
 

@@ -11,7 +11,6 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.evals.grades.background_grading import grading_beside
 from batchgen.evals.grades.early_grades import EarlyGrades
 from batchgen.evals.scores.samples import Samples
-from batchgen.inputs.dataset.source import Following
 from batchgen.jobs.generation.shard_queue import ShardQueue
 from batchgen.jobs.generation.turns import Turns, alone, between
 from batchgen.jobs.generation.worker import Worker
@@ -101,7 +100,7 @@ def _turns(attempt: JobAttempt) -> Turns[JobResult]:
         if ended is not None:
             return ended
         attempt.writer.finish(attempt.todo.num_rows)
-        if isinstance(parts.source, Following):
+        if parts.source.follows:
             folder.settle(job_manifest(config, parts, attempt.rows.schema))
             # From now on this is a job over a complete one, to whoever opens it by its folder.
             data = replace(config.dataset, follow=False)

@@ -20,6 +20,7 @@ from tests.support.engine.constrained_rows import CONSTRAINTS, END, WIDTH
 from tests.support.engine.engine_rows import Pictured, Request
 from tests.support.engine.qwen_mtp import TheirHead
 from tests.support.engine.ranked_engines import Case, run_divided
+from tests.support.engine.tiny_models import CLASSES
 from tests.support.engine.vision_models import picture, prompt, vision_folder
 
 TinyModel = Callable[..., Path]
@@ -111,6 +112,7 @@ def preempted(folder: Path) -> Case:
     return Case(folder, rows(8, tokens=20), config=config, short_rows=True)
 
 
+@pytest.mark.thorough
 def test_two_ranks_say_what_one_says(tiny_model: TinyModel) -> None:
     dense = tiny_model("qwen3", vocab_size=129, num_key_value_heads=2)
     experts = tiny_model("qwen2_moe")
@@ -164,6 +166,7 @@ def all_cases(tiny_model: TinyModel, heads: Path) -> list[Case]:
         Case(tiny_model("mistral3"), rows(6)),
         Case(tiny_model("olmo3"), rows(6)),
         Case(tiny_model("smollm3"), rows(6)),
+        *(Case(tiny_model(kind), rows(6)) for kind in CLASSES),
         Case(tiny_model("gemma3"), rows(6)),
         Case(tiny_model("gemma4_text", num_global_key_value_heads=2), rows(6)),
         Case(tiny_model("gemma4_moe"), rows(6), columns=(ROUTED_EXPERTS,)),

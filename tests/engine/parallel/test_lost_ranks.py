@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from batchgen.engine.device.transfer import Download
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.parallel import rank_processes
+from batchgen.engine.parallel import place, rank_processes
+from batchgen.engine.parallel.rank_group import DistributedGroup
 from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
 from batchgen.engine.replicas import Leader, follow
@@ -71,6 +73,7 @@ class Apart(Cases):
             follow(engine, connection)
 
 
+@pytest.mark.thorough
 def test_a_rank_with_other_tokens_is_found(tiny_model: TinyModel) -> None:
     case = Case(tiny_model("qwen3"), ())
     with (
@@ -96,6 +99,12 @@ class Stuck(Cases):
 
             engine._launcher.launch = launch_once  # type: ignore[assignment,method-assign]
             follow(engine, connection)
+
+
+def test_what_waits_is_there() -> None:
+    group = DistributedGroup
+    waits = (Download.wait, group.agree, group.least, group._gathered, follow)
+    assert {wait.__qualname__ for wait in waits} == place._WAITS
 
 
 @pytest.mark.slow

@@ -121,6 +121,7 @@ def check(found: list[dict[str, Any]]) -> None:
         assert 0 < usage["completion_tokens"] <= most
 
 
+@pytest.mark.thorough
 def test_bad_lines_have_an_error_and_others_an_answer(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,6 +148,7 @@ def test_bad_lines_have_an_error_and_others_an_answer(
     assert grown[30]["custom_id"] == "ok99" and grown[30]["error"] is None
 
 
+@pytest.mark.thorough
 def test_killed_and_resumed(model: Path, tmp_path: Path) -> None:
     given_file, whole, out = (tmp_path / n for n in ("in.jsonl", "whole.jsonl", "out.jsonl"))
     given_file.write_text("\n".join(lines()))

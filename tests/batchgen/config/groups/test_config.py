@@ -73,6 +73,7 @@ HAS_OWN_COLUMN = ("json_schema", "regex", "choice", "grammar", "structural_tag")
 CHOICES = [path for path in sorted(CONF.glob("*/*.yaml")) if path.parent.name != "pipeline"]
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda p: f"{p.parent.name}={p.stem}")
 def test_every_choice_loads(choice: Path) -> None:
     group = choice.parent.name
@@ -237,6 +238,18 @@ ERRORS: list[tuple[str, list[str], str]] = [
         "delimiter",
         ["dataset=files", "dataset.path=d", "dataset.delimiter=ab"],
         "dataset.delimiter must be one character, such as ';' or '\\t', got 'ab'",
+    ),
+    (
+        "quotes",
+        ["dataset=files", "dataset.path=d", "dataset.quote_char=,"],
+        "dataset.quote_char must be auto, null (quotes are text) or one character that is no "
+        "delimiter, got ','",
+    ),
+    (
+        "escape",
+        ["dataset=files", "dataset.path=d", 'dataset.escape_char="\\""'],
+        "dataset.escape_char must be null or one character that is neither the delimiter nor the "
+        "quote, got '\"'",
     ),
     (
         "encoding",

@@ -76,6 +76,7 @@ def test_the_engine_knows_how_long_its_rows_are(config: JobConfig) -> None:
     assert engine.running_lengths.tolist() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gpu", [None, 24 * 2**30])
 def test_the_expected_memory_counts_states_of_rows(gpu: int | None) -> None:
     from tests.support.engine.toy_hybrid import make_toy

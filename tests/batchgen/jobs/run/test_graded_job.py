@@ -254,6 +254,7 @@ def test_a_job_that_is_graded_anew_says_what_changes(
     assert refused == 2 and "--changes " in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_grades_that_are_there_are_left_to_the_end_of_the_job(tmp_path: Path) -> None:
     """It is the end that says what changes."""
     out = tmp_path / "out"
@@ -322,6 +323,7 @@ def test_a_column_that_the_rows_lack_is_refused_before_anything_changes(tmp_path
     assert len(JobGrades(out).finished()) == 6
 
 
+@pytest.mark.thorough
 def test_shards_are_graded_while_the_job_goes_on(tmp_path: Path) -> None:
     """A process beside the job writes the same parts; ended at any time it leaves the rest."""
     out, grade = tmp_path / "out", replace(GRADE, options={**GRADE.options, "method": "regex"})
