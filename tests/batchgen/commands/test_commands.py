@@ -50,6 +50,7 @@ def test_the_table_is_there() -> None:
     assert _cases()
 
 
+@pytest.mark.quick(90)
 @pytest.mark.parametrize("case", _cases())
 def test_command(
     case: dict[str, Any],

@@ -259,6 +259,7 @@ def grading(out: Path, config: JobConfig, *, at_once: bool = False) -> closing[G
     return closing(GradingQueue(out, config, lambda: True, needed=True, at_once=at_once))
 
 
+@pytest.mark.thorough
 def test_grades_that_are_there_are_left_to_the_end_of_the_job(tmp_path: Path) -> None:
     """It is the end that says what changes."""
     out = tmp_path / "out"
@@ -327,6 +328,7 @@ def test_a_column_that_the_rows_lack_is_refused_before_anything_changes(tmp_path
     assert len(JobGrades(out).finished()) == 6
 
 
+@pytest.mark.thorough
 def test_shards_are_graded_while_the_job_goes_on(tmp_path: Path) -> None:
     """A process beside the job writes the same parts; ended at any time it leaves the rest."""
     out, grade = tmp_path / "out", replace(GRADE, options={**GRADE.options, "method": "regex"})
