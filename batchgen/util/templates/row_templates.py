@@ -14,10 +14,9 @@ from batchgen.util.shorten import some_names
 from batchgen.util.templates.template_bounds import TemplateLimit
 from batchgen.util.templates.template_sandbox import (
     RENDER_ERRORS,
-    AbsentField,
-    BoundedEnvironment,
     WholeRow,
     is_null,
+    row_environment,
 )
 
 
@@ -43,13 +42,9 @@ class RowTemplate:
     """
 
     def __init__(self, key: str, source: str, columns: Collection[str]) -> None:
-        env = BoundedEnvironment(
-            filters={"tojson": _to_json},
-            undefined=AbsentField,
-            keep_trailing_newline=True,
-            finalize=_data,
+        env = row_environment(
+            filters={"tojson": _to_json}, keep_trailing_newline=True, finalize=_data
         )
-        env.tests["none"] = is_null
         self.key = key
         try:
             tree = env.parse(source)
