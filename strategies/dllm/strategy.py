@@ -326,7 +326,9 @@ class DLLMStrategy(Strategy):
         forwards += torch.where(ended, blocks.denoised + 1, 0)
         if self._yields_final:
             # Its last block is final in the first denoise step of the next, or alone.
-            first, last = (known.starts == each for each in (blocks.first_starts, blocks.last_starts))
+            first, last = (
+                known.starts == each for each in (blocks.first_starts, blocks.last_starts)
+            )
             alone = torch.ones_like(yielded) if not self._fused else guided
             extra, commits = yielded & first, yielded & last
             if alone is not None:
