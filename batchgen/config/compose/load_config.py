@@ -52,7 +52,7 @@ from batchgen.util.errors import ConfigError
 _NOT_DECIDING: Mapping[str, Collection[str]] = {
     "model": {"name", "path", "revision"},
     "dataset": {"path", "limit", "follow"},
-    "prompt": {"image_root"},
+    "prompt": {"image_root", "constant"},
     "sampling": {"n"},
     "engine": {
         *("device", "tensor_parallel", "max_num_seqs", "max_batched_tokens", "chunk_tokens"),
