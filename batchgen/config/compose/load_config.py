@@ -321,6 +321,12 @@ def step_configs(values: Any, key: str) -> tuple[StepConfig, ...]:
 def _long_form(step: dict[str, Any], key: str, place: str) -> dict[str, Any]:
     """A step that is written `{NAME: options}` with `_target_` among its options."""
     ((name, options),) = step.items()
+    other = "post" if key == "rows" else "rows"
+    if name in CLASSES[other]:
+        what = {"rows": "chooses or makes rows", "post": "grades answers"}[other]
+        raise ConfigError(
+            f"{place}: {name} {what}, and belongs into {other}: {other}=[{{{name}: …}}]"
+        )
     if name not in CLASSES[key]:
         raise ConfigError(
             f"{place}: there is no step {name!r}: choose among {', '.join(CLASSES[key])}, or name "

@@ -262,14 +262,17 @@ def _check_constant(config: JobConfig, prompt: Prompt, source: Source) -> None:
     """Refuse a prompt that is the same for all of several rows, unless that is meant or something
     else of the request differs."""
     given = config.prompt
-    meant = not isinstance(given, ChatPromptConfig | TextPromptConfig) or given.constant
+    if not isinstance(given, ChatPromptConfig | TextPromptConfig) or given.constant:
+        return
     differs = (answer_key(given), config.sampling.column, constraint_column(config.constraint))
-    if meant or any(differs) or config.dataset.kind == "count":
+    if any(differs) or config.dataset.kind == "count":
         return
     rows = list(islice(source.rows(), 2))  # a job that has just begun may have none
     if len(rows) == 2:
-        is_text = isinstance(given, TextPromptConfig)
-        key = "text" if is_text else "user" if given.messages is None else "messages"
+        if isinstance(given, TextPromptConfig):
+            key = "text"
+        else:
+            key = "user" if given.messages is None else "messages"
         raise ConfigError(constant_prompt_refusal(f"prompt.{key}", prompt, rows[0]))
 
 

@@ -59,9 +59,9 @@ class RowTemplate:
             tree = env.parse(source)
             self._template = env.from_string(source)
         except TemplateSyntaxError as error:
-            raise ConfigError(f"{key}, line {error.lineno}: {error.message}") from None
+            raise ConfigError(f"{key}, line {error.lineno}: {env.said(error)}") from None
         except TemplateError as error:  # an unknown filter or test
-            raise ConfigError(f"{key}: {error.message}") from None
+            raise ConfigError(f"{key}: {env.said(error)}") from None
         _check_braces(key, tree, columns)
         # Each render copies them, and Jinja's own mapping takes longer to copy than to render.
         self._template.globals = dict(self._template.globals)
