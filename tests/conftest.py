@@ -70,12 +70,29 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before the tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    mark_all_but_quick(items)
+
+
+def mark_all_but_quick(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked quick(n), mark all but n as thorough. The n are spread
+    over the cases, so that several parametrizations of one test vary together."""
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("quick") and not item.get_closest_marker("slow"):
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    golden = (5**0.5 - 1) / 2  # multiples of it fall, modulo 1, evenly and into no pattern
+    for cases in tests.values():
+        mark = cases[0].get_closest_marker("quick")
+        assert mark is not None
+        scattered = sorted(range(len(cases)), key=lambda index: index * golden % 1)
+        for index in scattered[mark.args[0] :]:
+            cases[index].add_marker(pytest.mark.thorough)
 
 
 TEST_CPU_SECONDS = 2.0  # what a test may cost that is neither thorough nor slow
@@ -114,7 +131,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         if isinstance(report, pytest.TestReport) and report.when == "teardown"
     ]
     costs = {report: _cost(report) for report in reports}
-    terminalreporter.write_line(f"{sum(costs.values()):.0f} CPU seconds in {len(costs)} tests")
+    if costs:
+        terminalreporter.write_line(f"{sum(costs.values()):.0f} CPU seconds in {len(costs)} tests")
     dear = [
         (cost, report.nodeid)
         for report, cost in costs.items()

@@ -210,9 +210,6 @@ def open_job(
     )
     others = open_others(strategy, model, max_model_len)
     windows = any(getattr(model.config.family, "layer_windows", ()))
-    from batchgen.inputs.dataset.source import Following  # it loads the library datasets
-
-    known = windows and not isinstance(source, Following)
     job = OpenedJob(
         model,
         others,
@@ -227,7 +224,9 @@ def open_job(
         reasoning,
         answer,
         images,
-        likely_row_tokens(config, source, prompt, answer) if known else None,
+        likely_row_tokens(config, source, prompt, answer)
+        if windows and not source.follows
+        else None,
     )
     with mistakes_in("engine"):
         job.recipe(config).check()
