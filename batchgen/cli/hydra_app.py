@@ -14,21 +14,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any, cast
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException, MissingConfigException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.api.python.configured_job import Result, run_configured
 from batchgen.cli.cpu_threads import share_cores
 from batchgen.cli.hydra_arguments import HydraArguments, hydra_argument, hydra_arguments
 from batchgen.cli.job_outcome import be_quiet, report
-from batchgen.cli.options import Options
-from batchgen.cli.run_options import choice_folders, trust_of
+from batchgen.cli.options import Options, choice_folders
+from batchgen.cli.run_options import trust_of
 from batchgen.cli.sweep import (
     SweepJob,
     dated_folder,
@@ -38,6 +39,7 @@ from batchgen.cli.sweep import (
     table,
     worst,
 )
+from batchgen.config.compose.choice_files import search_path
 from batchgen.config.compose.load_config import load_config
 from batchgen.config.compose.trust import Trust
 from batchgen.config.compose.value_references import RESOLVERS_OF_HYDRA
@@ -123,7 +125,8 @@ class HydraTask:
             parent = hydra_config.sweep.dir if self.below == "sweep.dir" else cfg.output.dir
             name = job.name if own == "." else own
             cfg.output.dir = f"{parent}/{name}" if is_url(parent) else str(Path(parent) / name)
-        job.config = load_config(cfg, self.trust, resolvers=RESOLVERS_OF_HYDRA)
+        groups = cast(dict[str, Any], OmegaConf.to_container(cfg))
+        job.config = load_config(groups, self.trust, resolvers=RESOLVERS_OF_HYDRA)
         return run_configured(job.config)
 
     def _name(self) -> str:
@@ -209,12 +212,9 @@ def _command_line(arguments: Sequence[str]) -> Iterator[None]:
 def _flags(options: Options) -> list[str]:
     """The options in Hydra's words."""
     flags = sorted(options.flags & {"--multirun", "--hydra-help", "--resolve"})
-    for flag in ("--cfg", "--info", "--experimental-rerun"):
+    for flag in ("--cfg", "--package", "--info", "--experimental-rerun"):
         flags += [f"{flag}={value}" for value in options.values.get(flag, ())[-1:]]
-    folders = choice_folders(options)
-    if len(folders) > 1:
-        raise ConfigError("--config-dir: Hydra's launchers take one folder: leave the others out")
-    return [*flags, *(f"--config-dir={folder}" for folder in folders)]
+    return [*flags, *search_path(choice_folders(options))]
 
 
 def _check_plugins(arguments: Sequence[str]) -> None:
@@ -241,10 +241,13 @@ def _check_trusted(options: Options, trust: Trust) -> None:
 
 def _check_choices(options: Options) -> None:
     """Refuse choices and keys that Hydra does not have, before a sweep gets its folder."""
-    searched = [f"'file://{folder.absolute()}'" for folder in choice_folders(options)]
-    overrides = list(options.hydra)
-    if searched and _value(overrides, "hydra.searchpath") is None:
-        overrides.append(f"hydra.searchpath=[{','.join(searched)}]")
+    if (_value(options.hydra, "hydra.job.chdir") or "").lower() == "true":
+        raise ConfigError(
+            "hydra.job.chdir=true: batchgen stays in the folder in which it was started, so that "
+            "paths mean what they say: leave it out; output.dir and hydra.run.dir say where a job "
+            "goes"
+        )
+    overrides = [*options.hydra, *search_path(choice_folders(options))]
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_module("batchgen.conf", version_base="1.3"):

@@ -24,6 +24,7 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.storage.stores.open_storage import job_metrics
 from batchgen.storage.stores.whole_file import write_atomic
 from batchgen.util.errors import ConfigError
+from batchgen.util.text.plain_yaml import load_yaml
 from batchgen.util.text.text_table import columns
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 _PARENT = Path("outputs/multirun")
 _ARGUMENTS = "sweep.yaml"
 _LONGEST_NAME = 100
+_CALL = re.compile(r"([^=]+)=\s*([a-z]+)\s*\((.*)\)\s*", re.DOTALL)
+"""An argument whose value is a function of Hydra: the key, the function, and what it is given."""
 
 
 @dataclass
@@ -63,6 +66,12 @@ def swept_values(argument: str) -> list[str] | None:
         return None
     from hydra.core.override_parser.types import Glob
 
+    if re.search("['\"]", argument) and (call := _CALL.fullmatch(argument)):
+        # Hydra takes the quotes away in its functions, so that nobody knows what they held.
+        if call[2] != "choice":
+            raise ConfigError(f"{argument}: {call[2]} takes no quotes: list the values as a,b")
+        listed = f"{call[1]}={call[3]}"
+        return swept_values(listed) or [listed]
     key, value = argument.partition("=")[0], override.value()
     if isinstance(value, Glob):
         return [f"{key}={name}" for name in value.filter(choices(key.lstrip("+")))]
@@ -90,7 +99,7 @@ def dated_folder(options: Options) -> Path:
     """The folder of a sweep without output.dir: an earlier one with the same arguments, or new."""
     arguments = _arguments(options)
     for path in sorted(_PARENT.glob(f"*/{_ARGUMENTS}"), reverse=True):
-        if yaml.safe_load(path.read_text(encoding="utf-8"))["arguments"] == arguments:
+        if load_yaml(path.read_bytes(), str(path))["arguments"] == arguments:
             return path.parent
     stem = _PARENT / time.strftime("%Y-%m-%d_%H-%M-%S")
     folder, number = stem, 1

@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.config.compose.trust import Trust
-from batchgen.config.compose.value_references import refuse_resolvers
+from batchgen.config.compose.value_references import refuse_endless, refuse_resolvers
 from batchgen.config.groups.class_names import CLASSES, step_values, with_lasting_names
 from batchgen.config.groups.config_keys import STEP_LISTS, choice_values, choices
 from batchgen.config.groups.constraint_config import (
@@ -29,6 +29,7 @@ from batchgen.config.groups.convert_value import (
     key_of,
     plain_value,
 )
+from batchgen.config.groups.dataset_config import is_usual
 from batchgen.config.groups.job_config import (
     PROMPT_KINDS,
     DatasetConfig,
@@ -51,7 +52,7 @@ from batchgen.util.errors import ConfigError
 _NOT_DECIDING: Mapping[str, Collection[str]] = {
     "model": {"name", "path", "revision"},
     "dataset": {"path", "limit", "follow"},
-    "prompt": {"image_root"},
+    "prompt": {"image_root", "constant"},
     "sampling": {"n"},
     "engine": {
         *("device", "tensor_parallel", "max_num_seqs", "max_batched_tokens", "chunk_tokens"),
@@ -97,13 +98,17 @@ _READ_TABLES = ("Join", "Against")
 _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
 
 
-def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = ()) -> JobConfig:
-    """The configuration of one job, with all types and ranges checked. It is the word of `trust`,
-    and may use these `resolvers`; ConfigError for any mistake, and for code that needs the user's
-    word."""
+def load_config(
+    given: dict[str, Any], trust: Trust, *, resolvers: Collection[str] = ()
+) -> JobConfig:
+    """The configuration of one job, with all types and ranges checked. `given` are its groups, the
+    word of `trust`, which may use these `resolvers`; ConfigError for any mistake, and for code that
+    needs the user's word."""
+    refuse_resolvers(given, resolvers)
+    refuse_endless(given)
+    _check_kinds(given)
     try:
-        refuse_resolvers(OmegaConf.to_container(cfg), resolvers)
-        groups = OmegaConf.to_container(cfg, resolve=True)
+        groups = OmegaConf.to_container(OmegaConf.create(given), resolve=True)
     except OmegaConfBaseException as error:
         key, reason = error.full_key, str(error).splitlines()[0]
         raise ConfigError(
@@ -146,6 +151,21 @@ def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = (
     trust.check(resolved(config))
     job_launcher(config)  # checks its keys, now that its class may be imported
     return config
+
+
+def _check_kinds(groups: Any) -> None:
+    """Raise ConfigError for a group that does not say which kind it is, as a choice of the user's
+    own that begins with none of batchgen's."""
+    for group, key, usual in (
+        *(("dataset", "kind", "files"), ("prompt", "kind", "chat")),
+        ("strategy", "_target_", "ar"),
+    ):
+        values = groups.get(group) if isinstance(groups, dict) else None
+        if isinstance(values, dict) and values and key not in values:
+            raise ConfigError(
+                f"{group}.{key} is missing: a choice of your own begins with one of batchgen's, "
+                f"such as by the line `defaults: [{usual}]`; there are {', '.join(choices(group))}"
+            )
 
 
 def constraint_config(values: dict[str, Any]) -> ConstraintConfig:
@@ -199,6 +219,7 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
             for key, value in groups[name].items()
             if key not in left_out
             and (key in _FIRST[name] or not _is_default(value, defaults[name].get(key, MISSING)))
+            and not (name == "dataset" and is_usual(key, value))
         }
     return groups
 
@@ -300,6 +321,12 @@ def step_configs(values: Any, key: str) -> tuple[StepConfig, ...]:
 def _long_form(step: dict[str, Any], key: str, place: str) -> dict[str, Any]:
     """A step that is written `{NAME: options}` with `_target_` among its options."""
     ((name, options),) = step.items()
+    other = "post" if key == "rows" else "rows"
+    if name in CLASSES[other]:
+        what = {"rows": "chooses or makes rows", "post": "grades answers"}[other]
+        raise ConfigError(
+            f"{place}: {name} {what}, and belongs into {other}: {other}=[{{{name}: …}}]"
+        )
     if name not in CLASSES[key]:
         raise ConfigError(
             f"{place}: there is no step {name!r}: choose among {', '.join(CLASSES[key])}, or name "

@@ -31,9 +31,10 @@ from batchgen.kernels.linear_attention.delta_rule import delta_step
 from batchgen.kernels.linear_attention.state_rows import StepRows
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from tests.support.cases import some_slow
 from tests.support.engine.alone_rows import Alone
 from tests.support.engine.engine_rows import Request, expect_short_rows
-from tests.support.engine.forced_drafts import ForcedStrategy, some_slow
+from tests.support.engine.forced_drafts import ForcedStrategy
 
 CPU = torch.device("cpu")
 ROUTE = "routed_experts"
@@ -110,6 +111,7 @@ def alone(folder: Path) -> Alone:
     return Alone(make_engine(load(folder), max_num_seqs=1, prefix_caching=False), run)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("batched", "overlap", "block_size"),
     some_slow(
@@ -128,6 +130,7 @@ def test_any_schedule(
     assert engine.stats.cached_tokens > 0
 
 
+@pytest.mark.thorough
 def test_rows_that_lose_their_caches(
     alone: Alone, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

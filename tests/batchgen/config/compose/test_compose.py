@@ -23,7 +23,7 @@ from batchgen.config.groups.config_keys import (
 )
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.util.errors import ConfigError
-from tests.support.engine.forced_drafts import some_slow
+from tests.support.cases import some_slow
 from tests.support.jobs.fake_job import FakeJob
 
 
@@ -112,6 +112,7 @@ TOGETHER = [[argument for argument in row if argument] for row in zip_longest(*C
 """Every choice once, with choices of the other groups."""
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     "chosen",
     some_slow([*TOGETHER, *EXPERIMENTS, *ALONE], quick=[*TOGETHER, *EXPERIMENTS]),

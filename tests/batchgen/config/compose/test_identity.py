@@ -103,6 +103,15 @@ def test_a_key_that_can_change_a_token_tells_jobs_apart(beside: str, key: str, v
         assert different == [True] * 3
 
 
+def test_a_quote_that_is_the_usual_one_tells_no_jobs_apart() -> None:
+    files = ["dataset=files", "dataset.path=a.tsv"]
+    usual, same, other = (
+        marks(job(*files, *more))
+        for more in ([], ["dataset.quote_char='\"'"], ["dataset.quote_char=null"])
+    )
+    assert usual == same and usual[0] != other[0]
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
     return computed(tmp_path_factory.mktemp("rows") / "out")
@@ -123,6 +132,7 @@ def computed(out: Path, *overrides: str) -> pa.Table:
     return pq.read_table(out / "data/part-00000.parquet").replace_schema_metadata()
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("key", sorted({*_NOT_DECIDING["engine"]} - {"device"}))
 def test_rows_are_equal_under_any_other_key_of_the_engine(
     key: str, rows: pa.Table, tmp_path: Path

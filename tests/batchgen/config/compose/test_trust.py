@@ -11,12 +11,13 @@ import pytest
 import yaml
 
 from batchgen.__main__ import run_command
-from batchgen.config.compose.compose_config import checked, compose_groups
+from batchgen.config.compose.compose_config import compose_groups
+from batchgen.config.compose.load_config import load_config
 from batchgen.config.compose.trust import Trust, foreign_code
 from batchgen.config.groups.config_keys import EXPERIMENT, GROUPS, choice_values, choices
 from batchgen.config.groups.named_code import named_code
 from batchgen.util.errors import ConfigError
-from tests.support.engine.forced_drafts import some_slow
+from tests.support.cases import some_slow
 from tests.support.jobs.finished_job import finished_job, row
 
 FUNCTION = {"_target_": "strangers_code.mark"}
@@ -78,6 +79,7 @@ ALL = [(form, name) for form in FORMS for name in NAMING]
 FEW = [pair for pair in ALL if pair[0] == "job" or pair[1] in ("a reference", "a launcher")]
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(("form", "name"), some_slow(ALL, quick=FEW))
 def test_of_a_job_file_it_is_refused(
     here: Path, capsys: pytest.CaptureFixture[str], form: str, name: str
@@ -114,6 +116,7 @@ def test_grade_asks_for_what_the_folder_names(
     assert not (here / "ran").exists() and not (out / "grades").exists()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "word",
     [
@@ -180,13 +183,13 @@ def test_what_is_typed_is_the_users_word(here: Path) -> None:
     file = job_file(here, post=STEPS)
     both = Trust.of([file], [], [TYPED_STEPS])
     groups = compose_groups({"post": STEPS}, [TYPED_STEPS]).groups
-    assert checked(groups, both).post[1].options["function"] == FUNCTION
+    assert load_config(groups, both).post[1].options["function"] == FUNCTION
     with pytest.raises(ConfigError, match="strangers_code"):
-        checked(groups, Trust.of([file], [], ["strategy._target_=another.Strategy"]))
+        load_config(groups, Trust.of([file], [], ["strategy._target_=another.Strategy"]))
     slurm = ["launcher=slurm", "launcher.workers=1", "launcher.setup=[module load cuda]"]
-    checked(compose_groups({}, slurm).groups, Trust.of([file], [], slurm))
+    load_config(compose_groups({}, slurm).groups, Trust.of([file], [], slurm))
     with pytest.raises(ConfigError, match="module load cuda"):
-        checked(compose_groups({}, slurm).groups, Trust.of([file], [], slurm[:2]))
+        load_config(compose_groups({}, slurm).groups, Trust.of([file], [], slurm[:2]))
 
 
 def test_what_comes_with_batchgen_is_its_own() -> None:
@@ -220,6 +223,7 @@ def _module(here: Path, arguments: list[str]) -> subprocess.CompletedProcess[str
     return subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.thorough
 def test_the_working_directory_has_no_modules_of_ours(here: Path) -> None:
     """What `python -m batchgen` and the processes that grade import is not in the directory."""
     for name in ("yaml", "omegaconf", "hydra_plugins/theirs", "pyarrow", "multiprocessing"):
@@ -232,6 +236,7 @@ def test_the_working_directory_has_no_modules_of_ours(here: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 def test_a_step_of_the_working_directory_is_found(here: Path) -> None:
     graded(here)
     assert _module(here, ["grade", "out"]).returncode == 2

@@ -73,6 +73,7 @@ HAS_OWN_COLUMN = ("json_schema", "regex", "choice", "grammar", "structural_tag")
 CHOICES = [path for path in sorted(CONF.glob("*/*.yaml")) if path.parent.name != "pipeline"]
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda p: f"{p.parent.name}={p.stem}")
 def test_every_choice_loads(choice: Path) -> None:
     group = choice.parent.name
@@ -239,6 +240,18 @@ ERRORS: list[tuple[str, list[str], str]] = [
         "dataset.delimiter must be one character, such as ';' or '\\t', got 'ab'",
     ),
     (
+        "quotes",
+        ["dataset=files", "dataset.path=d", "dataset.quote_char=,"],
+        "dataset.quote_char must be auto, null (quotes are text) or one character that is no "
+        "delimiter, got ','",
+    ),
+    (
+        "escape",
+        ["dataset=files", "dataset.path=d", 'dataset.escape_char="\\""'],
+        "dataset.escape_char must be null or one character that is neither the delimiter nor the "
+        "quote, got '\"'",
+    ),
+    (
         "encoding",
         ["dataset=files", "dataset.path=d", "dataset.encoding=utf-9"],
         "dataset.encoding: 'utf-9' is no encoding that Python knows: give one such as utf-8, "
@@ -266,7 +279,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
         "key of another kind",
         ["prompt=text", "+prompt.user=x"],
         "prompt.user is not a key: choose among kind, text, text_file, add_special_tokens, "
-        "answer, too_long",
+        "answer, constant, too_long",
     ),
     ("top", ["output.top_logprobs=0"], "output.top_logprobs must be 1 to 256, got 0"),
     (

@@ -1,0 +1,53 @@
+"""Cases of a test of which some are run only by `scripts/test --thorough` or `--all`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def thorough(*cases: Any) -> list[Any]:
+    """The cases as parameters that `scripts/test --thorough` runs; a tuple has several values."""
+    return [_marked(case, pytest.mark.thorough) for case in cases]
+
+
+def some_thorough(cases: Iterable[Any], quick: Sequence[Any]) -> list[Any]:
+    """The cases as parameters, thorough but for those named quick."""
+    return [case if case in quick else _marked(case, pytest.mark.thorough) for case in cases]
+
+
+def some_slow(cases: Iterable[Any], quick: Sequence[Any]) -> list[Any]:
+    """The cases as parameters, slow but for those named quick."""
+    return [case if case in quick else _marked(case, pytest.mark.slow) for case in cases]
+
+
+def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
+
+
+def mark_all_but_quick(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked quick(n), mark all but n as thorough."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        apart = item.get_closest_marker("slow") or item.get_closest_marker("gpu")
+        if item.get_closest_marker("quick") and not apart:
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for cases in tests.values():
+        mark = cases[0].get_closest_marker("quick")
+        assert mark is not None
+        quick = _spread(len(cases), *mark.args)
+        for index, case in enumerate(cases):
+            if index not in quick:
+                case.add_marker(pytest.mark.thorough)
+
+
+def _spread(count: int, number: int) -> set[int]:
+    """So many of the indices below count, far apart and in no pattern, so that parametrizations of
+    one test that vary together all vary: multiples of the golden ratio, modulo 1."""
+    golden, chosen, multiples = (5**0.5 - 1) / 2, set[int](), itertools.count()
+    while len(chosen) < min(count, number):
+        chosen.add(int(next(multiples) * golden % 1 * count))
+    return chosen
