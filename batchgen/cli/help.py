@@ -41,7 +41,7 @@ _VALUES = r"""
 A text is taken as it is typed, so one level of quotes for the shell is enough:
     'prompt.user={{ question }} (a, b=c)?'     output.dir=runs/lr=0.1     'constraint.pattern=\d+'
 In prompts, stop strings and choices \n is the end of a line and \\ a backslash. Text in double
-quotes has the escapes \n \t \r \" \\ \uXXXX \xXX everywhere; text in single quotes has none.
+quotes has the escapes \n \t \r \" \\ \uXXXX \xXX everywhere; in single quotes these are refused.
 A list is written [a,"b, c"] or a,b; a mapping {key: value}; nothing is null; ${KEY} is the value of
 another key (\${ is the text). +KEY=VALUE adds a key, ~KEY takes one away.
 A choice follows from its keys where they say enough: model.path=… is model=hf."""

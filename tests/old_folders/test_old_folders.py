@@ -59,6 +59,7 @@ def rows_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(kept)}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", [*JOBS_HERE, "again", LAUNCHED])
 def test_the_same_command_computes_nothing(
     name: str, folder: Path, no_request: None, capsys: pytest.CaptureFixture[str]
@@ -129,6 +130,7 @@ def test_a_lock_is_rebuilt(
     assert "equal to the byte" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_pipeline_takes_rows_from_versions_of_its_steps(
     folder: Path, tmp_path: Path, no_request: None
 ) -> None:

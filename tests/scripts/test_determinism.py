@@ -17,7 +17,7 @@ from batchgen.kernels.layers.activation import silu_and_mul
 TOP = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", ["tiny", "tiny-hybrid", "tiny-sdar"])
 def test_schedules_change_no_digest_on_a_cpu(model: str) -> None:
     found = run_schedules(model, 6, ON_CPU)

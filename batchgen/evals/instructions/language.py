@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from batchgen.util.errors import ConfigError
 
 
@@ -16,12 +18,12 @@ def language_of(text: str) -> str | None:
     from langdetect import LangDetectException
 
     try:
-        return str(detect(text))
+        return detect(text)
     except LangDetectException:
         return None
 
 
-def _detector():  # type: ignore[no-untyped-def]
+def _detector() -> Callable[[str], str]:
     try:
         from langdetect import DetectorFactory, detect
     except ImportError:
@@ -29,4 +31,5 @@ def _detector():  # type: ignore[no-untyped-def]
             "instructions on languages need the package langdetect: pip install 'batchgen[evals]'"
         ) from None
     DetectorFactory.seed = 0
-    return detect
+    found: Callable[[str], str] = detect
+    return found

@@ -51,6 +51,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
     GlobalHydra.instance().clear()
 
 
+@pytest.mark.thorough
 def test_the_basic_launcher_by_its_name(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     text = r"prompt.user={{ q }} (a, b=c)\n'x'?"
     arguments = ["-m", "hydra/launcher=basic", "sampling.seed=0,3", text, "output.dir=o"]
@@ -97,6 +98,7 @@ def test_hydra_run_dir(jobs: Jobs) -> None:
     assert jobs.folders == ["r", "o"]
 
 
+@pytest.mark.thorough
 def test_a_sweeper_of_the_user_with_values_of_its_own(jobs: Jobs) -> None:
     file = Path("own/hydra/sweeper/mine.yaml")
     file.parent.mkdir(parents=True)
@@ -113,6 +115,7 @@ def test_a_failure_does_not_end_a_sweep_and_a_signal_does(jobs: Jobs) -> None:
     assert [config.sampling.seed for config in jobs.configs] == [1, 143]
 
 
+@pytest.mark.thorough
 def test_jobs_in_other_processes(
     jobs: Jobs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

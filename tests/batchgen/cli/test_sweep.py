@@ -107,6 +107,7 @@ def test_names_are_safe_and_all_differ() -> None:
     assert len(set(names)) == 2 and max(map(len, names)) < 120
 
 
+@pytest.mark.thorough
 def test_a_failure_does_not_end_a_sweep_and_a_signal_does(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -98,6 +98,7 @@ Simple = Callable[[int], tuple[list[Request], list[RequestOutput]]]
 # --- the tokens -----------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_rows_of_every_kind_are_those_of_a_plain_loop(
     tiny: CausalLM, simple: Simple, run_paged: Callable[..., torch.Tensor]
 ) -> None:
@@ -219,7 +220,7 @@ def test_a_constraint_that_many_share_is_followed_by_each(tiny: CausalLM, overla
         assert_same(run(make_engine(tiny), [request])[0], output)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("overlap", "aborts_after"),
     some_slow(

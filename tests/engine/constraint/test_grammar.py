@@ -453,6 +453,7 @@ def smollm2() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+@pytest.mark.thorough
 def test_random_rows_of_a_real_tokenizer_are_valid(smollm2: PreTrainedTokenizerFast) -> None:
     schema = SCHEMA | {"properties": {"a": {"type": "string", "maxLength": 4}, "ab": {"enum": [1]}}}
     make = GrammarCompiler(smollm2, 49152 + 100, (2,))

@@ -130,6 +130,7 @@ def test_any_schedule(
     assert engine.stats.cached_tokens > 0
 
 
+@pytest.mark.thorough
 def test_rows_that_lose_their_caches(
     alone: Alone, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,6 +245,7 @@ def cache_gib(tokens: int, block_size: int) -> float:
     return (tokens + block_size) * (layers * 2 * 2 * 16 * 4 + routes) / 2**30
 
 
+@pytest.mark.thorough
 def test_preempted_rows_begin_again_where_a_checkpoint_is(
     loop: PlainLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +259,7 @@ def test_preempted_rows_begin_again_where_a_checkpoint_is(
     assert engine.stats.preemptions > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("multiple", some_slow([1, 4, 16], quick=(4,)))
 def test_samples_of_one_prompt_compute_it_once(loop: PlainLoop, multiple: int) -> None:
     prompt = [3 + i % 100 for i in range(75)]

@@ -122,7 +122,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(15)
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(
     name: str,

@@ -184,6 +184,7 @@ def test_broken_logits_end_the_row_with_an_error(tiny_model: TinyModel) -> None:
     assert output.finish_reason == "scored"
 
 
+@pytest.mark.thorough
 def test_the_largest_logits_are_those_of_a_chunk(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

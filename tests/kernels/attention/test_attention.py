@@ -246,6 +246,7 @@ def test_tiles_of_a_captured_graph(block_length: int) -> None:
     assert_right(triton(batch), batch)
 
 
+@pytest.mark.thorough
 def test_context_lens_of_a_capture_do_not_matter(same_bits: SameBits) -> None:
     for part in (WIDE, make_part(VERIFY, decode_width=4, block_length=4)):
         captured = replace(part, context_lens=(1,) * len(part.query_lens))

@@ -176,6 +176,7 @@ def assert_right(rows: Rows, config: PrefillConfig | None = TINY) -> None:
     )
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=settings().max_examples // 10)
 @given(data=st.data())
 def test_equals_float64(data: st.DataObject) -> None:

@@ -432,6 +432,7 @@ def test_only_slots_whose_expert_is_here_are_added(add: bool) -> None:
     torch.testing.assert_close(of_some, kept.view(5, 3, 40).sum(1) + before * add)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("few_slots", [alignment_triton.FEW_SLOTS, 32])
 def test_experts_of_other_ranks_are_left_out(
     monkeypatch: pytest.MonkeyPatch, few_slots: int

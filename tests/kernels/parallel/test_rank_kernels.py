@@ -152,7 +152,7 @@ def test_all_ranks_have_the_sum_of_all_and_its_norm(
                 assert torch.equal(as_bits(torch.from_numpy(x)), as_bits(expected))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @in_processes
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_have_the_columns_of_all(size: int) -> None:

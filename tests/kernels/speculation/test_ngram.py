@@ -168,6 +168,7 @@ class Oracle:
         return out
 
 
+@pytest.mark.thorough
 @given(many_steps(replacing=False), st.sampled_from(SIZES), st.booleans())
 @settings(deadline=None, max_examples=80)
 def test_the_most_recent_occurrence_of_the_longest_n_gram_is_continued(

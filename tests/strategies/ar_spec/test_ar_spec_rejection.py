@@ -218,6 +218,7 @@ def test_a_row_is_the_same_whatever_runs_beside_it(tiny_models: Models, draft: s
                 np.testing.assert_array_equal(values, other.columns[name], strict=True)
 
 
+@pytest.mark.thorough
 def test_random_rows_are_those_of_their_seed(tiny_models: Models) -> None:
     requests = mixed_requests(24)
     others = [(prompt, replace(params, seed=params.seed + 99)) for prompt, params in requests]

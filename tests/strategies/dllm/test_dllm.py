@@ -141,7 +141,7 @@ def marks_of(mode: int, rule: int, length: int) -> list[pytest.MarkDecorator]:
     return [] if is_quick else [pytest.mark.slow]
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     ("length", "rule", "mode"),
     [

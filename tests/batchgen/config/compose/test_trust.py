@@ -223,6 +223,7 @@ def _module(here: Path, arguments: list[str]) -> subprocess.CompletedProcess[str
     return subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.thorough
 def test_the_working_directory_has_no_modules_of_ours(here: Path) -> None:
     """What `python -m batchgen` and the processes that grade import is not in the directory."""
     for name in ("yaml", "omegaconf", "hydra_plugins/theirs", "pyarrow", "multiprocessing"):

@@ -165,6 +165,7 @@ def test_huge_data_is_looked_at_in_a_sample() -> None:
     assert max(rows.tokenised) > 90_000  # the sample is spread over all
 
 
+@pytest.mark.thorough
 def test_a_clock_that_takes_longer_than_a_row_does_not_end_the_scan() -> None:
     rows = Rows(lengths_of(100_000), token_s=1e-3, clock_s=1e-4)
     scan = rows.scan(Budget(sample=1, rows=5, long_rows=1))

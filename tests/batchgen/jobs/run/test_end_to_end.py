@@ -18,6 +18,7 @@ from batchgen.util.errors import ConfigError
 from tests.support.jobs.real_job import ROWS, contents, overrides, run
 
 
+@pytest.mark.thorough
 def test_rows_are_those_of_the_python_interface(model: Path, rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     columns = "output.columns=[logprobs,top_logprobs,prompt_token_ids]"

@@ -91,6 +91,7 @@ def test_a_prompt_computes_its_step_and_what_its_answers_change(case: Case) -> N
     case.check(given)
 
 
+@pytest.mark.thorough
 def test_a_filter_computes_rows_that_were_not_there(case: Case) -> None:
     wider = case.changed("judge", dataset={"where": "true", "text_as": "reply"})
     assert case.run(wider) == {"judge": 5, "last": 5}

@@ -38,8 +38,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     step = SharedEngine.step
     monkeypatch.setattr(SharedEngine, "step", slow)
-    monkeypatch.setattr("batchgen.evals.grades.early_grades._LOOK_SECONDS", 0.0)
-    monkeypatch.setattr("batchgen.inputs.upstream.followed_source._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("batchgen.evals.grades.grading_queue._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("batchgen.inputs.upstream.job_source._LOOK_SECONDS", 0.0)
     monkeypatch.setattr(EnginePort, "add_request", added)
     monkeypatch.setattr(OpenedJob, "build_engine", built)
     return found

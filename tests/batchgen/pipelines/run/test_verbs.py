@@ -36,6 +36,7 @@ def out(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     yield folder / "out"
 
 
+@pytest.mark.thorough
 def test_status_tells_of_all_steps(out: Path, capsys: Said) -> None:
     capsys.readouterr()
     assert run_command(["status", str(out)]) == 0

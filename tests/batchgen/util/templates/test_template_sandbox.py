@@ -103,6 +103,7 @@ def test_what_would_be_large_is_refused_before_it_is_made(
         render(source)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("source", ENDLESS)
 def test_what_takes_forever_ends(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "MOST_SECONDS", 0.2)
