@@ -1,4 +1,4 @@
-"""Which file of the project imports which other one, and where they import each other in circles."""
+"""Which file of the project imports which other one, and where imports go in circles."""
 
 from __future__ import annotations
 
