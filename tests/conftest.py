@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
+import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +76,54 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+TEST_CPU_SECONDS = 2.0  # what a test may cost that is neither thorough nor slow
+CPU_SECONDS_BEFORE = pytest.StashKey[float]()
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of the processes that it has waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    item.stash[CPU_SECONDS_BEFORE] = cpu_seconds()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    if call.when == "teardown":
+        cost = cpu_seconds() - item.stash[CPU_SECONDS_BEFORE]
+        item.user_properties.append(("cpu_seconds", cost))
+
+
+def _cost(report: pytest.TestReport) -> float:
+    (cost,) = (value for name, value in report.user_properties if name == "cpu_seconds")
+    assert isinstance(cost, float)
+    return cost
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what the tests cost, and which cost more than a test may."""
+    reports = [
+        report
+        for report in itertools.chain.from_iterable(terminalreporter.stats.values())
+        if isinstance(report, pytest.TestReport) and report.when == "teardown"
+    ]
+    costs = {report: _cost(report) for report in reports}
+    terminalreporter.write_line(f"{sum(costs.values()):.0f} CPU seconds in {len(costs)} tests")
+    dear = [
+        (cost, report.nodeid)
+        for report, cost in costs.items()
+        if cost > TEST_CPU_SECONDS and not {"thorough", "slow", "gpu"} & report.keywords.keys()
+    ]
+    if dear:
+        terminalreporter.write_line(f"more than {TEST_CPU_SECONDS} CPU seconds (CONTRIBUTING.md):")
+    for cost, name in sorted(dear, reverse=True):
+        terminalreporter.write_line(f"{cost:6.1f} {name}")
 
 
 @pytest.fixture(scope="session")

@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any, cast
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException, MissingConfigException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.api.python.configured_job import Result, run_configured
@@ -38,6 +39,7 @@ from batchgen.cli.sweep import (
     table,
     worst,
 )
+from batchgen.config.compose.choice_files import search_path
 from batchgen.config.compose.load_config import load_config
 from batchgen.config.compose.trust import Trust
 from batchgen.config.compose.value_references import RESOLVERS_OF_HYDRA
@@ -123,7 +125,8 @@ class HydraTask:
             parent = hydra_config.sweep.dir if self.below == "sweep.dir" else cfg.output.dir
             name = job.name if own == "." else own
             cfg.output.dir = f"{parent}/{name}" if is_url(parent) else str(Path(parent) / name)
-        job.config = load_config(cfg, self.trust, resolvers=RESOLVERS_OF_HYDRA)
+        groups = cast(dict[str, Any], OmegaConf.to_container(cfg))
+        job.config = load_config(groups, self.trust, resolvers=RESOLVERS_OF_HYDRA)
         return run_configured(job.config)
 
     def _name(self) -> str:
@@ -241,10 +244,9 @@ def _check_trusted(options: Options, trust: Trust) -> None:
 
 def _check_choices(options: Options) -> None:
     """Refuse choices and keys that Hydra does not have, before a sweep gets its folder."""
-    searched = [f"'file://{folder.absolute()}'" for folder in choice_folders(options)]
-    overrides = list(options.hydra)
-    if searched and _value(overrides, "hydra.searchpath") is None:
-        overrides.append(f"hydra.searchpath=[{','.join(searched)}]")
+    folders, overrides = choice_folders(options), list(options.hydra)
+    if folders and _value(overrides, "hydra.searchpath") is None:
+        overrides.append(search_path(folders))
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_module("batchgen.conf", version_base="1.3"):

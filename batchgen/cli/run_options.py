@@ -10,9 +10,9 @@ import yaml
 
 from batchgen.cli.options import Options
 from batchgen.cli.verb_table import VERBS
-from batchgen.config.compose.compose_config import Composed, checked, compose_groups
+from batchgen.config.compose.compose_config import Composed, compose_groups
 from batchgen.config.compose.job_file import read_job_file
-from batchgen.config.compose.load_config import resolved
+from batchgen.config.compose.load_config import load_config, resolved
 from batchgen.config.compose.trust import TYPED, Trust
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.pipelines.run.pipeline import Pipeline, compose_pipeline
@@ -24,7 +24,7 @@ from batchgen.util.paths import short_user_path, user_path
 def composed(options: Options) -> JobConfig:
     """The job of a command line; ConfigError for a mistake in the job file or in an argument."""
     groups = compose_options(options, options.overrides).groups
-    return checked(groups, trust_of(options, options.overrides))
+    return load_config(groups, trust_of(options, options.overrides))
 
 
 def compose_options(options: Options, overrides: Sequence[str]) -> Composed:
@@ -61,7 +61,7 @@ def show_config(options: Options) -> int:
         return 0
     groups = compose_options(options, options.overrides).groups
     if "--resolve" in options.flags:
-        groups = resolved(checked(groups, TYPED))  # nothing of it runs
+        groups = resolved(load_config(groups, TYPED))  # nothing of it runs
     print(yaml.safe_dump(groups, sort_keys=False, allow_unicode=True), end="")
     return 0
 

@@ -24,6 +24,7 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.storage.stores.open_storage import job_metrics
 from batchgen.storage.stores.whole_file import write_atomic
 from batchgen.util.errors import ConfigError
+from batchgen.util.text.plain_yaml import load_yaml
 from batchgen.util.text.text_table import columns
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def dated_folder(options: Options) -> Path:
     """The folder of a sweep without output.dir: an earlier one with the same arguments, or new."""
     arguments = _arguments(options)
     for path in sorted(_PARENT.glob(f"*/{_ARGUMENTS}"), reverse=True):
-        if yaml.safe_load(path.read_text(encoding="utf-8"))["arguments"] == arguments:
+        if load_yaml(path.read_bytes(), str(path))["arguments"] == arguments:
             return path.parent
     stem = _PARENT / time.strftime("%Y-%m-%d_%H-%M-%S")
     folder, number = stem, 1

@@ -9,7 +9,8 @@
     python scripts/bench/bench_engine.py speculation replay --model qwen3-8b [--accuracy 0.7]
     python scripts/bench/bench_engine.py dllm [--model sdar-8b] [--lengths 4,32]
     python scripts/bench/bench_engine.py determinism [--models qwen3-0.6b] [--schedules 200]
-    python scripts/bench/bench_engine.py tensor-parallel [--model qwen3-30b-a3b] [--ranks 1,2,4]
+    python scripts/bench/bench_engine.py tensor-parallel [--model qwen3-30b-a3b] [--ranks 1,2,4] \\
+        [--chunk-tokens 256,0] [--runs 2] [--profile]
     python scripts/bench/bench_engine.py collectives [--ranks 2,4] [--kib 8,512,16384]
 
 All modes take random weights, in bfloat16 on a GPU, or in FP8 with `--quantization fp8`, and in

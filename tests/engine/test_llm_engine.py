@@ -33,8 +33,8 @@ from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.strategies.ar.strategy import ARStrategy
+from tests.support.cases import some_slow
 from tests.support.engine.engine_rows import block_bytes, expect_short_rows
-from tests.support.engine.forced_drafts import some_slow
 
 EOS = 7
 VOCAB = 128

@@ -42,10 +42,19 @@ def test_modes_of_the_engine(mode: str, tmp_path: Path) -> None:
 @ON_CPU
 @pytest.mark.slow
 def test_two_ranks() -> None:
-    arguments = ["--model", "tiny-moe", "--workload", "smoke"]
-    arguments += ["--cache-gib", "0.05"]
-    (found,) = run_mode("", bench_engine.MODES, ["tensor-parallel", *arguments])
-    assert found["times"] > 0
+    arguments = ["--model", "tiny-moe", "--workload", "smoke", "--cache-gib", "0.05"]
+    arguments += ["--ranks", "1,2", "--chunk-tokens", "16,0", "--profile"]
+    one, two = run_mode("", bench_engine.MODES, ["tensor-parallel", *arguments])
+    assert one["times"] == 1 and two["times"] > 0 and two["profile"]["seconds"] > 0
+    for run in (*one["runs"], *two["runs"]):
+        for rank in run["ranks"]:
+            kinds = rank["kinds"]
+            assert kinds["decode"]["steps"] + kinds["prefill"]["steps"] == len(rank["order"])
+            assert kinds["decode"]["device"] > 0 and kinds["decode"]["host"] > 0
+    # Two sums in each of the two layers, and that of the embedding.
+    for rank in two["runs"][0]["ranks"]:
+        steps = rank["kinds"]["decode"]["steps"]
+        assert rank["kinds"]["decode"]["collectives"]["add_sum_norm"] == 5 * steps
 
 
 @pytest.mark.parametrize("mode", JOBS)

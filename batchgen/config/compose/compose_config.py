@@ -19,8 +19,7 @@ from batchgen.config.compose.given_values import Given
 from batchgen.config.compose.group_choices import inferred_choice
 from batchgen.config.compose.load_config import load_config
 from batchgen.config.compose.overrides import Override, parse_override
-from batchgen.config.compose.trust import TYPED, Trust
-from batchgen.config.compose.value_references import NO_REFERENCE
+from batchgen.config.compose.trust import TYPED
 from batchgen.config.groups.config_keys import EXPERIMENT, GROUPS, PARTS, STEP_LISTS
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.util.errors import ConfigError
@@ -35,16 +34,7 @@ def compose(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConf
     list of steps ("post": […]). `overrides` are arguments `key=value` as on the command line; they
     go before `values`, and a choice among them replaces all that `values` says of its group.
     """
-    return checked(compose_groups(values, overrides).groups, TYPED)
-
-
-def checked(groups: dict[str, Any], trust: Trust) -> JobConfig:
-    """The configuration that composed groups make, which are the word of `trust`; ConfigError if a
-    value is missing or wrong, or names code that needs the user's word."""
-    try:
-        return load_config(OmegaConf.create(groups), trust)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key or 'a value'} {NO_REFERENCE}") from None
+    return load_config(compose_groups(values, overrides).groups, TYPED)
 
 
 @dataclass(frozen=True)
@@ -104,15 +94,16 @@ def _composed(given: Given) -> dict[str, Any]:
     overrides += [f"+{EXPERIMENT}={name}" for name in given.experiments[:1]]
     if len(given.experiments) > 1:
         raise ConfigError(f"experiment: choose one of {', '.join(given.experiments)}")
-    if given.folders:
-        paths = ",".join(f"'file://{folder.absolute()}'" for folder in given.folders)
-        overrides.append(f"hydra.searchpath=[{paths}]")
     # Hydra takes a tenth of a second to load, and what was refused until here does not need it.
     from hydra import compose as compose_choices
     from hydra import initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
 
+    from batchgen.config.compose.choice_files import search_path
+
+    if given.folders:
+        overrides.append(search_path(given.folders))
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("batchgen.conf", version_base="1.3"):

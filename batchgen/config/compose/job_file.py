@@ -8,44 +8,39 @@ from typing import Any
 import yaml
 
 from batchgen.util.errors import ConfigError
+from batchgen.util.text.plain_yaml import MOST_BYTES, at_line, read_yaml
 
-_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+_LONGEST = 1000  # characters of a key with the names of the keys around it
 
 
 def read_job_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of a job file as `compose` takes them, and for each key (GROUP.KEY) the file and
     line with its name, for error messages. ConfigError if it cannot be read as one mapping."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"the job file {path} cannot be read: {reason}") from None
-    return read_job_text(text, path)
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"the job file {path} cannot be read: {error.strerror}") from None
+    return read_job_text(content, path)
 
 
-def read_job_text(text: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """What `read_job_file` returns, of the text of the file at `path`."""
-    loader = _LOADER(text)
-    try:
-        root = loader.get_single_node()
-    except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{_line(path, error.problem_mark)}: not YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from None
+def read_job_text(content: str | bytes, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """What `read_job_file` returns, of the content of the file at `path`."""
+    document = read_yaml(content, str(path))
+    root = document.root
     if root is None:
         return {}, {}
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: a job file has keys and values, such as `model: hf`")
     places: dict[str, str] = {}
     _note(root, "", path, places)
-    _keep_text(root)
-    values: dict[str, Any] = loader.construct_document(root)
+    _keep_names(root)
+    values: dict[str, Any] = document.values()
     return values, places
 
 
-def _keep_text(root: yaml.Node) -> None:
-    """Take `on:`, `yes:` and the like for names of keys, where YAML 1.1 has true and false, and a
-    day such as 2026-11-25 for text."""
+def _keep_names(root: yaml.Node) -> None:
+    """Take `on:`, `yes:` and the like for names of keys, where YAML 1.1 has true and false."""
     nodes, seen = [root], set[int]()
     while nodes:
         node = nodes.pop()
@@ -59,26 +54,22 @@ def _keep_text(root: yaml.Node) -> None:
                 nodes.append(value)
         elif isinstance(node, yaml.SequenceNode):
             nodes += node.value
-        elif node.tag == "tag:yaml.org,2002:timestamp":
-            node.tag = "tag:yaml.org,2002:str"
 
 
 def _note(node: yaml.MappingNode, prefix: str, path: Path, places: dict[str, str]) -> None:
     """Note the places of the keys of a mapping, and of the mappings in it."""
     for key, value in node.value:
-        where = _line(path, key.start_mark)
+        where = at_line(str(path), key.start_mark)
         if not isinstance(key, yaml.ScalarNode):
             raise ConfigError(
                 f"{where}: a text that begins with {{ or [ needs quotes in YAML: "
                 '"{{ question }}"'
             )
         name = prefix + key.value
+        if len(name) > _LONGEST:
+            raise ConfigError(f"{where}: no key has a name of more than {_LONGEST} characters")
         if name in places:
             raise ConfigError(f"{where}: the key {name} is there twice")
         places[name] = f"{where}: {name}"
         if isinstance(value, yaml.MappingNode):
             _note(value, f"{name}.", path, places)
-
-
-def _line(path: Path, mark: yaml.Mark | None) -> str:
-    return str(path) if mark is None else f"{path}, line {mark.line + 1}"

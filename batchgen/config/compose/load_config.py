@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.config.compose.trust import Trust
-from batchgen.config.compose.value_references import refuse_resolvers
+from batchgen.config.compose.value_references import refuse_endless, refuse_resolvers
 from batchgen.config.groups.class_names import CLASSES, step_values, with_lasting_names
 from batchgen.config.groups.config_keys import STEP_LISTS, choice_values, choices
 from batchgen.config.groups.constraint_config import (
@@ -29,6 +29,7 @@ from batchgen.config.groups.convert_value import (
     key_of,
     plain_value,
 )
+from batchgen.config.groups.dataset_config import is_usual
 from batchgen.config.groups.job_config import (
     PROMPT_KINDS,
     DatasetConfig,
@@ -97,13 +98,16 @@ _READ_TABLES = ("Join", "Against")
 _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
 
 
-def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = ()) -> JobConfig:
-    """The configuration of one job, with all types and ranges checked. It is the word of `trust`,
-    and may use these `resolvers`; ConfigError for any mistake, and for code that needs the user's
-    word."""
+def load_config(
+    given: dict[str, Any], trust: Trust, *, resolvers: Collection[str] = ()
+) -> JobConfig:
+    """The configuration of one job, with all types and ranges checked. `given` are its groups, the
+    word of `trust`, which may use these `resolvers`; ConfigError for any mistake, and for code that
+    needs the user's word."""
+    refuse_resolvers(given, resolvers)
+    refuse_endless(given)
     try:
-        refuse_resolvers(OmegaConf.to_container(cfg), resolvers)
-        groups = OmegaConf.to_container(cfg, resolve=True)
+        groups = OmegaConf.to_container(OmegaConf.create(given), resolve=True)
     except OmegaConfBaseException as error:
         key, reason = error.full_key, str(error).splitlines()[0]
         raise ConfigError(
@@ -199,6 +203,7 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
             for key, value in groups[name].items()
             if key not in left_out
             and (key in _FIRST[name] or not _is_default(value, defaults[name].get(key, MISSING)))
+            and not (name == "dataset" and is_usual(key, value))
         }
     return groups
 

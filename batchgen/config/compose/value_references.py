@@ -6,7 +6,8 @@ configuration is shown and kept (config.yaml, manifest.json, report.html), and m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
@@ -14,7 +15,11 @@ from omegaconf.grammar.gen.OmegaConfGrammarParser import OmegaConfGrammarParser
 from omegaconf.grammar_parser import parse
 
 from batchgen.util.errors import ConfigError
+from batchgen.util.text.plain_yaml import MOST_VALUES, text_size
 
+MOST_REFERENCES = 32
+"""In one text."""
+_BEGINS = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # no backslash, or an even number, before it
 NO_REFERENCE = (
     "has ${ and no reference behind it: ${KEY} takes the value of another key; write \\${ for the "
     "text"
@@ -35,6 +40,8 @@ def refuse_resolvers(value: Any, allowed: Collection[str], key: str = "") -> Non
         for number, item in enumerate(value):
             refuse_resolvers(item, allowed, f"{key}[{number}]")
     elif isinstance(value, str) and "${" in value:
+        if sum(1 for _ in _BEGINS.finditer(value)) > MOST_REFERENCES:
+            raise ConfigError(f"{key} has more than {MOST_REFERENCES} references ${{KEY}}")
         try:
             tree = parse(value)
         except OmegaConfBaseException:
@@ -45,6 +52,66 @@ def refuse_resolvers(value: Any, allowed: Collection[str], key: str = "") -> Non
                     f"{key}: {asked} is not resolved: only the value of another key can be taken, "
                     "with ${KEY}: write the value itself, or \\${ for the text"
                 )
+        if any("${" in name for name in _keys(tree)):
+            raise ConfigError(f"{key}: a reference ${{KEY}} names a key, and no other reference")
+
+
+def refuse_endless(groups: Any) -> None:
+    """Raise ConfigError where references that take the values of others come to more values than a
+    configuration may have."""
+    if _Sizes(groups).of(groups, ()) > MOST_VALUES:
+        raise ConfigError(
+            f"with all that its references ${{KEY}} repeat, the configuration has more than "
+            f"{MOST_VALUES:,} values: write out what is needed"
+        )
+
+
+class _Sizes:
+    """For how many values the parts of a configuration count, what they refer to included."""
+
+    def __init__(self, groups: Any) -> None:
+        self._groups = groups
+        self._sizes: dict[tuple[Any, ...], int] = {}
+
+    def of(self, value: Any, path: tuple[Any, ...]) -> int:
+        """The size of the value at a path. One that holds itself counts nothing: OmegaConf names
+        it when it is resolved."""
+        if path not in self._sizes:
+            self._sizes[path] = 0
+            items: Sequence[tuple[Any, Any]] = ()
+            size = 1
+            if isinstance(value, dict):
+                items = list(value.items())
+            elif isinstance(value, list):
+                items = list(enumerate(value))
+            elif isinstance(value, str):
+                size = text_size(value)
+                if "${" in value:
+                    size += sum(self._of_key(key, path) for key in _keys(parse(value)))
+            self._sizes[path] = size + sum(self.of(item, (*path, key)) for key, item in items)
+        return self._sizes[path]
+
+    def _of_key(self, key: str, path: tuple[Any, ...]) -> int:
+        """The size of what a reference in the text at a path takes; 0 if it is not there."""
+        dots = len(key) - len(key.lstrip("."))
+        names: list[Any] = list(path[: max(0, len(path) - dots)]) if dots else []
+        names += [name for name in re.split(r"[.\[\]]+", key) if name]
+        value = self._groups
+        for place, name in enumerate(names):
+            if isinstance(value, list) and str(name).isdecimal() and int(name) < len(value):
+                names[place] = int(name)
+            elif not isinstance(value, dict) or name not in value:
+                return 0
+            value = value[names[place]]
+        return self.of(value, tuple(names))
+
+
+def _keys(tree: Any) -> Iterator[str]:
+    """The keys in the references of what OmegaConf's grammar makes of a text."""
+    if isinstance(tree, OmegaConfGrammarParser.InterpolationNodeContext):
+        yield tree.getText()[2:-1].strip()
+    for child in getattr(tree, "children", None) or ():
+        yield from _keys(child)
 
 
 def _resolvers(tree: Any) -> Iterator[str]:

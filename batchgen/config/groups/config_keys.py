@@ -9,8 +9,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import yaml
-
 from batchgen.config.groups.constraint_config import CONSTRAINT_KINDS
 from batchgen.config.groups.convert_value import key_of
 from batchgen.config.groups.job_config import (
@@ -26,6 +24,7 @@ from batchgen.config.groups.job_config import (
 from batchgen.config.groups.named_code import named_code
 from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.config.groups.workers_config import BudgetConfig, WorkersConfig
+from batchgen.util.text.plain_yaml import load_yaml
 
 STEP_LISTS = ("rows", "post")
 """The keys of a job that are no groups: each is a list of steps `{NAME: {KEY: VALUE}}`."""
@@ -56,7 +55,6 @@ _WITH_ESCAPES = {
     "prompt.answer",
     *("dataset.delimiter", "sampling.stop", "constraint.start_after", "constraint.choices"),
 }
-_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
 @cache
@@ -78,7 +76,7 @@ def choice_text(group: str, choice: str) -> str:
 @cache
 def choice_values(group: str, choice: str) -> dict[str, Any]:
     """The keys and defaults of a choice that comes with batchgen."""
-    values: dict[str, Any] = yaml.load(choice_text(group, choice), _LOADER)
+    values: dict[str, Any] = load_yaml(choice_text(group, choice), f"conf/{group}/{choice}.yaml")
     return values
 
 
@@ -92,7 +90,7 @@ def choices(group: str, folders: Sequence[Path] = ()) -> list[str]:
 def default_choices() -> dict[str, str]:
     """The choice of each group if nothing is said, from conf/config.yaml."""
     text = files("batchgen.conf").joinpath("config.yaml").read_text(encoding="utf-8")
-    entries = yaml.safe_load(text)["defaults"]
+    entries = load_yaml(text, "conf/config.yaml")["defaults"]
     return {
         group: choice
         for entry in entries

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from batchgen.config.groups.convert_value import check
@@ -13,6 +13,8 @@ from batchgen.util.paths import is_url
 
 STDIN = "-"
 """The `dataset.path` of rows that come from standard input."""
+AUTO = "auto"
+"""The `dataset.quote_char` that is a double quote wherever it reads a file."""
 COLUMN_TYPES = ("string", "int64", "float64", "bool", "date32", "timestamp[s]")
 """What `dataset.types` may call the cells of a column, in the words of Arrow."""
 
@@ -33,6 +35,8 @@ class DatasetConfig:
     columns: tuple[str, ...] | None = None
     types: Mapping[str, str] | None = None
     delimiter: str | None = None
+    quote_char: str | None = AUTO
+    escape_char: str | None = None
     encoding: str | None = None
     rename: Mapping[str, str] | None = None
     rows: Literal["samples", "rows", "best"] | None = None
@@ -132,9 +136,10 @@ class DatasetConfig:
         """Check the keys that say how text files are read."""
         for key, value in self.reading.items():
             if self.kind != "files":
+                allowed = AUTO if key == "quote_char" else "null"
                 raise ConfigError(
-                    f"dataset.{key} must be null for {self.kind}, got {value!r}: it is for text "
-                    "files (dataset=files)"
+                    f"dataset.{key} must be {allowed} for {self.kind}, got {value!r}: it is for "
+                    "text files (dataset=files)"
                 )
         for name, kind in (self.types or {}).items():
             known = f"one of {', '.join(COLUMN_TYPES)}"
@@ -144,6 +149,7 @@ class DatasetConfig:
                 object.__setattr__(self, "delimiter", "\t")
             fits = len(self.delimiter) == 1 and self.delimiter not in '"\r\n'
             _check(fits, "delimiter", "one character, such as ';' or '\\t'", self.delimiter)
+        self._check_quotes()
         if self.encoding is not None:
             try:
                 "".encode(self.encoding)
@@ -153,11 +159,30 @@ class DatasetConfig:
                     "one such as utf-8, latin-1, cp1252, utf-16, gb18030 or shift_jis"
                 ) from None
 
+    def _check_quotes(self) -> None:
+        """Check the characters around cells and before them."""
+        quote, escape = self.quote_char, self.escape_char
+        taken = {"\r", "\n", " ", self.delimiter or ","}
+        if quote not in (None, AUTO):
+            allowed = "auto, null (quotes are text) or one character that is no delimiter"
+            _check(len(quote) == 1 and quote not in taken, "quote_char", allowed, quote)
+        if escape is not None:
+            allowed = "null or one character that is neither the delimiter nor the quote"
+            fits = len(escape) == 1 and escape not in taken | {'"' if quote == AUTO else quote}
+            _check(fits, "escape_char", allowed, escape)
+
     @property
     def reading(self) -> dict[str, Any]:
         """The keys that say how text files are read, as far as they are set."""
-        keys = {"types": self.types, "delimiter": self.delimiter, "encoding": self.encoding}
-        return {key: value for key, value in keys.items() if value is not None}
+        names = ("types", "delimiter", "quote_char", "escape_char", "encoding")
+        defaults = {f.name: f.default for f in fields(self)}
+        keys = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in keys.items() if value != defaults[name]}
+
+
+def is_usual(key: str, value: Any) -> bool:
+    """Whether a key of `DatasetConfig` reads what its default reads, where that reads a file."""
+    return key == "quote_char" and value in (AUTO, '"')
 
 
 def dataset_name(group: Mapping[str, Any]) -> str:

@@ -93,7 +93,8 @@ def scoring(
     Raises:
         ConfigError: an argument is another one, a value is wrong, or a step needs the user's word.
     """
-    from batchgen.config.compose.compose_config import checked, compose_groups
+    from batchgen.config.compose.compose_config import compose_groups
+    from batchgen.config.compose.load_config import load_config
     from batchgen.config.compose.overrides import parse_override
     from batchgen.config.compose.trust import TYPED, Trust
 
@@ -108,5 +109,5 @@ def scoring(
         values = {key: job.config[key] for key in ("post", "score") if key in job.config}
     read = [short_user_path(job.given, "OUT") / "config.yaml"]
     trust = TYPED if trusted is None else Trust.of(read, trusted, overrides)
-    config = checked(compose_groups(values, overrides).groups, trust)
+    config = load_config(compose_groups(values, overrides).groups, trust)
     return Scoring(config.post, config.score)

@@ -17,7 +17,7 @@ from datasets.utils import logging as datasets_logging
 from huggingface_hub import DatasetCard
 from huggingface_hub.utils import logging as hub_logging
 
-from batchgen.config.groups.dataset_config import STDIN, DatasetConfig
+from batchgen.config.groups.dataset_config import AUTO, STDIN, DatasetConfig, is_usual
 from batchgen.inputs.tables.json_tables import JsonColumns
 from batchgen.inputs.tables.local_files import check_reading, local_rows
 from batchgen.inputs.tables.read_errors import READ_ERRORS, unreadable
@@ -30,7 +30,7 @@ from batchgen.util.paths import short_user_path
 
 _READING_VERSION = 2
 """Another number where the same files give other rows than in an older version of batchgen."""
-_CACHE_VERSION = "rows-3"
+_CACHE_VERSION = "rows-4"
 """Another name where rows are kept otherwise in the cache than by an older version."""
 _FILE_KEYS = {"config_name", "data_files", "data_dir", "default"}
 """Keys of a configuration in a README.md that only say which files have its rows."""
@@ -149,7 +149,9 @@ def _load_files(files: Sequence[Path], config: DatasetConfig, split: str) -> Loa
     check_reading(config, kind)
     fingerprint = _content(split, files, kind, config)
     try:
-        local = local_rows(kind, files, config, split, _cache_dir(fingerprint, _CACHE_VERSION))
+        quotes = [] if config.quote_char in (None, AUTO) else ["quoted"]  # refused by auto
+        cache = _cache_dir(fingerprint, _CACHE_VERSION, *quotes)
+        local = local_rows(kind, files, config, split, cache)
         if local.is_mixed:
             fingerprint = fingerprint_text(fingerprint, "each value is what its row says")
         data = _read(local.builder, config)[split]
@@ -289,7 +291,8 @@ def _pick_split(splits: Sequence[str], config: DatasetConfig) -> str:
 def _content(split: str, files: Sequence[Path], kind: str, config: DatasetConfig) -> str:
     """The fingerprint of a split's files in their order, with how they are read, wherever they
     lie."""
-    how = json.dumps([_READING_VERSION, kind, config.reading], sort_keys=True)
+    reading = {key: value for key, value in config.reading.items() if not is_usual(key, value)}
+    how = json.dumps([_READING_VERSION, kind, reading], sort_keys=True)
     try:
         return fingerprint_text(split, how, *content_digests(files))
     except OSError as error:

@@ -18,7 +18,7 @@ from batchgen.inputs.tables.json_tables import JsonColumns, json_columns, json_t
 from batchgen.inputs.tables.json_values import has_json
 from batchgen.inputs.tables.table_builder import TableBuilder
 from batchgen.inputs.tables.table_formats import TEXT_FORMATS, is_json_lines, json_list_as_lines
-from batchgen.inputs.tables.text_tables import CsvReader, text_tables
+from batchgen.inputs.tables.text_tables import CsvForm, CsvReader, text_tables
 from batchgen.util.errors import ConfigError
 
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -82,8 +82,8 @@ def _reader(
     if kind == "txt":
         return lambda: (table for file in files for table in text_tables(file))
     if kind in _DELIMITERS:
-        delimiter = config.delimiter or _DELIMITERS[kind]
-        return lambda: _csv(files, CsvReader(delimiter, config.types or {}))
+        form = CsvForm(config.delimiter or _DELIMITERS[kind], config.quote_char, config.escape_char)
+        return lambda: _csv(files, CsvReader(form, config.types or {}))
     return None
 
 

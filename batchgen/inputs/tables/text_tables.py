@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, count, islice
+from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchgen.config.groups.dataset_config import AUTO
 from batchgen.engine.constraint.json_schema.json_text import first_repeated
 from batchgen.inputs.tables.encodings import check_encoding, open_bytes
 from batchgen.inputs.tables.table_formats import check_width
@@ -21,8 +24,6 @@ from batchgen.util.shorten import some_names
 
 _ROWS = 10_000
 """Rows of a table."""
-_END = "\ue000 the end of the file \ue000"
-"""A line that is put behind the last one: inside quotes that are never closed, it is not a row."""
 
 
 def text_tables(file: Path) -> Iterator[pa.Table]:
@@ -34,31 +35,67 @@ def text_tables(file: Path) -> Iterator[pa.Table]:
             yield pa.table({"line": pa.array(rows, pa.string())})
 
 
+@dataclass(frozen=True, slots=True)
+class CsvForm:
+    """How the cells of CSV files are written, in the terms of `DatasetConfig`."""
+
+    delimiter: str
+    quote_char: str | None = AUTO
+    escape_char: str | None = None
+
+    @property
+    def is_unclear(self) -> bool:
+        """Whether nothing says if quotes surround cells or are text: programs that write tabs
+        between cells do both."""
+        return self.quote_char == AUTO and self.delimiter == "\t"
+
+    @property
+    def quotes(self) -> str | None:
+        """The character around cells; None if quotes are text, or are text unless one begins a
+        cell."""
+        if self.is_unclear:
+            return None
+        return '"' if self.quote_char == AUTO else self.quote_char
+
+    def rows(self, lines: Iterable[str]) -> Iterator[list[str]]:
+        """The rows of these lines, which have their line ends; csv.Error for a wrong quote."""
+        return csv.reader(
+            lines,
+            strict=True,
+            delimiter=self.delimiter,
+            escapechar=self.escape_char,
+            quotechar=self.quotes,
+            quoting=csv.QUOTE_NONE if self.quotes is None else csv.QUOTE_MINIMAL,
+        )
+
+
 class CsvReader:
     """Reads CSV files, which all have the same header.
 
     A cell is the text between its delimiters, with the spaces that it has there; in quotes it may
-    hold delimiters and line breaks. An empty cell is empty text, or null in a column that `types`
-    gives another Arrow type than string. Lines with nothing on them are left out. A column without
-    a name gets one from its place, such as `Unnamed: 0`.
+    hold delimiters and line breaks. After the escape character, a delimiter, a quote, a line break
+    and the escape character itself are text. An empty cell is empty text, or null in a column that
+    `types` gives another Arrow type than string. Lines with nothing on them are left out. A column
+    without a name gets one from its place, such as `Unnamed: 0`.
     """
 
-    def __init__(self, delimiter: str, types: Mapping[str, str]) -> None:
-        self._delimiter, self._types = delimiter, types
+    def __init__(self, form: CsvForm, types: Mapping[str, str]) -> None:
+        self._form, self._types = form, types
         self._first: tuple[Path, list[str]] | None = None
 
     def tables(self, file: Path) -> Iterator[pa.Table]:
         """The rows of a file; at least one table, which may have no rows.
 
         Raises:
-            ConfigError: a row has more or fewer cells than the header, a quote is never closed, a
-                cell is not of its type, the header differs from that of the file before, or the
-                file is not UTF-8. The message names the line.
+            ConfigError: a row has more or fewer cells than the header, a quote is never closed or
+                has text behind it, an escape character stands before a letter, a cell is not of
+                its type, the header differs from that of the file before, or the file is not
+                UTF-8. The message names the line.
         """
         with _lines(file, newline="") as lines:
-            reader = csv.reader(chain(lines, [_END]), delimiter=self._delimiter)
-            rows = _rows(file, reader)
-            _, header = next(rows, (0, None))
+            rows = _rows(file, lines, self._form)
+            with _cells_of_any_size():
+                _, header = next(rows, (0, None))
             if header is None:
                 raise ConfigError(f"dataset.path: {file} is empty")
             names = self._names(file, header)
@@ -93,10 +130,12 @@ class CsvReader:
     def _table(self, file: Path, names: list[str], rows: list[tuple[int, list[str]]]) -> pa.Table:
         for line, row in rows:
             if len(row) != len(names):
+                delimiter, quotes = self._form.delimiter, self._form.quotes
+                cells = f"cells that hold {delimiter!r}"
+                hint = f"put {cells} in quotes" if quotes else f"{cells} need dataset.quote_char"
                 raise ConfigError(
                     f"dataset.path: {file}, line {line}: {len(row)} cells, and the header has "
-                    f"{len(names)}: put cells that hold {self._delimiter!r} in quotes, or set "
-                    "dataset.delimiter"
+                    f"{len(names)}: {hint}, or set dataset.delimiter"
                 )
         assert self._first is not None
         columns = {}
@@ -124,19 +163,60 @@ class CsvReader:
         )
 
 
-def _rows(file: Path, reader: Iterator[list[str]]) -> Iterator[tuple[int, list[str]]]:
+def _rows(file: Path, lines: Iterable[str], form: CsvForm) -> Iterator[tuple[int, list[str]]]:
     """The rows of a CSV file, each with the number of the line in which it begins."""
-    line = 1
-    for row in reader:
-        if row == [_END]:
-            return
-        if row and row[-1].endswith(_END):
+    if form.escape_char is not None:
+        lines = _with_clear_escapes(file, lines, form, form.escape_char)
+    reader, line = form.rows(lines), 1
+    while True:
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
             raise ConfigError(
-                f"dataset.path: {file}, line {line}: a quote that opens in this row is never closed"
+                f"dataset.path: {file}, line {line}: {_wrong_quote(form, error)}"
+            ) from None
+        if row is None:
+            return
+        if form.is_unclear and any(cell.startswith('"') for cell in row):
+            raise ConfigError(
+                f"dataset.path: {file}, line {line}: a cell begins with a quote, and between tabs "
+                "that may be text or not: set dataset.quote_char='\"' if quotes surround cells, or "
+                "dataset.quote_char=null if they are text"
             )
         if row:
             yield line, row
         line = reader.line_num + 1  # type: ignore[attr-defined]
+
+
+def _wrong_quote(form: CsvForm, error: csv.Error) -> str:
+    """What is wrong with the quotes of a row, and what to do about it."""
+    text = "or set dataset.quote_char=null if quotes are text"
+    if str(error) == "unexpected end of data":
+        return f"a quote that opens in this row is never closed: close it, {text}"
+    quote = form.quotes
+    escape = "" if form.escape_char else ", set dataset.escape_char if a character stands for that"
+    return (
+        f"text stands behind the {quote} that closes a cell: write {quote}{quote} for a {quote} in "
+        f"a cell{escape}, {text}"
+    )
+
+
+def _with_clear_escapes(
+    file: Path, lines: Iterable[str], form: CsvForm, escape: str
+) -> Iterator[str]:
+    """The lines; ConfigError for an escape character that stands before anything else than what
+    it makes text, since readers differ in what that means."""
+    special = "".join({escape, form.delimiter, form.quotes or '"', '"', "\n"})
+    clear = re.compile(rf"{re.escape(escape)}(?:[{re.escape(special)}]|\r(?!\n))")
+    for number, line in enumerate(lines, 1):
+        if escape in line and (place := clear.sub("", line).find(escape)) >= 0:
+            behind = clear.sub("", line)[place + 1 : place + 2]
+            raise ConfigError(
+                f"dataset.path: {file}, line {number}: dataset.escape_char {escape} stands before "
+                f"{behind!r}: it belongs before a delimiter, a quote, a line end or itself; write "
+                f"{escape}{escape} for the character, or set dataset.escape_char=null"
+            )
+        yield line
 
 
 def _fits(cell: pa.Scalar, kind: pa.DataType) -> bool:

@@ -13,8 +13,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from batchgen.config.groups.dataset_config import dataset_name
 from batchgen.pages.viewer.overview import rows_to_come
 from batchgen.storage.folder.job_summary import JobSummary
@@ -139,8 +137,6 @@ def config_fault(folder: Path) -> str:
         config = JobFolderReader(folder).config
     except (ConfigError, OSError) as error:
         return str(error)
-    except (ValueError, RecursionError, yaml.YAMLError):
-        return "its config.yaml is damaged"
     is_one = isinstance(config, dict) and all(
         isinstance(group, dict | list | None) for group in config.values()
     )

@@ -8,8 +8,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from batchgen.config.compose.compose_config import checked, compose_groups
-from batchgen.config.compose.load_config import resolved
+from batchgen.config.compose.compose_config import compose_groups
+from batchgen.config.compose.load_config import load_config, resolved
 from batchgen.config.compose.trust import TYPED
 from batchgen.config.groups.convert_value import build
 from batchgen.config.groups.dataset_config import DatasetConfig
@@ -165,4 +165,4 @@ def _set(group: Mapping[str, Any]) -> dict[str, Any]:
 def _composed(values: Mapping[str, Any]) -> dict[str, Any]:
     """All that the values of a job come to. Nothing of it runs."""
     given = {**values, "output": {**values["output"], "dir": "."}}
-    return resolved(checked(compose_groups(given).groups, TYPED))
+    return resolved(load_config(compose_groups(given).groups, TYPED))

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from batchgen.config.compose.compose_config import checked, compose_groups
-from batchgen.config.compose.load_config import literal, resolved
+from batchgen.config.compose.compose_config import compose_groups
+from batchgen.config.compose.load_config import literal, load_config, resolved
 from batchgen.config.compose.trust import Trust
 from batchgen.config.groups.convert_value import convert
 from batchgen.config.groups.job_config import JobConfig
@@ -186,7 +186,7 @@ def _composed(
             sampling["stream"] = given.name
     if isinstance(output := groups.get("output"), dict):
         output["dir"] = f"{out}/{given.name}"
-    config = checked(groups, trust)
+    config = load_config(groups, trust)
     _refuse_of_jobs(config)
     return Step(given.name, config, given.parents, tables, given.waits)
 

@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import yaml
 
 from batchgen.config.groups.class_names import with_short_names
 from batchgen.storage.folder.row_funnel import IndexFacts
@@ -33,6 +32,7 @@ from batchgen.storage.stores.job_storage import FolderStorage, Storage, names_in
 from batchgen.storage.stores.manifest import Manifest
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.shorten import some_names
+from batchgen.util.text.plain_yaml import load_yaml
 
 BATCH = 256
 """How many rows are in memory at a time."""
@@ -84,7 +84,7 @@ class JobFolderReader:
         """The configuration by group, as in config.yaml, with short names of classes; empty if the
         job was killed before."""
         content = self.storage.read(self.path / "config.yaml")
-        found = {} if content is None else yaml.safe_load(content.decode("utf-8"))
+        found = {} if content is None else load_yaml(content, f"{self.storage.shown}/config.yaml")
         return with_short_names(found) if isinstance(found, dict) else found
 
     @property

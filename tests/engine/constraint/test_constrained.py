@@ -32,6 +32,7 @@ from batchgen.engine.rows.compile_queue import CompileQueue
 from batchgen.engine.rows.stopping import StopRule
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
+from tests.support.cases import some_slow
 from tests.support.engine.constrained_rows import (
     END,
     NUM_TOKENS,
@@ -47,7 +48,6 @@ from tests.support.engine.constrained_rows import (
     reference,
 )
 from tests.support.engine.engine_rows import Request, block_bytes, expect_short_rows, run
-from tests.support.engine.forced_drafts import some_slow
 
 ROWS = 44
 SOME = 14

@@ -36,7 +36,7 @@ from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.kernels.attention.kv_cache import KVCache, slot_mapping
 from batchgen.kernels.attention.metadata import AttentionMetadata
 from batchgen.kernels.attention.prefill_plan import tile_tokens
-from tests.support.engine.forced_drafts import some_slow
+from tests.support.cases import some_slow
 
 VOCAB, NUM_BLOCKS, BLOCK_SIZE = 128, 400, 4
 MAX_ROWS, MAX_BLOCKS, CHUNK_TOKENS, PREFILL_TOKENS = 70, 10, 48, 300

@@ -31,9 +31,10 @@ from batchgen.kernels.linear_attention.delta_rule import delta_step
 from batchgen.kernels.linear_attention.state_rows import StepRows
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from tests.support.cases import some_slow
 from tests.support.engine.alone_rows import Alone
 from tests.support.engine.engine_rows import Request, expect_short_rows
-from tests.support.engine.forced_drafts import ForcedStrategy, some_slow
+from tests.support.engine.forced_drafts import ForcedStrategy
 
 CPU = torch.device("cpu")
 ROUTE = "routed_experts"

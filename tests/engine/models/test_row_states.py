@@ -31,8 +31,9 @@ from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
+from tests.support.cases import some_slow
 from tests.support.engine.engine_rows import Request, expect_short_rows
-from tests.support.engine.forced_drafts import ForcedStrategy, some_slow
+from tests.support.engine.forced_drafts import ForcedStrategy
 from tests.support.engine.toy_hybrid import ToyHybridForCausalLM, make_toy, naive_logits
 
 CPU = torch.device("cpu")

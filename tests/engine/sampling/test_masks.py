@@ -23,7 +23,7 @@ from batchgen.engine.sampling.sampler import (
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.kernels.sampling import sampling as kernels
 from batchgen.kernels.sampling.token_mask import TokenMask
-from tests.support.engine.forced_drafts import some_slow
+from tests.support.cases import some_slow
 from tests.support.engine.sampled_rows import (
     CPU,
     INF,

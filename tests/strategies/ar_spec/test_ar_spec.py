@@ -28,6 +28,7 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from tests.support.cases import some_slow
 from tests.support.engine.engine_rows import (
     Request,
     beside,
@@ -36,7 +37,6 @@ from tests.support.engine.engine_rows import (
     run,
     weights,
 )
-from tests.support.engine.forced_drafts import some_slow
 from tests.support.engine.proposer_cases import proposer_cases
 from tests.support.engine.toy_mtp import with_head
 

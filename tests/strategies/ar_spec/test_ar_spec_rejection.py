@@ -26,8 +26,8 @@ from batchgen.engine.scheduling.admission import LengthPredictor
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from tests.support.cases import some_slow
 from tests.support.engine.engine_rows import beside, block_bytes, weights
-from tests.support.engine.forced_drafts import some_slow
 from tests.support.engine.toy_mtp import with_head
 
 VOCAB = 12

@@ -25,10 +25,10 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.engine.test_llm_engine import spelling_tokenizer
+from tests.support.cases import some_slow
 from tests.support.engine.dllm_reference import Forward, Generated, Options, generate, model_forward
 from tests.support.engine.edited_models import edit_weights
 from tests.support.engine.engine_rows import expect_short_rows
-from tests.support.engine.forced_drafts import some_slow
 
 CPU = torch.device("cpu")
 MASK = 127

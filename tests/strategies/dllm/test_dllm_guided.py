@@ -39,9 +39,9 @@ from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.strategies.dllm.test_dllm import RULES, RULES_AND_OVERLAP, Request, check, run
+from tests.support.cases import some_slow
 from tests.support.engine.dllm_reference import Forward, Language, Options, generate, model_forward
 from tests.support.engine.engine_rows import expect_short_rows
-from tests.support.engine.forced_drafts import some_slow
 from tests.support.engine.grammars import (
     END,
     PAD,

@@ -1,31 +1,18 @@
-"""A strategy whose drafts hold as often as a test wants, and cases of which some are slow."""
+"""A strategy whose drafts hold as often as a test wants."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.rows.scheduled_batch import DecodeBatch
 from batchgen.strategies.ar_spec.step_inputs import Drafts
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
-
-
-def some_slow(cases: Iterable[Any], quick: Sequence[Any]) -> list[Any]:
-    """The cases as parameters, slow but for those named quick."""
-    slow = pytest.mark.slow
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), marks=[slow] * (case not in quick)
-        )
-        for case in cases
-    ]
 
 
 class ForcedStrategy(ARSpecStrategy):

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.config.compose.compose_config import checked, compose_groups
+from batchgen.config.compose.compose_config import compose_groups
 from batchgen.config.compose.job_file import read_job_file
+from batchgen.config.compose.load_config import load_config
 from batchgen.config.compose.trust import Trust
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.pipelines.proof.audit.audited_job import AuditedRow, audit_rows, open_parts, remarks
@@ -162,4 +163,4 @@ def configured(
 ) -> JobConfig:
     """The job that the values of a file at `path` and typed arguments describe."""
     groups = compose_groups(values, overrides, places=places).groups
-    return checked(groups, Trust.of([path], trusted, overrides))
+    return load_config(groups, Trust.of([path], trusted, overrides))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-import yaml
 
 from batchgen.evals.grades.visible_columns import Wanted
 from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, row_name
@@ -16,6 +15,7 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 from batchgen.util.templates.row_templates import RowTemplate
 from batchgen.util.templates.used_columns import used_columns
+from batchgen.util.text.plain_yaml import load_yaml
 
 Message = dict[str, Any]
 _ASSISTANT = "assistant"
@@ -219,10 +219,7 @@ def value_at(fields: Mapping[str, Any], path: Sequence[str]) -> Any:
 
 def _parsed(messages: str) -> list[tuple[str, str]]:
     """The roles and templates of `--messages`."""
-    try:
-        found = yaml.safe_load(messages)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--messages is no YAML: {' '.join(str(error).split())}") from None
+    found = load_yaml(messages, "--messages")
     is_list = isinstance(found, list) and all(isinstance(m, dict) and len(m) == 1 for m in found)
     turns = [turn for message in found for turn in message.items()] if is_list else []
     if not turns or not all(isinstance(r, str) and isinstance(t, str) for r, t in turns):

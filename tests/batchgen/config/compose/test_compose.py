@@ -23,7 +23,7 @@ from batchgen.config.groups.config_keys import (
 )
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.util.errors import ConfigError
-from tests.support.engine.forced_drafts import some_slow
+from tests.support.cases import some_slow
 from tests.support.jobs.fake_job import FakeJob
 
 

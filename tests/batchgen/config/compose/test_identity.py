@@ -103,6 +103,15 @@ def test_a_key_that_can_change_a_token_tells_jobs_apart(beside: str, key: str, v
         assert different == [True] * 3
 
 
+def test_a_quote_that_is_the_usual_one_tells_no_jobs_apart() -> None:
+    files = ["dataset=files", "dataset.path=a.tsv"]
+    usual, same, other = (
+        marks(job(*files, *more))
+        for more in ([], ["dataset.quote_char='\"'"], ["dataset.quote_char=null"])
+    )
+    assert usual == same and usual[0] != other[0]
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
     return computed(tmp_path_factory.mktemp("rows") / "out")

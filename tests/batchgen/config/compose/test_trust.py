@@ -11,12 +11,13 @@ import pytest
 import yaml
 
 from batchgen.__main__ import run_command
-from batchgen.config.compose.compose_config import checked, compose_groups
+from batchgen.config.compose.compose_config import compose_groups
+from batchgen.config.compose.load_config import load_config
 from batchgen.config.compose.trust import Trust, foreign_code
 from batchgen.config.groups.config_keys import EXPERIMENT, GROUPS, choice_values, choices
 from batchgen.config.groups.named_code import named_code
 from batchgen.util.errors import ConfigError
-from tests.support.engine.forced_drafts import some_slow
+from tests.support.cases import some_slow
 from tests.support.jobs.finished_job import finished_job, row
 
 FUNCTION = {"_target_": "strangers_code.mark"}
@@ -180,13 +181,13 @@ def test_what_is_typed_is_the_users_word(here: Path) -> None:
     file = job_file(here, post=STEPS)
     both = Trust.of([file], [], [TYPED_STEPS])
     groups = compose_groups({"post": STEPS}, [TYPED_STEPS]).groups
-    assert checked(groups, both).post[1].options["function"] == FUNCTION
+    assert load_config(groups, both).post[1].options["function"] == FUNCTION
     with pytest.raises(ConfigError, match="strangers_code"):
-        checked(groups, Trust.of([file], [], ["strategy._target_=another.Strategy"]))
+        load_config(groups, Trust.of([file], [], ["strategy._target_=another.Strategy"]))
     slurm = ["launcher=slurm", "launcher.workers=1", "launcher.setup=[module load cuda]"]
-    checked(compose_groups({}, slurm).groups, Trust.of([file], [], slurm))
+    load_config(compose_groups({}, slurm).groups, Trust.of([file], [], slurm))
     with pytest.raises(ConfigError, match="module load cuda"):
-        checked(compose_groups({}, slurm).groups, Trust.of([file], [], slurm[:2]))
+        load_config(compose_groups({}, slurm).groups, Trust.of([file], [], slurm[:2]))
 
 
 def test_what_comes_with_batchgen_is_its_own() -> None:

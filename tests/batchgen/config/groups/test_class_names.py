@@ -42,9 +42,9 @@ def test_choices_have_short_names(group: str) -> None:
 
 
 def configured(values: dict[str, Any], *overrides: str) -> Any:
-    from batchgen.config.compose.compose_config import checked
+    from batchgen.config.compose.load_config import load_config
 
-    return checked(compose_groups(values, overrides).groups, TYPED)
+    return load_config(compose_groups(values, overrides).groups, TYPED)
 
 
 LONG: dict[str, Any] = {

@@ -239,6 +239,18 @@ ERRORS: list[tuple[str, list[str], str]] = [
         "dataset.delimiter must be one character, such as ';' or '\\t', got 'ab'",
     ),
     (
+        "quotes",
+        ["dataset=files", "dataset.path=d", "dataset.quote_char=,"],
+        "dataset.quote_char must be auto, null (quotes are text) or one character that is no "
+        "delimiter, got ','",
+    ),
+    (
+        "escape",
+        ["dataset=files", "dataset.path=d", 'dataset.escape_char="\\""'],
+        "dataset.escape_char must be null or one character that is neither the delimiter nor the "
+        "quote, got '\"'",
+    ),
+    (
         "encoding",
         ["dataset=files", "dataset.path=d", "dataset.encoding=utf-9"],
         "dataset.encoding: 'utf-9' is no encoding that Python knows: give one such as utf-8, "

@@ -64,13 +64,75 @@ def test_delimiters_and_tables_of_several_chunks(
 ) -> None:
     monkeypatch.setattr(text_tables, "_ROWS", 2)
     rows = [{"a": str(i), "b": f"x, {i}\t{i}"} for i in range(5)]
-    for name, mark, keys in (("a.csv", ";", {"delimiter": ";"}), ("a.tsv", "\t", {})):
+    for name, mark, keys in (
+        ("a.csv", ";", {"delimiter": ";"}),
+        ("a.tsv", "\t", {"quote_char": '"'}),
+    ):
         text = io.StringIO()
         writer = csv.DictWriter(text, ["a", "b"], delimiter=mark)
         writer.writeheader()
         writer.writerows(rows)
         assert fields(source(name, text.getvalue(), streaming=streaming, **keys)) == rows
     assert fields(source("b.csv", "a\tb\n1\t2\n", delimiter=r"\t")) == [{"a": "1", "b": "2"}]
+
+
+MYSQL = {"escape_char": "\\"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "keys", "cells"),
+    [
+        ("a.tsv", 'q\n"efg\nhij\nklm"\n', {"quote_char": None}, ['"efg', "hij", 'klm"']),
+        ("a.tsv", 'q\n"Hello" she said\n', {"quote_char": None}, ['"Hello" she said']),
+        ("a.tsv", 'q\nshe said "Hello"\n', {}, ['she said "Hello"']),
+        ("a.tsv", '"q"\n"say ""a\tb"""\n', {"quote_char": '"'}, ['say "a\tb"']),
+        ("a.csv", 'q\n"Hello" she said\n', {"quote_char": None}, ['"Hello" she said']),
+        ("a.csv", "q\n'a,\"b'\n'it''s'\n", {"quote_char": "'"}, ['a,"b', "it's"]),
+        ("a.csv", 'q\n"say \\"hi\\", \\\\ now"\n', MYSQL, ['say "hi", \\ now']),
+        ("a.csv", 'q\n\\"a\\,b\\\nc\\\rd\n', MYSQL, ['"a,b\nc\rd']),
+        ("a.tsv", 'q\n"a\\\tb\\\\"\n', MYSQL | {"quote_char": None}, ['"a\tb\\"']),
+        ("a.csv", 'q\n"say ""hi"""\n"\\""\n', MYSQL, ['say "hi"', '"']),
+        ("a.csv", 'q\n""\n\n5" pipe\n', {}, ["", '5" pipe']),
+    ],
+)
+def test_quotes_and_escapes(
+    name: str, content: str, keys: dict[str, Any], cells: list[str]
+) -> None:
+    assert fields(source(name, content, **keys)) == [{"q": cell} for cell in cells]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "keys", "why"),
+    [
+        ("a.tsv", '1\tab\n2\t"efg\n3\tklm"\n', {}, "line 2: a cell begins with a quote"),
+        ("a.tsv", 'a\tb\n\t"Hello"\n', {}, "dataset.quote_char=null if they are text"),
+        ("a.csv", 'a,b\n1,2\n3,"Hello" she said\n', {}, 'line 3: text stands behind the "'),
+        ("a.csv", 'q\n"a\nb" c\n', {}, "line 2: text stands behind"),
+        ("a.csv", 'q\n"say \\"hi\\" now"\n', {}, "set dataset.escape_char if"),
+        ("a.csv", 'q\n"say \\"\n', MYSQL, "line 2: a quote that opens in this row is never"),
+        ("a.csv", "q\nC:\\new\n", MYSQL, r"line 2: dataset.escape_char \\ stands before 'n'"),
+        ("a.csv", "q\na\\", MYSQL, r"line 2: dataset.escape_char \\ stands before ''"),
+        ("a.csv", 'q\n"say \\"hi\\', MYSQL, r"line 2: dataset.escape_char \\ stands before ''"),
+        ("a.csv", "q\r\na\\\r\nb\r\n", MYSQL, r"line 2: dataset.escape_char \\ stands before"),
+        ("a.csv", '"q\n', {}, "line 1: a quote that opens in this row is never closed"),
+        ("a.csv", 'a,b\n"1,2",3\n', {"quote_char": None}, "hold ',' need dataset.quote_char"),
+        ("a.parquet", "", {"quote_char": '"'}, "dataset.quote_char is for .csv and .tsv files"),
+        ("a.jsonl", "{}", {"escape_char": "!"}, "dataset.escape_char is for .csv and .tsv files"),
+    ],
+)
+def test_quotes_that_lose_nothing_in_silence(
+    name: str, content: str, keys: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        source(name, content, **keys)
+
+
+def test_the_default_quote_is_the_same_data() -> None:
+    plain, given = source("a.csv", 'q\n"a"\n'), source("a.csv", quote_char='"')
+    assert plain.fingerprint == given.fingerprint != source("a.csv", quote_char=None).fingerprint
+    assert fields(source("a.tsv", 'q\n"a"\n', quote_char='"')) == [{"q": "a"}]
+    with pytest.raises(ConfigError, match="begins with a quote"):  # also if the rows are in a cache
+        source("a.tsv")
 
 
 @BOTH

@@ -147,7 +147,8 @@ WRONG: list[tuple[str, Callable[[], object], dict[str, Any], str]] = [
         "open quote",
         text("a.csv", 'a,b\n1,2\n3,"x\n4,5\n'),
         {"path": "a.csv"},
-        r"dataset.path: a.csv, line 3: a quote that opens in this row is never closed",
+        r"dataset.path: a.csv, line 3: a quote that opens in this row is never closed: close it, "
+        r"or set dataset.quote_char=null if quotes are text",
     ),
     (
         "a column twice",

@@ -28,7 +28,7 @@ from batchgen.evals.scores.samples import Samples
 from batchgen.jobs.generation.turns import alone
 from batchgen.jobs.run.run_job import run_job
 from batchgen.util.errors import ConfigError
-from tests.support.engine.forced_drafts import some_slow
+from tests.support.cases import some_slow
 from tests.support.jobs.fake_job import FakeJob
 from tests.support.jobs.forked import fork_server
 

@@ -1,0 +1,38 @@
+"""How Hydra reads the choices in folders of the user: as plain YAML, within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
+
+from batchgen.config.compose.value_references import RESOLVERS_OF_HYDRA, refuse_resolvers
+from batchgen.util.text.plain_yaml import MOST_BYTES, load_yaml
+
+_SCHEME = "plain"
+
+
+class PlainFiles(FileConfigSource):
+    """A folder of choices; ConfigError for a file beyond the bounds of `read_yaml`."""
+
+    @staticmethod
+    def scheme() -> str:
+        return _SCHEME
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        path = Path(self.path) / self._normalize_file_name(config_path)
+        if path.exists():  # Hydra says which are not there
+            with path.open("rb") as file:
+                content = file.read(MOST_BYTES + 1)
+            refuse_resolvers(load_yaml(content, str(path)), RESOLVERS_OF_HYDRA)
+        return super().load_config(config_path)
+
+
+def search_path(folders: Sequence[Path]) -> str:
+    """The argument that lets Hydra look for choices in these folders, too."""
+    Plugins.instance().register(PlainFiles)
+    paths = ",".join(f"'{_SCHEME}://{folder.absolute()}'" for folder in folders)
+    return f"hydra.searchpath=[{paths}]"

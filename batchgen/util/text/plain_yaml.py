@@ -1,0 +1,172 @@
+"""YAML of users and strangers: plain values, read within bounds.
+
+Every file of YAML that is not batchgen's own goes through here, so that none takes long, runs code,
+or is without end: an alias counts as often as it stands for its value, and no value holds itself.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import yaml
+
+from batchgen.util.errors import ConfigError
+
+MOST_BYTES = 2**20
+"""Of one file."""
+MOST_VALUES = 50_000
+"""Texts, numbers, lists and mappings of one file, with those that aliases and references repeat.
+A long text counts once for each 80 characters."""
+DEEPEST = 64
+"""Lists and mappings in each other."""
+_CORE = "tag:yaml.org,2002:"
+_TAGS = {f"{_CORE}{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq")}
+_IMPLICIT = {f"{_CORE}{name}" for name in ("int", "float", "bool", "null", "merge")}
+_SIXTIES = re.compile(r"[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?$")
+_BASE: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+
+
+class _Loader(_BASE):  # type: ignore[misc]
+    """Takes days, times and `=` for text; YAML 1.1 makes dates and numbers of base 60 of them."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(f"{_CORE}str", _SIXTIES), *(each for each in known if each[0] in _IMPLICIT)]
+        for first, known in _BASE.yaml_implicit_resolvers.items()
+    }
+
+
+@dataclass(frozen=True)
+class YamlDocument:
+    """One file of YAML within the bounds: its nodes, None for an empty one, and their values."""
+
+    root: yaml.Node | None
+    name: str
+    _loader: Any
+
+    def values(self) -> Any:
+        """What the nodes say; ConfigError if one has a value that its type does not have."""
+        if self.root is None:
+            return None
+        try:
+            return self._loader.construct_document(self.root)
+        except yaml.MarkedYAMLError as error:
+            raise ConfigError(
+                f"{at_line(self.name, error.problem_mark)}: {error.problem}"
+            ) from None
+        except (ValueError, OverflowError) as error:  # of int() and float()
+            raise ConfigError(f"{self.name} has a number that is none: {error}") from None
+
+
+def read_yaml(content: str | bytes, name: str) -> YamlDocument:
+    """Read a file of YAML; `name` is what messages call it. ConfigError if it is not YAML, has
+    other tags than those of texts, numbers, lists and mappings, or is beyond the bounds."""
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8-sig")
+        if len(content) > MOST_BYTES:
+            raise ConfigError(f"{name} has more than {MOST_BYTES >> 20} MiB: no file of keys has")
+        _Size(name).add_all(text)
+        loader = _Loader(text)
+        return YamlDocument(loader.get_single_node(), name, loader)
+    except UnicodeError:
+        raise ConfigError(f"{name} cannot be read: it is not UTF-8") from None
+    except yaml.MarkedYAMLError as error:
+        where = at_line(name, error.problem_mark)
+        raise ConfigError(f"{where}: not YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} is not YAML: {' '.join(str(error).split())}") from None
+
+
+def load_yaml(content: str | bytes, name: str) -> Any:
+    """The values of a file of YAML; see `read_yaml`."""
+    return read_yaml(content, name).values()
+
+
+def at_line(name: str, mark: Any) -> str:
+    """The file and the line, as the beginning of a message."""
+    return name if mark is None else f"{name}, line {mark.line + 1}"
+
+
+def text_size(text: str) -> int:
+    """For how many values a text counts."""
+    return 1 + len(text) // 80
+
+
+@dataclass
+class _Counted:
+    """How many values stand below a node, itself included, and how deep."""
+
+    values: int = 0
+    depth: int = 0
+
+
+class _Size:
+    """Measures what a file comes to from its events, before anything is built of it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._all = _Counted()
+        self._open: list[tuple[_Counted, str | None]] = []  # with the anchor of each
+        self._anchored: dict[str | None, _Counted | None] = {}  # None while it is open
+
+    def add_all(self, text: str) -> None:
+        """Go through the events of a file; ConfigError at the first that passes a bound."""
+        for event in yaml.parse(text, _Loader):
+            if isinstance(event, yaml.CollectionEndEvent):
+                self._close()
+            elif isinstance(event, yaml.NodeEvent):
+                where = at_line(self._name, event.start_mark)
+                self._check_tag(getattr(event, "tag", None), where)
+                if isinstance(event, yaml.AliasEvent):
+                    self._add(self._of_alias(event.anchor, where), where)
+                elif isinstance(event, yaml.ScalarEvent):
+                    size = _Counted(text_size(event.value))
+                    if event.anchor is not None:
+                        self._anchored[event.anchor] = size
+                    self._add(size, where)
+                else:
+                    self._add(_Counted(1), where)
+                    self._open.append((_Counted(1, 1), event.anchor))
+                    if event.anchor is not None:
+                        self._anchored[event.anchor] = None
+
+    def _of_alias(self, anchor: str | None, where: str) -> _Counted:
+        size = self._anchored.get(anchor, _Counted())  # the loader says which are not there
+        if size is None:
+            raise ConfigError(f"{where}: *{anchor} stands inside of &{anchor}, which has no end")
+        return size
+
+    def _close(self) -> None:
+        size, anchor = self._open.pop()
+        if anchor is not None:
+            self._anchored[anchor] = size
+        if self._open:
+            outer = self._open[-1][0]
+            outer.depth = max(outer.depth, size.depth + 1)
+
+    def _add(self, size: _Counted, where: str) -> None:
+        """Count a node in the file and in each node around it."""
+        for each in (self._all, *(outer for outer, _ in self._open)):
+            each.values += size.values
+        if self._open:
+            outer = self._open[-1][0]
+            outer.depth = max(outer.depth, size.depth + 1)
+        if self._all.values > MOST_VALUES:
+            raise ConfigError(
+                f"{where}: with all that its aliases repeat, the file has more than "
+                f"{MOST_VALUES:,} values: write out what is needed"
+            )
+        if len(self._open) + size.depth > DEEPEST:
+            raise ConfigError(
+                f"{where}: more than {DEEPEST} lists and mappings are in each other, as no key has"
+            )
+
+    @staticmethod
+    def _check_tag(tag: str | None, where: str) -> None:
+        if tag not in (None, "!", *_TAGS):
+            shown = tag.replace(_CORE, "!!") if tag else ""
+            raise ConfigError(
+                f"{where}: the tag {shown:.80} makes no plain value: leave it out, or put the text "
+                "in quotes"
+            )
