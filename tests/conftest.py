@@ -16,6 +16,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
+from tests.support.cases import mark_all_but_quick
+
 # Triton decides when a kernel is defined: before any import of the project.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -70,12 +72,13 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before the tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    mark_all_but_quick(items)
 
 
 TEST_CPU_SECONDS = 2.0  # what a test may cost that is neither thorough nor slow
@@ -114,7 +117,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         if isinstance(report, pytest.TestReport) and report.when == "teardown"
     ]
     costs = {report: _cost(report) for report in reports}
-    terminalreporter.write_line(f"{sum(costs.values()):.0f} CPU seconds in {len(costs)} tests")
+    if costs:
+        terminalreporter.write_line(f"{sum(costs.values()):.0f} CPU seconds in {len(costs)} tests")
     dear = [
         (cost, report.nodeid)
         for report, cost in costs.items()
@@ -135,9 +139,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     `qwen3_5` and `qwen3_5_moe` (with a vision tower), `qwen3_5_text` and `qwen3_5_moe_text`, or one
     with latent attention: `deepseek_v2`, `deepseek_v3` and `glm4_moe_lite`, or `glm4_moe`,
     `minimax_m2`, `ministral3`, `mistral3` (with a vision tower), `olmo3`, `smollm3`, `gemma3_text`,
-    `gemma4_text`, `gemma4_moe`, `gemma4_e2b`, `gemma3` or `gemma4` (with a vision tower), or
-    `gpt_oss`. config overrides sizes. The projections of experts are saved apart
-    (`split_experts=False` leaves those of a layer in one tensor, as gpt-oss's always are).
+    `gemma4_text`, `gemma4_moe`, `gemma4_e2b`, `gemma3`, `gemma4` or `mistral3_small` (with a vision
+    tower), `gpt_oss`, or one of `CLASSES` in tests/support/engine/tiny_models.py. config overrides
+    sizes. The projections of experts are saved apart (`split_experts=False` leaves those of a layer
+    in one tensor, as gpt-oss's always are).
     `max_shard_size` saves it in shards. The same arguments give the same folder, which tests must
     not change.
     """

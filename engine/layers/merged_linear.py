@@ -108,13 +108,14 @@ class MergedLinear(Linear):
                 values, (source,), (source,), combine, form=form, scales=scales, shard=shard
             )
             start += size
-        if not self._arrange and len(self._in_fp8) in (0, len(self.parts)):
+        if len(self._in_fp8) in (0, len(self.parts)):
             pieces = tuple(f"{name}.weight" for name in names)
             source = f"{path}.weight"
             yield WeightSlot(
                 self.weight,
                 pieces,
                 (source,),
+                self._all_arranged(source),
                 form=self.form,
                 scales=self.scales,
                 shard=self._whole_shard(),
@@ -137,9 +138,9 @@ class MergedLinear(Linear):
         for part, name, values in zip(self.parts, names, slices, strict=True):
             arranged, shard = self._arranged(part, name), self._shards.get(part)
             yield WeightSlot(values, (name,), (name,), arranged, shard=shard)
-        if not self._arrange:
-            whole = (f"{path}.bias",)
-            yield WeightSlot(bias, tuple(names), whole, shard=self._whole_shard())
+        whole = f"{path}.bias"
+        combine, shard = self._all_arranged(whole), self._whole_shard()
+        yield WeightSlot(bias, tuple(names), (whole,), combine, shard=shard)
 
     def _whole_shard(self) -> Shard | None:
         """Return this rank's features of a tensor of all projections; None if none is divided."""
@@ -156,6 +157,19 @@ class MergedLinear(Linear):
         """Return what puts a tensor's values of a projection in order; None if they are."""
         arrange = self._arrange.get(part)
         return None if arrange is None else lambda tensors: arrange(tensors[name])
+
+    def _all_arranged(self, name: str) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
+        """Return what puts a tensor's values of all projections in order; None if they are."""
+        if not self._arrange:
+            return None
+
+        def combined(tensors: Mapping[str, Tensor]) -> Tensor:
+            own = tensors[name].split(list(self.parts.values()))
+            arranged = (self._arrange.get(part) for part in self.parts)
+            pairs = zip(arranged, own, strict=True)
+            return torch.cat([rows if put is None else put(rows) for put, rows in pairs])
+
+        return combined
 
 
 def _beside(path: str, part: str) -> str:

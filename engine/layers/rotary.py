@@ -109,6 +109,34 @@ class Llama3Rope(DefaultRope):
 
 
 @dataclass(frozen=True, slots=True)
+class LongRope(DefaultRope):
+    """LongRoPE (Ding et al. 2024) up to the original context: the angle of pair i is divided by
+    short_factor[i].
+
+    Beyond it another set of factors holds for all positions of a row, those before included, so
+    that a row would have to be computed anew when it crosses the border. Here contexts end there.
+    """
+
+    short_factor: tuple[float, ...]
+    factor: float  # how much longer the context becomes with the other set
+    original_max_position_embeddings: int
+    attention_factor: float | None = None  # of cosines and sines; None: by the paper's formula
+
+    def inv_freq(self, head_dim: int) -> Tensor:
+        exponents = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
+        return 1.0 / (torch.tensor(self.short_factor, device="cpu") * self.rope_theta**exponents)
+
+    @property
+    def attention_scaling(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1:
+            return 1.0
+        original = self.original_max_position_embeddings
+        return math.sqrt(1 + math.log(self.factor) / math.log(original))
+
+
+@dataclass(frozen=True, slots=True)
 class YarnRope(DefaultRope):
     """YaRN scaling (Peng et al. 2023).
 
@@ -251,16 +279,18 @@ def axes_of_frequencies(number: int, sections: tuple[int, int, int]) -> Tensor:
     return torch.where(index < ends[axis], axis, 0)
 
 
-def rotary_order(head_dim: int, rotary_dim: int) -> Tensor | None:
-    """Return a head's values' order [head_dim] int64 if only the first are rotated; None if all
-    are.
+def rotary_order(head_dim: int, rotary_dim: int, interleaved: bool = False) -> Tensor | None:
+    """Return the order [head_dim] int64 into which a head's values are put when they are loaded;
+    None if it is that of checkpoints.
 
-    Checkpoints pair value i with i + rotary_dim/2, and values from rotary_dim on with none. The
-    kernels always pair i with i + head_dim/2 and rotate the first rotary_dim/2 pairs. Queries and
-    keys may have any common order, because only their products are used.
+    Checkpoints pair value i with i + rotary_dim/2, or, `interleaved`, value 2i with 2i + 1, and
+    values from rotary_dim on with none. The kernels always pair i with i + head_dim/2 and rotate
+    the first rotary_dim/2 pairs. Queries and keys may have any common order, because only their
+    products are used.
     """
-    if rotary_dim == head_dim:
+    if rotary_dim == head_dim and not interleaved:
         return None
     places = torch.arange(head_dim, device="cpu")
-    rotated, rest = places[:rotary_dim].chunk(2), places[rotary_dim:].chunk(2)
+    first, rest = places[:rotary_dim], places[rotary_dim:].chunk(2)
+    rotated = (first[::2], first[1::2]) if interleaved else first.chunk(2)
     return torch.cat((rotated[0], rest[0], rotated[1], rest[1]))

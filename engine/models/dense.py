@@ -44,6 +44,7 @@ class DenseConfig(FamilyConfig):
     rms_norm_eps: float
     rope: DefaultRope
     rotary_dim: int  # rotated values, the first of a query or key head
+    interleaved: bool = False  # checkpoints rotate values 2i and 2i + 1 of a head together
     # The rope of each layer, None for one that rotates nothing; empty: `rope` in all layers.
     layer_ropes: tuple[DefaultRope | None, ...] = ()
     # The window of each layer, None for one that sees all tokens; empty: no layer has one.
@@ -52,6 +53,8 @@ class DenseConfig(FamilyConfig):
     attention_scale: float | None = None  # by which scores are multiplied; None: 1/√head_dim
     gate: GateFunction = "silu"  # of the MLP
     logit_cap: float | None = None  # logits l become cap · tanh(l / cap)
+    logit_divisor: float = 1.0  # logits are divided by it
+    embedding_scale: float = 1.0  # embeddings of tokens are multiplied by it
     norm_places: NormPlaces = "before"
     qkv_bias: bool  # of the projections to queries, keys and values
     output_bias: bool  # of attention's output projection
@@ -126,6 +129,10 @@ class DenseForCausalLM(CausalLM):
         )
 
     @property
+    def embedding_scale(self) -> float:
+        return self.family.embedding_scale
+
+    @property
     def attention_options(self) -> dict[str, Any]:
         """What `Attention` takes besides, in models whose attention has more options."""
         return {}
@@ -142,6 +149,7 @@ class DenseForCausalLM(CausalLM):
             qk_norm=family.qk_norm,
             norm_eps=family.rms_norm_eps,
             rotary_dim=family.rotary_dim,
+            interleaved=family.interleaved,
             query_scales=self._query_scales,
             scale=family.attention_scale,
             zero_centred=self.zero_centred,
@@ -175,6 +183,8 @@ class DenseForCausalLM(CausalLM):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [R, vocab_size] in the model's dtype from states [R, hidden_size]."""
         logits, cap = super().compute_logits(hidden), self.family.logit_cap
+        if self.family.logit_divisor != 1:
+            logits = logits / self.family.logit_divisor
         return logits if cap is None else soft_cap(logits, cap)
 
     def make_rotaries(self) -> Sequence[RotaryTable | None]:
@@ -202,14 +212,18 @@ def dense_config(
     mlp_bias: bool,
     rope: DefaultRope | None = None,  # None makes it from the configuration
     rotary_dim: int | None = None,  # None: all of a head
+    interleaved: bool = False,
     layer_ropes: Sequence[DefaultRope | None] = (),  # empty: `rope` in all layers
     layer_windows: Sequence[int | None] = (),  # empty: no layer has one
     query_scale: QueryScale | None = None,
     attention_scale: float | None = None,
     gate: GateFunction = "silu",
     logit_cap: float | None = None,
+    logit_divisor: float = 1.0,
+    embedding_scale: float = 1.0,
     qk_norm: NormScope | None = None,  # None: that of the model's class
     intermediate_size: int | None = None,  # None takes it from the configuration
+    rms_norm_eps: float | None = None,  # None takes it from the configuration
 ) -> ModelConfig:
     """Make the configuration of a dense decoder from that of transformers.
 
@@ -223,15 +237,18 @@ def dense_config(
         num_kv_heads=hf.num_key_value_heads if num_kv_heads is None else num_kv_heads,
         head_dim=head_dim,
         intermediate_size=intermediate_size or hf.intermediate_size,
-        rms_norm_eps=hf.rms_norm_eps,
+        rms_norm_eps=rms_norm_eps or hf.rms_norm_eps,
         rope=rope,
         rotary_dim=head_dim if rotary_dim is None else rotary_dim,
+        interleaved=interleaved,
         layer_ropes=tuple(layer_ropes),
         layer_windows=tuple(layer_windows),
         query_scale=query_scale,
         attention_scale=attention_scale,
         gate=gate,
         logit_cap=logit_cap,
+        logit_divisor=logit_divisor,
+        embedding_scale=embedding_scale,
         norm_places=model.norm_places,
         qkv_bias=qkv_bias,
         output_bias=output_bias,
@@ -262,3 +279,16 @@ def layer_windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
         return ()
     check_positive(sliding_window=window)
     return tuple(window if kind == WINDOW else None for kind in kinds)
+
+
+def common_windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
+    """Return the window of each layer, if `sliding_window` gives one to all of them.
+
+    Raises ValueError if it is no number of tokens.
+    """
+    window: int | None = hf.sliding_window
+    if window is None:
+        return ()
+    check_positive(sliding_window=window)
+    layers: int = hf.num_hidden_layers
+    return (window,) * layers

@@ -41,11 +41,6 @@ class Gemma3ForCausalLM(DenseForCausalLM):
 
     hf_class = "Gemma3TextConfig"
 
-    @property
-    def embedding_scale(self) -> float:
-        scale: float = self.config.hidden_size**0.5
-        return scale
-
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         check_gemma(hf)
@@ -69,6 +64,7 @@ class Gemma3ForCausalLM(DenseForCausalLM):
             attention_scale=hf.query_pre_attn_scalar**-0.5,
             gate="gelu",
             logit_cap=hf.final_logit_softcapping,
+            embedding_scale=hf.hidden_size**0.5,
         )
 
 

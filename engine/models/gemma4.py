@@ -45,11 +45,6 @@ class Gemma4ForCausalLM(MoEForCausalLM):
         """The family's part of the configuration."""
         return self.config.family_as(Gemma4Config)
 
-    @property
-    def embedding_scale(self) -> float:
-        scale: float = self.config.hidden_size**0.5
-        return scale
-
     def make_layer(self, index: int) -> DecoderLayer:
         """Make a layer with norms before and after its parts; an MLP beside experts has its own."""
         sparse = index in self.family.moe_layers

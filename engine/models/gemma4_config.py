@@ -76,6 +76,7 @@ def gemma4_config(hf: PretrainedConfig, model: type[DenseForCausalLM]) -> ModelC
         attention_scale=1.0,
         gate="gelu",
         logit_cap=hf.final_logit_softcapping,
+        embedding_scale=hf.hidden_size**0.5,
     )
     return extended(
         config,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from batchgen.engine.layers.rotary import QueryScale
-from batchgen.engine.models.dense import DenseForCausalLM, dense_config, head_size
-from batchgen.engine.models.model_config import ModelConfig, check_positive, rope_from_parameters
+from batchgen.engine.models.dense import DenseForCausalLM, common_windows, dense_config, head_size
+from batchgen.engine.models.mistral import MistralForCausalLM
+from batchgen.engine.models.model_config import ModelConfig, rope_from_parameters
 from batchgen.engine.models.vision_part import text_config, text_part
 
 if TYPE_CHECKING:
@@ -24,9 +27,6 @@ class Ministral3ForCausalLM(DenseForCausalLM):
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        window: int | None = hf.sliding_window  # of all layers
-        if window is not None:
-            check_positive(sliding_window=window)
         parameters: dict[str, Any] = dict(hf.rope_parameters)
         parameters.pop("max_position_embeddings", None)  # the model's own, once more
         beta = parameters.pop("llama_4_scaling_beta", None)
@@ -39,25 +39,34 @@ class Ministral3ForCausalLM(DenseForCausalLM):
             output_bias=False,
             mlp_bias=False,
             rope=rope_from_parameters(parameters),
-            layer_windows=() if window is None else (window,) * hf.num_hidden_layers,
+            layer_windows=common_windows(hf),
             query_scale=None if beta is None else QueryScale(beta, original),
         )
 
 
+_DECODERS: Mapping[str, type[DenseForCausalLM]] = {
+    "ministral3": Ministral3ForCausalLM,
+    "mistral": MistralForCausalLM,
+}
+"""The decoders that stand behind a vision tower, by their `model_type`."""
+
+
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
-    """The decoder of a Ministral 3 checkpoint with a vision tower, which is not loaded."""
+    """The decoder of a Mistral Small 3.1 or Ministral 3 checkpoint with a vision tower, which is
+    not loaded."""
 
     hf_class = "Mistral3Config"
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         text = text_config(hf)
-        if text.model_type != "ministral3":
+        if text.model_type not in _DECODERS:
             raise ValueError(
-                f"text_config.model_type is {text.model_type!r:.60}, and only 'ministral3' is "
-                "supported"
+                f"text_config.model_type is {text.model_type!r:.60}; supported: "
+                f"{', '.join(_DECODERS)}"
             )
-        return text_part(hf, super().config_from_hf(text))
+        decoder = _DECODERS[text.model_type].config_from_hf(text)
+        return text_part(hf, replace(decoder, architecture=cls.__name__))
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:

@@ -28,7 +28,6 @@ class LatentConfig(MoEConfig):
     """What these decoders have in their configuration besides that of others with experts."""
 
     latent: LatentShape
-    interleaved: bool  # the values of a rotated pair are neighbours in checkpoints
 
     def __post_init__(self) -> None:
         super(LatentConfig, self).__post_init__()
@@ -106,6 +105,7 @@ def latent_config(
         qkv_bias=hf.attention_bias,
         output_bias=hf.attention_bias,
         mlp_bias=False,
+        interleaved=interleaved,
     )
     shared: int | None = hf.n_shared_experts
     return extended(
@@ -126,6 +126,5 @@ def latent_config(
             rotated_size=hf.qk_rope_head_dim,
             value_size=hf.v_head_dim,
         ),
-        interleaved=interleaved,
         mtp_layers=mtp_layers,
     )

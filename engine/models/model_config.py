@@ -13,6 +13,7 @@ from batchgen.engine.layers.rotary import (
     DefaultRope,
     LinearRope,
     Llama3Rope,
+    LongRope,
     YarnRope,
 )
 from batchgen.engine.vision.vision_config import VisionConfig
@@ -24,6 +25,7 @@ ROPE_TYPES: Mapping[str, type[DefaultRope]] = {
     "default": DefaultRope,
     "linear": LinearRope,
     "llama3": Llama3Rope,
+    "longrope": LongRope,
     "yarn": YarnRope,
 }
 """The supported variants of rotary embedding, by transformers' `rope_type`."""
@@ -167,7 +169,10 @@ def extended_positions(rope: DefaultRope, max_position_embeddings: int) -> int:
     """Return the number of positions that a model has with its rope scaling.
 
     YaRN gives the length before scaling and a factor; a configuration may leave the product to us.
+    With LongRoPE contexts end at the length before scaling.
     """
+    if isinstance(rope, LongRope):
+        return min(max_position_embeddings, rope.original_max_position_embeddings)
     if not isinstance(rope, YarnRope):
         return max_position_embeddings
     scaled = int(rope.factor * rope.original_max_position_embeddings)

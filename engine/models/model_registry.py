@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -20,47 +21,103 @@ class ModelEntry(NamedTuple):
 MODELS: Mapping[str, ModelEntry] = {
     "DeepseekV2ForCausalLM": ModelEntry("batchgen.engine.models.deepseek_v2"),
     "DeepseekV3ForCausalLM": ModelEntry("batchgen.engine.models.deepseek_v3"),
+    "Dots1ForCausalLM": ModelEntry("batchgen.engine.models.dots1"),
+    "Ernie4_5_MoeForCausalLM": ModelEntry("batchgen.engine.models.ernie4_5_moe"),
+    "Ernie4_5ForCausalLM": ModelEntry("batchgen.engine.models.ernie4_5"),
+    "Exaone4ForCausalLM": ModelEntry("batchgen.engine.models.exaone4"),
     "Gemma3ForCausalLM": ModelEntry("batchgen.engine.models.gemma3"),
     "Gemma3ForConditionalGeneration": ModelEntry("batchgen.engine.models.gemma3"),
     "Gemma4ForCausalLM": ModelEntry("batchgen.engine.models.gemma4"),
     "Gemma4ForConditionalGeneration": ModelEntry("batchgen.engine.models.gemma4"),
+    "Glm4ForCausalLM": ModelEntry("batchgen.engine.models.glm4"),
     "Glm4MoeForCausalLM": ModelEntry("batchgen.engine.models.glm4_moe"),
     "Glm4MoeLiteForCausalLM": ModelEntry("batchgen.engine.models.glm4_moe_lite"),
+    "GlmForCausalLM": ModelEntry("batchgen.engine.models.glm"),
     "GptOssForCausalLM": ModelEntry("batchgen.engine.models.gpt_oss"),
+    "GraniteForCausalLM": ModelEntry("batchgen.engine.models.granite"),
+    "GraniteMoeForCausalLM": ModelEntry("batchgen.engine.models.granitemoe"),
+    "InternLM3ForCausalLM": ModelEntry("batchgen.engine.models.internlm3"),
     "LlamaForCausalLM": ModelEntry("batchgen.engine.models.llama", gguf="llama"),
     "MiniMaxM2ForCausalLM": ModelEntry("batchgen.engine.models.minimax_m2"),
     "Ministral3ForCausalLM": ModelEntry("batchgen.engine.models.ministral3"),
     "Mistral3ForConditionalGeneration": ModelEntry("batchgen.engine.models.ministral3"),
+    "MistralForCausalLM": ModelEntry("batchgen.engine.models.mistral"),
+    "MixtralForCausalLM": ModelEntry("batchgen.engine.models.mixtral"),
+    "Olmo2ForCausalLM": ModelEntry("batchgen.engine.models.olmo2"),
     "Olmo3ForCausalLM": ModelEntry("batchgen.engine.models.olmo3"),
+    "Phi3ForCausalLM": ModelEntry("batchgen.engine.models.phi3"),
     "Qwen2ForCausalLM": ModelEntry("batchgen.engine.models.qwen2", gguf="qwen2"),
-    "Qwen3ForCausalLM": ModelEntry("batchgen.engine.models.qwen3", gguf="qwen3"),
     "Qwen2MoeForCausalLM": ModelEntry("batchgen.engine.models.qwen2_moe"),
-    "Qwen3MoeForCausalLM": ModelEntry("batchgen.engine.models.qwen3_moe"),
-    "Qwen3NextForCausalLM": ModelEntry("batchgen.engine.models.qwen3_next"),
     "Qwen3_5ForCausalLM": ModelEntry("batchgen.engine.models.qwen3_5"),
     "Qwen3_5ForConditionalGeneration": ModelEntry("batchgen.engine.models.qwen3_5"),
     "Qwen3_5MoeForCausalLM": ModelEntry("batchgen.engine.models.qwen3_5_moe"),
     "Qwen3_5MoeForConditionalGeneration": ModelEntry("batchgen.engine.models.qwen3_5_moe"),
+    "Qwen3ForCausalLM": ModelEntry("batchgen.engine.models.qwen3", gguf="qwen3"),
+    "Qwen3MoeForCausalLM": ModelEntry("batchgen.engine.models.qwen3_moe"),
+    "Qwen3NextForCausalLM": ModelEntry("batchgen.engine.models.qwen3_next"),
     "Qwen3VLForConditionalGeneration": ModelEntry("batchgen.engine.models.qwen3_vl"),
     "Qwen3VLMoeForConditionalGeneration": ModelEntry("batchgen.engine.models.qwen3_vl_moe"),
-    "SmolLM3ForCausalLM": ModelEntry("batchgen.engine.models.smollm3"),
     "SDARForCausalLM": ModelEntry("batchgen.engine.models.sdar"),
     "SDARMoeForCausalLM": ModelEntry("batchgen.engine.models.sdar_moe"),
+    "SeedOssForCausalLM": ModelEntry("batchgen.engine.models.seed_oss"),
+    "SmolLM3ForCausalLM": ModelEntry("batchgen.engine.models.smollm3"),
 }
+
+
+_MAMBA = "states of Mamba layers"
+_CENTRED_NORMS = "norms that subtract the mean (LayerNorm)"
+_LATER_NORMS = "norms of queries and keys behind their rotation"
+_BIDIRECTIONAL = "attention in both directions over the whole row"
+RELATIVES: Mapping[str, tuple[str, str]] = {
+    "ApertusForCausalLM": ("Qwen3ForCausalLM", "MLPs without a gate (xIELU)"),
+    "ArceeForCausalLM": ("LlamaForCausalLM", "MLPs without a gate (squared ReLU)"),
+    "BambaForCausalLM": ("LlamaForCausalLM", _MAMBA),
+    "CohereForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
+    "Cohere2ForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
+    "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "attention to chosen tokens (DSA)"),
+    "DreamModel": ("SDARForCausalLM", _BIDIRECTIONAL),
+    "FalconH1ForCausalLM": ("LlamaForCausalLM", _MAMBA),
+    "Gemma2ForCausalLM": ("Gemma3ForCausalLM", "capped scores of attention"),
+    "GraniteMoeHybridForCausalLM": ("GraniteMoeForCausalLM", _MAMBA),
+    "HunYuanDenseV1ForCausalLM": ("Qwen3ForCausalLM", _LATER_NORMS),
+    "HunYuanMoEV1ForCausalLM": ("Qwen3MoeForCausalLM", _LATER_NORMS),
+    "JambaForCausalLM": ("MixtralForCausalLM", _MAMBA),
+    "KimiLinearForCausalLM": ("DeepseekV3ForCausalLM", "Kimi delta attention"),
+    "LLaDAModelLM": ("SDARForCausalLM", _BIDIRECTIONAL),
+    "Lfm2ForCausalLM": ("LlamaForCausalLM", "short convolutions"),
+    "Llama4ForCausalLM": ("LlamaForCausalLM", "attention in chunks"),
+    "Llama4ForConditionalGeneration": ("LlamaForCausalLM", "attention in chunks"),
+    "NemotronForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
+    "NemotronHForCausalLM": ("LlamaForCausalLM", _MAMBA),
+    "Qwen2VLForConditionalGeneration": ("Qwen3VLForConditionalGeneration", "its vision tower"),
+    "Qwen2_5_VLForConditionalGeneration": ("Qwen3VLForConditionalGeneration", "its vision tower"),
+    "StableLmForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
+    "Starcoder2ForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
+}
+"""Architectures that are not supported: the nearest one that is, and what it lacks for them."""
 
 
 def model_class(architecture: str, source: Path) -> type[CausalLM]:
     """Find the class of a model by the architecture that the config.json of `source` gives.
 
-    Raises ValueError, which lists the supported ones.
+    Raises ValueError, which names the nearest one that is supported, and what is missing.
     """
     if architecture not in MODELS:
         raise ValueError(
-            f"{source}: architecture {architecture!r} is not supported; "
-            f"supported: {', '.join(MODELS)}"
+            f"{source}: architecture {architecture!r} is not supported{_why(architecture)}; "
+            "docs/reference/models.md lists the supported ones"
         )
     found: type[CausalLM] = vars(import_module(MODELS[architecture].module))[architecture]
     return found
+
+
+def _why(architecture: str) -> str:
+    """Say what is missing for an architecture, or which supported one has a name like its."""
+    if architecture in RELATIVES:
+        nearest, missing = RELATIVES[architecture]
+        return f": the nearest is {nearest}, which lacks {missing}"
+    similar = get_close_matches(architecture, MODELS, n=1, cutoff=0.8)
+    return f": is {similar[0]} meant?" if similar else ""
 
 
 def gguf_model_class(architecture: str, source: Path) -> type[CausalLM]:

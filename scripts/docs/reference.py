@@ -4,8 +4,8 @@
     python scripts/docs/reference.py --check    # ends with 1 if one is not as it would be written
 
 docs/reference/config.md comes from the comments of conf/, docs/reference/commands.md from the help
-texts, docs/reference/extractions.md from the texts of extractions.yaml, and tables of README.md and
-of the overview from the registry of models and from the sources.
+texts, docs/reference/models.md from the registry of models, docs/reference/extractions.md from the
+texts of extractions.yaml, and a table of the overview from the sources.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from batchgen.config.groups.config_keys import GROUPS, choices, default_choices
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.hybrid import HybridForCausalLM
 from batchgen.engine.models.mla_model import LatentForCausalLM
-from batchgen.engine.models.model_registry import MODELS
+from batchgen.engine.models.model_registry import MODELS, RELATIVES
 
 ROOT = Path(__file__).parents[2]
 WRITTEN_BY = (
@@ -57,6 +57,20 @@ COMMANDS_HEAD = """# Commands
 
 `batchgen` runs a job or, with a verb as its first word, does something with the folder of one. Each
 verb has `--help`, which is printed here."""
+
+
+MODELS_HEAD = """# Models
+
+The families of models, by the `architectures` of their config.json. Checkpoints are safetensors or,
+where the table says so, GGUF; weights may be in FP8, and those of gpt-oss in MXFP4. Families with
+experts write the column `routed_experts`. DeepseekV3 also loads R1, Moonlight and Kimi-K2 (whose
+tokenizers are code of their repositories, which is never run: put a converted tokenizer.json into
+the folder). Glm4MoeLite is GLM-4.7-Flash. Phi-3 and Phi-4-mini with LongRoPE have contexts of
+4,096 tokens here. Vision towers are left out but for Qwen3VL and Qwen3_5 and their Moe
+kinds, which read images."""
+MISSING_HEAD = """## What is not supported
+
+A refusal names the nearest family, and what is missing in it."""
 
 
 def config_page() -> str:
@@ -125,10 +139,20 @@ def commands_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def models_page() -> str:
+    """docs/reference/models.md."""
+    missing = [
+        "| architecture | nearest | what that lacks |",
+        "|---|---|---|",
+        *(f"| {name} | {near} | {what} |" for name, (near, what) in RELATIVES.items()),
+    ]
+    return f"{MODELS_HEAD}\n\n{family_table()}\n\n{MISSING_HEAD}\n\n" + "\n".join(missing) + "\n"
+
+
 def family_table() -> str:
     """A row for each file of a model: what it is made of, and what runs it."""
     lines = [
-        "| family | layers | `strategy=` | drafts of its own head | column of its own | GGUF |",
+        "| family | models | layers | `strategy=` | drafts of its own head | GGUF |",
         "|---|---|---|---|---|---|",
     ]
     seen = set()
@@ -148,10 +172,12 @@ def family_table() -> str:
         elif issubclass(model, HybridForCausalLM):
             mixer = "attention and gated delta networks"
         paradigms = "`dllm`" if model.is_diffusion else "`ar`, `ar_spec`"
+        name = architecture.partition("For")[0]
+        about = (inspect.getdoc(import_module(entry.module)) or "").split("\n\n")[0]
+        published = re.split(r" \(|[:.]( |$)", " ".join(about.split()))[0]
         lines.append(
-            f"| {architecture.partition('For')[0]} | {mixer}{', experts' if has_experts else ''} | "
-            f"{paradigms} | {'yes' if has_head else ''} | "
-            f"{'`routed_experts`' if has_experts else ''} | {'yes' if entry.gguf else ''} |"
+            f"| {name} | {published} | {mixer}{', experts' if has_experts else ''} | {paradigms} | "
+            f"{'yes' if has_head else ''} | {'yes' if entry.gguf else ''} |"
         )
     return "\n".join(lines)
 
@@ -186,12 +212,12 @@ def with_tables(page: Path, **tables: str) -> str:
 
 def pages() -> dict[Path, str]:
     """What the generated pages hold, and others with their tables."""
-    readme, overview = ROOT / "README.md", ROOT / "docs/design/overview.md"
+    overview = ROOT / "docs/design/overview.md"
     return {
         ROOT / "docs/reference/config.md": f"{WRITTEN_BY}\n\n{config_page()}",
         ROOT / "docs/reference/commands.md": f"{WRITTEN_BY}\n\n{commands_page()}",
         ROOT / "docs/reference/extractions.md": f"{WRITTEN_BY}\n\n{extractions_page()}",
-        readme: with_tables(readme, families=family_table()),
+        ROOT / "docs/reference/models.md": f"{WRITTEN_BY}\n\n{models_page()}",
         overview: with_tables(overview, touched=touched_table()),
     }
 

@@ -17,6 +17,7 @@ from batchgen.kernels.layers.activation import silu_and_mul
 TOP = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", ["tiny", "tiny-hybrid", "tiny-sdar"])
 def test_schedules_change_no_digest_on_a_cpu(model: str) -> None:
     found = run_schedules(model, 6, ON_CPU)
@@ -25,6 +26,7 @@ def test_schedules_change_no_digest_on_a_cpu(model: str) -> None:
     assert found["seen"]["accepted drafts"] or model == "tiny-sdar"
 
 
+@pytest.mark.thorough
 def test_the_first_operation_that_depends_on_the_batch_is_named() -> None:
     def dependent(x: Tensor) -> Tensor:
         return silu_and_mul(x) * (1 + 2**-20 * (len(x) > 700))

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """The formats that are read. Others that Pillow knows start programs, such as EPS, or are rare."""
 MOST_PIXELS = 100_000_000
-"""The most pixels of a file: a header may claim any number, and each takes 3 to 8 bytes."""
+"""The most pixels of a file: a header may claim any number."""
+_BAND_PIXELS = 1 << 20
+_BYTES_PER_PIXEL = 16  # of WebP: two canvases, a copy and the image; others take less
 _ORIENTATION = 0x0112
 """The EXIF tag that says how a camera was held."""
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
@@ -58,6 +60,11 @@ def image_size(data: bytes | BinaryIO) -> tuple[int, int]:
         return (width, height) if _turn(image) >= 5 else (height, width)
 
 
+def decoding_bytes(height: int, width: int) -> int:
+    """The most memory that `decode_image` takes for an image of this size, besides the file."""
+    return _BYTES_PER_PIXEL * (height * width + 2 * _BAND_PIXELS)
+
+
 def decode_image(data: bytes, height: int, width: int) -> Pixels:
     """The pixels of an image, upright, on white where it is transparent, and scaled to a size.
 
@@ -69,11 +76,14 @@ def decode_image(data: bytes, height: int, width: int) -> Pixels:
     """
     from PIL import Image as pillow
 
-    with _opened(data) as image:
-        image.load()
-        if (turn := _turn(image)) in _TURNS:
+    with _opened(data) as file:
+        file.load()
+        turn = _turn(file)
+        image = _in_colour(file)
+        if image is not file:
+            file.close()  # its pixels are not needed any longer
+        if turn in _TURNS:
             image = image.transpose(pillow.Transpose[_TURNS[turn]])
-        image = _in_colour(image)
         if image.size != (width, height):
             image = image.resize((width, height), pillow.Resampling.BICUBIC)
         return np.array(image)  # a copy that can be written to, as torch wants it
@@ -128,14 +138,23 @@ def _turn(image: Pillow.Image) -> int:
 
 
 def _in_colour(image: Pillow.Image) -> Pillow.Image:
+    """The image in red, green and blue. It is made of a band of rows after the other, since each
+    step on the way takes up to four bytes a pixel."""
     from PIL import Image as pillow
 
-    if image.mode in _SIXTEEN_BITS:
-        values = np.asarray(image.convert("I"), np.int32)
-        image = pillow.fromarray((values >> 8).astype(np.uint8))
-    elif image.mode in ("I", "F"):
+    if image.mode in ("I", "F"):
         raise ValueError(f"its values are of 32 bits (mode {image.mode}), and no colours")
-    if image.has_transparency_data:
-        paper = pillow.new("RGBA", image.size, (255, 255, 255, 255))
-        image = pillow.alpha_composite(paper, image.convert("RGBA"))
-    return image if image.mode == "RGB" else image.convert("RGB")
+    if image.mode == "RGB" and not image.has_transparency_data:
+        return image
+    found = pillow.new("RGB", image.size)
+    rows = max(1, _BAND_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        band = image.crop((0, top, image.width, min(top + rows, image.height)))
+        if image.mode in _SIXTEEN_BITS:
+            values = np.asarray(band.convert("I"), np.int32)
+            band = pillow.fromarray((values >> 8).astype(np.uint8))
+        if band.has_transparency_data:
+            paper = pillow.new("RGBA", band.size, (255, 255, 255, 255))
+            band = pillow.alpha_composite(paper, band.convert("RGBA"))
+        found.paste(band.convert("RGB"), (0, top))
+    return found

@@ -15,7 +15,13 @@ from batchgen.engine.device.host_limits import usable_cores
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.engine.vision.image import DIGEST_BYTES, Image, Pixels
 from batchgen.inputs.images.decode_ahead import DecodeAhead
-from batchgen.inputs.images.decode_image import decode_image, image_size, pillow_version
+from batchgen.inputs.images.decode_image import (
+    decode_image,
+    decoding_bytes,
+    image_size,
+    pillow_version,
+)
+from batchgen.inputs.images.decode_memory import DecodeMemory
 from batchgen.inputs.images.image_sizes import ImageSizes
 from batchgen.inputs.images.image_sources import ImageFolder, ImageSource
 from batchgen.inputs.images.thumbnails import Thumbnails
@@ -75,6 +81,7 @@ class RowImages:
         self.image_token_id = image_token_id
         self.fingerprint = sizes.fingerprint(pillow_version())
         threads = min(8, usable_cores())
+        self._memory = DecodeMemory()
         self._ahead = DecodeAhead(threads, max(16, 2 * threads))
         self._told = False
 
@@ -158,7 +165,8 @@ class RowImages:
         key.update(f"{self.fingerprint} {height} {width}".encode())
         file_digest = _digest(data)
         read = self._reader(source, file_digest)
-        decode = partial(self._decode, read, height, width, file_digest)
+        memory = decoding_bytes(*own) + len(data)
+        decode = partial(self._decode, read, height, width, file_digest, memory)
         image = Image(self._ahead.add(decode), height, width, key.digest())
         tokens = self._sizes.tokens(height, width)
         return RowImage(image, tokens, source.path, file_digest)
@@ -179,11 +187,12 @@ class RowImages:
         return read
 
     def _decode(
-        self, read: Callable[[], bytes], height: int, width: int, file_digest: str
+        self, read: Callable[[], bytes], height: int, width: int, file_digest: str, memory: int
     ) -> Pixels:
-        pixels = decode_image(read(), height, width)
-        self.thumbnails.add(file_digest, pixels)
-        return pixels
+        with self._memory.hold(memory):
+            pixels = decode_image(read(), height, width)
+            self.thumbnails.add(file_digest, pixels)
+            return pixels
 
     def _tell(self, height: int, width: int) -> None:
         """Say once that images are scaled down."""

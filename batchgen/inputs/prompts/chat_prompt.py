@@ -81,6 +81,7 @@ class ChatPrompt:
         templates = [template for _, template in self._turns]
         templates += [] if self._system is None else [self._system]
         by_templates = bool(self._turns) and self._config.tools_column is None
+        by_templates = by_templates and self._places is None
         return by_templates and not any(template.uses_columns for template in templates)
 
     def token_ids(self, row: Row) -> list[int]:

@@ -138,17 +138,21 @@ def fit_prompt(
     return ids[-max_len:]
 
 
-def constant_prompt_warning(prompt: Prompt, row: Row) -> str:
-    """What users are told of a prompt that is the same for all rows, as it is seldom meant so."""
+def constant_prompt_refusal(key: str, prompt: Prompt, row: Row) -> str:
+    """What users are told of a prompt that is the same for all rows, as it is seldom meant so.
+    `key` says where its template stands."""
     try:
         text = prompt.text(row) or ""
     except RequestError as error:
         text = f"({error})"
     shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+    names = list(row.fields)
+    column = next((name for name in names if name in text), names[0] if names else "name")
     return (
-        "the prompt uses no column of the data set, so all rows get the same one (a column is "
-        f"written {{{{ name }}}}, a file of a template is named with prompt.user_file or "
-        f"prompt.text_file). The first prompt:\n{shown}"
+        f"{key} uses no column, so all rows would get one and the same prompt: write "
+        f"{{{{ {column} }}}} for the column {column} ({key}_file=… for the file of a template); "
+        "prompt.constant=true says that it is meant. "
+        f"The prompt:\n{shown}"
     )
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ _PRODUCT = (128, 1024, 4096)
 """Rows, inputs and outputs of the product that is measured, which is one of a large decode step."""
 _FEW_ROWS = 16
 """CPU forwards are padded to a multiple of 16 tokens; one of only 16 is slower for each token."""
+_LEAST_SHARE = 0.25
+"""A product of 16 rows takes no longer than one of 64, whatever else runs while it is measured."""
 _STREAM_BYTES = 64 * 2**20
 
 
@@ -122,7 +126,7 @@ def measured_cpu(dtype: torch.dtype, seconds: float) -> Device:
     some = x[:_FEW_ROWS]
     few = 2 * _FEW_ROWS * inputs * outputs / _seconds(lambda: linear(some, weight), seconds)
     bandwidth = _STREAM_BYTES / _seconds(stream.sum, seconds)
-    return Device("cpu", bandwidth, many, many, few_rows=min(few / many, 1.0))
+    return Device("cpu", bandwidth, many, many, few_rows=float(np.clip(few / many, _LEAST_SHARE, 1.0)))
 
 
 def _seconds(work: Callable[[], object], seconds: float) -> float:

@@ -34,7 +34,7 @@ def split_settings(arguments: Sequence[str]) -> tuple[PlanSettings, list[str]]:
     setting that is unknown, of a wrong type or out of range."""
     from batchgen.config.groups.config_keys import nearest
     from batchgen.config.groups.convert_value import build
-    from batchgen.config.groups.read_value import read_value
+    from batchgen.config.groups.read_value import Unreadable, read_value
 
     hints = get_type_hints(PlanSettings)
     values: dict[str, Any] = {}
@@ -51,5 +51,8 @@ def split_settings(arguments: Sequence[str]) -> tuple[PlanSettings, list[str]]:
             raise ConfigError(f"{argument}: plan has no key {name!r}: {listed}")
         if not equals:
             raise ConfigError(f"{argument} has no value: write plan.{name}=…")
-        values[name] = read_value(text, hints[name], escapes=False)
+        try:
+            values[name] = read_value(text, hints[name], escapes=False)
+        except Unreadable as error:
+            raise ConfigError(f"{argument} cannot be read: {error}") from None
     return build(PlanSettings, values, "plan"), others

@@ -138,14 +138,11 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
 
 
 def _close(opened: OpenedJob) -> None:
-    from batchgen.inputs.row_index.indexed_source import IndexedSource
-
     if opened.compiler is not None:
         opened.compiler.close()
     if opened.images is not None:
         opened.images.close()
-    if isinstance(opened.source, IndexedSource):
-        opened.source.close()
+    opened.source.close()
 
 
 def _choices(

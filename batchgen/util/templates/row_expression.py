@@ -42,7 +42,7 @@ class RowExpression:
             self._read = {name: fields_read(tree, name) for name in names}
             self._template = env.from_string(tree)
         except TemplateError as error:  # the syntax, an unknown filter, a bound
-            raise ConfigError(f"{key}: {error.message} (in {beginning(source, 80)!r})") from None
+            raise ConfigError(f"{key}: {env.said(error)} (in {beginning(source, 80)!r})") from None
         known = {*columns, *OWN_NAMES}
         self._globals = {n: env.globals[n] for n in names if n in env.globals and n not in known}
         for name in names:
@@ -128,6 +128,8 @@ def fields_read(tree: nodes.Template, name: str) -> frozenset[str] | None:
 
 
 def _unknown(key: str, name: str, columns: Collection[str]) -> ConfigError:
+    graded = "; steps of post make it: post=[{Grade: …}], or `batchgen grade` for a job that ended"
     return ConfigError(
         f"{key}: there is no column {name!r}: choose among {some_names(columns, name)}"
+        + (graded if name == "mark" else "")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,9 @@ from batchgen.util.templates.template_sandbox import (
     WholeRow,
     is_null,
 )
+
+_SINGLE_BRACES = re.compile(r"(?<![{\w^}\]])\{\s*(\w+)\s*\}(?!\})")
+"""`{name}`, apart from LaTeX such as `\\boxed{name}` and `x^{name}`."""
 
 
 class _NullOutput(Exception):
@@ -55,9 +59,10 @@ class RowTemplate:
             tree = env.parse(source)
             self._template = env.from_string(source)
         except TemplateSyntaxError as error:
-            raise ConfigError(f"{key}, line {error.lineno}: {error.message}") from None
+            raise ConfigError(f"{key}, line {error.lineno}: {env.said(error)}") from None
         except TemplateError as error:  # an unknown filter or test
-            raise ConfigError(f"{key}: {error.message}") from None
+            raise ConfigError(f"{key}: {env.said(error)}") from None
+        _check_braces(key, tree, columns)
         # Each render copies them, and Jinja's own mapping takes longer to copy than to render.
         self._template.globals = dict(self._template.globals)
         self._only = _only_variable(tree)
@@ -130,6 +135,17 @@ def template_errors(key: str) -> Iterator[None]:
 
         text = " ".join(str(error).split())
         raise RequestError("template_error", f"{key}: {type(error).__name__}: {text}") from None
+
+
+def _check_braces(key: str, tree: nodes.Template, columns: Collection[str]) -> None:
+    """Refuse the name of a column in single braces, as Python's format has it."""
+    for part in tree.find_all(nodes.TemplateData):
+        for match in _SINGLE_BRACES.finditer(part.data):
+            if match[1] in columns:
+                raise ConfigError(
+                    f"{key}: {match[0]} is no column but that very text: write "
+                    f"{{{{ {match[1]} }}}} for the column, or {{{{ {match[0]!r} }}}} for the text"
+                )
 
 
 def _data(value: Any) -> Any:

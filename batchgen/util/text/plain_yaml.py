@@ -15,7 +15,7 @@ import yaml
 from batchgen.util.errors import ConfigError
 
 MOST_BYTES = 2**20
-"""Of one file."""
+"""The most bytes of one file."""
 MOST_VALUES = 50_000
 """Texts, numbers, lists and mappings of one file, with those that aliases and references repeat.
 A long text counts once for each 80 characters."""

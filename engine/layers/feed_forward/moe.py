@@ -54,9 +54,13 @@ class ScoreCorrection(nn.Module):
         )
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
-        """Yield the slot of the correction, which is 0 in a model without a checkpoint."""
-        name = f"{path}.e_score_correction_bias"
-        yield WeightSlot.plain(name, self.e_score_correction_bias, dummy=0.0)
+        """Yield the slot of the correction, which is 0 in a model without a checkpoint.
+
+        Checkpoints hold it as [E], or as the one row of a table [1, E].
+        """
+        name = (f"{path}.e_score_correction_bias",)
+        target = self.e_score_correction_bias
+        yield WeightSlot(target, name, name, lambda found: found[name[0]].squeeze(0), dummy=0.0)
 
 
 class SparseMoE(nn.Module):

@@ -43,7 +43,8 @@ class Attention(nn.Module):
 
     With `qk_norm`, queries and keys are normalised before rotation: each head for itself, or all
     heads of a token together. `query_scales` [P] float32 multiplies queries after rotation by a
-    factor of their position. Scores are multiplied by `scale`, by default 1/√head_dim. With
+    factor of their position. With `interleaved`, checkpoints rotate neighbouring values of a head
+    together (`rotary_order`). Scores are multiplied by `scale`, by default 1/√head_dim. With
     `value_norm`, the heads of values are normalised without a weight; with `keys_are_values`, they
     are those of keys, as they are before the norm and the rotation of keys. With `reads_only`, the
     keys and values are those that an earlier layer has written under the index `layer`. With
@@ -63,6 +64,7 @@ class Attention(nn.Module):
         query_scales: Tensor | None = None,
         scale: float | None = None,
         rotary_dim: int | None = None,
+        interleaved: bool = False,
         output_gate: bool = False,
         zero_centred: bool = False,
         norms_in_float: bool = False,
@@ -86,7 +88,7 @@ class Attention(nn.Module):
         self._own_heads = parallel.shard(0, whole.num_heads) if parallel.size > 1 else None
         if sinks:
             self.sinks = empty_parameter(heads, device=where.device, dtype=where.dtype)
-        order = rotary_order(head_dim, rotary_dim or head_dim)
+        order = rotary_order(head_dim, rotary_dim or head_dim, interleaved)
         self._gate_size = heads * head_dim if output_gate else 0
         parts = {
             "q_proj": heads * head_dim + self._gate_size,

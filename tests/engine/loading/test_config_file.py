@@ -17,6 +17,7 @@ from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.tokenizer import eos_token_ids
 from tests.support.engine.edited_models import edit_config
+from tests.support.engine.tiny_models import CLASSES
 
 CPU = torch.device("cpu")
 TinyModel = Callable[..., Path]
@@ -25,6 +26,7 @@ KINDS = (
     "qwen3_5_moe_text", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "sdar",
     "sdar_moe", "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3",
     "gemma3_text", "gemma3", "gemma4_text", "gemma4_moe", "gemma4_e2b", "gemma4", "gpt_oss",
+    "mistral3_small", *CLASSES,
 )  # fmt: skip
 # What a key may hold, each a wrong type for most; sizes beyond memory are no matter of types.
 VALUES: tuple[Any, ...] = (
@@ -60,6 +62,7 @@ def with_value(config: dict[str, Any], key: tuple[str, ...], value: Any) -> dict
     return changed
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=settings().max_examples // 3)
 @given(data=st.data())

@@ -193,8 +193,14 @@ def test_files_that_cannot_be_read_are_named(tiny_model: TinyModel, tmp_path: Pa
         (
             "llama",
             {"architectures": ["GPT2LMHeadModel"]},
-            "'GPT2LMHeadModel' is not supported; supported: .*, LlamaForCausalLM, .*, Qwen3Next",
+            "'GPT2LMHeadModel' is not supported; docs/reference/models.md lists",
         ),
+        (
+            "llama",
+            {"architectures": ["Gemma2ForCausalLM"]},
+            "is not supported: the nearest is Gemma3ForCausalLM, which lacks capped scores",
+        ),
+        ("llama", {"architectures": ["Qwen3ForCausualLM"]}, "is Qwen3ForCausalLM meant"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, "the checkpoint is quantized"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},

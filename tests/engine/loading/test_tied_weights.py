@@ -14,6 +14,7 @@ from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
 from tests.support.engine.edited_models import edit_config, edit_weights
 from tests.support.engine.qwen_mtp import TheirHead
+from tests.support.engine.tiny_models import CLASSES
 
 CPU = torch.device("cpu")
 IDS = [(7 * i * i + 3 * i) % 128 for i in range(40)]
@@ -22,6 +23,7 @@ KINDS = (
     "qwen3_5_moe_text", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
     "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3",
     "gemma3_text", "gemma3", "gemma4_text", "gemma4_moe", "gemma4_e2b", "gemma4", "gpt_oss",
+    "mistral3_small", *CLASSES,
 )  # fmt: skip
 
 
@@ -38,6 +40,7 @@ def rename_embedding(tensors: dict[str, Tensor]) -> None:
     tensors["lm_head.weight"] = tensors.pop(the_embedding(tensors))
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("change", [add_another_head, rename_embedding])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_equal_transformers(

@@ -31,13 +31,15 @@ from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from tests.support.engine.alone_rows import Alone
 from tests.support.engine.engine_rows import Request, expect_short_rows, run
 from tests.support.engine.forced_drafts import ForcedStrategy
+from tests.support.engine.tiny_models import CLASSES
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 GEMMA = ("gemma3_text", "gemma3", "gemma4_text", "gemma4_e2b")
-DENSE = ("ministral3", "mistral3", "olmo3", "smollm3", *GEMMA)
-KINDS = (*LATENT, "glm4_moe", "minimax_m2", "gpt_oss", "gemma4_moe", *DENSE)
+SPARSE = ("mixtral", "dots1", "granitemoe", "ernie4_5_moe")
+DENSE = ("ministral3", "mistral3", "olmo3", "smollm3", *GEMMA, *sorted(CLASSES.keys() - SPARSE))
+KINDS = (*LATENT, "glm4_moe", "minimax_m2", "gpt_oss", "gemma4_moe", *SPARSE, *DENSE)
 
 
 def load(folder: Path, device: torch.device = CPU) -> CausalLM:
@@ -121,6 +123,7 @@ def cache_gib(folder: Path, tokens: int) -> float:
     return ((tokens + 16) * of_token + of_window) / 2**30
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("batched", "overlap", "block_size"),
     [(48, True, 4), (2048, False, 16), pytest.param(6, False, 4, marks=pytest.mark.slow)],
@@ -141,6 +144,7 @@ def test_any_schedule(
     assert engine.stats.cached_tokens > 0
 
 
+@pytest.mark.quick(1)
 def test_rows_that_lose_their_caches(
     alone: Alone, folder: Path, columns: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +158,7 @@ def test_rows_that_lose_their_caches(
     assert engine.stats.preemptions
 
 
+@pytest.mark.quick(1)
 def test_drafts_that_fall_anywhere_are_taken_back(
     alone: Alone, folder: Path, columns: tuple[str, ...]
 ) -> None:
@@ -166,6 +171,7 @@ def test_drafts_that_fall_anywhere_are_taken_back(
     assert all(strategy.held)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "k", [3, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 4, 5, 6, 7))]
 )
@@ -177,6 +183,7 @@ def test_ngram_drafts(alone: Alone, folder: Path, columns: tuple[str, ...], k: i
     assert engine.stats.counts["num_draft_tokens"] > 0
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_log_probabilities_and_experts(
     kind: str, tiny_model: TinyModel, reference_logits: Callable[[Path, list[int]], torch.Tensor]
@@ -191,7 +198,8 @@ def test_greedy_tokens_log_probabilities_and_experts(
         return
     theirs = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.float32)
     layers = theirs.model.layers
-    parts = [layer if hasattr(layer, "router") else layer.mlp for layer in layers]
+    moe = "block_sparse_moe" if kind == "granitemoe" else "mlp"
+    parts = [layer if hasattr(layer, "router") else getattr(layer, moe) for layer in layers]
     routers = [getattr(p, "router", None) or p.gate for p in parts if hasattr(p, "experts")]
     chosen: list[list[set[int]]] = []
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoModelForCausalLM, InternLM3Config
 
 from batchgen.engine.caches.cache_specs import KVSpec
 from batchgen.engine.caches.model_caches import paged_token_bytes, window_token_bytes
@@ -21,8 +24,10 @@ from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.dense import DenseConfig
 from batchgen.engine.models.gemma4 import Gemma4ForConditionalGeneration
 from batchgen.engine.models.gemma4_config import Gemma4Config
+from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.models.moe_model import MoEConfig
 from tests.support.engine.edited_models import edit_config
+from tests.support.engine.tiny_models import CLASSES, SIZES
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -34,6 +39,10 @@ YARN: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {
     "enable_moe_block": True, "num_experts": 7, "top_k_experts": 2, "moe_intermediate_size": 24
+}  # fmt: skip
+LONG: dict[str, Any] = {
+    "rope_type": "longrope", "rope_theta": 1000.0, "original_max_position_embeddings": 220,
+    "short_factor": [1 + i / 9 for i in range(8)], "long_factor": [2.0 + i for i in range(8)],
 }  # fmt: skip
 ALL_FULL = {"layer_types": ["full_attention"] * 3}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -81,9 +90,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm biases": ("smollm3", {"attention_bias": True, "mlp_bias": True}),
     "smollm turns nowhere": ("smollm3", {"no_rope_layers": [0, 0, 0]}),
     "smollm turns everywhere": ("smollm3", {"no_rope_layers": None}),
+    "mistral": ("mistral", {}),
+    "mistral with windows": ("mistral", {"sliding_window": 9, "num_key_value_heads": 1}),
+    "mistral small with a tower": ("mistral3_small", {"sliding_window": None}),
+    "mixtral": ("mixtral", {}),
+    "mixtral with windows and fused experts": ("mixtral", {
+        "sliding_window": 24, "split_experts": False}),
+    "olmo 2": ("olmo2", {"attention_bias": True}),
+    "seed": ("seed_oss", {}),
+    "seed biases": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    "exaone": ("exaone4", {}),
+    "exaone without windows": ("exaone4", ALL_FULL | {"sliding_window": None}),
+    "dots": ("dots1", {}),
+    "dots sparse from the first layer": ("dots1", {"norm_topk_prob": False, "n_group": 1,
+                                              "topk_group": 1, "first_k_dense_replace": 0}),
+    "granite": ("granite", {}),
+    "granite tied": ("granite", {"attention_bias": True, "mlp_bias": True,
+                                 "tie_word_embeddings": True}),
+    "granite with experts": ("granitemoe", {}),
+    "glm 4 9b": ("glm", {}),
+    "glm 4 9b turns whole heads": ("glm", {"attention_bias": False, "rope_parameters": DEFAULT}),
+    "glm 4 0414": ("glm4", {}),
+    "ernie": ("ernie4_5", {"use_bias": True}),
+    "ernie untied": ("ernie4_5", {"tie_word_embeddings": False}),
+    "ernie with experts": ("ernie4_5_moe", {}),
+    "ernie with experts in every other layer": ("ernie4_5_moe", {
+        "moe_layer_interval": 2, "moe_num_shared_experts": 0, "num_hidden_layers": 4}),
+    "phi": ("phi3", {"sliding_window": 24}),
+    "phi mini, long": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 220}),
+    "phi mini": ("phi3", {"rope_parameters": DEFAULT | {"partial_rotary_factor": 0.75}}),
 }  # fmt: skip
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(
     name: str,
@@ -102,7 +141,7 @@ def test_logits_equal_transformers(
         assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
 
 
-DUMMY = ("glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3", "gemma3", "gpt_oss")
+DUMMY = ("glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3", "gemma3", "gpt_oss", *CLASSES)
 
 
 @pytest.mark.parametrize("kind", [*DUMMY, "gemma4_moe", "gemma4_e2b"])
@@ -110,6 +149,80 @@ def test_dummy_weights(kind: str, tiny_model: TinyModel, run_paged: Callable[...
     model = load_model(tiny_model(kind), device=CPU, load_format="dummy")
     model.pack()
     assert run_paged(model, IDS[:20], [20]).isfinite().all()
+
+
+def sizes(hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv, "vocab_size": vocab,
+    }  # fmt: skip
+
+
+HEAD = {"head_dim": 128}
+TIED = {"tie_word_embeddings": True}
+FACTORS = {
+    "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0,
+    "residual_multiplier": 0.22,
+}  # fmt: skip
+PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
+    "Mistral-7B-v0.3": ("mistral", sizes(4096, 14336, 32, 32, 8, 32768), 7.248e9),
+    "Mistral-Small-24B": ("mistral", sizes(5120, 32768, 40, 32, 8, 131072) | HEAD, 23.57e9),
+    "Mixtral-8x7B": ("mixtral", sizes(4096, 14336, 32, 32, 8, 32000), 46.70e9),
+    "phi-4": ("phi3", sizes(5120, 17920, 40, 40, 10, 100352), 14.66e9),
+    "Phi-4-mini": ("phi3", sizes(3072, 8192, 32, 24, 8, 200064) | TIED, 3.836e9),
+    "glm-4-9b": ("glm", sizes(4096, 13696, 40, 32, 2, 151552), 9.40e9),
+    "GLM-4-32B-0414": (
+        "glm4", sizes(6144, 23040, 61, 48, 2, 151552) | {"attention_bias": False}, 32.57e9),
+    "granite-3.3-8b": ("granite", sizes(4096, 12800, 40, 32, 8, 49159) | TIED | FACTORS, 8.17e9),
+    "granite-3.1-3b-a800m": (
+        "granitemoe",
+        sizes(1536, 512, 32, 24, 8, 49155) | TIED | FACTORS
+        | {"num_local_experts": 40, "num_experts_per_tok": 8}, 3.30e9),
+    "OLMo-2-1124-13B": ("olmo2", sizes(5120, 13824, 40, 40, 40, 100352), 13.72e9),
+    "Seed-OSS-36B": ("seed_oss", sizes(5120, 27648, 64, 80, 8, 155136), 36.15e9),
+    "EXAONE-4.0-32B": ("exaone4", sizes(5120, 27392, 64, 40, 8, 102400) | HEAD, 32.0e9),
+    "dots.llm1": (
+        "dots1", sizes(4096, 10944, 62, 32, 32, 152064) | {
+            "n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6,
+            "first_k_dense_replace": 1, "moe_intermediate_size": 1408}, 142.8e9),
+    "ERNIE-4.5-21B-A3B": ("ernie4_5_moe", sizes(2560, 12288, 28, 20, 4, 103424), 21.83e9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_published_sizes(name: str, tmp_path: Path) -> None:
+    kind, values, parameters = PUBLISHED[name]
+    family, _ = CLASSES[kind]
+    hf = getattr(transformers, f"{family}Config")(**values)
+    hf.architectures = [f"{family}ForCausalLM"]
+    hf.save_pretrained(tmp_path)
+    config = load_config(tmp_path)
+    kind_of = model_class(config.architecture, tmp_path)
+    model = kind_of(config, device=torch.device("meta"), dtype=torch.bfloat16)
+    assert model.num_parameters == pytest.approx(parameters, rel=0.003)
+
+
+def test_internlm3(
+    tmp_path: Path, reference_logits: Callable[..., Tensor], run_paged: Callable[..., Tensor]
+) -> None:
+    """Published files say `qkv_bias` and `bias`, and name a class that transformers lacks."""
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(
+        InternLM3Config(**SIZES | {"attention_bias": True, "mlp_bias": True})
+    )
+    for name, parameter in theirs.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(0, 0.3)
+    theirs.save_pretrained(tmp_path / "theirs")
+    published: dict[str, Any] = {
+        "architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": True,
+        "attention_bias": None, "mlp_bias": None,
+    }  # fmt: skip
+    folder = edit_config(tmp_path / "theirs", tmp_path / "ours", **published)
+    shutil.copy(tmp_path / "theirs" / "model.safetensors", folder)
+    ours = run_paged(load_model(folder, device=CPU), IDS, [64, 136])
+    logits = reference_logits(tmp_path / "theirs", IDS)
+    assert float((ours - logits).abs().max() / logits.abs().max()) < 1e-5
 
 
 def test_the_published_names_of_minimax(tiny_model: TinyModel) -> None:
@@ -214,6 +327,7 @@ E2B = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("changes", "parameters", "of_token", "kv_bytes", "window_bytes"),
     [
@@ -290,7 +404,13 @@ def test_a_router_in_float32_stays_so(tiny_model: TinyModel) -> None:
         ("minimax_m2", {"sliding_window": 8}, "sliding_window 8"),
         ("ministral3", {"sliding_window": -8}, "sliding_window is -8"),
         ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": "x"}}, "llama_4"),
-        ("mistral3", {"text_config": {"model_type": "mistral"}}, "model_type is 'mistral'"),
+        ("mistral3", {"text_config": {"model_type": "llama"}}, "model_type is 'llama'"),
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias is true"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min 0.1"),
+        ("exaone4", {"layer_types": ["full_attention"]}, "layer"),
+        ("dots1", {"n_group": 3}, "n_group 3"),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer"),
         ("olmo3", {"sliding_window": 0}, "sliding_window is 0"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
@@ -327,5 +447,9 @@ def test_what_the_families_declare(tiny_model: TinyModel) -> None:
     large = load_config(tiny_model("glm4_moe", use_qk_norm=True)).family_as(MoEConfig)
     air = load_config(tiny_model("glm4_moe")).family_as(MoEConfig)
     assert (large.qk_norm, air.qk_norm, air.rotary_dim, air.shared_size) == ("head", None, 8, 64)
+    long = load_config(
+        tiny_model("phi3", rope_parameters=LONG, original_max_position_embeddings=220)
+    )
+    assert long.max_position_embeddings == 220
     ministral = load_config(tiny_model("mistral3")).family_as(DenseConfig)
     assert ministral.query_scale is not None and ministral.query_scale.original == 32

@@ -141,6 +141,7 @@ def marks_of(mode: int, rule: int, length: int) -> list[pytest.MarkDecorator]:
     return [] if is_quick else [pytest.mark.slow]
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     ("length", "rule", "mode"),
     [
@@ -185,6 +186,7 @@ def test_rows_are_those_of_the_reference(
     assert engine.stats.strategy["steps_per_block"] == steps_per_block
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_the_mask_token_is_never_generated(
     tiny_model: Callable[..., Path], tmp_path: Path, rule: dict[str, Any]
@@ -211,6 +213,7 @@ def test_the_mask_token_is_never_generated(
             assert np.isfinite(output.columns["top_logprobs"]).all()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rule", [RULES[2], RULES[4]], ids=str)
 @pytest.mark.parametrize("length", [4, pytest.param(32, marks=pytest.mark.slow)])
 def test_commits_may_go_alone_or_find_no_room(
@@ -245,6 +248,7 @@ def test_commits_may_go_alone_or_find_no_room(
     assert 0 < some < sum(one.counts["num_commit_forwards"] for one in alone)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("length", [4, 32])
 def test_stop_strings_end_rows_wherever_they_stand(
     tiny_model: Callable[..., Path], length: int
@@ -270,6 +274,7 @@ def test_stop_strings_end_rows_wherever_they_stand(
         assert found.columns["step_map"].tolist() == whole.columns["step_map"][:count].tolist()
 
 
+@pytest.mark.quick(1)
 @RULES_AND_OVERLAP
 def test_preempted_rows_go_on_as_if_nothing_had_happened(
     tiny_model: Callable[..., Path],
@@ -289,6 +294,7 @@ def test_preempted_rows_go_on_as_if_nothing_had_happened(
             np.testing.assert_array_equal(output.columns[name], values)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("length", [4, 8, 32])
 def test_rows_that_share_prefixes_are_those_of_rows_that_do_not(
     tiny_model: Callable[..., Path], length: int

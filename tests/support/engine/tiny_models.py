@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 MASK_ID = 127
 VARIANTS = (
     "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3", "gemma3_text", "gemma3",
-    "gemma4_text", "gemma4_moe", "gemma4_e2b", "gemma4", "gpt_oss",
+    "gemma4_text", "gemma4_moe", "gemma4_e2b", "gemma4", "gpt_oss", "mistral3_small",
 )  # fmt: skip
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -90,6 +90,35 @@ _YARN: dict[str, Any] = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.3,
 }
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 7.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.17,
+    "logits_scaling": 5.0,
+}
+_LOCAL: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32}
+_ERNIE: dict[str, Any] = {
+    "moe_num_experts": 8,
+    "moe_k": 3,
+    "moe_intermediate_size": 32,
+    "moe_layer_start_index": 1,
+}
+CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dots1": ("Dots1", _MOE_V3 | {"attention_bias": False, "rope_parameters": None}),
+    "ernie4_5": ("Ernie4_5", {}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", _ERNIE),
+    "exaone4": ("Exaone4", {"sliding_window": 24, "sliding_window_pattern": 2}),
+    "glm": ("Glm", {}),
+    "glm4": ("Glm4", {}),
+    "granite": ("Granite", _GRANITE),
+    "granitemoe": ("GraniteMoe", _GRANITE | _LOCAL),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mixtral": ("Mixtral", _LOCAL),
+    "olmo2": ("Olmo2", {}),
+    "phi3": ("Phi3", {}),
+    "seed_oss": ("SeedOss", {}),
+}
+"""Families of plain options by their kinds: the name of their classes, and values of their own."""
 _PIXTRAL: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -122,7 +151,7 @@ def random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         model = _causal("Qwen2Moe", _MOE | {"shared_expert_intermediate_size": 48} | values)
     elif kind == "qwen3_next" or kind.startswith("qwen3_5"):
         model = _random_hybrid(kind, config)
-    elif kind in VARIANTS:
+    elif kind in VARIANTS or kind in CLASSES:
         model = _random_variant(kind, config)
     elif kind.startswith(("deepseek", "glm4")):
         model = _random_latent(kind, config)
@@ -196,11 +225,15 @@ def _random_variant(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         yarn |= {"original_max_position_embeddings": 64, "beta_slow": 1.0, "truncate": False}
         own = {"sliding_window": 24, "intermediate_size": 64, "rope_parameters": yarn}
         return _causal("GptOss", values | gated | own | config)
-    values = {"rope_parameters": _YARN, "attn_implementation": "eager"} | values
+    if kind in CLASSES:
+        family, own = CLASSES[kind]
+        return _causal(family, SIZES | {"pad_token_id": None} | own | config)
+    if kind != "mistral3_small":
+        values = {"rope_parameters": _YARN, "attn_implementation": "eager"} | values
     if kind == "ministral3":
         return _causal("Ministral3", values)
     parts: dict[str, Any] = {
-        "text_config": values | {"model_type": "ministral3"},
+        "text_config": values | {"model_type": "ministral3" if kind == "mistral3" else "mistral"},
         "vision_config": _PIXTRAL,
         "tie_word_embeddings": values.get("tie_word_embeddings", False),
     }

@@ -13,8 +13,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.config.groups.job_config import JobConfig
-from batchgen.inputs.dataset.source import Source
-from batchgen.inputs.row_index.indexed_source import IndexedSource
 from batchgen.jobs.run.job_parts import JobParts
 from batchgen.pipelines.proof.audit.audited_job import AuditedRow, open_parts
 from batchgen.pipelines.proof.audit.drawn_places import drawn_places
@@ -90,9 +88,8 @@ def audit_set_rows(
 
 def _numbers(parts: JobParts, ids: set[str]) -> Mapping[str, int]:
     """The numbers of rows in their data set, by their ids."""
-    source: Source = parts.source
-    if isinstance(source, IndexedSource):
-        source.find_index(None)
+    source = parts.source
+    source.find_index(None)
     found: dict[str, int] = {}
     for row in source.rows():
         if row.id in ids:

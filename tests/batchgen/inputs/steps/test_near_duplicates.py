@@ -61,6 +61,7 @@ def test_most_of_what_is_near_is_found(length: int, changed: int) -> None:
     assert found >= 0.95 * pairs
 
 
+@pytest.mark.thorough
 def test_it_takes_so_much_memory_a_row() -> None:
     draw, index, rows = np.random.default_rng(0), NearDuplicates(0.8), 20_000
     for number in range(rows):

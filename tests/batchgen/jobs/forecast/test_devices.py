@@ -66,6 +66,7 @@ def test_the_settings_of_a_plan_are_told_from_the_keys_of_the_job() -> None:
         ("plan.most_bad=2", "0 to 1"),
         ("plan.price_per_hour=-2", "at least 0"),
         ("plan.like", "has no value"),
+        (r"plan.like='a\nb'", "cannot be read: .* in single quotes may be the end of a line"),
     ],
 )
 def test_mistakes_in_the_settings_are_named(argument: str, says: str) -> None:

@@ -44,6 +44,7 @@ def data(out: Path) -> dict[str, str]:
     return {name: digest for name, digest in contents(out).items() if name.startswith("data/")}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "kind",
     [k if k in ("plain", "choice") else pytest.param(k, marks=pytest.mark.slow) for k in KINDS],
@@ -89,6 +90,7 @@ def finished(out: Path) -> int:
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "other",
     [

@@ -23,6 +23,7 @@ def _run(job: FakeJob) -> None:
     os._exit(job.run().exit_code)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("rows_per_shard", "seed"), [(16, 0), (3, 1), pytest.param(1000, 2, marks=pytest.mark.slow)]
 )

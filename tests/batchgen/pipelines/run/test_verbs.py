@@ -36,6 +36,7 @@ def out(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     yield folder / "out"
 
 
+@pytest.mark.thorough
 def test_status_tells_of_all_steps(out: Path, capsys: Said) -> None:
     capsys.readouterr()
     assert run_command(["status", str(out)]) == 0
@@ -69,6 +70,7 @@ def test_every_verb_of_jobs_takes_a_step(out: Path, tmp_path: Path, capsys: Said
     assert run_command(["grade", f"{out}/draft"]) == 0
 
 
+@pytest.mark.thorough
 def test_audit_computes_rows_of_every_step_again(out: Path, capsys: Said) -> None:
     model = yaml.safe_load((out.parent / "pipeline.yaml").read_text())["model.path"]
     rows = f"dataset.path={out.parent}/rows.jsonl"  # of the first step; the others read each other
@@ -83,6 +85,7 @@ def test_audit_computes_rows_of_every_step_again(out: Path, capsys: Said) -> Non
     assert "model" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_audit_names_the_step_whose_rows_differ(out: Path, tmp_path: Path, capsys: Said) -> None:
     copy = Path(shutil.copytree(out, tmp_path / "copy"))
     shard = folders(copy)["last"] / "data/part-00000.parquet"

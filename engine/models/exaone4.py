@@ -1,0 +1,45 @@
+"""EXAONE 4.0 (LG AI Research 2025, arXiv 2507.11407): norms behind the parts of a layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batchgen.engine.models.dense import (
+    WINDOW,
+    DenseForCausalLM,
+    dense_config,
+    head_size,
+    layer_windows,
+)
+from batchgen.engine.models.model_config import ModelConfig, rope_from_parameters
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class Exaone4ForCausalLM(DenseForCausalLM):
+    """EXAONE 4: in the 32B three of four layers have a sliding window, and the others rotate
+    nothing; in the 1.2B all layers see all tokens and rotate."""
+
+    qk_norm = "head"
+    norm_places = "after"
+
+    hf_class = "Exaone4Config"
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        windows = layer_windows(hf)
+        rope = rope_from_parameters(hf.rope_parameters)
+        mixed = hf.sliding_window is not None
+        ropes = [rope if kind == WINDOW else None for kind in hf.layer_types] if mixed else ()
+        return dense_config(
+            hf,
+            cls,
+            head_dim=head_size(hf),
+            qkv_bias=False,
+            output_bias=False,
+            mlp_bias=False,
+            rope=rope,
+            layer_ropes=ropes,
+            layer_windows=windows,
+        )
