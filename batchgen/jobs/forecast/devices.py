@@ -124,9 +124,8 @@ def measured_cpu(dtype: torch.dtype, seconds: float) -> Device:
     some = x[:_FEW_ROWS]
     few = 2 * _FEW_ROWS * inputs * outputs / _seconds(lambda: linear(some, weight), seconds)
     bandwidth = _STREAM_BYTES / _seconds(stream.sum, seconds)
-    return Device(
-        "cpu", bandwidth, many, many, few_rows=float(np.clip(few / many, _LEAST_SHARE, 1.0))
-    )
+    share = min(max(few / many, _LEAST_SHARE), 1.0)
+    return Device("cpu", bandwidth, many, many, few_rows=share)
 
 
 def _seconds(work: Callable[[], object], seconds: float) -> float:
