@@ -15,10 +15,9 @@ from batchgen.util.shorten import some_names
 from batchgen.util.templates.template_bounds import TemplateLimit
 from batchgen.util.templates.template_sandbox import (
     RENDER_ERRORS,
-    AbsentField,
-    BoundedEnvironment,
     WholeRow,
     is_null,
+    row_environment,
 )
 
 _SINGLE_BRACES = re.compile(r"(?<![{\w^}\]])\{\s*(\w+)\s*\}(?!\})")
@@ -47,13 +46,9 @@ class RowTemplate:
     """
 
     def __init__(self, key: str, source: str, columns: Collection[str]) -> None:
-        env = BoundedEnvironment(
-            filters={"tojson": _to_json},
-            undefined=AbsentField,
-            keep_trailing_newline=True,
-            finalize=_data,
+        env = row_environment(
+            filters={"tojson": _to_json}, keep_trailing_newline=True, finalize=_data
         )
-        env.tests["none"] = is_null
         self.key = key
         try:
             tree = env.parse(source)

@@ -208,6 +208,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return bounded
 
 
+def row_environment(**options: Any) -> BoundedEnvironment:
+    """The environment of what reads the columns of a row, where an absent field is null."""
+    env = BoundedEnvironment(undefined=AbsentField, **options)
+    env.tests["none"] = is_null
+    return env
+
+
 def _bounded(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that counts what it makes before it makes it."""
     if name in bounds.FREE:
