@@ -18,8 +18,8 @@ from batchgen.kernels.attention.kv_gather import upload
 from batchgen.kernels.rules import BY_BATCH, BitRules
 
 MOST_ROWS = 256
-"""The most rows of a decode step in which tokens are read again, so that its partial results take no
-more memory than those of other decode steps."""
+"""The most rows of a decode step in which tokens are read again, so that its partial results take
+no more memory than those of other decode steps."""
 
 
 @dataclass(frozen=True, slots=True)

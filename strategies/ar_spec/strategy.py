@@ -227,7 +227,8 @@ class ARSpecStrategy(Strategy):
     def by_schedule(self) -> frozenset[str]:
         # Where steps begin, and so what they draft, changes with a preemption; n-grams of other
         # rows displace those of a row; and an adaptive number of drafts follows the clock.
-        return frozenset(each.name for each in (*self.counts, *self.columns))
+        counts = {count.name for count in self.counts}
+        return frozenset(counts | {column.name for column in self.columns})
 
     def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
         state = self.step_inputs
