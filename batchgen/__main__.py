@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from batchgen.api.python.configured_job import run_configured
 from batchgen.cli.cpu_threads import share_cores
 from batchgen.cli.job_outcome import be_quiet, refusal, report
-from batchgen.cli.options import Options, asks_hydra, parse_options
+from batchgen.cli.options import Options, asks_hydra, choice_folders, parse_options, warn_of_repeats
 from batchgen.cli.verb_table import VERBS, run_verb
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.text.terminal import guard_terminal
@@ -68,7 +68,7 @@ def _run_options(options: Options) -> int:
     if "--help" in options.flags:
         from batchgen.cli.help import help_text
 
-        print(help_text(options.overrides))
+        print(help_text(options.overrides, choice_folders(options)))
         return 0
     if "--completion" in options.flags:
         from batchgen.cli.completion import completion_script
@@ -81,8 +81,12 @@ def _run_options(options: Options) -> int:
         return run_hydra(options)
     from batchgen.cli.run_options import composed, composed_pipeline, show_config
 
+    warn_of_repeats(options)
     if "--cfg" in options.flags:
         return show_config(options)
+    for flag in ("--package", "--resolve"):
+        if flag in options.flags:
+            raise ConfigError(f"{flag} says how --cfg job prints a job: add --cfg job")
     if (pipeline := composed_pipeline(options)) is not None:
         return _run_pipeline(pipeline, options)
     if {"--multirun", "--dry-run"} <= options.flags:

@@ -16,6 +16,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
+from tests.support.cases import mark_all_but_quick
+
 # Triton decides when a kernel is defined: before any import of the project.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -70,12 +72,13 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before the tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    mark_all_but_quick(items)
 
 
 TEST_CPU_SECONDS = 2.0  # what a test may cost that is neither thorough nor slow
@@ -114,7 +117,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         if isinstance(report, pytest.TestReport) and report.when == "teardown"
     ]
     costs = {report: _cost(report) for report in reports}
-    terminalreporter.write_line(f"{sum(costs.values()):.0f} CPU seconds in {len(costs)} tests")
+    if costs:
+        terminalreporter.write_line(f"{sum(costs.values()):.0f} CPU seconds in {len(costs)} tests")
     dear = [
         (cost, report.nodeid)
         for report, cost in costs.items()

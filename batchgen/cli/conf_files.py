@@ -5,7 +5,9 @@ Help and job files take their texts from there, so that each is written once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from batchgen.config.groups.config_keys import choice_text
 
@@ -34,12 +36,12 @@ class Choice:
     entries: tuple[Entry, ...]
 
 
-def read_choice(group: str, name: str) -> Choice:
-    """A choice with its comments, from its file in conf/."""
+def read_choice(group: str, name: str, folders: Sequence[Path] = ()) -> Choice:
+    """A choice with its comments, from its file in conf/ or in a folder of the user."""
     about: tuple[str, ...] | None = None
     entries: list[Entry] = []
     comment: list[str] = []
-    for line in choice_text(group, name).splitlines():
+    for line in choice_text(group, name, folders).splitlines():
         if line.startswith("#"):
             comment.append(line[1:].removeprefix(" "))
         elif about is None and not line.startswith(" "):

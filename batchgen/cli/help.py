@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from batchgen.cli.conf_files import Entry, read_choice
 from batchgen.cli.options import FLAGS
@@ -40,7 +41,7 @@ _VALUES = r"""
 A text is taken as it is typed, so one level of quotes for the shell is enough:
     'prompt.user={{ question }} (a, b=c)?'     output.dir=runs/lr=0.1     'constraint.pattern=\d+'
 In prompts, stop strings and choices \n is the end of a line and \\ a backslash. Text in double
-quotes has the escapes \n \t \r \" \\ \uXXXX \xXX everywhere; text in single quotes has none.
+quotes has the escapes \n \t \r \" \\ \uXXXX \xXX everywhere; in single quotes these are refused.
 A list is written [a,"b, c"] or a,b; a mapping {key: value}; nothing is null; ${KEY} is the value of
 another key (\${ is the text). +KEY=VALUE adds a key, ~KEY takes one away.
 A choice follows from its keys where they say enough: model.path=… is model=hf."""
@@ -51,16 +52,17 @@ _COMMON = (
 )
 
 
-def help_text(about: Sequence[str]) -> str:
-    """The help; with words, that of groups, choices (GROUP=CHOICE), keys or lists of steps."""
-    return "\n\n".join(map(_about, about)) if about else _overview()
+def help_text(about: Sequence[str], folders: Sequence[Path] = ()) -> str:
+    """The help; with words, that of groups, choices (GROUP=CHOICE), keys or lists of steps. Choices
+    may lie in `folders`, too."""
+    return "\n\n".join(_about(w, folders) for w in about) if about else _overview(folders)
 
 
-def _overview() -> str:
+def _overview(folders: Sequence[Path]) -> str:
     parts = [_USAGE]
     rows = [(f"{name} {verb.arguments}", verb.help) for name, verb in VERBS.items()]
     parts.append(_table("Verbs (batchgen VERB --help)", rows))
-    rows = [(group, ", ".join(_default_first(group))) for group in _GROUPS]
+    rows = [(group, ", ".join(_default_first(group, folders))) for group in _GROUPS]
     title = "Groups and their choices, the default first (batchgen --help GROUP)"
     parts.append(_table(title, rows))
     rows = [(name, ", ".join(CLASSES[name])) for name in STEP_LISTS]
@@ -72,17 +74,18 @@ def _overview() -> str:
     return "\n\n".join(parts)
 
 
-def _about(word: str) -> str:
+def _about(word: str, folders: Sequence[Path]) -> str:
+    word = word.lstrip("+")  # as +experiment=NAME is typed
     group, equals, choice = word.partition("=")
     if word in _GROUPS:
-        return _group_help(word)
+        return _group_help(word, folders)
     if word in STEP_LISTS:
         return steps_help(word)
     if equals and group in _GROUPS:
-        if choice not in choices(group):
-            names = ", ".join(choices(group))
+        if choice not in choices(group, folders):
+            names = ", ".join(choices(group, folders))
             raise ConfigError(f"{word}: {group} has no choice {choice}: choose among {names}")
-        return _choice_help(group, choice)
+        return _choice_help(group, choice, folders)
     if word in all_keys():
         return "\n".join(_entry_lines(_entry(word), word))
     guess = nearest(word, (*GROUPS, *STEP_LISTS)) or nearest_key(word)
@@ -92,18 +95,18 @@ def _about(word: str) -> str:
     )
 
 
-def _group_help(group: str) -> str:
+def _group_help(group: str, folders: Sequence[Path]) -> str:
     """The choices of a group; keys that the choice before explains as well are only named."""
     told: list[Entry] = []
     texts = []
-    for name in _default_first(group):
-        texts.append(_choice_help(group, name, told))
-        told += read_choice(group, name).entries
+    for name in _default_first(group, folders):
+        texts.append(_choice_help(group, name, folders, told))
+        told += read_choice(group, name, folders).entries
     return "\n\n".join(texts)
 
 
-def _choice_help(group: str, name: str, told: Sequence[Entry] = ()) -> str:
-    choice = read_choice(group, name)
+def _choice_help(group: str, name: str, folders: Sequence[Path], told: Sequence[Entry] = ()) -> str:
+    choice = read_choice(group, name, folders)
     default = default_choices().get(group) == name
     lines = [f"{group}={name}{' (the default)' if default else ''}"]
     lines += [f"    {line}" for line in choice.about]
@@ -112,7 +115,8 @@ def _choice_help(group: str, name: str, told: Sequence[Entry] = ()) -> str:
         return "\n".join(lines)
     for entry in choice.entries:
         if entry not in told:
-            lines += _entry_lines(entry, f"{group}.{entry.name}")
+            is_key = entry.name != "defaults"  # of a file of the user, what it begins with
+            lines += _entry_lines(entry, f"{group}.{entry.name}" if is_key else entry.name)
     if again := [entry.name for entry in choice.entries if entry in told]:
         named = f"  as above: {', '.join(again)}"
         lines += textwrap.wrap(named, _WIDTH, subsequent_indent="    ")
@@ -134,9 +138,9 @@ def _entry(key: str) -> Entry:
     return next(entry for entry in read_choice(group, choice).entries if entry.name == name)
 
 
-def _default_first(group: str) -> list[str]:
+def _default_first(group: str, folders: Sequence[Path] = ()) -> list[str]:
     default = default_choices().get(group)
-    return sorted(choices(group), key=lambda name: name != default)
+    return sorted(choices(group, folders), key=lambda name: name != default)
 
 
 def _sentence(entry: Entry) -> str:

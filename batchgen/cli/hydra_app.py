@@ -28,8 +28,8 @@ from batchgen.api.python.configured_job import Result, run_configured
 from batchgen.cli.cpu_threads import share_cores
 from batchgen.cli.hydra_arguments import HydraArguments, hydra_argument, hydra_arguments
 from batchgen.cli.job_outcome import be_quiet, report
-from batchgen.cli.options import Options
-from batchgen.cli.run_options import choice_folders, trust_of
+from batchgen.cli.options import Options, choice_folders
+from batchgen.cli.run_options import trust_of
 from batchgen.cli.sweep import (
     SweepJob,
     dated_folder,
@@ -212,12 +212,9 @@ def _command_line(arguments: Sequence[str]) -> Iterator[None]:
 def _flags(options: Options) -> list[str]:
     """The options in Hydra's words."""
     flags = sorted(options.flags & {"--multirun", "--hydra-help", "--resolve"})
-    for flag in ("--cfg", "--info", "--experimental-rerun"):
+    for flag in ("--cfg", "--package", "--info", "--experimental-rerun"):
         flags += [f"{flag}={value}" for value in options.values.get(flag, ())[-1:]]
-    folders = choice_folders(options)
-    if len(folders) > 1:
-        raise ConfigError("--config-dir: Hydra's launchers take one folder: leave the others out")
-    return [*flags, *(f"--config-dir={folder}" for folder in folders)]
+    return [*flags, *search_path(choice_folders(options))]
 
 
 def _check_plugins(arguments: Sequence[str]) -> None:
@@ -244,9 +241,13 @@ def _check_trusted(options: Options, trust: Trust) -> None:
 
 def _check_choices(options: Options) -> None:
     """Refuse choices and keys that Hydra does not have, before a sweep gets its folder."""
-    folders, overrides = choice_folders(options), list(options.hydra)
-    if folders and _value(overrides, "hydra.searchpath") is None:
-        overrides.append(search_path(folders))
+    if (_value(options.hydra, "hydra.job.chdir") or "").lower() == "true":
+        raise ConfigError(
+            "hydra.job.chdir=true: batchgen stays in the folder in which it was started, so that "
+            "paths mean what they say: leave it out; output.dir and hydra.run.dir say where a job "
+            "goes"
+        )
+    overrides = [*options.hydra, *search_path(choice_folders(options))]
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_module("batchgen.conf", version_base="1.3"):

@@ -15,8 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Quote, QuotedString, RangeSweep
 from hydra.errors import HydraException
 
-from batchgen.cli.options import Options
-from batchgen.cli.run_options import choice_folders, compose_options, job_file
+from batchgen.cli.options import Options, choice_folders
+from batchgen.cli.run_options import compose_options, job_file
 from batchgen.cli.sweep import FolderNames, swept, swept_values
 from batchgen.config.compose.compose_config import collect
 from batchgen.config.compose.overrides import Override, parse_override

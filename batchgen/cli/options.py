@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from batchgen.cli.verb_table import VERBS
 from batchgen.util.errors import ConfigError
-from batchgen.util.paths import short_user_path
+from batchgen.util.paths import short_user_path, user_path
 
 FLAGS = {
     "--help": "this help; --help GROUP, --help GROUP=CHOICE and --help KEY tell more",
     "--version": "the versions of batchgen and of what it computes with",
     "--dry-run": "show the first prompts as the model will read them, and load no weights",
     "--multirun": "run a job for each value of a=1,2,3 (choice(…), range(…) and glob(…) too)",
-    "--cfg": "--cfg job prints the job as a job file and runs nothing; with --resolve, checked",
+    "--cfg": "--cfg job prints the job as a job file and runs nothing; with --resolve, checked; "
+    "with --package GROUP, one group of it",
     "--resolve": "",
+    "--package": "",
     "--config-dir": "--config-dir DIR: a folder with further choices, laid out as conf/ is",
     "--trust": "--trust PATH: run the code of others that a job file or --config-dir at PATH names",
     "--config-path": "",
@@ -30,16 +33,22 @@ FLAGS = {
 """Option → what it does; empty for those that need no mention."""
 _SHORT = {
     **{"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cd": "--config-dir"},
+    **{"-p": "--package"},
     **{"-cp": "--config-path", "-cn": "--config-name", "-V": "--version"},
 }
 _WITH_VALUE = {
     **{"--cfg": "job", "--config-dir": "a folder", "--config-path": "a folder"},
     **{"--trust": "a job file, or a folder"},
-    **{"--config-name": "a name", "--completion": "bash, zsh or fish"},
+    **{"--config-name": "a name", "--package": "a group", "--completion": "bash, zsh or fish"},
     **{"--info": "a subject", "--experimental-rerun": "a pickled configuration"},
 }
 _OF_HYDRA = re.compile(r"(\+\+|\+|~)?hydra[./@]")
 """How arguments begin that set something of Hydra itself."""
+_SEARCHPATH = re.compile(r"\+{0,2}hydra\.searchpath=")
+"""How Hydra's users name folders with further choices, which is what --config-dir does."""
+
+_RUNNING = ("run", "start", "generate", "submit", "infer", "main")
+"""Words that other programs have for what needs no verb here."""
 
 
 @dataclass
@@ -63,8 +72,13 @@ def parse_options(arguments: Sequence[str]) -> Options:
         argument = rest.pop(0)
         if argument.startswith("-"):
             _take_option(options, argument, rest)
+        elif _SEARCHPATH.match(argument):
+            options.flags.add("--config-dir")
+            options.values.setdefault("--config-dir", []).extend(_searched(argument))
         elif _OF_HYDRA.match(argument):
             options.hydra.append(argument)
+        elif argument.count("{{") > argument.count("}}"):
+            raise ConfigError(_split_by_shell(argument, rest))
         elif _is_job_file(argument, helps):
             if options.job_file is not None:
                 raise ConfigError(
@@ -75,10 +89,44 @@ def parse_options(arguments: Sequence[str]) -> Options:
         else:
             _check_no_verb(argument, helps)
             options.overrides.append(argument)
-    if folders := options.values.get("--config-path"):
-        name = options.values.get("--config-name", ["config"])[-1].removesuffix(".yaml")
-        options.job_file = short_user_path(folders[-1], "--config-path") / f"{name}.yaml"
+    if options.flags & {"--config-path", "--config-name"}:
+        if options.job_file is not None:
+            raise ConfigError(
+                f"{options.job_file} is a job file: leave out --config-path and --config-name"
+            )
+        options.job_file = _named_file(options)
     return options
+
+
+def _searched(argument: str) -> list[str]:
+    """The folders that hydra.searchpath lists, as paths."""
+    from batchgen.config.groups.read_value import Unreadable, read_value
+
+    try:
+        names = read_value(argument.partition("=")[2], list[str]) or []
+    except Unreadable as error:
+        raise ConfigError(f"{argument} cannot be read: {error}") from None
+    for name in names:
+        if "://" in name and not name.startswith("file://"):
+            raise ConfigError(f"{argument}: further choices are read from folders: file:///FOLDER")
+    return [name.removeprefix("file://") for name in names]
+
+
+def _named_file(options: Options) -> Path:
+    """The job file that Hydra's --config-path and --config-name stand for: it lies in that folder,
+    or without one in a folder of --config-dir."""
+    name = options.values.get("--config-name", ["config"])[-1].removesuffix(".yaml") + ".yaml"
+    if folders := options.values.get("--config-path"):
+        return short_user_path(folders[-1], "--config-path") / name
+    folders = options.values.get("--config-dir", [])
+    files = [short_user_path(folder, "--config-dir") / name for folder in folders]
+    if file := next((file for file in files if file.is_file()), None):
+        return file
+    where = f"there is none in {' or '.join(folders)}" if folders else "its folder is not named"
+    raise ConfigError(
+        f"--config-name: {name} is a job file, and {where}: run it as `batchgen FOLDER/{name}`, or "
+        "add --config-path FOLDER"
+    )
 
 
 def asks_hydra(options: Options) -> bool:
@@ -89,6 +137,25 @@ def asks_hydra(options: Options) -> bool:
     if options.flags & {"--hydra-help", "--info", "--experimental-rerun"}:
         return True
     return bool(options.hydra) and not options.flags & {"--cfg", "--dry-run"}
+
+
+def warn_of_repeats(options: Options) -> None:
+    """Say on stderr which of several values of a key holds."""
+    last: dict[str, str] = {}
+    for argument in options.overrides:
+        key = argument.partition("=")[0].lstrip("+")
+        if (before := last.get(key, argument)) != argument:
+            print(f"batchgen: warning: {before} is overruled by {argument}", file=sys.stderr)
+        last[key] = argument
+
+
+def choice_folders(options: Options) -> list[Path]:
+    """The folders of the user with further choices; ConfigError if one is not there."""
+    folders = [user_path(name, "--config-dir") for name in options.values.get("--config-dir", [])]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir {folder}: there is no such folder")
+    return folders
 
 
 def _take_option(options: Options, argument: str, rest: list[str]) -> None:
@@ -109,22 +176,41 @@ def _take_option(options: Options, argument: str, rest: list[str]) -> None:
     options.flags.add(name)
 
 
+def _split_by_shell(argument: str, rest: Sequence[str]) -> str:
+    """What to say of a template that came without quotes, in several words."""
+    words = [argument]
+    for word in rest:
+        words.append(word)
+        if "}}" in word:
+            break
+    typed = " ".join(words)
+    return f"{argument} ends within a template, as the shell splits at spaces: write '{typed}'"
+
+
 def _no_option(argument: str) -> str:
     name = argument.lstrip("-")
-    if "." in name or "=" in name:
+    if "." in name:
         return f"{argument} is no option: keys are written without dashes: {name}"
-    from batchgen.config.groups.config_keys import nearest
+    from batchgen.config.groups.config_keys import nearest, nearest_key
 
-    guess = nearest(argument, FLAGS)
-    return f"{argument} is no option: " + (
-        f"did you mean {guess}?" if guess else "`batchgen --help` lists them"
-    )
+    if guess := nearest(argument, FLAGS):
+        return f"{argument} is no option: did you mean {guess}?"
+    word, equals, value = name.partition("=")
+    key = nearest_key(word.replace("-", "_")) if len(word) > 2 else None
+    if key is None:
+        return f"{argument} is no option: `batchgen --help` lists them"
+    return f"{argument} is no option: did you mean {key}={value if equals else '…'}?"
 
 
 def _check_no_verb(argument: str, helps: bool) -> None:
     """Raise ConfigError for a verb that is misspelt, or does not come first."""
     if helps or not argument.isalpha():
         return
+    if argument in _RUNNING:
+        raise ConfigError(
+            f"{argument} is no verb: a job runs without one: `batchgen job.yaml`, or "
+            "`batchgen model.path=… dataset.path=…`"
+        )
     from batchgen.config.groups.config_keys import nearest
 
     if argument in VERBS:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from batchgen.cli.options import Options
+from batchgen.cli.options import Options, choice_folders
 from batchgen.cli.verb_table import VERBS
 from batchgen.config.compose.compose_config import Composed, compose_groups
 from batchgen.config.compose.job_file import read_job_file
@@ -18,7 +17,7 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.pipelines.run.pipeline import Pipeline, compose_pipeline
 from batchgen.pipelines.run.pipeline_file import PIPELINE, STEPS, read_pipeline, ready_pipeline
 from batchgen.util.errors import ConfigError
-from batchgen.util.paths import short_user_path, user_path
+from batchgen.util.paths import short_user_path
 
 
 def composed(options: Options) -> JobConfig:
@@ -56,12 +55,19 @@ def show_config(options: Options) -> int:
     """Print the job, or the pipeline, as a file; returns the exit code."""
     if options.values["--cfg"][-1] != "job":
         raise ConfigError(f"--cfg {options.values['--cfg'][-1]}: write --cfg job, hydra or all")
+    package = options.values.get("--package", [None])[-1]
     if (pipeline := composed_pipeline(options)) is not None:
+        if package is not None:
+            raise ConfigError("--package shows a group of one job, and this is a pipeline")
         print(pipeline.text(), end="")
         return 0
     groups = compose_options(options, options.overrides).groups
     if "--resolve" in options.flags:
         groups = resolved(load_config(groups, TYPED))  # nothing of it runs
+    if package is not None:
+        if package not in groups:
+            raise ConfigError(f"--package {package}: choose among {', '.join(groups)}")
+        groups = {package: groups[package]}
     print(yaml.safe_dump(groups, sort_keys=False, allow_unicode=True), end="")
     return 0
 
@@ -72,15 +78,6 @@ def trust_of(options: Options, overrides: Sequence[str]) -> Trust:
     for option in ("--config-dir", "--experimental-rerun"):
         read += [short_user_path(name, option) for name in options.values.get(option, ())]
     return Trust.of(read, options.values.get("--trust", ()), overrides)
-
-
-def choice_folders(options: Options) -> list[Path]:
-    """The folders of the user with further choices; ConfigError if one is not there."""
-    folders = [user_path(name, "--config-dir") for name in options.values.get("--config-dir", [])]
-    for folder in folders:
-        if not folder.is_dir():
-            raise ConfigError(f"--config-dir {folder}: there is no such folder")
-    return folders
 
 
 def job_file(options: Options) -> tuple[dict[str, Any], dict[str, str]]:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _PARENT = Path("outputs/multirun")
 _ARGUMENTS = "sweep.yaml"
 _LONGEST_NAME = 100
+_CALL = re.compile(r"([^=]+)=\s*([a-z]+)\s*\((.*)\)\s*", re.DOTALL)
+"""An argument whose value is a function of Hydra: the key, the function, and what it is given."""
 
 
 @dataclass
@@ -64,6 +66,12 @@ def swept_values(argument: str) -> list[str] | None:
         return None
     from hydra.core.override_parser.types import Glob
 
+    if re.search("['\"]", argument) and (call := _CALL.fullmatch(argument)):
+        # Hydra takes the quotes away in its functions, so that nobody knows what they held.
+        if call[2] != "choice":
+            raise ConfigError(f"{argument}: {call[2]} takes no quotes: list the values as a,b")
+        listed = f"{call[1]}={call[3]}"
+        return swept_values(listed) or [listed]
     key, value = argument.partition("=")[0], override.value()
     if isinstance(value, Glob):
         return [f"{key}={name}" for name in value.filter(choices(key.lstrip("+")))]

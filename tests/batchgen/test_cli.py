@@ -45,6 +45,7 @@ def _wait_for_rows(out: Path, rows: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_cleanly(tmp_path: Path, number: int, code: int) -> None:
     job = FakeJob(str(tmp_path / "out"), rows=200, step_s=0.05, log=str(tmp_path / "log"))

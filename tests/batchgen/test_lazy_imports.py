@@ -44,6 +44,7 @@ def test_the_command_is_imported_without_heavy_packages(tmp_path: Path) -> None:
     assert not loaded
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("arguments", "code", "says", "light"),
     [
@@ -89,6 +90,7 @@ except ValueError as error:
     assert not loaded
 
 
+@pytest.mark.thorough
 def test_a_mistake_in_the_model_is_found_before_the_libraries_of_the_data_load(
     tmp_path: Path,
 ) -> None:
@@ -98,6 +100,7 @@ def test_a_mistake_in_the_model_is_found_before_the_libraries_of_the_data_load(
     assert not loaded & {"datasets", "pyarrow"}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -118,6 +121,7 @@ def test_verbs_on_finished_rows_load_no_library_of_models_or_data_sets(
     assert loaded == {"pyarrow"}
 
 
+@pytest.mark.thorough
 def test_a_push_loads_no_library_of_models_or_data_sets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

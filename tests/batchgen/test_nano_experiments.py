@@ -31,6 +31,7 @@ def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in LEAST_PER_FORWARD}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", LEAST_PER_FORWARD)
 def test_a_job_answers_right_and_says_so(
     outs: dict[str, Path], name: str, capsys: pytest.CaptureFixture[str]
@@ -49,6 +50,7 @@ def test_a_job_answers_right_and_says_so(
     assert "100.0%" in said and "a+b-c" in said  # of all, and by kind
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LEAST_PER_FORWARD)
 def test_answers_in_json_are_graded_by_the_same_steps(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -60,6 +62,7 @@ def test_answers_in_json_are_graded_by_the_same_steps(
     assert "100.0%" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_rows_with_drafts_are_those_without_and_can_be_compared(
     outs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +83,7 @@ def test_rows_with_drafts_are_those_without_and_can_be_compared(
     assert "100.0%" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_nano_vl_reads_pictures_and_its_report_shows_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 
 def loaded(*names: str) -> set[str]:
     """The top-level modules that are loaded after a new process has imported modules of engine/."""
@@ -12,6 +14,7 @@ def loaded(*names: str) -> set[str]:
     return set(out.stdout.split())
 
 
+@pytest.mark.thorough
 def test_constraints_load_neither_xgrammar_nor_transformers() -> None:
     room = ("compiler", "constraint", "matcher", "vocabulary")
     found = loaded(*(f"constraint.{name}" for name in room), "rows.guide", "rows.compile_queue")

@@ -227,6 +227,7 @@ def tolerance(device: str) -> float:
     return 0.0 if device == "cpu" else 1e-4
 
 
+@pytest.mark.quick(1)
 @both_loops
 def test_every_option_mixed_in_one_batch_equals_each_alone(
     tiny: CausalLM, alone: Callable[[int, int], RequestOutput], mode: dict[str, Any]
@@ -236,6 +237,7 @@ def test_every_option_mixed_in_one_batch_equals_each_alone(
         assert_same(alone(0, i), output)
 
 
+@pytest.mark.quick(2)
 @on_every_device(
     [
         {},
@@ -266,6 +268,7 @@ def test_chunking_preemption_and_caching_change_nothing(
     assert bool(mixed_steps) == (changes.get("chunk_tokens") != 0)
 
 
+@pytest.mark.quick(4)
 @on_every_device([{}, {"max_num_seqs": 40, "block_size": 16}], on_gpu=2)
 @pytest.mark.parametrize(
     ("chunk_tokens", "used"),
@@ -319,6 +322,7 @@ def test_prompts_that_are_read_beside_decoding_rows_change_nothing(
         assert step.replayed == (bool(changes.get("cuda_graph")) and fits)
 
 
+@pytest.mark.thorough
 @settings(max_examples=settings().max_examples // 10, deadline=None)
 @given(data=st.data())
 def test_any_schedule_gives_the_same_rows(
@@ -362,6 +366,7 @@ YARN = {
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("kind", "config"),
@@ -441,6 +446,7 @@ def spelling_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw)
 
 
+@pytest.mark.quick(1)
 @both_loops
 @pytest.mark.usefixtures("hopeful")
 def test_stop_strings_end_rows_at_the_same_token_in_any_loop(
@@ -473,6 +479,7 @@ def test_stop_strings_end_rows_at_the_same_token_in_any_loop(
     assert engine.generated_tokens == sum(len(output.token_ids) for output in outputs)
 
 
+@pytest.mark.quick(1)
 @both_loops
 @pytest.mark.usefixtures("hopeful")
 def test_tokens_are_counted_once_and_dropped_ones_never(
@@ -535,6 +542,7 @@ def test_a_row_as_large_as_the_cache_runs(tiny: CausalLM) -> None:
     assert [len(output.token_ids) for output in outputs] == [24] * 4
 
 
+@pytest.mark.quick(2)
 @on_every_device([{}], on_gpu=1)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_row_with_nan_fails_alone(
@@ -561,6 +569,7 @@ def test_a_row_with_nan_fails_alone(
                 assert output.finish_reason == "error" and output.token_ids == []
 
 
+@pytest.mark.quick(2)
 @on_every_device([{}], on_gpu=1)
 @pytest.mark.usefixtures("hopeful")
 def test_a_row_that_fails_while_it_decodes_keeps_what_it_had(
@@ -628,6 +637,7 @@ def test_abort_forgets_a_row_wherever_it_is(tiny: CausalLM, mode: dict[str, Any]
     assert engine.scheduler.block_manager.usage == 0
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("mode", "aborts_after"),
     some_slow(

@@ -59,6 +59,7 @@ def rows_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(kept)}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", [*JOBS_HERE, "again", LAUNCHED])
 def test_the_same_command_computes_nothing(
     name: str, folder: Path, no_request: None, capsys: pytest.CaptureFixture[str]
@@ -81,6 +82,7 @@ def test_the_folder_s_own_configuration_computes_nothing(
     assert rows_of(folder / name) == before
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["choices", "graded", "until", "nano_sdar"])
 def test_grades_made_again_are_equal(name: str, folder: Path, no_request: None) -> None:
     parts = sorted((folder / name / "grades").glob("part-*.parquet"))
@@ -94,6 +96,7 @@ def test_grades_made_again_are_equal(name: str, folder: Path, no_request: None) 
     assert [pq.read_table(path).replace_schema_metadata() for path in parts] == before
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["choices", "graded", "until", "reader"])
 def test_rows_computed_again_are_equal(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -127,6 +130,7 @@ def test_a_lock_is_rebuilt(
     assert "equal to the byte" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_pipeline_takes_rows_from_versions_of_its_steps(
     folder: Path, tmp_path: Path, no_request: None
 ) -> None:

@@ -50,6 +50,7 @@ def test_the_first_run_is_on_the_requests_of_the_comparison() -> None:
     assert bench.load("smoke") != requests("smoke", vocab=512)
 
 
+@pytest.mark.thorough
 def test_a_profile_is_of_some_steps(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

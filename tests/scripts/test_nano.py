@@ -122,6 +122,7 @@ def test_the_shipped_pictures_are_what_the_tool_draws() -> None:
         assert [each["bytes"][:4] for each in row["images"]] == [b"\x89PNG"] * len(problem.pictures)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", train_nano.MODELS)
 def test_the_shipped_weights_are_near_the_bottom_of_what_training_minimises(name: str) -> None:
     recipe = importlib.import_module(name).RECIPE
@@ -249,6 +250,7 @@ def test_prompts_with_pictures_are_what_the_chat_template_gives() -> None:
     assert row[:length] == ids and row.count(IMAGE_ID) == 8
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", train_nano.MODELS)
 def test_a_few_steps_write_a_folder_like_the_shipped_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

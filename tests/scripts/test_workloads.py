@@ -46,6 +46,7 @@ def test_the_requests_are_those_of_the_comparison(
     assert (load[0].output_len, load[-1].output_len) == outputs
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
 def test_lengths_and_ids_are_in_their_ranges(name: str) -> None:
     load, shape = requests(name, vocab=64), WORKLOADS[name]
@@ -56,6 +57,7 @@ def test_lengths_and_ids_are_in_their_ranges(name: str) -> None:
     assert load == requests(name, vocab=64)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("model", "name", "total", "prefill"),
     [

@@ -31,8 +31,10 @@ class PlainFiles(FileConfigSource):
         return super().load_config(config_path)
 
 
-def search_path(folders: Sequence[Path]) -> str:
-    """The argument that lets Hydra look for choices in these folders, too."""
+def search_path(folders: Sequence[Path]) -> list[str]:
+    """The argument, if any is needed, that lets Hydra look for choices in these folders, too."""
+    if not folders:
+        return []
     Plugins.instance().register(PlainFiles)
     paths = ",".join(f"'{_SCHEME}://{folder.absolute()}'" for folder in folders)
-    return f"hydra.searchpath=[{paths}]"
+    return [f"hydra.searchpath=[{paths}]"]

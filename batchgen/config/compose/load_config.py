@@ -52,7 +52,7 @@ from batchgen.util.errors import ConfigError
 _NOT_DECIDING: Mapping[str, Collection[str]] = {
     "model": {"name", "path", "revision"},
     "dataset": {"path", "limit", "follow"},
-    "prompt": {"image_root"},
+    "prompt": {"image_root", "constant"},
     "sampling": {"n"},
     "engine": {
         *("device", "tensor_parallel", "max_num_seqs", "max_batched_tokens", "chunk_tokens"),
@@ -106,6 +106,7 @@ def load_config(
     needs the user's word."""
     refuse_resolvers(given, resolvers)
     refuse_endless(given)
+    _check_kinds(given)
     try:
         groups = OmegaConf.to_container(OmegaConf.create(given), resolve=True)
     except OmegaConfBaseException as error:
@@ -150,6 +151,21 @@ def load_config(
     trust.check(resolved(config))
     job_launcher(config)  # checks its keys, now that its class may be imported
     return config
+
+
+def _check_kinds(groups: Any) -> None:
+    """Raise ConfigError for a group that does not say which kind it is, as a choice of the user's
+    own that begins with none of batchgen's."""
+    for group, key, usual in (
+        *(("dataset", "kind", "files"), ("prompt", "kind", "chat")),
+        ("strategy", "_target_", "ar"),
+    ):
+        values = groups.get(group) if isinstance(groups, dict) else None
+        if isinstance(values, dict) and values and key not in values:
+            raise ConfigError(
+                f"{group}.{key} is missing: a choice of your own begins with one of batchgen's, "
+                f"such as by the line `defaults: [{usual}]`; there are {', '.join(choices(group))}"
+            )
 
 
 def constraint_config(values: dict[str, Any]) -> ConstraintConfig:
@@ -305,6 +321,12 @@ def step_configs(values: Any, key: str) -> tuple[StepConfig, ...]:
 def _long_form(step: dict[str, Any], key: str, place: str) -> dict[str, Any]:
     """A step that is written `{NAME: options}` with `_target_` among its options."""
     ((name, options),) = step.items()
+    other = "post" if key == "rows" else "rows"
+    if name in CLASSES[other]:
+        what = {"rows": "chooses or makes rows", "post": "grades answers"}[other]
+        raise ConfigError(
+            f"{place}: {name} {what}, and belongs into {other}: {other}=[{{{name}: …}}]"
+        )
     if name not in CLASSES[key]:
         raise ConfigError(
             f"{place}: there is no step {name!r}: choose among {', '.join(CLASSES[key])}, or name "

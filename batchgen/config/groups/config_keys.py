@@ -24,7 +24,8 @@ from batchgen.config.groups.job_config import (
 from batchgen.config.groups.named_code import named_code
 from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.config.groups.workers_config import BudgetConfig, WorkersConfig
-from batchgen.util.text.plain_yaml import load_yaml
+from batchgen.util.errors import ConfigError
+from batchgen.util.text.plain_yaml import MOST_BYTES, load_yaml
 
 STEP_LISTS = ("rows", "post")
 """The keys of a job that are no groups: each is a list of steps `{NAME: {KEY: VALUE}}`."""
@@ -68,8 +69,15 @@ def _conf(group: str) -> dict[str, str]:
     }
 
 
-def choice_text(group: str, choice: str) -> str:
-    """The yaml file of a choice that comes with batchgen."""
+def choice_text(group: str, choice: str, folders: Sequence[Path] = ()) -> str:
+    """The yaml file of a choice that comes with batchgen, or lies in a folder of the user."""
+    own = [file for folder in folders if (file := folder / group / f"{choice}.yaml").is_file()]
+    if own and choice not in _conf(group):
+        try:
+            with own[0].open("rb") as source:
+                return source.read(MOST_BYTES).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{own[0]} cannot be read: {error}") from None
     return _conf(group)[choice]
 
 

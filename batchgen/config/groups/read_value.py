@@ -2,13 +2,14 @@ r"""Reads the text behind the `=` of an argument as the value that its key may h
 
 The declared type of a key decides what its text means:
 
-    text          as it is typed, or in quotes: '…' as it stands, "…" with escapes
+    text          as it is typed, or in quotes: "…" with escapes, '…' where there is none
     a list        [a, "b"], or without brackets: what stands between commas
     a mapping     {key: value, "key": value}; JSON is one
     a number, …   12, 0.5, 1e-3, true, false
 
 An unquoted `null` is no value at all. Escapes are \n \t \r \" \\ \uXXXX \xXX; any other backslash
-stays as it is, so that regular expressions need no second one.
+stays as it is, so that regular expressions need no second one. Both kinds of quotes mean the same:
+an escape in single quotes, which YAML and shells take as it stands, is refused.
 """
 
 from __future__ import annotations
@@ -136,6 +137,8 @@ def _list(text: str, item: Any, escapes: bool) -> Any:
     if form == "text" and "," not in text:
         return [decode_escapes(text) if escapes else text] if text else []
     items = [part.strip() for part in short.split(",")] if short else []
+    if any(part.startswith(("'", '"')) for part in items):  # quotes may hold commas
+        return _finish(_Brackets(f"[{short}]").whole(), form, escapes)
     if "" in items:
         raise Unreadable('nothing stands beside a comma: a text with commas is written ["a,b"]')
     return [_finish(_Bare(part), form, escapes) for part in items]
@@ -143,9 +146,22 @@ def _list(text: str, item: Any, escapes: bool) -> Any:
 
 def _unquoted(text: str) -> str:
     content = text[1:-1]
-    if text[0] == "'":
-        return content.replace("\\'", "'")
-    return decode_escapes(content, quoted=True)
+    if text[0] == '"':
+        return decode_escapes(content, quoted=True)
+    content = content.replace("\\'", "'")
+    if (escape := _ESCAPE.search(content)) is not None:
+        meaning = decode_escapes(escape[0], quoted=True)
+        one = _NAMES.get(escape[3], "a backslash" if meaning == "\\" else f"the text {meaning}")
+        raise Unreadable(
+            f"{escape[0]} in single quotes may be {one} or {len(escape[0])} characters: use double "
+            f"quotes, with {escape[0]} for the former and {_escaped(escape[0])} for the latter"
+        )
+    return content
+
+
+def _escaped(text: str) -> str:
+    """What means the text in double quotes."""
+    return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _scalar(text: str) -> Any:

@@ -8,12 +8,12 @@ from typing import Any
 import pyarrow as pa
 from datasets import Features, Value
 
-from batchgen.inputs.dataset.source import Left, ReadJob, Row
+from batchgen.inputs.dataset.source import Row, Source
 
 ROW_INDEX = "row_index"
 
 
-class CountedRows:
+class CountedRows(Source):
     """A `Source` of rows that have nothing but their index, which is their id, too.
 
     The output has the index anyway, so that no column is copied.
@@ -22,11 +22,10 @@ class CountedRows:
     columns: tuple[str, ...] = (ROW_INDEX,)
     schema = pa.schema([])
     fingerprint = "count"
-    jobs: tuple[ReadJob, ...] = ()
-    funnel: tuple[Left, ...] = ()
+    num_rows: int | None = None
 
     def __init__(self, num_rows: int) -> None:
-        self.num_rows: int | None = num_rows
+        self.num_rows = num_rows
         self.features = Features({ROW_INDEX: Value("int64")})
         self._number = num_rows
 

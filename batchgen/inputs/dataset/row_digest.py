@@ -10,8 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.inputs.dataset.source import Following
-
 BLOCK = 1000
 """A digest ends after every such number of rows. Digests depend on it."""
 
@@ -20,8 +18,8 @@ class Tables(Protocol):
     """A source of rows, such as `RowSource`, that can also give them as Arrow tables."""
 
     @property
-    def num_rows(self) -> int | None:
-        """How many rows there are; None for a stream."""
+    def num_ready(self) -> int | None:
+        """How many rows are there; None for a stream."""
         ...
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
@@ -40,7 +38,7 @@ def rows_digest(source: Tables, stop: int) -> list[str] | None:
     Names, order and types of the columns count, and all values. Where the rows lie, in how many
     files and in which format plays no part, as long as it gives the same types.
     """
-    known = source.num_ready if isinstance(source, Following) else source.num_rows
+    known = source.num_ready
     if known is None:
         return None
     assert stop <= known

@@ -18,7 +18,7 @@ from batchgen.inputs.dataset.dataset_files import LoadedDataset, load_split, qui
 from batchgen.inputs.dataset.feature_types import holds_bytes, is_image, is_plain
 from batchgen.inputs.dataset.row_fields import ArrowFields, JsonFields, RowFields
 from batchgen.inputs.dataset.row_ids import IdSet, check_unique, duplicate_error
-from batchgen.inputs.dataset.source import Left, ReadJob, Row
+from batchgen.inputs.dataset.source import Row, Source
 from batchgen.inputs.dataset.stored_json import stored_field
 from batchgen.inputs.tables.json_values import has_json, json_encoder, storage_type
 from batchgen.inputs.tables.read_errors import READ_ERRORS, unreadable
@@ -42,7 +42,7 @@ def open_dataset(config: DatasetConfig, images: Collection[str] = ()) -> RowSour
     return RowSource(load_split(config), config, images)
 
 
-class RowSource:
+class RowSource(Source):
     """The rows of one split, at most `dataset.limit` of them, read in constant memory.
 
     Data is either map-style, which is memory-mapped and can be read from any row on, or a stream,
@@ -60,8 +60,8 @@ class RowSource:
         fingerprint: equal for equal rows on every machine. Data of the hub is known by its commit.
     """
 
-    jobs: tuple[ReadJob, ...] = ()
-    funnel: tuple[Left, ...] = ()
+    num_rows: int | None = None
+    fingerprint: str = ""
 
     def __init__(
         self, loaded: LoadedDataset, config: DatasetConfig, images: Collection[str] = ()
@@ -106,7 +106,6 @@ class RowSource:
             for field in self.schema
             if (encode := json_encoder(self.features[field.name], field.type)) is not None
         }
-        self.num_rows: int | None = None
         if isinstance(data, Dataset):
             self.num_rows = min(len(data), config.limit or len(data))
         if self.num_rows == 0 or next(self.rows(), None) is None:

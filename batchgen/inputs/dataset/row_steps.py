@@ -12,7 +12,7 @@ from datasets import Features
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.evals.graders.choices import BadChoices, RowStep
 from batchgen.evals.graders.step import arrow_schema
-from batchgen.inputs.dataset.source import Following, Left, ReadJob, Row, Source
+from batchgen.inputs.dataset.source import Left, ReadJob, Row, Source
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
@@ -25,7 +25,7 @@ class SteppedRow(Row):
     given: Row = field(kw_only=True)
 
 
-class SteppedSource:
+class SteppedSource(Source):
     """A `Source` whose rows went through steps, one after the other.
 
     A column that a step writes replaces one of the data set with the same name. A row in which a
@@ -63,6 +63,16 @@ class SteppedSource:
     def num_rows(self) -> int | None:
         """See `Source`."""
         return self._source.num_rows
+
+    @property
+    def num_ready(self) -> int | None:
+        """See `Source`."""
+        return self._source.num_ready
+
+    @property
+    def follows(self) -> bool:
+        """See `Source`."""
+        return self._source.follows
 
     @property
     def fingerprint(self) -> str:
@@ -103,17 +113,6 @@ class SteppedSource:
         """The rows as the data set has them, as of `Source`."""
         return self._source.tables(stop, size)
 
-
-class FollowedSteps(SteppedSource, Following):
-    """Rows that come while they are read, with the columns of steps."""
-
-    @property
-    def num_ready(self) -> int:
-        """See `Following`."""
-        assert isinstance(self._source, Following)
-        return self._source.num_ready
-
     def learn(self, may_write: Callable[[], bool] = lambda: False) -> bool:
-        """See `Following`."""
-        assert isinstance(self._source, Following)
+        """See `Source`."""
         return self._source.learn(may_write)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from batchgen.storage.costs.chain_costs import JobCost
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from datasets import Features
 
     from batchgen.engine.interface.outputs import RequestError
+    from batchgen.storage.stores.job_storage import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,81 +68,83 @@ def funnel_line(funnel: Sequence[Left]) -> str:
     )
 
 
-class Source(Protocol):
+class Source(ABC):
     """The rows of a job: at most `dataset.limit`, always in the same order.
 
-    A source is random access (`num_rows` is known and every row can be read by its index), a
-    stream, which is read from its start for every call of `rows`, or `Following`. While rows are
-    read, a file that cannot be read further raises ConfigError, and a network or a disk that fails
-    JobError.
+    A source is random access (`num_rows` is known and every row can be read by its index), or a
+    stream, which is read from its start for every call of `rows`, or it grows: rows before
+    `num_ready` can be read by their indices, and `num_rows` is None until `learn` has found that no
+    more will come. While rows are read, a file that cannot be read further raises ConfigError, and
+    a network or a disk that fails JobError.
+
+    Attributes:
+        columns: the names of all columns that templates may use.
+        features: what the columns hold, in the terms of datasets.
+        schema: the columns that are copied to the output.
     """
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The names of all columns that templates may use."""
-        ...
+    columns: tuple[str, ...]
+    features: Features
+    schema: pa.Schema
 
     @property
-    def features(self) -> Features:
-        """What the columns hold, in the terms of datasets."""
-        ...
-
-    @property
-    def schema(self) -> pa.Schema:
-        """The columns that are copied to the output."""
-        ...
-
-    @property
+    @abstractmethod
     def num_rows(self) -> int | None:
-        """How many rows there are; None for a stream."""
-        ...
+        """How many rows there are; None for a stream, and as long as more may come."""
 
     @property
+    def num_ready(self) -> int | None:
+        """How many rows are there, as far as is known; None for a stream."""
+        return self.num_rows
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """Behind which of the rows that are there each stretch ends in which they came, which is
+        the same in every process; not of a stream."""
+        return [self.num_ready or 0]
+
+    @property
+    def follows(self) -> bool:
+        """Whether the rows are of a job that was followed, whether or not it has ended."""
+        return False
+
+    @property
+    @abstractmethod
     def fingerprint(self) -> str:
         """Equal for equal rows on every machine."""
-        ...
 
     @property
     def jobs(self) -> tuple[ReadJob, ...]:
         """The jobs whose rows these are, in their order; none for a data set."""
-        ...
+        return ()
 
     @property
     def funnel(self) -> tuple[Left, ...]:
         """How many rows there were first, and how many each choice among them has left."""
-        ...
-
-    def rows(self, start: int = 0) -> Iterator[Row]:
-        """The rows from index `start` on."""
-        ...
-
-    def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
-        """The rows with these indices, in this order, of random access only."""
-        ...
-
-    def passthrough(self, row: Row) -> dict[str, Any]:
-        """The values of the columns that are copied to the output, or RequestError (bad_row)."""
-        ...
-
-    def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """What is read of the rows before `stop`, in tables of `size` rows, of which the last one
-        may have fewer; of random access only."""
-        ...
-
-
-class Following(ABC):
-    """What a `Source` is besides whose rows come while they are read.
-
-    Rows before `num_ready` can be read by their indices; `num_rows` is None until `learn` has found
-    that no more will come.
-    """
+        return ()
 
     @property
-    @abstractmethod
-    def num_ready(self) -> int:
-        """How many rows are there, as far as is known."""
+    def data(self) -> Source:
+        """The rows of the data set, of which the manifest keeps number and digests."""
+        return self
 
     @abstractmethod
+    def rows(self, start: int = 0) -> Iterator[Row]:
+        """The rows from index `start` on."""
+
+    @abstractmethod
+    def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
+        """The rows with these indices, in this order; not of a stream."""
+
+    @abstractmethod
+    def passthrough(self, row: Row) -> dict[str, Any]:
+        """The values of the columns that are copied to the output, or RequestError (bad_row)."""
+
+    @abstractmethod
+    def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
+        """What is read of the rows before `stop`, in tables of `size` rows, of which the last one
+        may have fewer; not of a stream."""
+
     def learn(self, may_write: Callable[[], bool] = lambda: False) -> bool:
         """Find out what has come since the last call; returns whether there was something.
 
@@ -153,3 +156,27 @@ class Following(ABC):
             ConfigError: no row is left of all.
             JobError: a file is damaged, or is another one than before.
         """
+        return False
+
+    def open_index(  # noqa: B027
+        self, storage: Storage, *, alone: bool, finished: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Have the row index in a job's folder, if steps choose among the rows: make it, add new
+        rows to it, or read it.
+
+        Args:
+            alone: whether no other worker runs in the folder.
+            finished: up to which number rows of the job are finished; it is asked if the data set
+                has become shorter.
+
+        Raises:
+            ConfigError: the steps leave no row, or a step cannot start.
+            JobError: the index cannot be written.
+        """
+
+    def find_index(self, storage: Storage | None) -> None:  # noqa: B027
+        """Have the row index without writing into the job's folder: read the one that is there, or
+        make one in a temporary folder."""
+
+    def close(self) -> None:  # noqa: B027
+        """Delete what is of no use without this object."""

@@ -16,12 +16,12 @@ from batchgen.inputs.dataset.source import Left, ReadJob, Row, Source
 from batchgen.inputs.dataset.stored_json import stored_field
 from batchgen.inputs.row_index.chain import Chain, MadeRow, failure_of, path_id
 from batchgen.inputs.row_index.index_files import IndexFolder, IndexReader
-from batchgen.inputs.row_index.make_index import make_index
+from batchgen.inputs.row_index.make_index import IndexGrowth
 from batchgen.inputs.steps.stored_values import Storing
 from batchgen.inputs.tables.json_values import has_json
-from batchgen.storage.folder.row_funnel import IndexFacts
+from batchgen.storage.folder.row_funnel import IndexFacts, StepCount
 from batchgen.storage.leases.own_files import ROW_INDEX
-from batchgen.storage.stores.job_storage import Storage
+from batchgen.storage.stores.job_storage import FolderStorage, Storage
 from batchgen.util.errors import ConfigError, JobError
 
 _BATCH = 256
@@ -35,20 +35,24 @@ class MadeOfRow(Row):
     given: Row = field(kw_only=True)
 
 
-class IndexedSource:
-    """A `Source` whose rows are those that steps make of a data set's.
+class IndexedSource(Source):
+    """The rows that steps make of a data set's.
 
     Random access needs the row index: `open_index` or `find_index` come before rows are counted or
-    read by number. A stream has none, and every reader runs the steps again from the first row on;
-    because steps are prefix-stable, all find the same rows.
+    read by number. It grows with the data set. One worker at a time adds to it, and writes
+    rows.json behind the parts; the others read that again and again. A worker that stood still
+    meanwhile may write an older rows.json once more: whoever has seen more of the index keeps what
+    it has seen.
+
+    A stream has none, and every reader runs the steps again from the first row on; because steps
+    are prefix-stable, all find the same rows.
 
     Attributes:
-        data: the rows of the data set.
         chain: the steps.
     """
 
     def __init__(self, data: Source, chain: Chain, key: str, tokenizer: Any) -> None:
-        self.data, self.chain = data, chain
+        self._data, self.chain = data, chain
         self._key, self._tokenizer = key, tokenizer
         self.features = chain.features
         self.columns = tuple(chain.features)
@@ -57,23 +61,45 @@ class IndexedSource:
         gone = chain.uncopied | set(chain.made)
         self._copied = [name for name in data.schema.names if name not in gone]
         self.schema = pa.schema([*(data.schema.field(name) for name in self._copied), *added])
+        self._storage: Storage | None = None
         self._reader: IndexReader | None = None
+        self._growth: IndexGrowth | None = None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     @property
+    def data(self) -> Source:
+        """See `Source`."""
+        return self._data
+
+    @property
     def num_rows(self) -> int | None:
-        """How many rows there are; None for a stream. The index must be open."""
-        return None if self.data.num_rows is None else self._index.facts.rows
+        """See `Source`; None before there is an index."""
+        return self.num_ready if self._is_whole() else None
+
+    @property
+    def num_ready(self) -> int | None:
+        """See `Source`."""
+        ready = self._data.num_ready
+        if ready is None:
+            return None
+        if self._reader is None or self._covered > ready:
+            return 0  # rows of a shard that grows, which the index knows, are not ready
+        return self._reader.facts.rows
+
+    @property
+    def follows(self) -> bool:
+        """See `Source`."""
+        return self._data.follows
 
     @property
     def fingerprint(self) -> str:
         """That of the data set."""
-        return self.data.fingerprint
+        return self._data.fingerprint
 
     @property
     def jobs(self) -> tuple[ReadJob, ...]:
         """Those of the data set."""
-        return self.data.jobs
+        return self._data.jobs
 
     @property
     def facts(self) -> IndexFacts | None:
@@ -84,96 +110,135 @@ class IndexedSource:
     def funnel(self) -> tuple[Left, ...]:
         """See `Source`."""
         if self._reader is None:
-            return self.data.funnel
+            return self._data.funnel
         facts = self._reader.facts
-        first = self.data.funnel or (Left("rows of the data set", facts.read_rows),)
+        first = self._data.funnel or (Left("rows of the data set", facts.read_rows),)
         return (*first, *(Left(step.short, step.rows_out) for step in facts.steps))
 
     def open_index(
         self, storage: Storage, *, alone: bool, finished: Callable[[], int] = lambda: 0
     ) -> None:
-        """Have the row index in a job's folder: make it, add new rows to it, or read it.
-
-        Unless this worker is `alone` in the folder, another one has made it. `finished` tells up to
-        which number rows of the job are finished; it is asked if the data set has become shorter.
-
-        Raises:
-            ConfigError: the steps leave no row, or a step cannot start.
-            JobError: the index cannot be written, or is not there where another has made it.
-        """
-        if self.data.num_rows is None:
+        """See `Source`; the index of rows that come while they are read is made with them."""
+        if self._data.num_ready is None:
             return
-        folder = self._folder(storage)
-        facts = IndexFacts.parse(storage.read(storage.path / ROW_INDEX))
-        if facts is not None and facts.key != self._key:
-            facts = None
-        try:
-            reader = None if facts is None else self._checked(folder, facts)
-        except JobError:
-            if not alone:
-                raise
-            facts = reader = None
-        if reader is not None and reader.facts.data_rows > self.data.num_rows:
-            self._refuse_shorter(reader, self.data.num_rows, finished())
-            facts = reader = None
-        if alone and (reader is None or reader.facts.data_rows < self.data.num_rows):
-            if facts is None:
+        self._storage = storage
+        if alone:
+            storage.make_folder(self._folder(storage).path)
+            has_index, num_rows = self._read(), self._data.num_rows
+            if self._reader is not None and num_rows is not None and self._covered > num_rows:
+                self._refuse_shorter(self._reader, num_rows, finished())
+                self._reader, has_index = None, False
+            if not has_index:
                 storage.delete(storage.path / ROW_INDEX)
-            storage.make_folder(folder.path)
-            facts = make_index(self.chain, self.data, self._tokenizer, folder, self._key, facts)
-            if not facts.rows:
-                raise facts.nothing_left
-            storage.write(storage.path / ROW_INDEX, facts.text())
-            reader = self._checked(folder, facts)
-        if reader is None:
-            raise JobError(
-                f"{storage.shown}: the worker that opened the job has left no row index of its "
-                "steps: run the same command again when no worker runs"
-            )
-        self._reader = reader
+        self.learn(lambda: alone)
 
     def find_index(self, storage: Storage | None) -> None:
-        """Have the row index without writing into the job's folder: read the one that is there, or
-        make one in a temporary folder."""
-        if self.data.num_rows is None or self._reader is not None:
+        """See `Source`."""
+        if self._data.num_ready is None or self._storage is not None:
             return
         if storage is not None and self._is_there(storage):
             return
         self._temporary = tempfile.TemporaryDirectory(prefix="batchgen-rows-")
-        folder = IndexFolder(Path(self._temporary.name), self.chain.stored)
-        folder.path.mkdir()
-        facts = make_index(self.chain, self.data, self._tokenizer, folder, self._key)
-        if not facts.rows:
-            raise facts.nothing_left
-        self._reader = self._checked(folder, facts)
+        self._storage = FolderStorage(Path(self._temporary.name))
+        self._storage.make_folder(self._folder(self._storage).path)
+        self.learn(lambda: True)
 
     def _is_there(self, storage: Storage) -> bool:
         """Whether an index of just these rows is in a job's folder, which is opened then."""
-        wanted = (self._key, self.data.fingerprint, self.data.num_rows)
+        wanted = (self._key, self._data.fingerprint, self._data.num_ready)
         try:
             facts = IndexFacts.parse(storage.read(storage.path / ROW_INDEX))
             if facts is None or (facts.key, facts.dataset, facts.data_rows) != wanted:
                 return False
-            self._reader = self._checked(self._folder(storage), facts)
+            self._reader = self._checked(storage, facts)
         except (JobError, OSError):
             return False
+        self._storage = storage
         return True
 
-    def rows(self, start: int = 0) -> Iterator[Row]:
+    def learn(self, may_write: Callable[[], bool] = lambda: False) -> bool:
         """See `Source`."""
-        if self._reader is None:
-            return islice(self._streamed(), start, None)
-        stop = self._reader.facts.rows
-        return self._made(range(start, stop), self._reader)
+        if self._data.num_ready is None or self._is_whole():
+            return False
+        assert self._storage is not None, "the row index is not open"
+        self._data.learn()
+        before, ready = self.num_ready or 0, self._data.num_ready
+        if self._covered < ready:
+            self._read()
+        if self._covered < ready and may_write():
+            self._grow()
+        if self._is_whole():
+            self._end_growth()
+            assert self.facts is not None
+            if not self.facts.rows:
+                raise self.facts.nothing_left
+            return True
+        return (self.num_ready or 0) > before
+
+    @property
+    def _covered(self) -> int:
+        """How many rows of the data set the index covers."""
+        return 0 if self._reader is None else self._reader.facts.data_rows
+
+    def _is_whole(self) -> bool:
+        """Whether no more rows of the data set will come, and the index has all of them."""
+        return self._data.num_rows is not None and self._covered == self._data.num_rows
+
+    def _read(self) -> bool:
+        """Take up the index that is there, if it has more than this process knows; returns whether
+        there is one that can be used."""
+        assert self._storage is not None
+        facts = IndexFacts.parse(self._storage.read(self._storage.path / ROW_INDEX))
+        if facts is None or facts.key != self._key:
+            return False
+        if self._reader is None or facts.data_rows > self._covered:
+            try:
+                self._reader = self._checked(self._storage, facts)
+            except JobError:
+                return False
+        return True
+
+    def _grow(self) -> None:
+        """Add the parts of each stretch that has none, or has grown since."""
+        assert self._storage is not None
+        known = self.facts
+        if known is None:
+            counts = [StepCount(name) for name in self.chain.names]
+            known = IndexFacts(self._key, self.fingerprint, 0, 0, 0, 0, counts, ())
+        if self._growth is None or self._growth.facts.data_rows != known.data_rows:
+            self._end_growth()
+            folder = self._folder(self._storage)
+            self._growth = IndexGrowth(self.chain, self._data, self._tokenizer, folder, known)
+        for end in self._data.ends:
+            if end > self._growth.facts.data_rows:
+                self._growth.add(end)
+        facts = self._growth.facts
+        if facts.rows or self._data.num_rows is None:
+            self._storage.write(self._storage.path / ROW_INDEX, facts.text())
+        self._reader = self._checked(self._storage, facts)
+
+    def _end_growth(self) -> None:
+        if self._growth is not None:
+            self._growth.close()
+        self._growth = None
+
+    def rows(self, start: int = 0) -> Iterator[Row]:
+        """See `Source`; without an index the steps run from the first row on."""
+        if self._reader is not None:
+            return self._made(range(start, self._reader.facts.rows), self._reader)
+        # As long as rows come, nobody knows of the steps' tables whether they are there.
+        is_growing = self._data.num_rows is None and self._data.num_ready is not None
+        return iter(()) if is_growing else islice(self._streamed(), start, None)
 
     def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
         """See `Source`."""
-        return self._made(indices, self._index)
+        assert self._reader is not None, "the row index is not open"
+        return self._made(indices, self._reader)
 
     def passthrough(self, row: Row) -> dict[str, Any]:
         """See `Source`; the steps' columns are null in a row in which a step failed."""
         assert isinstance(row, MadeOfRow)
-        values = self.data.passthrough(row.given)
+        values = self._data.passthrough(row.given)
         copied = {name: values[name] for name in self._copied}
         if row.failure is not None:
             return copied | dict.fromkeys(self.chain.made)
@@ -182,24 +247,20 @@ class IndexedSource:
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
         """The rows of the data set, as of `Source`."""
-        return self.data.tables(stop, size)
+        return self._data.tables(stop, size)
 
     def close(self) -> None:
-        """Delete what is of no use without this object."""
+        """See `Source`."""
+        self._end_growth()
         self._reader = None
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    @property
-    def _index(self) -> IndexReader:
-        assert self._reader is not None, "the row index is not open"
-        return self._reader
-
     def _folder(self, storage: Storage) -> IndexFolder:
         return IndexFolder(storage.path, self.chain.stored, storage.upload, storage.download)
 
-    def _checked(self, folder: IndexFolder, facts: IndexFacts) -> IndexReader:
-        reader = IndexReader(folder, facts)
+    def _checked(self, storage: Storage, facts: IndexFacts) -> IndexReader:
+        reader = IndexReader(self._folder(storage), facts)
         reader.check()
         return reader
 
@@ -232,7 +293,7 @@ class IndexedSource:
             known = {} if last is None else {last.index: last}
             missing = [index for index in wanted if index not in known]
             if missing:
-                known |= {row.index: row for row in self.data.rows_at(missing)}
+                known |= {row.index: row for row in self._data.rows_at(missing)}
             for index, made in some:
                 yield self._row(index, known[made.index], made)
             last = known[wanted[-1]]
@@ -242,7 +303,7 @@ class IndexedSource:
         running, index = self.chain.start(self._tokenizer), 0
         read = 0
         try:
-            for row in self.data.rows():
+            for row in self._data.rows():
                 read = row.index + 1
                 for made in running.take(row):
                     yield self._row(index, row, made)

@@ -1,8 +1,7 @@
-"""Makes the row index of a job, or adds the rows that its data set has got since."""
+"""Makes the row index of a job, stretch by stretch of its data set."""
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ class _Making:
     folder: IndexFolder
     rows: Iterator[Row]
     read: int
-    total: int | None = None
+    total: int
     made: list[MadeRow] = field(default_factory=list)
     is_over: bool = False
     error_rows: int = 0
@@ -49,54 +48,17 @@ class _Making:
     def tell(self) -> None:
         if not self.read % 256 and (now := time.monotonic()) - self.shown > _SHOWN_SECONDS:
             self.shown = now
-            of = "" if self.total is None else f" of {self.total:,}"
-            print(f"batchgen: steps of rows: {self.read:,}{of} rows", file=sys.stderr)
-
-
-def make_index(
-    chain: Chain,
-    source: Source,
-    tokenizer: Any,
-    folder: IndexFolder,
-    key: str,
-    found: IndexFacts | None = None,
-) -> IndexFacts:
-    """Write the parts of an index for all rows of the source, and return what rows.json is to say.
-
-    `found` are the facts of an index for the first rows, to which the others are added. Memory does
-    not grow with the rows, but for what steps remember.
-    """
-    total = source.num_rows
-    assert total is not None
-    running = chain.start(tokenizer)
-    try:
-        if found is not None:
-            _catch_up(chain, running, source, found)
-        read = 0 if found is None else found.read_rows
-        rows = source.rows(read) if read < total else iter(())
-        making = _Making(chain, running, folder, rows, read, total)
-        parts = list(() if found is None else found.parts)
-        while not making.is_over:
-            parts.append(_write_part(making, len(parts), PART_ROWS))
-        if parts and not (parts[-1].rows or parts[-1].dropped):
-            parts.pop()
-    finally:
-        running.close()
-    return IndexFacts(
-        key=key,
-        dataset=source.fingerprint,
-        data_rows=total,
-        read_rows=making.read,
-        rows=sum(part.rows for part in parts),
-        error_rows=making.error_rows + (0 if found is None else found.error_rows),
-        steps=running.counts,
-        parts=parts,
-    )
+            print(f"batchgen: steps of rows: {self.read:,} of {self.total:,} rows", file=sys.stderr)
 
 
 class IndexGrowth:
-    """Adds to an index what each further stretch of rows gives, a part for each. So a part is the
-    same whoever made it, and two processes that make it at once do no harm."""
+    """Adds to an index what each further stretch of rows gives, in parts of its own. So a part is
+    the same whoever made it, and two processes that make it at once do no harm. Memory does not
+    grow with the rows, but for what steps remember.
+
+    Attributes:
+        facts: what rows.json is to say.
+    """
 
     def __init__(
         self, chain: Chain, source: Source, tokenizer: Any, folder: IndexFolder, found: IndexFacts
@@ -109,19 +71,24 @@ class IndexGrowth:
         _catch_up(chain, self._running, source, found)
 
     def add(self, stop: int) -> None:
-        """Write the part of the rows of the source before `stop` that have none."""
+        """Write the parts of the rows of the source before `stop` that have none."""
         found, start = self.facts, self.facts.data_rows
         rows = islice(self._source.rows(start), stop - start) if start < stop else iter(())
-        making = _Making(self._chain, self._running, self._folder, rows, found.read_rows)
-        part = _write_part(making, len(found.parts), math.inf)
+        making = _Making(self._chain, self._running, self._folder, rows, found.read_rows, stop)
+        parts = list(found.parts)
+        while not making.is_over:
+            part = _write_part(making, len(parts))
+            if part.rows or part.dropped:
+                parts.append(part)
         self.facts = replace(
             found,
+            dataset=self._source.fingerprint,
             data_rows=stop,
             read_rows=making.read,
-            rows=found.rows + part.rows,
+            rows=sum(part.rows for part in parts),
             error_rows=found.error_rows + making.error_rows,
             steps=[replace(s, examples=list(s.examples)) for s in self._running.counts],
-            parts=[*found.parts, part],
+            parts=parts,
         )
 
     def close(self) -> None:
@@ -146,12 +113,12 @@ def _catch_up(chain: Chain, running: ChainPass, source: Source, found: IndexFact
         )
 
 
-def _write_part(making: _Making, number: int, most: float) -> Part:
-    """Write the next rows, some `most` rows, and what was dropped meanwhile."""
+def _write_part(making: _Making, number: int) -> Part:
+    """Write the next rows, some PART_ROWS, and what was dropped meanwhile."""
     folder, running = making.folder, making.running
     kept = folder.writing(folder.part(number), folder.schema)
     gone = folder.writing(folder.dropped(number), DROPPED)
-    while not making.is_over and kept.rows < most and gone.rows < most:
+    while not making.is_over and kept.rows < PART_ROWS and gone.rows < PART_ROWS:
         making.advance()
         if len(running.dropped) >= GROUP or (making.is_over and running.dropped):
             gone.add(folder.dropped_table(running.dropped, making.chain.names))

@@ -8,14 +8,12 @@ from typing import Any
 
 from batchgen.config.groups.job_config import StepConfig
 from batchgen.evals.graders.build_steps import described
-from batchgen.inputs.dataset.row_steps import FollowedSteps, SteppedSource
+from batchgen.inputs.dataset.row_steps import SteppedSource
 from batchgen.inputs.dataset.source import Source
 from batchgen.inputs.row_index.build_rows import build_rows, changes_rows, step_fingerprints
 from batchgen.inputs.row_index.chain import Chain
-from batchgen.inputs.row_index.followed_index import FollowedIndex
 from batchgen.inputs.row_index.indexed_source import IndexedSource
 from batchgen.inputs.steps.table_step import TableStep
-from batchgen.inputs.upstream.followed_source import FollowedSource
 from batchgen.util.fingerprint import fingerprint_text
 
 
@@ -31,18 +29,10 @@ def behind_steps(
     if not steps:
         return data, {}
     found = step_fingerprints(configs, steps)
-    follows = isinstance(data, FollowedSource)
     if not changes_rows(steps):
         added = [s for s in steps if not isinstance(s, TableStep)]
-        return (FollowedSteps if follows else SteppedSource)(data, added), found
+        return SteppedSource(data, added), found
     chain = Chain(steps, data.features)
     told = [described(configs, steps), found, dict(dataset)]
     key = fingerprint_text(json.dumps(told, sort_keys=True, default=str))
-    if isinstance(data, FollowedSource):
-        return FollowedIndex(data, chain, key, tokenizer), found
     return IndexedSource(data, chain, key, tokenizer), found
-
-
-def data_of(source: Source) -> Source:
-    """The rows of the data set, of which the manifest keeps number and digests."""
-    return source.data if isinstance(source, IndexedSource) else source

@@ -94,7 +94,9 @@ def _opened(
         from batchgen.inputs.upstream.read_jobs import read_jobs
 
         used = frozenset([*columns, *(column.partition(".")[0] for column in columns)])
-        return JobSource(read_jobs((path,), None), DatasetConfig(kind="job", path=path), used)
+        source = JobSource(read_jobs((path,), None), DatasetConfig(kind="job", path=path), used)
+        source.learn()
+        return source
     from batchgen.inputs.dataset.row_source import (
         open_dataset,  # takes seconds, and --help needs it not
     )

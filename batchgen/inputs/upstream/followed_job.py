@@ -84,6 +84,8 @@ class FollowedJob(GradedShards):
         needs_grades: whether shards wait for their grades. It is set before the first `learn`.
     """
 
+    follows = True
+
     def __init__(self, folder: Path, name: str, promise: Promise) -> None:
         """The job in a folder, which may not be there yet; ConfigError for a mistake in its steps
         that grade."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +17,9 @@ import pyarrow as pa
 from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.evals.grades.visible_columns import GRADES
-from batchgen.inputs.dataset.source import Left, ReadJob, Row
+from batchgen.inputs.dataset.source import Left, ReadJob, Row, Source
 from batchgen.inputs.tables.json_values import json_encoder
-from batchgen.inputs.upstream.chosen_answers import Choice, Chosen, Ints
+from batchgen.inputs.upstream.chosen_answers import Choice, Chosen, Ints, Place
 from batchgen.inputs.upstream.followed_job import ReadableJob
 from batchgen.inputs.upstream.job_columns import (
     SAMPLE_INDEX,
@@ -33,6 +34,7 @@ from batchgen.util.text.row_json import json_readers
 
 _AT_ONCE = 64
 """Rows that `rows_at` looks for together: each may lie in a row group of its own."""
+_LOOK_SECONDS = 0.05
 _TEXT = " text"
 """A column of answers that no data set has, because of its space; so is ROW_ID."""
 
@@ -44,8 +46,11 @@ class AnswerRow(Row):
     source: dict[str, Any] = field(kw_only=True)
 
 
-class JobSource:
-    """A `Source` of the answers of complete jobs, which any row can be read of.
+class JobSource(Source):
+    """The answers of other jobs, which any row can be read of.
+
+    A job that still runs is followed: its rows are those of the shards that are ready. What is
+    chosen of a shard depends on that shard alone, so the rows are those of the complete job.
 
     What the other jobs copied from their data sets is copied again, with the column `source`.
     `Row.fields` has only columns that are read: those that are copied or named. Memory holds 16
@@ -55,14 +60,13 @@ class JobSource:
     def __init__(
         self, jobs: Sequence[ReadableJob], config: DatasetConfig, named: frozenset[str] | None
     ) -> None:
-        """Choose among the answers, which is a pass over what the expressions read.
+        """Nothing is read of the answers before the first `learn`.
 
         Args:
             named: the columns that the reader uses besides those that it copies; None for all.
 
         Raises:
-            ConfigError: a column is unknown or has two meanings, or no row is left.
-            JobError: a file of a job is damaged.
+            ConfigError: a column is unknown or has two meanings.
         """
         self._jobs, self._config = jobs, config
         self._columns = known = job_columns(jobs, config)
@@ -73,9 +77,13 @@ class JobSource:
         self._read, self._grades = known.read(used)
         self._choice = Choice(config, known)
         self._graded = self._choice.reads_grades or bool(self._grades)
+        for job in jobs:
+            job.needs_grades = self._graded
+        self._places = [Place() for _ in jobs]
         # What was chosen, in parts, each with the number of its job, and behind which row it ends.
         self._chosen: list[tuple[int, Chosen]] = []
         self._ends: list[int] = []
+        self._next_look = 0.0
         self.features = of_rows.features()
         self.columns = tuple(self.features)
         whole = [GRADES] if used is None or GRADES in used else []
@@ -93,34 +101,48 @@ class JobSource:
             if field.name != SOURCE
             and (encode := json_encoder(self.features[field.name], field.type)) is not None
         }
-        self._begin()
 
-    def _begin(self) -> None:
-        """Choose among all answers."""
-        if self._graded:
-            assert all(job.grades_digest for job in self._jobs)
-        for number, job in enumerate(self._jobs):
-            self._add(number, self._choice.of(job, number))
-        self._refuse_empty()
-
-    def _add(self, number: int, chosen: Chosen) -> None:
-        """Take up rows of the job with this number, which come behind all before."""
-        self._chosen.append((number, chosen))
-        self._ends.append((self._ends or [0])[-1] + len(chosen.ends))
-
-    def _refuse_empty(self) -> None:
-        if not self._total:
+    def learn(self, may_write: Callable[[], bool] = lambda: False) -> bool:
+        """Choose among the answers that have come, which is a pass over what the expressions read;
+        see `Source`. It looks a few times a second at most."""
+        if self._is_complete or time.monotonic() < self._next_look:
+            return False
+        found = False
+        for number, (job, place) in enumerate(zip(self._jobs, self._places, strict=True)):
+            while job.learn():
+                chosen = self._choice.of(job, number, place)
+                self._chosen.append((number, chosen))
+                self._ends.append((self._ends or [0])[-1] + len(chosen.ends))
+                found = True
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        if self._is_complete and not self.num_ready:
             raise ConfigError(_nothing_left(self._jobs, self._choice))
+        return found or self._is_complete
 
     @property
-    def _total(self) -> int:
-        found = (self._ends or [0])[-1]
-        return min(found, self._config.limit or found)
+    def _is_complete(self) -> bool:
+        return all(job.is_complete for job in self._jobs)
+
+    @property
+    def follows(self) -> bool:
+        """See `Source`."""
+        return any(job.follows for job in self._jobs)
 
     @property
     def num_rows(self) -> int | None:
         """See `Source`."""
-        return self._total
+        return self.num_ready if self._is_complete else None
+
+    @property
+    def num_ready(self) -> int:
+        """See `Source`."""
+        found = (self._ends or [0])[-1]
+        return min(found, self._config.limit or found)
+
+    @property
+    def ends(self) -> list[int]:
+        """See `Source`."""
+        return [min(end, self.num_ready) for end in self._ends]
 
     @property
     def funnel(self) -> tuple[Left, ...]:
@@ -146,7 +168,7 @@ class JobSource:
 
     def rows(self, start: int = 0) -> Iterator[Row]:
         """See `Source`."""
-        return self._as_rows(self._tables(range(start, self._total)))
+        return self._as_rows(self._tables(range(start, self.num_ready)))
 
     def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
         """See `Source`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from batchgen.config.compose.load_config import resolved
@@ -12,7 +12,7 @@ from batchgen.inputs.dataset.source import Source
 from batchgen.inputs.upstream.named_columns import named_columns
 
 if TYPE_CHECKING:
-    from batchgen.inputs.upstream.followed_job import Promise
+    from batchgen.inputs.upstream.followed_job import Promise, ReadableJob
 
 
 def open_source(
@@ -40,21 +40,18 @@ def open_source(
         return CountedRows(group.limit)
     if group.kind == "job":
         from batchgen.inputs.upstream.job_source import JobSource
-        from batchgen.inputs.upstream.read_jobs import read_jobs
+        from batchgen.inputs.upstream.read_jobs import follow_job, read_jobs
 
+        own, promises = config.output.dir, promised or {}
         if group.follow:
-            from batchgen.inputs.upstream.followed_source import FollowedSource
-            from batchgen.inputs.upstream.read_jobs import follow_job
-
-            job = follow_job(group.paths[0], config.output.dir, promised or {}, wait)
-            followed = FollowedSource(job, group, named_columns(resolved(config)))
-            if group.paths[0] not in (promised or {}):  # else its folder may be of another time
-                followed.learn()
-                print(f"batchgen: {group.shown}: so far {_said(followed)}", file=sys.stderr)
-            return followed
-        jobs = read_jobs(group.paths, config.output.dir)
+            jobs: Sequence[ReadableJob] = [follow_job(group.paths[0], own, promises, wait)]
+        else:
+            jobs = read_jobs(group.paths, own)
         source = JobSource(jobs, group, named_columns(resolved(config)))
-        print(f"batchgen: {group.shown}: {_said(source)}", file=sys.stderr)
+        if not (group.follow and group.paths[0] in promises):  # its folder may be of another time
+            source.learn()
+            so_far = "so far " * group.follow
+            print(f"batchgen: {group.shown}: {so_far}{_said(source)}", file=sys.stderr)
         return source
     from batchgen.inputs.dataset.row_source import open_dataset
 

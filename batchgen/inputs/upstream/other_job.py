@@ -23,7 +23,11 @@ class OtherJob(FinishedShards):
     Attributes:
         read: what the manifest of a reader keeps of it.
         text_column: the column of generated text.
+        is_complete: whether all its shards are taken up, which the first `learn` does.
+        needs_grades: whether the grades are used. It is set before the first `learn`.
     """
+
+    follows = False
 
     def __init__(self, reader: JobFolderReader, name: str) -> None:
         """Take a job that is complete; ConfigError if its manifest.json is not one of batchgen,
@@ -31,6 +35,17 @@ class OtherJob(FinishedShards):
         super().__init__(reader.storage, reader.storage.shown, reader.whole)
         read, self.text_column = read_facts(lambda: reader.manifest, name, self.given)
         self.read = replace(read, costs=all_steps(reader.metrics, name))
+        self.is_complete = self.needs_grades = False
+
+    def learn(self) -> bool:
+        """Take up all shards; returns whether that was new. ConfigError if grades are needed and
+        cannot be used."""
+        if self.is_complete:
+            return False
+        if self.needs_grades:
+            self._check_grades()
+        self.is_complete = True
+        return True
 
 
 def read_facts(read: Callable[[], Mapping[str, Any]], name: str, given: str) -> tuple[ReadJob, str]:

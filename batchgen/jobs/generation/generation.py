@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from batchgen.config.groups.job_config import JobConfig
@@ -12,7 +12,7 @@ from batchgen.inputs.dataset.seed_stream import stream_of
 from batchgen.inputs.dataset.source import Row, Source
 from batchgen.inputs.images.row_images import without_pixels
 from batchgen.inputs.prompts.row_request import RowRequest
-from batchgen.jobs.generation.choice_scores import ChoiceScorer
+from batchgen.jobs.generation.choice_scores import SCORED, with_scores
 from batchgen.jobs.generation.fail_fast import FailFast
 from batchgen.jobs.generation.job_engine import Engine
 from batchgen.jobs.generation.progress import Progress
@@ -32,10 +32,11 @@ from batchgen.util.signals import StopSignals
 _IDLE_SECONDS = 0.05
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Request:
     """One sample of one row, from before it is queued until it is finished; `asked` is the error of
-    a row that has no prompt."""
+    a row that has no prompt. `ended` is what has ended of the sample and its choices, where choices
+    are scored."""
 
     row_id: str
     row_index: int
@@ -43,6 +44,7 @@ class _Request:
     fields: Mapping[str, Any]
     asked: RowRequest | RequestError
     key: bytes | None = None
+    ended: list[RequestOutput] = field(default_factory=list)
 
     def finished(
         self,
@@ -95,7 +97,7 @@ class Generation:
         self._engine = engine
         self._costs = costs
         engine.measure_costs()
-        self._requested = ChoiceScorer(engine, config.scores_choices)
+        self._scores_choices = config.scores_choices
         stops = config.output.on_all_errors == "stop"
         enabled = stops and not metrics.attempt.rows_resumed
         self._first = FailFast(enabled, writer.others_have_rows)
@@ -120,9 +122,9 @@ class Generation:
             finished = [] if self._first.wait else self._refill(requests)
             if self._in_flight:
                 yield 0.0
-                for output in self._requested.step():
-                    request = self._in_flight.pop(output.request_id)
-                    finished.append(request.finished(*self._split(output)))
+                for output in self._engine.step():
+                    if (row := self._ended(output)) is not None:
+                        finished.append(row)
                 self._costs.add(self._engine.take_costs())
             elif not finished:
                 # While rows of a job that runs are waited for, those held back may get company.
@@ -162,15 +164,9 @@ class Generation:
 
     def _write(self, finished: list[FinishedRow], progress: Progress) -> None:
         # What another worker has finished meanwhile counts as its own.
-        new = [
-            row
-            for row in finished
-            if not self._writer.is_done_by_others(row.row_index, row.sample_index)
-        ]
-        if new:
+        if new := self._writer.write(finished) if finished else []:
             if self._reuse is not None:
                 self._reuse.keep(new)
-            self._writer.write(new)
             self._count(new)
             progress.add(new)
         self._waves.written(finished)
@@ -208,16 +204,36 @@ class Generation:
         request_id = RequestId(self._job, request.row_index, request.sample_index)
         asked = of_row.of_sample(request.row_id, request.sample_index, self._stream)
         if self._reuse is not None:
-            key = self._reuse.key(asked)
-            request = dataclasses.replace(request, key=key)
+            request.key = key = self._reuse.key(asked)
             if (found := self._reuse.copy(key, request_id, asked)) is not None:
                 return request.finished(*found, is_copied=True)
+        prompt, params, answer, choices, of_row_images = asked
+        images = [each.image for each in of_row_images]
         try:
-            self._requested.add_request(request_id, asked)
+            # The longest first: if it can be served, all can.
+            for number, ids in sorted(enumerate(choices), key=lambda pair: -len(pair[1])):
+                of_choice = request_id._replace(choice=number)
+                self._engine.add_request(of_choice, prompt, SCORED, ids, images)
+            self._engine.add_request(request_id, prompt, params, answer, images)
         except RequestError as error:
             return request.finished(error=error)
         self._in_flight[request_id] = request
         return None
+
+    def _ended(self, output: RequestOutput) -> FinishedRow | None:
+        """The row that this output finishes; None if choices of the row are not scored yet."""
+        request_id = output.request_id
+        if self._scores_choices:
+            request_id = request_id._replace(choice=None)
+            request = self._in_flight.get(request_id)
+            if request is None:  # a choice of a row that was refused
+                return None
+            assert isinstance(request.asked, RowRequest)
+            request.ended.append(output)
+            if len(request.ended) <= len(request.asked.choices):
+                return None
+            output = with_scores(request.ended)
+        return self._in_flight.pop(request_id).finished(*self._split(output))
 
     def _requests(self, todo: ShardQueue) -> Iterator[_Request | None]:
         """A request for each missing sample, with the row's prompt; None as long as nothing can be

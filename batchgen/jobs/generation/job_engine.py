@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from batchgen.engine.memory.memory_plan import MemoryPlan
 
 
-class TakesRequests(Protocol):
-    """What runs the requests of rows."""
+class Engine(Protocol):
+    """The engine of a job, as its rows and its metrics use it."""
 
     def add_request(
         self,
@@ -40,10 +40,6 @@ class TakesRequests(Protocol):
     def step(self) -> list[RequestOutput]:
         """Run one step and return the requests that it finished."""
         ...
-
-
-class Engine(TakesRequests, Protocol):
-    """The engine of a job, as its rows and its metrics use it."""
 
     @property
     def generated_tokens(self) -> int:

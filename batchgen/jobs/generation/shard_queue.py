@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from batchgen.inputs.dataset.source import Following
 from batchgen.jobs.generation.worker import Worker
 from batchgen.storage.leases.lease_files import INDEX
 from batchgen.storage.leases.lease_protocol import Task
@@ -40,16 +39,16 @@ class ShardQueue:
         self._writer = writer
         self._worker = worker
         self._size = rows_per_shard
-        self._handed: dict[int, set[tuple[int, int]]] = {}  # by shard: what was begun
+        self._taken: set[int] = set()  # the shards of which this worker has begun rows
         self._alone: int | None = None  # a shard beside which no other is begun
         self._waits = False
-        self._following: Following | None = None
+        self._is_following = False
         self._stalled = False  # no shard can be begun before more rows have come
         worker.begin(writer.complete_shards, None)
         if source.num_rows is not None:
             self._end_at(source.num_rows)
-        elif isinstance(source, Following):
-            self._following = source
+        elif source.num_ready is not None:
+            self._is_following = True
             self._follow()
         self._next = self._rows()
 
@@ -62,12 +61,12 @@ class ShardQueue:
     @property
     def is_following(self) -> bool:
         """Whether more rows may come of a job that runs."""
-        return self._following is not None
+        return self._is_following
 
     def is_empty(self) -> bool:
         """Whether nothing is left to compute. A stream is read up to the first row that is not
         done."""
-        if self._following is not None:
+        if self._is_following:
             return False
         if self._writer.num_rows is None:
             index = self._writer.num_leading_rows
@@ -87,7 +86,7 @@ class ShardQueue:
         what the other workers have done, unless this worker waits, which looks at every request."""
         if not self._waits and self._worker.is_time_to_look():
             self.look()
-        if self._following is not None:
+        if self._is_following:
             self._follow()
         self._sweep()
         return self._worker.is_over()
@@ -99,20 +98,18 @@ class ShardQueue:
 
     def _follow(self) -> None:
         """Find out which rows have come of those that come while they are read."""
-        source = self._following
-        assert source is not None
+        source = self._source
         self._stalled = not source.learn(lambda: self._worker.claim(INDEX)) and self._stalled
-        if self._source.num_rows is not None:
-            self._following = None
-            self._end_at(self._source.num_rows)
+        if source.num_rows is not None:
+            self._is_following = False
+            self._end_at(source.num_rows)
         else:
-            ready = source.num_ready // self._size
-            self._worker.begin(set(), None, ready)
+            self._worker.begin(set(), None, (source.num_ready or 0) // self._size)
         self._waits = self._waits and self._stalled
 
     def _learn(self) -> None:
         """Forget or complete what others have finished, as of the last look."""
-        for shard in list(self._handed):
+        for shard in list(self._taken):
             if not self._writer.is_open(shard):
                 continue
             if self._worker.is_finished(shard):
@@ -152,23 +149,20 @@ class ShardQueue:
         self._learn()
         # A worker that becomes idle asks again at once: then there may be something.
         self._waits = task.kind == "wait" and idle
-        self._stalled = task.kind == "wait" and self._following is not None
+        self._stalled = task.kind == "wait" and self._is_following
         self._alone = task.shard if task.ended else None
         return task
 
     def _of(self, task: Task) -> Iterator[tuple[Row, list[int]]]:
         """The missing rows of a shard."""
         shard, first = task.shard, task.shard * self._size
-        handed = self._handed.setdefault(shard, set())
+        self._taken.add(shard)
         self._writer.take(shard)
         rows = self._forwards(first) if task.kind == "shard" else self._backwards(first)
         for row in rows:
             if not self._writer.is_open(shard):
                 return
-            missing = self._writer.missing(row.index)
-            samples = [s for s in missing if (row.index, s) not in handed]
-            if samples:
-                handed.update((row.index, sample) for sample in samples)
+            if samples := self._writer.begin(row.index):
                 yield row, samples
 
     def _forwards(self, first: int) -> Iterator[Row]:
@@ -193,10 +187,10 @@ class ShardQueue:
 
     def _sweep(self) -> None:
         """Forget the shards of which nothing is left to do for this worker."""
-        for shard in list(self._handed):
+        for shard in list(self._taken):
             if not self._writer.is_open(shard):
                 self._worker.has_completed(shard)
-                del self._handed[shard]
+                self._taken.remove(shard)
 
 
 class _Reader:
@@ -214,10 +208,9 @@ class _Reader:
         self._go_to(start)
         while self._at < stop:
             row = next(self._iterator, None)
-            if row is None and isinstance(self._source, Following):
-                if self._at < self._source.num_ready:  # they have come since the read began
-                    self._iterator = self._source.rows(self._at)
-                    continue
+            if row is None and self._at < (self._source.num_ready or 0):
+                self._iterator = self._source.rows(self._at)  # they have come since the read began
+                continue
             if row is None:
                 self._end, self._at = self._at, -1
                 return
@@ -241,7 +234,7 @@ class _Reader:
     def _go_to(self, start: int) -> None:
         if self._at == start:
             return
-        if self._source.num_rows is not None or isinstance(self._source, Following):
+        if self._source.num_ready is not None:
             self._iterator, self._at = self._source.rows(start), start
             return
         if not 0 <= self._at < start:

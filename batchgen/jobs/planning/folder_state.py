@@ -11,7 +11,6 @@ import pyarrow.compute as pc
 
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.inputs.dataset.row_digest import rows_digest
-from batchgen.inputs.row_index.indexed_source import IndexedSource
 from batchgen.jobs.forecast.samples_per_row import MeasuredSamples
 from batchgen.jobs.run.changed_row import changed_row
 from batchgen.jobs.run.checked_rows import job_manifest, most_rows, output_schema
@@ -61,7 +60,7 @@ def folder_state(config: JobConfig, opened: OpenedJob) -> FolderState:
 def find_rows(config: JobConfig, source: Source) -> None:
     """Find out which rows steps choose, as far as they do: from the job's folder if it says so, or
     by running them."""
-    if not isinstance(source, IndexedSource):
+    if source.data is source:
         return
     try:
         storage = open_storage(config.output.dir, config.workers)

@@ -95,12 +95,10 @@ def _parts_in(prompt: ChatPromptConfig | OpenAIPromptConfig, source: Source) -> 
         column = prompt.messages_column
     if column is None:
         return []
-    from batchgen.inputs.dataset.source import Following
-
     key = "prompt.body_column" if body else "prompt.messages_column"
     path = named_path(key, column, source.features)
     # Of a job that is followed there may be no more rows yet.
-    rows = islice(source.rows(), 1 if isinstance(source, Following) else _PEEKED)
+    rows = islice(source.rows(), 1 if source.follows else _PEEKED)
 
     def messages(value: Any) -> Any:
         try:

@@ -3,7 +3,7 @@
 Each worker appends to one file for each of its shards, such as `part-00003.5b2f9c01.keys`; the
 second part is the worker's alone. A file is a sequence of records of 36 bytes, little endian:
 `int64 row_index, int32 sample_index, uint32 crc32 of the row's tokens, the key (16 bytes), uint32
-crc32 of the record up to here`. A record is written just before its row goes into the journal. So a
+crc32 of the record up to here`. A record is written just after its row went into the journal. So a
 row may be there without a record, or a record without its row; either way the row is computed
 again by a job that could have copied it. The data are not touched.
 """
@@ -56,7 +56,7 @@ class KeyLog:
             raise _unwritable(self._folder, error) from error
 
     def append(self, rows: Iterable[FinishedRow]) -> None:
-        """Keep the keys of rows that are to be written. Rows without an answer have none."""
+        """Keep the keys of rows that were written. Rows without an answer have none."""
         shards: dict[int, list[bytes]] = {}
         for row in rows:
             if row.key is not None and row.failure is None and row.output is not None:

@@ -97,7 +97,7 @@ class RowReuse:
         return self._older.copy(key, request_id, request)
 
     def keep(self, rows: Sequence[FinishedRow]) -> None:
-        """Keep the keys of rows that are to be written now."""
+        """Keep the keys of rows that were written now."""
         self._log.append(rows)
 
     def close(self) -> None:

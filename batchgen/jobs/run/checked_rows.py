@@ -15,7 +15,7 @@ from batchgen.config.groups.job_config import PARSED, JobConfig
 from batchgen.config.groups.prompt_config import ChatPromptConfig, OpenAIPromptConfig
 from batchgen.inputs.constraint.row_params import RowParams
 from batchgen.inputs.dataset.seed_stream import depth_of, stream_of
-from batchgen.inputs.dataset.source import Following, Row, Source
+from batchgen.inputs.dataset.source import Row
 from batchgen.inputs.prompts.row_prompts import fit_prompt, prompt_room
 from batchgen.inputs.prompts.row_request import RowRequest
 from batchgen.jobs.generation.valid_samples import ValidWhere
@@ -108,11 +108,6 @@ def row_request(config: JobConfig, parts: JobParts) -> Callable[[Row], RowReques
     return request
 
 
-def known_rows(source: Source) -> int | None:
-    """How many rows there are, or have come so far; None for a stream."""
-    return source.num_ready if isinstance(source, Following) else source.num_rows
-
-
 def dated(config: JobConfig, parts: JobParts) -> JobConfig:
     """The configuration with the day that the job's prompts name, which it keeps from then on."""
     if parts.prompt.day is None:
@@ -124,12 +119,11 @@ def dated(config: JobConfig, parts: JobParts) -> JobConfig:
 def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Manifest:
     """The manifest of a job as it is asked for, without digests of its rows."""
     config = dated(config, parts)
-    from batchgen.inputs.row_index.open_rows import data_of
     from batchgen.jobs.run.image_files import (
         content_fingerprint,  # it loads the libraries of the data
     )
 
-    source, given = data_of(parts.source), parts.fingerprints
+    given = parts.fingerprints
     read = parts.source.jobs
     groups = identity(config, [name for name in given if name.endswith("_model")])
     if (stream := stream_of(config.sampling.stream, read)) is not None:
@@ -144,5 +138,5 @@ def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Ma
         groups,
         {"dataset": content_fingerprint(parts.source, parts.prompt), **given, **jobs},
         {field.name: str(field.type) for field in schema.arrow},
-        {**growing(config), ROWS: known_rows(source)},
+        {**growing(config), ROWS: parts.source.data.num_ready},
     )

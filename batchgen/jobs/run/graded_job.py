@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.config.groups.job_config import JobConfig
-from batchgen.evals.grades.background_grading import GradingProcess
 from batchgen.evals.grades.changed_marks import ChangedMarks
 from batchgen.evals.grades.folder_grades import JobGrades
+from batchgen.evals.grades.grading_queue import GradingQueue
 from batchgen.jobs.generation.turns import Turns
 from batchgen.storage.folder.dataset_card import grades_section, with_grades
 from batchgen.storage.shards.checked_file import read_schema
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 def scores_of(
-    samples: Samples, config: JobConfig, signals: StopSignals, beside: GradingProcess | None = None
+    samples: Samples, config: JobConfig, signals: StopSignals, queue: GradingQueue | None = None
 ) -> Turns[dict[str, Any] | None]:
     """Grade the rows of a job as its configuration says, and score them; None if no step gives
     marks.
 
-    Marks of earlier grades that change are named on stderr. Grading that went on `beside` the job
-    is waited for. If a signal comes first, JobStopped is raised, and what is graded stays.
+    Marks of earlier grades that change are named on stderr. What the `queue` has begun is waited
+    for. If a signal comes first, JobStopped is raised, and what is graded stays.
     """
     if not config.post:
         return None
@@ -39,9 +39,9 @@ def scores_of(
     def stop() -> bool:
         return signals.received is not None
 
-    if beside is not None:
-        yield from beside.finish(stop)
-    # It grades what is left, and says what is wrong if grading beside the job has failed.
+    if queue is not None:
+        yield from queue.finish(stop)
+    # It grades what is left, and says what is wrong if the queue has failed.
     changes = ChangedMarks()
     try:
         made = samples.grades.make(config.post, text, config.score, stop=stop, changes=changes)

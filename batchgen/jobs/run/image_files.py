@@ -8,13 +8,12 @@ from itertools import islice
 import pyarrow as pa
 
 from batchgen.engine.interface.outputs import RequestError
-from batchgen.inputs.dataset.source import Following, Row, Source
+from batchgen.inputs.dataset.source import Row, Source
 from batchgen.inputs.images.image_sources import ImageSource
 from batchgen.inputs.images.row_images import RowImages, file_names
 from batchgen.inputs.prompts.chat_prompt import ChatPrompt
 from batchgen.inputs.prompts.openai_bodies import BodyPrompt
 from batchgen.inputs.prompts.row_prompts import Prompt
-from batchgen.inputs.row_index.open_rows import data_of
 from batchgen.util.fingerprint import fingerprint_text
 
 _PEEKED = 16
@@ -35,17 +34,17 @@ class ImageFiles:
         """The files of a job's rows; None if these name none, as far as the first ones tell."""
         if not isinstance(prompt, ChatPrompt | BodyPrompt) or prompt.images is None:
             return None
-        data = data_of(source)
-        if isinstance(data, Following):  # its rows come from another job, and are not all there
+        data = source.data
+        if data.follows:  # its rows come from another job, and are not all there
             return None
         found = ImageFiles(data, prompt.images, prompt.image_sources)
         some = islice(found._data.rows(), _PEEKED)
         return found if any(found._of_row(row, file_names) for row in some) else None
 
     @property
-    def num_rows(self) -> int | None:
+    def num_ready(self) -> int | None:
         """How many rows there are; None for a stream."""
-        return self._data.num_rows
+        return self._data.num_ready
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
         """The rows before `stop` in tables of `size` rows, of which the last one may have fewer,
@@ -70,13 +69,13 @@ class ImageFiles:
 
 def content_of(source: Source, prompt: Prompt) -> Source | ImageFiles:
     """The rows of a job's data set, with the files that they name as their images."""
-    return ImageFiles.of(source, prompt) or data_of(source)
+    return ImageFiles.of(source, prompt) or source.data
 
 
 def content_fingerprint(source: Source, prompt: Prompt) -> str:
     """The fingerprint of a job's data set, another one where files that rows name may have
     changed."""
-    data = data_of(source)  # rows that steps choose cannot be counted before the folder is open
+    data = source.data  # rows that steps choose cannot be counted before the folder is open
     own = data.fingerprint
     files = None if data.num_rows is None else ImageFiles.of(source, prompt)
     return own if files is None else fingerprint_text(own, files.stamp())

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 from batchgen.config.compose.load_config import job_file_text
 from batchgen.config.groups.job_config import JobConfig
-from batchgen.inputs.row_index.open_rows import data_of
 from batchgen.jobs.generation.fail_fast import AllRowsFailed
 from batchgen.jobs.generation.shard_queue import ShardQueue
 from batchgen.jobs.generation.spending import Spending
@@ -68,7 +67,7 @@ class JobAttempt:
         """Record in the metrics what is known of the jobs whose rows are read."""
         source = self.parts.source
         self.metrics.read_jobs = [cost for job in source.jobs for cost in job.costs]
-        self.metrics.funnel = [(left.choice, left.rows) for left in data_of(source).funnel]
+        self.metrics.funnel = [(left.choice, left.rows) for left in source.data.funnel]
 
     @contextmanager
     def recorded(self) -> Iterator[None]:

@@ -75,7 +75,6 @@ def complete(
     elsewhere = completed_elsewhere(storage, parts, metrics.attempt.rows)
     if elsewhere is not None:  # this worker was paused, and another has done the same
         return elsewhere
-    from batchgen.inputs.row_index.open_rows import data_of  # it loads the libraries of the data
 
     shown = storage.shown
     metrics.tally = _count_shards(config, parts, folder)
@@ -83,7 +82,7 @@ def complete(
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
     facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
     about = JobSummary(totals, config=resolved(config), row_facts=facts, costs=steps)
-    funnel = [(left.choice, left.rows) for left in data_of(parts.source).funnel]
+    funnel = [(left.choice, left.rows) for left in parts.source.data.funnel]
     card = dataset_card(about, fingerprints, schema.arrow, shown, funnel)
     storage.write(folder.path / "README.md", graded_card(card, folder.path, shown))
     metrics.save("complete")

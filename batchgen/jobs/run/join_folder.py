@@ -8,9 +8,6 @@ from functools import partial
 
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.inputs.dataset.row_digest import rows_digest
-from batchgen.inputs.dataset.source import Following
-from batchgen.inputs.row_index.indexed_source import IndexedSource
-from batchgen.inputs.row_index.open_rows import data_of
 from batchgen.jobs.generation.worker import How, Worker, others_run
 from batchgen.jobs.run.changed_row import changed_row
 from batchgen.jobs.run.checked_rows import job_manifest, most_rows
@@ -35,10 +32,9 @@ whose steps choose among the rows, which are gone through then."""
 def open_job_folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFolder:
     """The job's folder, locked, once it is sure that it is this job's, or can become it."""
     storage, source = open_storage(config.output.dir, config.workers), parts.source
-    indexed = source if isinstance(source, IndexedSource) else None
-    data = data_of(source)
-    if isinstance(data, Following):
-        data.learn()
+    data, indexed = source.data, source.data is not source
+    data.learn()
+    lacks_rows = data.follows and data.num_rows is None
     folder = JobFolder(
         storage.path,
         job_manifest(config, parts, schema),
@@ -49,14 +45,13 @@ def open_job_folder(config: JobConfig, parts: JobParts, schema: OutputSchema) ->
         wait=max(_INDEX_SECONDS if indexed else _OPENING_SECONDS, config.workers.stale_after),
         exclusive=lambda path: not others_run(path, config.workers),
         storage=storage,
-        follows=isinstance(data, Following),
-        lacks_rows=isinstance(data, Following) and data.num_rows is None,
+        follows=data.follows,
+        lacks_rows=lacks_rows,
     )
     try:
-        if indexed is not None:
-            finished = partial(finished_rows, storage)
-            indexed.open_index(storage, alone=folder.exclusive, finished=finished)
-        if folder.exclusive and (source.num_rows is not None or not isinstance(data, Following)):
+        finished = partial(finished_rows, storage)
+        source.open_index(storage, alone=folder.exclusive, finished=finished)
+        if folder.exclusive and not lacks_rows:
             refuse_shrinking(storage, most_rows(config, source.num_rows))
     except BaseException:
         folder.close()

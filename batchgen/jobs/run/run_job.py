@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
 from batchgen.config.groups.job_config import JobConfig
-from batchgen.evals.grades.background_grading import grading_beside
-from batchgen.evals.grades.early_grades import EarlyGrades
+from batchgen.evals.grades.grading_queue import GradingQueue
 from batchgen.evals.scores.samples import Samples
-from batchgen.inputs.dataset.source import Following
 from batchgen.jobs.generation.shard_queue import ShardQueue
 from batchgen.jobs.generation.turns import Turns, alone, between
 from batchgen.jobs.generation.worker import Worker
@@ -84,48 +81,30 @@ def _turns(attempt: JobAttempt) -> Turns[JobResult]:
     if num_rows is not None and config.sampling.until is None:
         metrics.attempt.rows_total = num_rows * config.sampling.n
     attempt.note_read()
-    begins = folder.exclusive and not is_done
-    if begins:
+    if folder.exclusive and not is_done:
         card = unfinished_card(folder.storage.shown)
         folder.storage.write(folder.path / "README.md", card)
         folder.storage.delete(folder.path / REPORT)  # it would tell of fewer rows
     samples = Samples(folder.path, config.score)
-    at_once = parts.grades_at_once and bool(config.post)
-    needed = begins and folder.storage.in_place and not at_once
-    beside = grading_beside(folder.path, config, needed=needed)
-    with attempt.recorded(), beside as grading, _early_grades(attempt, at_once) as early:
+    at_once, claim = parts.grades_at_once, partial(attempt.worker.claim, GRADING)
+    needed = folder.storage.in_place and (at_once or not is_done)
+    queue = GradingQueue(folder.path, config, claim, needed=needed, at_once=at_once)
+    with attempt.recorded(), closing(queue):
         folder.share()
-        look = early.look if early is not None else _nothing
-        ended = None if is_done else (yield from between(compute_rows(attempt), look))
-        ended = ended or (yield from between(_wait_for_others(attempt), look))
+        ended = None if is_done else (yield from between(compute_rows(attempt), queue.look))
+        ended = ended or (yield from between(_wait_for_others(attempt), queue.look))
         if ended is not None:
             return ended
         attempt.writer.finish(attempt.todo.num_rows)
-        if isinstance(parts.source, Following):
+        if parts.source.follows:
             folder.settle(job_manifest(config, parts, attempt.rows.schema))
             # From now on this is a job over a complete one, to whoever opens it by its folder.
             data = replace(config.dataset, follow=False)
             attempt.write_config(replace(config, dataset=data))
             attempt.note_read()
         with folder.storage.local_copy(needed=bool(config.post) or config.output.report):
-            process = grading if early is None else early.process
-            metrics.score = yield from scores_of(samples, config, attempt.signals, process)
+            metrics.score = yield from scores_of(samples, config, attempt.signals, queue)
             return complete(config, parts, folder, attempt.rows.schema, metrics)
-
-
-@contextmanager
-def _early_grades(attempt: JobAttempt, needed: bool) -> Iterator[EarlyGrades | None]:
-    """What grades shards at once; None if that is not needed."""
-    if not needed:
-        yield None
-        return
-    claim = partial(attempt.worker.claim, GRADING)
-    with closing(EarlyGrades(attempt.folder.path, attempt.config, claim)) as early:
-        yield early
-
-
-def _nothing() -> None:
-    """Nothing is looked at between turns."""
 
 
 def _wait_for_others(attempt: JobAttempt) -> Turns[JobResult | None]:

@@ -89,8 +89,8 @@ def _other_data(parts: JobParts, proof: StepProof, fingerprint: str | None) -> I
         if not parts.source.jobs and fingerprint != proof.fingerprints.get(_DATASET):
             yield f"data set: {proof.fingerprints.get(_DATASET)} in the lock, {fingerprint} here"
         return
-    if source.num_rows != proof.dataset_rows:
-        yield f"data set: {proof.dataset_rows:,} rows in the lock, {source.num_rows} here"
+    if source.num_ready != proof.dataset_rows:
+        yield f"data set: {proof.dataset_rows:,} rows in the lock, {source.num_ready} here"
         return
     digests = rows_digest(source, proof.dataset_rows)
     if not digests or digests[-1] != proof.dataset:

@@ -23,6 +23,7 @@ class OpenShard:
         done: [rows, samples] bool, whether the sample of the row is done.
         by_others: [rows, samples] bool, which of them other workers have written since
             this object was made.
+        begun: [rows, samples] bool, which of them this worker has begun.
         num_rows: how many input rows make the shard complete; fewer for the last one.
     """
 
@@ -33,6 +34,7 @@ class OpenShard:
         self._first, self._samples = first_row, samples
         self.done = np.zeros((rows, samples), np.bool_)
         self.by_others = np.zeros((rows, samples), np.bool_)
+        self.begun = np.zeros((rows, samples), np.bool_)
         self.num_done = 0
         self.num_rows = rows
 
@@ -82,6 +84,14 @@ class OpenShard:
         """The samples of a row that are not done."""
         done = self.done[row_index - self._first].tolist()
         return [sample for sample, is_done in enumerate(done) if not is_done]
+
+    def begin(self, row_index: int) -> list[int]:
+        """The samples of a row that are neither done nor begun; they are begun from now on."""
+        begun = self.begun[row_index - self._first]
+        samples = [sample for sample in self.missing(row_index) if not begun[sample]]
+        for sample in samples:
+            begun[sample] = True
+        return samples
 
     def places(
         self, rows: pa.RecordBatch | pa.Table

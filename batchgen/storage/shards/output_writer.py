@@ -168,6 +168,11 @@ class OutputWriter:
             return list(range(self._samples))
         return opened.missing(row_index)
 
+    def begin(self, row_index: int) -> list[int]:
+        """The samples of a row of an open shard that are neither done nor begun by this worker;
+        they are begun from now on."""
+        return self._open[self.shard_of(row_index)].begin(row_index)
+
     def shard_of(self, row_index: int) -> int:
         """The number of the shard that holds a row."""
         return row_index // self._rows_per_shard
@@ -212,11 +217,6 @@ class OutputWriter:
         """Whether a shard was taken and is not complete."""
         return number in self._open
 
-    def is_done_by_others(self, row_index: int, sample: int) -> bool:
-        """Whether another worker has finished a sample of a row that this one has begun."""
-        opened = self._open.get(row_index // self._rows_per_shard)
-        return opened is None or opened.is_by_others(row_index, sample)
-
     def drop(self, number: int) -> None:
         """Forget a shard that another worker has published."""
         self._open.pop(number, None)
@@ -241,17 +241,19 @@ class OutputWriter:
             if (table := self._written.table(shard, columns)) is not None:
                 yield table.filter(pa.array(opened.done[opened.places(table)])).select(columns)
 
-    def write(self, rows: Sequence[FinishedRow]) -> None:
+    def write(self, rows: Sequence[FinishedRow]) -> list[FinishedRow]:
         """Keep finished rows of any shards, in any order. When this returns, a kill cannot lose
-        them.
+        them. Returns those that were written: others may have written some meanwhile.
 
         Each sample of each row must come once in a job.
         """
+        written: list[FinishedRow] = []
         by_shard: dict[int, list[FinishedRow]] = {}
         for row in rows:
             by_shard.setdefault(row.row_index // self._rows_per_shard, []).append(row)
         for number, shard_rows in by_shard.items():
-            if number in self._dropped:
+            is_published = number in self._published.extents and number not in self._open
+            if number in self._dropped or is_published:
                 continue
             opened = self._open.get(number) or self._reopen(number)
             new = [r for r in shard_rows if not opened.is_by_others(r.row_index, r.sample_index)]
@@ -263,9 +265,11 @@ class OutputWriter:
                 self.drop(number)
                 continue
             opened.add(new, self._journal.attempt)
+            written += new
             self._publish_if_complete(number)
         self._journal.sync()
         self._publisher.wait(MAX_UNPUBLISHED)
+        return written
 
     def finish(self, num_rows: int) -> None:
         """Publish the last shard, once all rows are written.
@@ -319,7 +323,10 @@ class OutputWriter:
         return sum(errors.values())
 
     def _reopen(self, number: int) -> OpenShard:
+        before = self._open.get(number)
         opened = self._open[number] = self._written.open(number)
+        if before is not None:
+            opened.begun |= before.begun
         # Rows that this worker still computes from before it lost the shard may be among these.
         opened.by_others |= opened.done
         return opened

@@ -51,6 +51,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
     GlobalHydra.instance().clear()
 
 
+@pytest.mark.thorough
 def test_the_basic_launcher_by_its_name(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     text = r"prompt.user={{ q }} (a, b=c)\n'x'?"
     arguments = ["-m", "hydra/launcher=basic", "sampling.seed=0,3", text, "output.dir=o"]
@@ -66,6 +67,7 @@ def test_the_basic_launcher_by_its_name(jobs: Jobs, capsys: pytest.CaptureFixtur
     assert lines[-1].split() == ["sampling.seed=3", "3", "2", "0", "5", "o/sampling.seed=3"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("arguments", "folders"),
     [
@@ -79,6 +81,7 @@ def test_folders_of_a_sweep(jobs: Jobs, arguments: list[str], folders: list[str]
     assert jobs.folders == folders
 
 
+@pytest.mark.thorough
 def test_the_folder_of_a_sweep_is_found_again(jobs: Jobs, tmp_path: Path) -> None:
     run_command(["-m", "sampling.seed=0,3", "hydra.launcher.x=1"])
     assert jobs.folders == []  # refused: nothing is left behind
@@ -95,6 +98,7 @@ def test_hydra_run_dir(jobs: Jobs) -> None:
     assert jobs.folders == ["r", "o"]
 
 
+@pytest.mark.thorough
 def test_a_sweeper_of_the_user_with_values_of_its_own(jobs: Jobs) -> None:
     file = Path("own/hydra/sweeper/mine.yaml")
     file.parent.mkdir(parents=True)
@@ -104,12 +108,14 @@ def test_a_sweeper_of_the_user_with_values_of_its_own(jobs: Jobs) -> None:
     assert jobs.folders == ["o/sampling.seed=0", "o/sampling.seed=3"]
 
 
+@pytest.mark.thorough
 def test_a_failure_does_not_end_a_sweep_and_a_signal_does(jobs: Jobs) -> None:
     arguments = ["-m", "hydra/launcher=basic", "sampling.seed=1,143,0", "output.dir=o"]
     assert run_command(arguments) == 143
     assert [config.sampling.seed for config in jobs.configs] == [1, 143]
 
 
+@pytest.mark.thorough
 def test_jobs_in_other_processes(
     jobs: Jobs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,6 +134,7 @@ def test_jobs_in_other_processes(
     assert captured.err == "" and "tokens/s" not in captured.out
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("key", ["+worker", "worker", "workers.name"])
 def test_workers_of_one_job_have_one_folder(jobs: Jobs, key: str) -> None:
     arguments = ["-m", "hydra/launcher=basic", f"{key}=range(0,2)", "output.dir=o"]
@@ -147,6 +154,7 @@ class FakeJobs(Jobs):
         return run_job(replace(given, sampling=sampling, workers=workers), job.parts())
 
 
+@pytest.mark.thorough
 def test_workers_of_a_sweep_make_the_data_of_single_ones(
     jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +175,7 @@ def test_workers_of_a_sweep_make_the_data_of_single_ones(
     assert len({files["part-00000.parquet"] for files in data.values()}) == 2
 
 
+@pytest.mark.thorough
 def test_workers_of_the_jobs_of_a_sweep(jobs: Jobs) -> None:
     arguments = ["-m", "hydra/launcher=basic", "sampling.seed=0,3", "+worker=0,1", "output.dir=o"]
     assert run_command(arguments) == 3

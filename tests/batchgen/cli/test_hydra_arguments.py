@@ -46,6 +46,7 @@ sampling: {choice: sample, stop: ["\\n\\n", "}"]}
 """
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -93,6 +94,17 @@ def test_swept_arguments() -> None:
     assert made.typed["++prompt.user='a\nb'"] == 'prompt.user="a\\nb"'
 
 
+def test_swept_texts_have_the_escapes_of_double_quotes() -> None:
+    arguments = [r'sampling.stop=["\n"],["\\n","b"]', r'prompt.user="\n","\\n",c']
+    arguments.append(r"""prompt.answer=choice("\n",'a,b',c)""")
+    made = hydra_arguments(parse_options(arguments), sweep=True)
+    assert made.swept == [
+        "++sampling.stop=['\n'],['\\n','b']",
+        "++prompt.user='\n','\\n','c'",
+        "++prompt.answer='\n','a,b','c'",
+    ]
+
+
 def test_names_are_those_of_a_sweep_of_ours() -> None:
     options = parse_options(["sampling.seed=1,2", "prompt.user=a/b,a?b", "output.dir=o"])
     made = hydra_arguments(options, sweep=True)
@@ -107,6 +119,11 @@ def test_names_are_those_of_a_sweep_of_ours() -> None:
         (["model=hff,hf"], "model has no choice hff"),
         (["sampling.seed=1,2", "sampling.stop=[a"], "the closing ] is missing"),
         (["model=glob(x*)"], "there is no such value"),
+        ([r"sampling.stop='\nclass'"], r"\n in single quotes may be the end of a line"),
+        ([r"sampling.stop='\n',a"], r"\n in single quotes may be the end of a line"),
+        ([r"prompt.user=choice('\n',a)"], r"\n in single quotes may be the end of a line"),
+        ([r"prompt.user=shuffle('a,b',c)"], "shuffle takes no quotes: list the values as a,b"),
+        ([r"sampling.stop=[a,'\n'],b"], r"\n in single quotes may be the end of a line"),
     ],
 )
 def test_mistakes_are_named_before_hydra_sees_them(arguments: list[str], message: str) -> None:

@@ -71,6 +71,7 @@ def test_a_new_job(
     assert not out.parent.exists()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "given", [["sampling.top_k"], ["dataset.limit"], ["dataset.limit", "dataset.streaming=true"]]
 )

@@ -63,6 +63,7 @@ def test_swept_values(argument: str, values: list[str] | None) -> None:
     assert swept_values(argument) == values
 
 
+@pytest.mark.thorough
 def test_folders_below_output_dir() -> None:
     _, jobs = sweep("sampling.seed=1,2", "sampling=greedy,sample", "output.dir=o", "sampling.n=2")
     assert jobs.folders == [
@@ -74,6 +75,7 @@ def test_folders_below_output_dir() -> None:
     assert [config.sampling.temperature for config in jobs.configs] == [0.0, 0.7, 0.0, 0.7]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("output", "folders"),
     [
@@ -86,6 +88,7 @@ def test_folders_as_the_user_says(output: str, folders: list[str]) -> None:
     assert sweep("sampling.seed=1,2", output)[1].folders == folders
 
 
+@pytest.mark.thorough
 def test_the_same_sweep_goes_on_and_another_has_its_own_folder(tmp_path: Path) -> None:
     first = sweep("sampling.seed=1,2")[1].folders
     assert sweep("sampling.seed=1,2")[1].folders == first
@@ -95,6 +98,7 @@ def test_the_same_sweep_goes_on_and_another_has_its_own_folder(tmp_path: Path) -
     assert Path(other[0]).parent != Path(first[0]).parent
 
 
+@pytest.mark.thorough
 def test_names_are_safe_and_all_differ() -> None:
     _, jobs = sweep('prompt.user="a/b {{ q }}","a?b {{ q }}"', "output.dir=o")
     names = [Path(folder).name for folder in jobs.folders]
@@ -104,6 +108,7 @@ def test_names_are_safe_and_all_differ() -> None:
     assert len(set(names)) == 2 and max(map(len, names)) < 120
 
 
+@pytest.mark.thorough
 def test_a_failure_does_not_end_a_sweep_and_a_signal_does(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -132,6 +137,7 @@ def test_the_gravest_code(codes: list[int], code: int) -> None:
     assert worst(codes) == code
 
 
+@pytest.mark.thorough
 def test_workers_make_no_other_job() -> None:
     _, jobs = sweep("sampling.seed=0,3", "+worker=range(0,2)", "output.dir=o")
     assert jobs.folders == ["o/sampling.seed=0"] * 2 + ["o/sampling.seed=3"] * 2

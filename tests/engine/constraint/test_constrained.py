@@ -98,6 +98,7 @@ Simple = Callable[[int], tuple[list[Request], list[RequestOutput]]]
 # --- the tokens -----------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_rows_of_every_kind_are_those_of_a_plain_loop(
     tiny: CausalLM, simple: Simple, run_paged: Callable[..., torch.Tensor]
 ) -> None:
@@ -133,6 +134,7 @@ CHANGES: list[tuple[dict[str, Any], bool | None]] = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("changes", "overlap"),
     [
@@ -163,6 +165,7 @@ def test_chunking_preemption_and_caching_change_nothing(
 
 
 # Shrinking an example of so many steps takes minutes and tells little more.
+@pytest.mark.thorough
 @settings(
     max_examples=settings().max_examples // 20,
     deadline=None,
@@ -200,6 +203,7 @@ def test_any_schedule_gives_the_same_rows(
     assert {*range(SOME)} - {int(output.request_id) for output in outputs} <= gone
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_constraint_that_many_share_is_followed_by_each(tiny: CausalLM, overlap: bool) -> None:
     """Samples of one prompt, alone and together; the prompt is computed once."""
@@ -216,6 +220,7 @@ def test_a_constraint_that_many_share_is_followed_by_each(tiny: CausalLM, overla
         assert_same(run(make_engine(tiny), [request])[0], output)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("overlap", "aborts_after"),
     some_slow(
@@ -267,6 +272,7 @@ def others_alone(tiny: CausalLM) -> list[RequestOutput]:
 both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 
 
+@pytest.mark.quick(1)
 @both_loops
 def test_a_row_that_is_complete_stops_and_one_that_is_cut_is_not_satisfied(
     tiny: CausalLM, overlap: bool
@@ -290,6 +296,7 @@ def test_a_row_that_is_complete_stops_and_one_that_is_cut_is_not_satisfied(
     assert (marked.finish_reason, marked.constraint_satisfied) == ("length", False)
 
 
+@pytest.mark.quick(1)
 @both_loops
 def test_a_stop_string_cuts_the_text_that_was_to_be_complete(tiny: CausalLM, overlap: bool) -> None:
     exact = Constraint.make("choice", ["12345"])
@@ -307,6 +314,7 @@ def test_a_stop_string_cuts_the_text_that_was_to_be_complete(tiny: CausalLM, ove
     assert cut.constraint_satisfied is False and last.constraint_satisfied is False
 
 
+@pytest.mark.quick(1)
 @both_loops
 def test_a_stop_id_ends_a_row_where_its_constraint_is_complete(
     tiny: CausalLM, overlap: bool
@@ -322,6 +330,7 @@ def test_a_stop_id_ends_a_row_where_its_constraint_is_complete(
         assert 2 <= len(output.text) <= 6 and output.text.isdigit() and "6" not in output.text
 
 
+@pytest.mark.quick(1)
 @both_loops
 def test_a_minimum_that_the_constraint_does_not_allow_is_a_conflict(
     tiny: CausalLM, overlap: bool
@@ -350,6 +359,7 @@ def test_a_minimum_that_the_constraint_does_not_allow_is_a_conflict(
     assert enough.text == "ab" and enough.finish_reason == "stop"
 
 
+@pytest.mark.quick(1)
 @both_loops
 def test_a_conflict_at_the_first_token_ends_the_row_without_any(
     tiny: CausalLM, overlap: bool
@@ -365,6 +375,7 @@ def test_a_conflict_at_the_first_token_ends_the_row_without_any(
     assert (empty.token_ids, empty.text, empty.finish_reason) == ([END], "", "stop")
 
 
+@pytest.mark.quick(1)
 @both_loops
 def test_a_row_that_fails_is_not_satisfied_and_keeps_what_it_had(
     tiny_model: Callable[..., Path], overlap: bool
@@ -421,6 +432,7 @@ class SlowCompiler(GrammarCompiler):
         del self._held[:count]
 
 
+@pytest.mark.quick(1)
 @both_loops
 def test_a_constraint_that_does_not_compile_is_an_error_of_its_row(
     tiny: CausalLM, overlap: bool
@@ -435,6 +447,7 @@ def test_a_constraint_that_does_not_compile_is_an_error_of_its_row(
         assert output.columns["logprobs"].shape == (0,)
 
 
+@pytest.mark.quick(1)
 @both_loops
 def test_rows_run_while_the_constraints_of_others_compile(tiny: CausalLM, overlap: bool) -> None:
     slow = SlowCompiler()
@@ -534,6 +547,7 @@ def test_a_constraint_needs_a_tokenizer(tiny: CausalLM) -> None:
 # --- what comes before the marker -----------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @both_loops
 def test_text_before_the_marker_is_free_and_what_follows_is_not(
     tiny: CausalLM, overlap: bool
@@ -595,6 +609,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.quick(1)
 @both_loops
 @pytest.mark.usefixtures("no_collector")
 def test_matchers_die_with_their_rows(
@@ -630,6 +645,7 @@ def test_matchers_die_with_their_rows(
     assert not engine.has_unfinished() and live_matchers() == before
 
 
+@pytest.mark.quick(1)
 @both_loops
 @pytest.mark.usefixtures("no_collector")
 def test_an_engine_that_is_dropped_drops_its_compiler_and_rows(

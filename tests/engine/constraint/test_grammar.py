@@ -147,6 +147,7 @@ def pick(rng: random.Random, allowed: set[int]) -> int:
     return rng.choice(sorted(allowed, key=lambda i: (-len(TEXTS[i]), i))[: rng.choice((8, 400))])
 
 
+@pytest.mark.thorough
 @settings(deadline=None)
 @given(
     st.sampled_from(CONSTRAINTS),
@@ -452,6 +453,7 @@ def smollm2() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+@pytest.mark.thorough
 def test_random_rows_of_a_real_tokenizer_are_valid(smollm2: PreTrainedTokenizerFast) -> None:
     schema = SCHEMA | {"properties": {"a": {"type": "string", "maxLength": 4}, "ab": {"enum": [1]}}}
     make = GrammarCompiler(smollm2, 49152 + 100, (2,))

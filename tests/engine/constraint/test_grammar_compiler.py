@@ -205,6 +205,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_ten_thousand_matchers_leave_memory_as_it_was() -> None:
     make = GrammarCompiler(make_tokenizer(), WIDTH, (END,))

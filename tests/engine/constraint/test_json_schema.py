@@ -74,6 +74,7 @@ def walk(grammar: xgrammar.CompiledGrammar, rng: random.Random, length: int = 15
     return None
 
 
+@pytest.mark.quick(30)
 @pytest.mark.parametrize("max_whitespace", [0, 2])
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_what_the_grammar_lets_through_is_valid(name: str, max_whitespace: int) -> None:
@@ -91,6 +92,7 @@ def test_what_the_grammar_lets_through_is_valid(name: str, max_whitespace: int) 
         assert max(runs, default=0) <= max_whitespace, text
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_schemas_are_refused_or_enforced(seed: int) -> None:
     accepted = 0

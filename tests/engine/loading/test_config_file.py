@@ -62,6 +62,7 @@ def with_value(config: dict[str, Any], key: tuple[str, ...], value: Any) -> dict
     return changed
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=settings().max_examples // 3)
 @given(data=st.data())

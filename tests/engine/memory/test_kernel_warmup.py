@@ -38,6 +38,7 @@ def test_tensors_of_the_device_have_shapes_and_no_values() -> None:
     assert x.is_meta and not x.is_cuda
 
 
+@pytest.mark.thorough
 def test_usual_operations_import_nothing() -> None:
     """Shapes alone would let torch import a thousand modules: its compiler and sympy."""
     program = """if True:
@@ -140,6 +141,7 @@ def test_of_mistakes_in_the_settings_the_engine_tells() -> None:
             pass
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "model",
     [

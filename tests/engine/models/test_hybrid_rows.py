@@ -111,6 +111,7 @@ def alone(folder: Path) -> Alone:
     return Alone(make_engine(load(folder), max_num_seqs=1, prefix_caching=False), run)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("batched", "overlap", "block_size"),
     some_slow(
@@ -129,6 +130,7 @@ def test_any_schedule(
     assert engine.stats.cached_tokens > 0
 
 
+@pytest.mark.thorough
 def test_rows_that_lose_their_caches(
     alone: Alone, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("kind", "config"), CASES, ids=str)
 def test_logits_equal_transformers(
     kind: str,
@@ -60,6 +61,7 @@ def test_logits_equal_transformers(
     assert float(error.max() / size) < 3e-4
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_and_log_probabilities(
     kind: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch

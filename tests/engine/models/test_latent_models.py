@@ -51,6 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(
     name: str,
@@ -69,6 +70,7 @@ def test_logits_equal_transformers(
     assert float((packed - theirs).abs().max() / theirs.abs().max()) < 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["v3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v2 lite", "glm"))]
 )

@@ -101,6 +101,7 @@ def check(model: PreTrainedModel, outputs: Sequence[RequestOutput]) -> None:
         assert found.tolist() == router_ids(model, ids)[:-1].tolist()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ar(
     overlap: bool, tiny_model: TinyModel, theirs: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
@@ -129,6 +130,7 @@ def test_nothing_is_kept_if_nobody_can_ask(tiny_model: TinyModel) -> None:
         engine.add_request("0", [1], SamplingParams(columns=(ROUTED_EXPERTS,)))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("proposer", "k"),
     [
@@ -158,6 +160,7 @@ def test_ar_spec(
     assert engine.stats.preemptions and engine.stats.cached_tokens
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "overlap", "fused"),
     [

@@ -184,6 +184,7 @@ def test_the_loop_computes_the_model() -> None:
     assert len(np.unique(recorded)) > 8
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("batched", "prefix_caching", "overlap"),
     some_slow(
@@ -207,6 +208,7 @@ def test_any_schedule(loop: PlainLoop, overlap: bool, prefix_caching: bool, batc
         assert engine.stats.cached_tokens > 0
 
 
+@pytest.mark.thorough
 @settings(max_examples=settings().max_examples // 25, deadline=None)
 @given(data=st.data())
 def test_hypothesis_finds_no_schedule_that_matters(loop: PlainLoop, data: st.DataObject) -> None:
@@ -243,6 +245,7 @@ def cache_gib(tokens: int, block_size: int) -> float:
     return (tokens + block_size) * (layers * 2 * 2 * 16 * 4 + routes) / 2**30
 
 
+@pytest.mark.thorough
 def test_preempted_rows_begin_again_where_a_checkpoint_is(
     loop: PlainLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +259,7 @@ def test_preempted_rows_begin_again_where_a_checkpoint_is(
     assert engine.stats.preemptions > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("multiple", some_slow([1, 4, 16], quick=(4,)))
 def test_samples_of_one_prompt_compute_it_once(loop: PlainLoop, multiple: int) -> None:
     prompt = [3 + i % 100 for i in range(75)]
@@ -297,6 +301,7 @@ def test_a_slot_with_garbage_is_started_from_zero(loop: PlainLoop) -> None:
     check(loop, rows, run(engine, rows))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("k", some_slow(range(1, 8), quick=(4,)))
 def test_drafts_that_fall_anywhere_are_taken_back(loop: PlainLoop, k: int) -> None:
     rows = requests(12, seed=20 + k, lengths=[1, 9, 40, 45])
@@ -310,6 +315,7 @@ def test_drafts_that_fall_anywhere_are_taken_back(loop: PlainLoop, k: int) -> No
     assert all(strategy.held), "the case is about every number of drafts that can hold"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("overlap", "k"),
     some_slow(itertools.product([False, True], range(1, 8)), quick=((True, 3),)),
@@ -333,6 +339,7 @@ def test_ngram_drafts(loop: PlainLoop, k: int, overlap: bool) -> None:
     assert engine.stats.counts["num_accepted_tokens"] > 0
 
 
+@pytest.mark.thorough
 def test_drafts_whose_number_follows_the_clock(loop: PlainLoop) -> None:
     """The costs of steps are measured on the scratch slot."""
     rows = requests(6, seed=60, lengths=[20, 30])

@@ -107,6 +107,7 @@ def engine_of(kind: str, folder: Path, **config: Any) -> LLMEngine:
     return engine
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "threads"),
     [

@@ -122,6 +122,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(
     name: str,
@@ -326,6 +327,7 @@ E2B = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("changes", "parameters", "of_token", "kv_bytes", "window_bytes"),
     [

@@ -44,6 +44,7 @@ def dequantised(model: CausalLM) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
@@ -134,6 +135,7 @@ def test_parts_in_fp8_add_up(tiny_model: TinyModel) -> None:
         torch.testing.assert_close(one + two, whole, rtol=0, atol=1e-5 * float(whole.abs().max()))
 
 
+@pytest.mark.thorough
 def test_two_ranks_say_what_one_says(tiny_model: TinyModel, tmp_path: Path) -> None:
     """In FP8 a difference in a sum's last bits can round an activation to another value, so the
     model that computes so is shallow."""

@@ -80,6 +80,7 @@ def drawn_by(
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "penalised", "run"),
     some_slow(
@@ -146,6 +147,7 @@ def test_the_processed_law_is_renormalised_and_never_the_models_own_tensor() -> 
     torch.testing.assert_close(step.columns["logprobs"][0], values[step.token_ids[0]])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("run", [sample, sample_fused])
 def test_rows_whose_mask_leaves_nothing_are_in_conflict_and_others_as_without_them(
     run: Callable[..., StepOutput],
@@ -220,6 +222,7 @@ def test_conflicts_reach_the_host_with_their_rows() -> None:
     assert HostCopy(step).wait().conflicts is None
 
 
+@pytest.mark.quick(1)
 @BOTH
 @given(
     st.lists(any_params, min_size=1, max_size=4),

@@ -68,6 +68,7 @@ def reference_law(logits: Array, params: SamplingParams) -> Array:
     return total
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_law_of_each_option(name: str) -> None:
     params, count = OPTIONS[name], 6000
@@ -333,6 +334,7 @@ def test_any_row_in_any_batch(params: list[SamplingParams], values: list[float])
             assert step.token_ids[i, 0] == processed[i].argmax()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("dtype", "turn"),
     [

@@ -49,6 +49,7 @@ def logits(dtype: torch.dtype, vocab: int = 5003) -> torch.Tensor:
     return torch.from_numpy(values).to(DEVICE, dtype)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("draw", "describe"), [(sample, score), (sample_fused, score_fused)])
 def test_a_drawn_token_is_scored_with_its_bits(
@@ -64,6 +65,7 @@ def test_a_drawn_token_is_scored_with_its_bits(
         assert torch.equal(found.columns[f"answer_{name}"], column), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("describe", "stride"),
     [

@@ -79,6 +79,7 @@ def shapes(most_tokens: int, fewest: int) -> st.SearchStrategy[list[tuple[int, i
     return st.lists(shape, min_size=fewest, max_size=12)
 
 
+@pytest.mark.thorough
 @given(
     depth=st.integers(0, 1),
     lengths=st.lists(st.integers(3, 70), min_size=1, max_size=4),

@@ -83,6 +83,7 @@ def test_every_family_is_tried(tiny_model: TinyModel) -> None:
     assert tried == MODELS.keys() - {"InternLM3ForCausalLM"}  # Llama
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", [*FAMILIES, *VISION])
 def test_scores_equal_transformers(kind: str, tiny_model: TinyModel) -> None:
     folder = folder_of(kind, tiny_model, **(SMALL if kind.startswith(RECURRENT) else {}))
@@ -100,6 +101,7 @@ def test_scores_equal_transformers(kind: str, tiny_model: TinyModel) -> None:
     assert chunked.stats.cached_tokens - hits > 3 * 60
 
 
+@pytest.mark.thorough
 def test_ranks_score_what_one_process_scores(tiny_model: TinyModel) -> None:
     folders = [
         tiny_model("qwen3", vocab_size=129),

@@ -86,12 +86,14 @@ def check_mixed(engine: LLMEngine, count: int = 12) -> None:
         np.testing.assert_array_equal(again.columns["logprobs"], before.columns["logprobs"])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "qwen3_next", "qwen3_5", "deepseek_v3"])
 def test_bits_in_mixed_batches(kind: str, tiny_model: TinyModel) -> None:
     chunk = 64 if kind in ("qwen3_next", "qwen3_5") else 16
     check_mixed(make_engine(tiny_model(kind), chunk_tokens=chunk, max_batched_tokens=128))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("proposer", ["ngram", "mtp"])
 def test_bits_beside_drafts(
     proposer: Literal["ngram", "mtp"], tiny_model: TinyModel, tmp_path: Path
@@ -148,6 +150,7 @@ def each_alone(tiny_model: TinyModel) -> tuple[list[Scored], list[RequestOutput]
     return pool, [run(make_engine(tiny_model("qwen3")), [row])[0] for row in pool]
 
 
+@pytest.mark.thorough
 @settings(max_examples=15)
 @given(st.data())
 def test_bits_do_not_depend_on_the_batch(
@@ -181,6 +184,7 @@ def test_broken_logits_end_the_row_with_an_error(tiny_model: TinyModel) -> None:
     assert output.finish_reason == "scored"
 
 
+@pytest.mark.thorough
 def test_the_largest_logits_are_those_of_a_chunk(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

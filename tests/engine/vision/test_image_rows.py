@@ -133,6 +133,7 @@ WHOLE = pytest.param({}, marks=pytest.mark.slow)
 SLOW_WAYS = ("without prefixes", "in chunks of 5", "beside decoding rows")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "way", [pytest.param(w, marks=[pytest.mark.slow] * (w in SLOW_WAYS)) for w in WAYS]
 )

@@ -196,6 +196,7 @@ PARTS = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", PARTS)
 def test_the_kernels_attend_as_the_reference_does(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -218,6 +219,7 @@ def test_the_kernels_attend_as_the_reference_does(
     assert_right(reference(make_batch(*parts, device="cpu")), batch)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 300])
 @pytest.mark.parametrize("kind", ["decode", "verify", "both"])
 def test_windows_and_sinks(kind: str, window: int | None) -> None:
@@ -244,6 +246,7 @@ def test_tiles_of_a_captured_graph(block_length: int) -> None:
     assert_right(triton(batch), batch)
 
 
+@pytest.mark.thorough
 def test_context_lens_of_a_capture_do_not_matter(same_bits: SameBits) -> None:
     for part in (WIDE, make_part(VERIFY, decode_width=4, block_length=4)):
         captured = replace(part, context_lens=(1,) * len(part.query_lens))
@@ -256,6 +259,7 @@ def test_a_decode_width_is_that_of_all_rows() -> None:
         triton(batch)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("again", [(1, 0, 2), (3, 2, 2), (0, 2, 0)])
 @pytest.mark.parametrize("block_length", [1, 2])
 @pytest.mark.parametrize("window", [None, 5])

@@ -182,6 +182,7 @@ def test_own_config_of_large_heads(head_dim: int, dtype: torch.dtype) -> None:
     check(make_case([70, 5], head_dim=head_dim, group=4, dtype=dtype), config=None)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("width", "group", "block_length", "dtype"),
     [
@@ -243,6 +244,7 @@ def test_combines_more_splits_than_a_chunk() -> None:
     check(make_case([64 * 17 + 1], head_dim=96, group=8), max_splits=32)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("width", "block_length"), [(1, 1), pytest.param(3, 1, marks=pytest.mark.slow), (4, 4)]
 )

@@ -176,6 +176,7 @@ def assert_right(rows: Rows, config: PrefillConfig | None = TINY) -> None:
     )
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=settings().max_examples // 10)
 @given(data=st.data())
 def test_equals_float64(data: st.DataObject) -> None:
@@ -204,6 +205,7 @@ def test_equals_float64(data: st.DataObject) -> None:
         torch.testing.assert_close(gathered, rows.run(config), rtol=0, atol=0)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
     [
@@ -292,6 +294,7 @@ def test_rejects_a_plan_for_other_queries() -> None:
         paged_attention_prefill(rows.q, rows.cache, rows.positions, rows.tables, 1.0, plan)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )
@@ -306,6 +309,7 @@ def test_chunks_and_batch_mates_change_no_bit(dtype: torch.dtype, same_bits: Sam
         same_bits(torch.cat(chunks), prompt)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )

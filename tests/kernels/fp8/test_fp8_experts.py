@@ -94,6 +94,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("sizes", "tiles"),
     [
@@ -141,6 +142,7 @@ def test_both_products_are_near_float64(
         assert ((parts[slot] - expected).abs() <= bound + expected.abs() * 2**-22).all()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("powers_of_two", [False, True])
 def test_the_whole_is_near_the_reference(powers_of_two: bool) -> None:
     case = Case(40, 2, 3, 144, 128, False)

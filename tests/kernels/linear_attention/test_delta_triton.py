@@ -96,6 +96,7 @@ class Both:
         return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
@@ -134,6 +135,7 @@ def test_steps_of_any_width_agree(accepted: int) -> None:
     close(wide.state[1], plain.state[1], 1e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fold", [1, 4])
 def test_a_token_has_the_same_bits_in_steps_of_any_width(fold: int) -> None:
     """Whatever of the drafts before it was accepted, and wherever a state is written back."""

@@ -193,6 +193,7 @@ def test_weights_in_panels_give_the_same(
     _assert_near(case.run(tiles), case)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("tiles", PANELS)
 def test_panels_of_other_experts_do_not_matter(tiles: Tiles) -> None:
     """Past the last panel of an expert, which half of a step may be, those of the next one lie."""
@@ -203,6 +204,7 @@ def test_panels_of_other_experts_do_not_matter(tiles: Tiles) -> None:
     assert torch.equal(case.run(tiles), clean)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("tiles", ROWS + PANELS)
 def test_all_tokens_to_one_expert_fill_several_tiles(tiles: Tiles) -> None:
     sizes, tokens = (64, 64, torch.bfloat16), 2 * tiles.block_m + 3
@@ -211,6 +213,7 @@ def test_all_tokens_to_one_expert_fill_several_tiles(tiles: Tiles) -> None:
     _assert_near(case.run(tiles), case)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("tiles", "gate"),
     [*zip([*ROWS, *PANELS, *FLOAT32], itertools.cycle(["clamped", "gelu"]), strict=False)],
@@ -236,6 +239,7 @@ def test_sizes_that_no_vector_divides(sizes: tuple[int, int]) -> None:
     _assert_near(case.run(ROWS[0]), case)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("tiles", "plain"),
     [
@@ -268,6 +272,7 @@ def test_the_result_is_added_to_the_residual_in_place() -> None:
     torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("dtype", "on_residual", "gated"),
     [
@@ -428,6 +433,7 @@ def test_only_slots_whose_expert_is_here_are_added(add: bool) -> None:
     torch.testing.assert_close(of_some, kept.view(5, 3, 40).sum(1) + before * add)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("few_slots", [alignment_triton.FEW_SLOTS, 32])
 def test_experts_of_other_ranks_are_left_out(
     monkeypatch: pytest.MonkeyPatch, few_slots: int

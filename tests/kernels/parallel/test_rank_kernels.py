@@ -120,6 +120,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchgen.kernels.parallel.rank_gather._BLOCK", 256)
 
 
+@pytest.mark.quick(1)
 @in_processes
 @pytest.mark.parametrize(("size", "hop_bytes"), [(2, 0), (3, 10**9), (3, 0), (4, 0)])
 def test_all_ranks_have_the_sum_of_all_and_its_norm(
@@ -151,6 +152,7 @@ def test_all_ranks_have_the_sum_of_all_and_its_norm(
                 assert torch.equal(as_bits(torch.from_numpy(x)), as_bits(expected))
 
 
+@pytest.mark.thorough
 @in_processes
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_have_the_columns_of_all(size: int) -> None:

@@ -159,6 +159,7 @@ def test_the_noise_of_every_column_is_philox() -> None:
     assert len(set((out.token_ids % 4).tolist())) == 4
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_broken_rows_fail_alone(dtype: torch.dtype) -> None:
     batch = make_batch(3, 8, 5000, dtype)
@@ -248,6 +249,7 @@ def test_thresholds_of_broken_rows_return_and_leave_others_alone() -> None:
     assert torch.equal(out[[0, 3, 5]], good[[0, 3, 5]])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("spread", "tiles"),
     [
@@ -274,6 +276,7 @@ def test_a_threshold_is_the_value_of_a_kept_token_and_the_same_in_any_batch(
         assert torch.equal(one, limit[row : row + 1])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_flat_rows_keep_every_token(dtype: torch.dtype) -> None:
     batch = make_batch(9, 8, 701, dtype)
@@ -282,6 +285,7 @@ def test_flat_rows_keep_every_token(dtype: torch.dtype) -> None:
     assert (limit <= -3.25).all()
 
 
+@pytest.mark.thorough
 def test_clustered_tokens_do_not_mislead_the_guess_of_top_p() -> None:
     """Likely tokens side by side, or one of the maximum in every group and the rest just below."""
     logits = torch.full((3, 1600), -9.0, device=DEVICE)

@@ -212,6 +212,7 @@ def random_logits(rng: np.random.Generator, rows: int, vocab: int, dtype: torch.
     return torch.from_numpy(values).to(dtype)
 
 
+@pytest.mark.thorough
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(1, 2),
@@ -249,6 +250,7 @@ def test_confidence_is_the_probability_of_the_token_under_the_law_it_is_drawn_fr
     assert (plain.token_ids == out.token_ids.cpu()).float().mean() > 0.9
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_noise_is_that_of_the_number_of_the_draw(dtype: torch.dtype) -> None:
     rng = np.random.default_rng(0)

@@ -168,6 +168,7 @@ class Oracle:
         return out
 
 
+@pytest.mark.thorough
 @given(many_steps(replacing=False), st.sampled_from(SIZES), st.booleans())
 @settings(deadline=None, max_examples=80)
 def test_the_most_recent_occurrence_of_the_longest_n_gram_is_continued(
@@ -222,6 +223,7 @@ def assert_same(ours: NgramIndex, theirs: NgramIndex) -> None:
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("pool", [False, True])
 def test_a_prompt_of_many_programs(pool: bool) -> None:
     """Ids as large as int32 allows; a second run gives the same state."""

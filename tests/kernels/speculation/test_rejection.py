@@ -83,6 +83,7 @@ def test_triton_equals_the_reference(
     assert_equal(out, expected, close_calls(batch, expected))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("point", [True, False])
 def test_every_count_of_drafts_with_every_end(point: bool) -> None:
     """Few rows are close calls, or the comparison above would prove nothing."""
@@ -124,6 +125,7 @@ def test_real_sizes_and_replays_of_a_graph(point: bool) -> None:
         assert_equal(verify_triton(batch), result)
 
 
+@pytest.mark.quick(1)
 @both
 @pytest.mark.parametrize("point", [True, False])
 def test_a_row_does_not_depend_on_its_batch_mates(
@@ -139,6 +141,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(
     assert_equal(verify(batch.rows(order)), Verified(*(x[order] for x in together)))
 
 
+@pytest.mark.quick(2)
 @both
 @pytest.mark.parametrize("point", [True, False])
 def test_broken_rows_fail_alone(verify: Callable[[Batch], Verified], point: bool) -> None:

@@ -242,6 +242,7 @@ def assert_consistent(output: RequestOutput) -> None:
     assert output.counts["num_forwards"] in ((steps[-1], steps[-1] + 1) if failed else (steps[-1],))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "k", "hard", "overlap"), proposer_cases(PROPOSERS))
 def test_every_proposer_gives_the_rows_of_ar(
     tiny_models: Models,
@@ -280,6 +281,7 @@ def test_every_proposer_gives_the_rows_of_ar(
 
 
 # Shrinking an example of so many steps takes minutes and tells little more.
+@pytest.mark.thorough
 @settings(
     max_examples=settings().max_examples // 32,
     deadline=None,
@@ -330,6 +332,7 @@ def test_any_schedule_and_drafts_give_the_rows_of_ar(
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("k", "overlap"),
     [
@@ -360,6 +363,7 @@ def test_a_perfect_draft_is_accepted_whole(
             assert output.counts["num_accepted_tokens"] == output.counts["num_draft_tokens"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("seed", "hard"),
     some_slow(itertools.product(range(4), (False, True)), quick=((1, True), (2, False))),
@@ -385,6 +389,7 @@ def test_a_perfect_draft_catches_up(
             assert output.counts["num_accepted_tokens"] == output.counts["num_draft_tokens"]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "overlap"),
     some_slow(
@@ -425,6 +430,7 @@ def poisoned(
     return models, requests, expected
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "overlap"),
     [

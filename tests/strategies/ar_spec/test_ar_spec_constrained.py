@@ -155,6 +155,7 @@ def assert_consistent(output: RequestOutput) -> None:
     assert output.counts["num_forwards"] in ((steps[-1], steps[-1] + 1) if cut else (steps[-1],))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "k", "hard", "overlap"), proposer_cases(PROPOSERS))
 def test_every_proposer_gives_the_rows_of_ar(
     tiny_models: Models,
@@ -189,6 +190,7 @@ def test_every_proposer_gives_the_rows_of_ar(
 
 
 # Shrinking an example of so many steps takes minutes and tells little more.
+@pytest.mark.thorough
 @settings(
     max_examples=settings().max_examples // 25,
     deadline=None,
@@ -235,6 +237,7 @@ def test_any_schedule_and_drafts_give_the_rows_of_ar(
     assert {*range(SOME)} - {int(output.request_id) for output in outputs} <= gone
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "overlap", "hard"),
     [
@@ -295,6 +298,7 @@ def long_rows(count: int, constraint: Constraint | None = LONG_NAMES) -> list[Re
     ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["ngram", "other"])
 def test_tokens_without_a_choice_are_drafts_that_hold(
     tiny_models: Models, monkeypatch: pytest.MonkeyPatch, name: str
@@ -349,6 +353,7 @@ def test_what_was_forced_is_read_by_the_draft_model_later(tiny_models: Models) -
 # --- how rows end ---------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("name", "k", "overlap"),
     [
@@ -481,6 +486,7 @@ def texts_of_ar(small_models: Models) -> list[str]:
     return said_texts(small_models, None, 10**6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("draft", ["itself", "far"])
 def test_rejection_has_the_law_of_ar_within_the_constraint(
     small_models: Models, texts_of_ar: list[str], draft: str
@@ -518,6 +524,7 @@ def rejection_rows() -> list[Request]:
     ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("draft", ["itself", "far"])
 def test_rows_verified_by_rejection_conform_and_greedy_ones_are_those_of_ar(

@@ -117,6 +117,7 @@ def ar_tokens(tiny_models: Models) -> Callable[[str], list[list[int]]]:
 DRAFTS = ("itself", "close", "far", "head")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("draft", "law"),
     some_slow(
@@ -173,6 +174,7 @@ def mixed_requests(count: int, new_tokens: int = 24) -> list[Request]:
     return requests
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("draft", "overlap"),
     [
@@ -194,6 +196,7 @@ def test_greedy_rows_are_those_of_ar(tiny_models: Models, draft: str, overlap: b
     assert sum(output.counts["num_accepted_tokens"] for output in outputs) > 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("draft", [pytest.param("close", marks=pytest.mark.slow), "far"])
 def test_a_row_is_the_same_whatever_runs_beside_it(tiny_models: Models, draft: str) -> None:
     """Nor does it depend on how many slots there are: n-grams of other rows displace none."""
@@ -215,6 +218,7 @@ def test_a_row_is_the_same_whatever_runs_beside_it(tiny_models: Models, draft: s
                 np.testing.assert_array_equal(values, other.columns[name], strict=True)
 
 
+@pytest.mark.thorough
 def test_random_rows_are_those_of_their_seed(tiny_models: Models) -> None:
     requests = mixed_requests(24)
     others = [(prompt, replace(params, seed=params.seed + 99)) for prompt, params in requests]
@@ -230,6 +234,7 @@ def test_random_rows_are_those_of_their_seed(tiny_models: Models) -> None:
     assert all(one != other for one, other in zip(first[1::2], changed[1::2], strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("overlap", some_slow([False, True], quick=[True]))
 def test_preempted_rows_are_those_of_an_undisturbed_run(
     tiny_models: Models, monkeypatch: pytest.MonkeyPatch, overlap: bool
@@ -248,6 +253,7 @@ def test_preempted_rows_are_those_of_an_undisturbed_run(
     assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
 
 
+@pytest.mark.thorough
 def test_a_prefix_that_another_row_generated_changes_nothing(tiny_models: Models) -> None:
     """Its KV of the draft model, too, is that of the tokens."""
     config = replace(CONFIG, block_size=4)

@@ -266,6 +266,7 @@ def test_the_toy_head_computes_what_it_says(models: Models) -> None:
     torch.testing.assert_close(alone.states(ids.tolist(), len(ids)), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "k", "config"),
     [
@@ -296,6 +297,7 @@ def test_the_head_has_read_every_token(
     assert strategy.held == set(range(k + 1))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["llama", "qwen", "deepseek"])
 def test_the_head_finds_what_others_have_read(
     models: Models, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -351,6 +353,7 @@ def test_a_head_that_is_always_right_is_accepted_whole(
             assert output.counts["num_forwards"] == 1 - (1 - len(output.token_ids)) // (1 + k)
 
 
+@pytest.mark.thorough
 def test_rejection_gives_a_row_the_same_tokens_whatever_runs_beside_it(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,6 +158,7 @@ def same(found: RequestOutput, wanted: RequestOutput) -> None:
         np.testing.assert_allclose(found.columns[name], values, atol=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("length", "rule"),
     some_slow(
@@ -197,6 +198,7 @@ def test_rows_are_those_of_the_reference(
             assert output.constraint_satisfied == (ended or words.complete(output.token_ids))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("overlap", some_slow([False, True], quick=[True]))
 def test_rows_keep_the_experts_of_their_final_blocks(
     overlap: bool, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -238,6 +240,7 @@ def without_constraint(rows: list[Request]) -> list[int]:
     return [i for i, (_, params) in enumerate(rows) if params.constraint is None]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "rule",
     some_slow([RULES[1], RULES[3], RULES[4]], quick=[RULES[3], RULES[4]]),
@@ -256,6 +259,7 @@ def test_rows_without_a_constraint_notice_nothing(
         assert mixed[i].constraint_satisfied is None
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rule", [RULES[2], RULES[4]], ids=str)
 @pytest.mark.parametrize("length", [4, pytest.param(32, marks=pytest.mark.slow)])
 def test_commits_may_go_alone_or_find_no_room(
@@ -265,29 +269,32 @@ def test_commits_may_go_alone_or_find_no_room(
     rule: dict[str, Any],
 ) -> None:
     rows = requests(length + 1, 12, longest=80)
-    expected = run(make_engine(tiny_model, length, rule), rows)
-    alone = run(make_engine(tiny_model, length, rule | {"fused_commit": False}), rows)
+    engines = [
+        make_engine(tiny_model, length, rule),
+        make_engine(tiny_model, length, rule | {"fused_commit": False}),
+        make_engine(tiny_model, length, rule, overlap=True),
+    ]
+    expected, alone = (run(engine, rows) for engine in engines[:2])
     rng = random.Random(0)
     monkeypatch.setattr(DLLMStrategy, "_room", lambda self, rows: rng.choice((0, 0, 1, rows + 2)))
-    tight = run(make_engine(tiny_model, length, rule, overlap=True), rows)
-    some = 0
+    tight = run(engines[2], rows)
     for wanted, one, other in zip(expected, alone, tight, strict=True):
         for found in (one, other):
             same(found, wanted)
-            assert (
-                found.counts["num_forwards"]
-                == wanted.counts["num_forwards"] + found.counts["num_commit_forwards"]
-            )
+        assert other.counts == wanted.counts
+        denoising = one.counts["num_forwards"] - one.counts["num_commit_forwards"]
+        assert denoising == wanted.counts["num_forwards"]
         assert wanted.counts["num_commit_forwards"] == 0
         last = len(wanted.prompt_token_ids) + len(wanted.token_ids) - 1
         # A conflict at the beginning of a block leaves nothing of it.
         last += wanted.finish_reason == "constraint_conflict"
         begun = last // length - len(wanted.prompt_token_ids) // length
         assert one.counts["num_commit_forwards"] == begun
-        some += other.counts["num_commit_forwards"]
-    assert 0 < some < sum(one.counts["num_commit_forwards"] for one in alone)
+    none, every, some = (engine.stats.strategy["commits_alone"] for engine in engines)
+    assert none == 0 < some < every
 
 
+@pytest.mark.quick(1)
 @RULES_AND_OVERLAP
 def test_preempted_rows_go_on_as_if_nothing_had_happened(
     tiny_model: Callable[..., Path],
@@ -312,6 +319,7 @@ def live_matchers() -> int:
     return sum(type(thing) is Matcher for thing in gc.get_objects())
 
 
+@pytest.mark.thorough
 def test_aborts_leave_the_others_alone_and_no_matcher_behind(
     tiny_model: Callable[..., Path],
 ) -> None:
@@ -364,6 +372,7 @@ def checked(output: RequestOutput, schema: Any) -> bool:
 SCHEMA_CASES: list[tuple[int, dict[str, Any]]] = [(4, RULES[4]), (32, RULES[2]), (8, RULES[1])]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("length", "rule", "part"),
     [
@@ -462,6 +471,7 @@ KINDS_OF_CONSTRAINTS: list[tuple[Constraint, Callable[[str], bool]]] = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rule", [RULES[2], RULES[4]], ids=str)
 def test_other_kinds_of_constraints(tiny_model: Callable[..., Path], rule: dict[str, Any]) -> None:
     rows = [
@@ -559,6 +569,7 @@ def test_a_row_that_may_neither_go_on_nor_end(tiny_model: Callable[..., Path]) -
         same(output, wanted)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_rows_fail_alone_where_logits_are_no_numbers(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, value: float
@@ -620,6 +631,7 @@ def test_a_gpu_takes_the_same_tokens(
 NANO = Path(batchgen.__file__).parent / "data" / "nano_sdar"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not NANO.is_dir(), reason="nano_sdar is not packaged")
 def test_a_trained_model_still_answers() -> None:
     model = load_model(NANO, device=CPU, dtype=torch.float32)

@@ -160,6 +160,7 @@ def test_confident_tokens_come_first_and_the_step_map_says_so() -> None:
 # --- blocks and prompts ---------------------------------------------------------------------------
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("params", [GREEDY, replace(SAMPLED, max_new_tokens=13)])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("length", [2, 4, 8])
@@ -230,6 +231,7 @@ def test_later_blocks_see_the_tokens_of_earlier_ones_in_any_unmasking_order() ->
 # --- stops ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("length", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_stops_at_every_offset(length: int, rule: str) -> None:
@@ -295,6 +297,7 @@ def test_noise_is_keyed_by_seed_position_and_step() -> None:
     assert out.step_map == list(range(1, 10))
 
 
+@pytest.mark.thorough
 def test_the_law_is_that_of_the_filters() -> None:
     """Over many seeds: frequencies of one position's token, and confidences under that law."""
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0] + [-1.0] * 19)

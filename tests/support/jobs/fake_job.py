@@ -36,7 +36,7 @@ from batchgen.engine.interface.outputs import OutputColumn, RequestError, Reques
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.vision.image import Image
-from batchgen.inputs.dataset.source import Row
+from batchgen.inputs.dataset.source import Row, Source
 from batchgen.inputs.prompts.row_prompts import Prompt
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.jobs.run.job_parts import JobParts
@@ -123,7 +123,7 @@ class FakeJob:
 
     def parts(self) -> JobParts:
         return JobParts(
-            source=FakeSource(self.rows, self.limit, self.changed),  # type: ignore[arg-type]
+            source=FakeSource(self.rows, self.limit, self.changed),
             prompt=FakePrompt(self.bad),
             bos_id=None,
             max_model_len=1024,
@@ -136,7 +136,7 @@ class FakeJob:
         return run_job(self.config(), self.parts())
 
 
-class FakeSource:
+class FakeSource(Source):
     """Rows `{"question": "q7", "number": 7, "tags": ["a"] * (7 % 3)}`.
 
     The fingerprint is of all rows, also those from the limit on, as that of a file is.
@@ -146,7 +146,8 @@ class FakeSource:
         [("question", pa.string()), ("number", pa.int64()), ("tags", pa.list_(pa.string()))]
     )
     features = Features.from_arrow_schema(schema)
-    jobs = funnel = ()
+    num_rows: int | None = None
+    fingerprint: str = ""
 
     def __init__(self, num_rows: int, limit: int | None = None, changed: int = -1) -> None:
         self.num_rows = num_rows if limit is None else min(num_rows, limit)
@@ -154,7 +155,10 @@ class FakeSource:
         self._changed = changed
 
     def rows(self, start: int = 0) -> Iterator[Row]:
-        for i in range(start, self.num_rows):
+        return self.rows_at(range(start, self.num_rows or 0))
+
+    def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
+        for i in indices:
             question = "another" if i == self._changed else f"q{i}"
             yield Row(i, f"id{i}", {"question": question, "number": i, "tags": ["a"] * (i % 3)})
 

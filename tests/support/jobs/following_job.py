@@ -12,9 +12,8 @@ from batchgen.config.compose.load_config import identity, step_configs
 from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.config.groups.job_config import JobConfig, StepConfig
 from batchgen.config.groups.prompt_config import ChatPromptConfig
-from batchgen.inputs.dataset.source import Row, Source
+from batchgen.inputs.dataset.source import Row
 from batchgen.inputs.prompts.row_prompts import Prompt
-from batchgen.inputs.row_index.indexed_source import IndexedSource
 from batchgen.inputs.row_index.open_rows import behind_steps
 from batchgen.inputs.upstream.followed_job import Promise
 from batchgen.inputs.upstream.open_source import open_source
@@ -65,12 +64,8 @@ class FollowingJob:
             prompt=TextPrompt(),
             fingerprints={"model": "fake", **found},
             build_engine=lambda: FakeEngine(fake),
-            close=close_source(source),
+            close=source.close,
         )
-
-
-def close_source(source: Source) -> Any:
-    return source.close if isinstance(source, IndexedSource) else lambda: None
 
 
 class TextPrompt(Prompt):

@@ -23,7 +23,6 @@ from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.inputs.dataset.row_source import open_dataset
 from batchgen.inputs.dataset.source import Row
 from batchgen.inputs.prompts.row_prompts import Prompt
-from batchgen.inputs.row_index.indexed_source import IndexedSource
 from batchgen.inputs.row_index.open_rows import behind_steps
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.jobs.run.job_parts import JobParts
@@ -91,7 +90,7 @@ class SteppedJob:
             columns=(),
             fingerprints={"model": "fake", **found},
             build_engine=lambda: engine,
-            close=source.close if isinstance(source, IndexedSource) else lambda: None,
+            close=source.close,
         )
         return run_job(config, parts)
 

@@ -13,8 +13,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.config.groups.job_config import JobConfig
-from batchgen.inputs.dataset.source import Source
-from batchgen.inputs.row_index.indexed_source import IndexedSource
 from batchgen.jobs.run.job_parts import JobParts
 from batchgen.pipelines.proof.audit.audited_job import AuditedRow, open_parts
 from batchgen.pipelines.proof.audit.drawn_places import drawn_places
@@ -84,15 +82,15 @@ def audit_set_rows(
         numbers = _numbers(parts, {row.row_id for row in rows})
         with tempfile.TemporaryDirectory(prefix="batchgen-audit-") as folder:
             again = compute_again(config, parts, list(numbers.values()), Path(folder), None)
+    again = again.select([name for name in again.schema.names if name not in parts.by_schedule])
     text = config.output.text_column
     return [_audited(row, again, text, text_as) for row in rows]
 
 
 def _numbers(parts: JobParts, ids: set[str]) -> Mapping[str, int]:
     """The numbers of rows in their data set, by their ids."""
-    source: Source = parts.source
-    if isinstance(source, IndexedSource):
-        source.find_index(None)
+    source = parts.source
+    source.find_index(None)
     found: dict[str, int] = {}
     for row in source.rows():
         if row.id in ids:

@@ -12,10 +12,9 @@ import pyarrow as pa
 
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.workers_config import BudgetConfig
-from batchgen.inputs.dataset.source import Row, Source
+from batchgen.inputs.dataset.source import Left, ReadJob, Row, Source
 from batchgen.inputs.images.row_images import RowImage
 from batchgen.inputs.prompts.row_prompts import Prompt
-from batchgen.inputs.row_index.indexed_source import IndexedSource
 from batchgen.jobs.run.job_parts import JobParts
 from batchgen.jobs.run.run_job import run_job
 from batchgen.storage.folder.read_job import JobFolderReader
@@ -30,8 +29,13 @@ class _Taken(Row):
     given: Row = dataclasses.field(kw_only=True)
 
 
-class TakenRows:
-    """A `Source` of some rows of another source, numbered from 0."""
+class TakenRows(Source):
+    """Some rows of another source, numbered from 0."""
+
+    num_rows: int | None = None
+    fingerprint: str = ""
+    jobs: tuple[ReadJob, ...] = ()
+    funnel: tuple[Left, ...] = ()
 
     def __init__(self, source: Source, indices: Sequence[int], storage: Storage | None) -> None:
         """Read the rows; `storage` is where their job may have its row index.
@@ -43,13 +47,12 @@ class TakenRows:
         self.columns, self.features, self.schema = source.columns, source.features, source.schema
         self.jobs, self.funnel = source.jobs, source.funnel
         self.fingerprint = f"{len(indices)} of {source.fingerprint}"
-        if isinstance(source, IndexedSource):
-            source.find_index(storage)
+        source.find_index(storage)
         self._rows = [
             _Taken(number, row.id, row.fields, row.failure, given=row)
             for number, row in enumerate(rows_at(source, indices))
         ]
-        self.num_rows: int | None = len(self._rows)
+        self.num_rows = len(self._rows)
 
     def rows(self, start: int = 0) -> Iterator[Row]:
         """See `Source`."""
@@ -138,7 +141,6 @@ def compute_again(
         source=taken,
         prompt=_PromptOfTaken(parts.prompt),
         answer=None if answer is None else lambda row: answer(_given(row)),
-        predict=lambda *_: None,
     )
     output = dataclasses.replace(
         config.output, dir=str(folder), report=False, retry_errors=False, on_all_errors="continue"

@@ -121,6 +121,7 @@ def check(found: list[dict[str, Any]]) -> None:
         assert 0 < usage["completion_tokens"] <= most
 
 
+@pytest.mark.thorough
 def test_bad_lines_have_an_error_and_others_an_answer(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,6 +148,7 @@ def test_bad_lines_have_an_error_and_others_an_answer(
     assert grown[30]["custom_id"] == "ok99" and grown[30]["error"] is None
 
 
+@pytest.mark.thorough
 def test_killed_and_resumed(model: Path, tmp_path: Path) -> None:
     given_file, whole, out = (tmp_path / n for n in ("in.jsonl", "whole.jsonl", "out.jsonl"))
     given_file.write_text("\n".join(lines()))
@@ -265,12 +267,14 @@ def test_log_probabilities_of_the_lines_that_ask(model: Path, tmp_path: Path) ->
     assert without is None
     for entry in three["content"]:
         likely = entry["top_logprobs"]
-        assert len(likely) == 3 and bytes(entry["bytes"]).decode() == entry["token"]
+        spelled = bytes(entry["bytes"])
+        assert len(likely) == 3
+        assert entry["token"] == spelled.decode(errors="backslashreplace")
         assert [one["logprob"] for one in likely] == sorted(o["logprob"] for o in likely)[::-1]
         assert entry["logprob"] <= likely[0]["logprob"] + 1e-6
     assert all(entry["top_logprobs"] == [] for entry in none["content"])
     assert len(two["tokens"]) == len(two["token_logprobs"]) == len(two["text_offset"])
-    assert all(len(likely) <= 2 for likely in two["top_logprobs"])
+    assert all(len(likely) == 2 for likely in two["top_logprobs"])
 
 
 def test_a_zero_of_tokens_is_an_error_of_its_line(model: Path, tmp_path: Path) -> None:

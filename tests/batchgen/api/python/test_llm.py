@@ -83,6 +83,7 @@ def test_conversations_are_written_with_the_chat_template(llm: LLM) -> None:
         llm.chat("hi", PARAMS, chat_template_kwargs={"thinking": True})
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("prompt", "type", "says"),
     [
@@ -136,6 +137,7 @@ def test_shapes_of_outputs(llm: LLM) -> None:
     assert found == [None, None, None]
 
 
+@pytest.mark.thorough
 def test_parameters_for_each_prompt(llm: LLM) -> None:
     each = [PARAMS.replace(max_tokens=2), PARAMS.replace(max_tokens=3, n=2)]
     found = llm.generate(["ab", "cd"], each)

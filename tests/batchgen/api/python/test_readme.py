@@ -20,6 +20,7 @@ def _blocks(page: str) -> list[str]:
     return [block for block in blocks if block.startswith("from ")]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("page", PAGES)
 def test_python_of_a_page_runs(
     page: str,

@@ -192,7 +192,7 @@ def test_schemas_in_a_struct(tmp_path: Path) -> None:
         *(('"c"', "stop", True), ('"c"', "stop", True), ("y", "stop", None)),
     )
     fake = job(tmp_path, {"kind": "json_schema", "column": "schema"}, answers)
-    run_job(fake.config(), replace(fake.parts(), source=SchemaSource(6)))  # type: ignore[arg-type]
+    run_job(fake.config(), replace(fake.parts(), source=SchemaSource(6)))
     report = validate(tmp_path)
     assert report.counts == {"valid": 3, "invalid": 1, "unconstrained": 2}
     assert report.problems["invalid"] == ["row id4, sample 0: $: 'b' was expected"]
@@ -273,7 +273,7 @@ def test_what_is_no_finished_job_with_constraints(
         == f"the job in {tmp_path}/free has no constraint: there is nothing to check"
     )
     fake = job(tmp_path / "own", {"kind": "regex", "column": "question"}, ANSWERS)
-    run_job(fake.config(), replace(fake.parts(), source=NotCopied(2)))  # type: ignore[arg-type]
+    run_job(fake.config(), replace(fake.parts(), source=NotCopied(2)))
     assert refused(tmp_path / "own") == (
         "the rows' constraints stand in the dataset column 'question', which the job did not copy "
         f"to {tmp_path}/own: list it in dataset.columns and run the job again"

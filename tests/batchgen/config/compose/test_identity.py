@@ -132,6 +132,7 @@ def computed(out: Path, *overrides: str) -> pa.Table:
     return pq.read_table(out / "data/part-00000.parquet").replace_schema_metadata()
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("key", sorted({*_NOT_DECIDING["engine"]} - {"device"}))
 def test_rows_are_equal_under_any_other_key_of_the_engine(
     key: str, rows: pa.Table, tmp_path: Path

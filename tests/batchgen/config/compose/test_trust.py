@@ -79,6 +79,7 @@ ALL = [(form, name) for form in FORMS for name in NAMING]
 FEW = [pair for pair in ALL if pair[0] == "job" or pair[1] in ("a reference", "a launcher")]
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(("form", "name"), some_slow(ALL, quick=FEW))
 def test_of_a_job_file_it_is_refused(
     here: Path, capsys: pytest.CaptureFixture[str], form: str, name: str
@@ -115,6 +116,7 @@ def test_grade_asks_for_what_the_folder_names(
     assert not (here / "ran").exists() and not (out / "grades").exists()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "word",
     [
@@ -221,6 +223,7 @@ def _module(here: Path, arguments: list[str]) -> subprocess.CompletedProcess[str
     return subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.thorough
 def test_the_working_directory_has_no_modules_of_ours(here: Path) -> None:
     """What `python -m batchgen` and the processes that grade import is not in the directory."""
     for name in ("yaml", "omegaconf", "hydra_plugins/theirs", "pyarrow", "multiprocessing"):
@@ -233,6 +236,7 @@ def test_the_working_directory_has_no_modules_of_ours(here: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 def test_a_step_of_the_working_directory_is_found(here: Path) -> None:
     graded(here)
     assert _module(here, ["grade", "out"]).returncode == 2

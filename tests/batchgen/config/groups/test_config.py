@@ -73,6 +73,7 @@ HAS_OWN_COLUMN = ("json_schema", "regex", "choice", "grammar", "structural_tag")
 CHOICES = [path for path in sorted(CONF.glob("*/*.yaml")) if path.parent.name != "pipeline"]
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda p: f"{p.parent.name}={p.stem}")
 def test_every_choice_loads(choice: Path) -> None:
     group = choice.parent.name
@@ -278,7 +279,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
         "key of another kind",
         ["prompt=text", "+prompt.user=x"],
         "prompt.user is not a key: choose among kind, text, text_file, add_special_tokens, "
-        "answer, too_long",
+        "answer, constant, too_long",
     ),
     ("top", ["output.top_logprobs=0"], "output.top_logprobs must be 1 to 256, got 0"),
     (

@@ -21,7 +21,7 @@ Options = Mapping[str, Any] | None
         (" two  spaces ", str | None, True, " two  spaces "),
         ('"{{ q }}"', str, True, "{{ q }}"),
         ("'{{ q }}'", str, True, "{{ q }}"),
-        (r"'it\'s \n'", str, True, r"it's \n"),
+        (r"'it\'s \d'", str, True, r"it's \d"),
         ('Say "hi"', str, True, 'Say "hi"'),
         ('"a" or "b"', str, True, '"a" or "b"'),
         (r"A\nB", str, True, "A\nB"),
@@ -50,6 +50,7 @@ Options = Mapping[str, Any] | None
         ("", Texts, True, []),
         ("a, b", Texts, True, ["a", "b"]),
         ('"a, b"', Texts, True, ["a, b"]),
+        (r""" "a\n,", 'b', c d""", Texts, True, ["a\n,", "b", "c d"]),
         (r"\n\n", Texts, True, ["\n\n"]),
         (r"[\n]", Texts, True, ["\n"]),
         (r"""["\n\n", a b, "x,]", 1, ']']""", Texts, True, ["\n\n", "a b", "x,]", "1", "]"]),
@@ -103,6 +104,51 @@ def test_an_escape_that_may_be_a_command_of_latex_is_not_guessed(text: str) -> N
     doubled = text.replace("\\", "\\\\")
     assert read_value(doubled, str, escapes=True) == text
     assert read_value(f'"{text}"', str, escapes=True) == decode_escapes(text, quoted=True) != text
+
+
+SINGLE = {
+    r"\nclass": ("the end of a line", r"\\n", "\nclass"),
+    r"\theta": ("a tab", r"\\t", "\theta"),
+    r"a\\b": ("a backslash", r"\\\\", r"a\b"),
+    r"\u00e9": ("the text é", r"\\u00e9", "é"),
+    r"\"": ('the text "', r"\\\"", '"'),
+}
+"""What stands in single quotes → what it may be, how the letters are written in double quotes, and
+what double quotes make of it."""
+
+
+@pytest.mark.parametrize("escapes", [True, False])
+@pytest.mark.parametrize(
+    ("form", "hint"),
+    [
+        ("{}", str),
+        ("{}", str | None),
+        ("{}", Texts),
+        ("[{}]", Texts),
+        ("[a, {}]", Texts),
+        ("a,{}", Texts),
+        ("{{a: {}}}", Options),
+        ("{{{}: 1}}", Options),
+        ("[{{user: [{}]}}]", Any),
+        ("{}", Any),
+        ("{}", int),
+    ],
+)
+@pytest.mark.parametrize("text", sorted(SINGLE))
+def test_single_quotes_never_mean_another_text_than_double_quotes(
+    text: str, form: str, hint: Any, escapes: bool
+) -> None:
+    meaning, letters, double = SINGLE[text]
+    with pytest.raises(Unreadable) as raised:
+        read_value(form.format(f"'{text}'"), hint, escapes=escapes)
+    assert f"in single quotes may be {meaning} or" in str(raised.value)
+    assert str(raised.value).endswith(f"and {letters} for the latter")
+    found = read_value(form.format(f'"{text}"'), hint, escapes=escapes)
+    assert json.dumps(double) in json.dumps(found)
+    for same in (r"\d+", "a b", "{{ q }}", "it's"):
+        quoted = same.replace("'", "\\'")
+        one, other = form.format(f"'{quoted}'"), form.format(f'"{same}"')
+        assert read_value(one, hint, escapes=escapes) == read_value(other, hint, escapes=escapes)
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\b\f"), max_size=20)

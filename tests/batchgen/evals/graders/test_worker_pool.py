@@ -33,6 +33,7 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.thorough
 def test_each_misfortune_costs_its_own_item(pool: Pool) -> None:
     items = [
         1,

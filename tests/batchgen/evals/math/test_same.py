@@ -140,6 +140,7 @@ SPELLINGS = (
 )
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("kind", GOLDS)
 @given(data=st.data())
 def test_a_gold_answer_is_itself_in_other_spellings(kind: str, data: st.DataObject) -> None:

@@ -15,7 +15,7 @@ from batchgen.evals.scores.intervals import (
 )
 from batchgen.evals.scores.marks import Floats, Marks, Sample
 from batchgen.evals.scores.student_t import t_cdf, t_quantile
-from batchgen.util.random_bits import random_below, random_words
+from batchgen.util.random_bits import random_words
 
 
 @pytest.mark.parametrize("df", [1, 2, 3, 7, 29, 197, 1318, 1e5, 1e9])
@@ -41,7 +41,7 @@ def test_words_are_those_of_splitmix64() -> None:
 
 
 def test_random_numbers_are_spread_evenly() -> None:
-    counts = np.bincount(random_below(7, 3, (70_000,)), minlength=7)
+    counts = np.bincount((random_words(3, (70_000,)) % 7).astype(int), minlength=7)
     assert stats.chisquare(counts).pvalue > 1e-3
 
 
@@ -184,6 +184,7 @@ def test_clustered_interval_holds_the_truth_in_95_of_100_cases() -> None:
     assert 0.93 <= coverage(draw, interval, 1500) <= 0.97
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("k", [1, 8, 64])
 @pytest.mark.parametrize("n", [30, 198, 500])
 def test_population_interval_at_sizes_of_known_exams(n: int, k: int) -> None:
@@ -210,6 +211,7 @@ def sampled(rng: np.random.Generator, p: Floats, k: int) -> Marks:
     return Marks(ids, rows, codes, codes, codes == 0, (None,) * len(p), np.arange(len(p)))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("n", "k", "a", "b"),
     [

@@ -137,6 +137,7 @@ def test_few_differing_questions_are_seldom_significant(n: int, differ: int) -> 
     assert differ > 5 or size == 0
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("n", "k"),
     [
@@ -162,6 +163,7 @@ def test_differences_for_new_questions_by_simulation(n: int, k: int) -> None:
     assert np.mean(significant) <= 0.065  # 1500 cases: one standard error is 0.006
 
 
+@pytest.mark.thorough
 def test_size_of_p_for_the_same_questions() -> None:
     rng = np.random.default_rng(0)
     significant = []

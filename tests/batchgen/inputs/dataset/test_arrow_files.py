@@ -84,6 +84,7 @@ VIEWS: list[tuple[pa.Array, pa.DataType, list[Any]]] = [
 ]
 
 
+@pytest.mark.quick(15)
 @BOTH
 @FORMATS
 @pytest.mark.parametrize("case", VIEWS, ids=lambda case: str(case[0].type))
@@ -122,6 +123,7 @@ FILES: list[tuple[pa.Table, pa.Table]] = [
 ]
 
 
+@pytest.mark.quick(15)
 @BOTH
 @FORMATS
 @pytest.mark.parametrize("number", range(len(FILES)))

@@ -60,7 +60,7 @@ class Rows:
     schema: pa.Schema = SCHEMA
 
     @property
-    def num_rows(self) -> int:
+    def num_ready(self) -> int:
         return len(self.rows)
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
@@ -91,7 +91,7 @@ def test_what_lies_under_a_null_plays_no_part() -> None:
     @dataclass
     class Table:
         table: pa.Table
-        num_rows: int | None = 3
+        num_ready: int | None = 3
 
         def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
             yield self.table

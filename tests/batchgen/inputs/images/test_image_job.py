@@ -132,6 +132,7 @@ def test_bodies_of_openai_and_conversations_that_begin_without_images(
         assert "base64" not in json.dumps(found[1][key])
 
 
+@pytest.mark.thorough
 def test_rows_do_not_depend_on_how_the_job_was_run(vl_model: Path, tmp_path: Path) -> None:
     """A real engine: one after the other, in a batch, and grown by a second run; two images of
     which one pixel differs, the same image twice, and rows without images are among the rows."""

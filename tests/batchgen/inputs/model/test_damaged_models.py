@@ -60,6 +60,7 @@ def test_what_is_damaged_is_named(
     assert "Traceback" not in told
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("eos", [-1, 300, [256, 10**6]])
 def test_ids_behind_the_vocabulary_end_no_answer(
     eos: int | list[int], model: Path, rows: Path, tmp_path: Path

@@ -66,6 +66,7 @@ def test_a_text_that_no_tokens_could_hold_is_refused_untokenised(config: PromptC
         prompt.token_ids(row(q="é" * 3_000_000))
 
 
+@pytest.mark.thorough
 def test_a_text_that_long_tokens_could_hold_is_tokenised() -> None:
     tokenizer = byte_tokenizer()
     columns = dict.fromkeys(COLUMNS, Value("string"))

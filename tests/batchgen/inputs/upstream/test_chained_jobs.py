@@ -57,6 +57,7 @@ def draft(model: Path, rows: Path, tmp_path: Path) -> Path:
     return tmp_path / "draft"
 
 
+@pytest.mark.thorough
 def test_a_job_reads_a_job_that_reads_a_job(model: Path, draft: Path, tmp_path: Path) -> None:
     judge, last = tmp_path / "judge", tmp_path / "last"
     prompt = "prompt.user='{{ q }} {{ reply }} {{ finish_reason }}'"
@@ -88,6 +89,7 @@ def test_a_job_reads_a_job_that_reads_a_job(model: Path, draft: Path, tmp_path: 
     assert yaml.safe_load((judge / "config.yaml").read_text())["dataset"]["text_as"] == "reply"
 
 
+@pytest.mark.thorough
 def test_a_reader_draws_other_numbers_than_what_it_reads(
     model: Path, rows: Path, draft: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +119,7 @@ def test_streams_are_apart_and_todays_seeds_stay() -> None:
     assert derive_seed(3, "r1", 1) == 14867302275347556381
 
 
+@pytest.mark.thorough
 def test_rows_that_are_taken_out_change_no_others(model: Path, draft: Path, tmp_path: Path) -> None:
     run(reader(model, draft, tmp_path / "all"))
     where = "dataset.where='row_index not in [1, 4, 5, 9] and (row_index > 2 or sample_index == 1)'"
@@ -131,6 +134,7 @@ def grow(rows: Path, number: int) -> None:
     rows.write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, *more]))
 
 
+@pytest.mark.thorough
 def test_when_the_other_job_grows_this_one_goes_on(
     model: Path, rows: Path, draft: Path, tmp_path: Path
 ) -> None:
@@ -147,6 +151,7 @@ def test_when_the_other_job_grows_this_one_goes_on(
     assert ["dataset rows: 20 → 26"] == [line for entry in history for line in entry["changed"]]
 
 
+@pytest.mark.thorough
 def test_more_samples_or_another_job_are_refused(
     model: Path, rows: Path, draft: Path, tmp_path: Path
 ) -> None:
@@ -176,6 +181,7 @@ def graded(job: Path, pattern: str) -> None:
     JobGrades(job).make((step,), "text", ScoreConfig())
 
 
+@pytest.mark.thorough
 def test_new_grades_matter_where_they_are_read(model: Path, draft: Path, tmp_path: Path) -> None:
     graded(draft, "([A-Za-z])")
     read = ("dataset.columns=[q,answer]",)
@@ -202,6 +208,7 @@ def test_a_job_without_rows_ends_with_its_counts(
     assert not (tmp_path / "judge").exists()
 
 
+@pytest.mark.thorough
 def test_jobs_in_an_object_store_are_read(
     model: Path, rows: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +251,7 @@ def test_columns_of_files_get_other_names(model: Path, rows: Path, tmp_path: Pat
             run(overrides(model, rows, tmp_path / "c", f"dataset.rename={rename}"))
 
 
+@pytest.mark.thorough
 def test_copied_grades_are_a_column_that_pages_show_and_the_next_job_reads(
     model: Path, draft: Path, tmp_path: Path
 ) -> None:

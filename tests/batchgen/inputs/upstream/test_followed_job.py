@@ -67,9 +67,10 @@ def followed(
 
 @pytest.fixture(autouse=True)
 def _look_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchgen.inputs.upstream.followed_source._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("batchgen.inputs.upstream.job_source._LOOK_SECONDS", 0.0)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("choice", "steps"), [("samples", []), ("best", STEPS)])
 def test_a_followed_job_gives_the_rows_of_the_complete_one(
     whole: Path, tmp_path: Path, choice: str, steps: list[dict[str, Any]]
@@ -129,7 +130,7 @@ def test_a_shard_waits_for_its_grades_if_they_are_read(whole: Path, tmp_path: Pa
     unfolding.show("data/part-00000.parquet")
     unfolding.show("data/part-00001.parquet")
     base = FollowingJob(str(unfolding.folder), str(tmp_path / "out"), {"follow": True})
-    assert open_source(base.config()).num_ready > 0  # type: ignore[attr-defined]
+    assert (open_source(base.config()).num_ready or 0) > 0
     graded = replace(base, keys={"follow": True, "where": "answer != '7'"})
     source: Any = open_source(graded.config())
     assert (source.num_ready, source.num_rows) == (0, None)

@@ -39,7 +39,9 @@ def source(
     where = tuple(map(str, paths))
     config = DatasetConfig(kind="job", path=where[0] if len(where) == 1 else where, **keys)
     used = None if named is None else frozenset(named)
-    return JobSource(read_jobs(config.paths, own), config, used)
+    found = JobSource(read_jobs(config.paths, own), config, used)
+    found.learn()
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -119,6 +119,7 @@ def _check(factory: pytest.TempPathFactory, every: Rows, data: Any) -> None:
     _check_any(lambda: factory.mktemp("job"), every, data)
 
 
+@pytest.mark.thorough
 @settings(max_examples=4, deadline=None, suppress_health_check=SLOW, phases=[Phase.generate])
 @given(data=st.data())
 def test_any_order_and_any_growth(

@@ -102,7 +102,7 @@ def test_a_changed_row_alone_is_computed(tmp_path: Path) -> None:
 
     fake = job(new, log, bad=False)
     config = replace(fake.config(), output=replace(fake.config().output, reuse=(str(old),)))
-    parts = replace(fake.parts(), source=Others(ROWS + 4))  # type: ignore[arg-type]
+    parts = replace(fake.parts(), source=Others(ROWS + 4))
 
     class ByName(Prompt):
         def token_ids(self, row: Row) -> list[int]:
@@ -118,6 +118,7 @@ def test_a_changed_row_alone_is_computed(tmp_path: Path) -> None:
     assert copied(new) == 2 * (ROWS - 5 - failed)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [

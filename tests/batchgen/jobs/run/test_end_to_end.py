@@ -18,6 +18,7 @@ from batchgen.util.errors import ConfigError
 from tests.support.jobs.real_job import ROWS, contents, overrides, run
 
 
+@pytest.mark.thorough
 def test_rows_are_those_of_the_python_interface(model: Path, rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     columns = "output.columns=[logprobs,top_logprobs,prompt_token_ids]"
@@ -63,6 +64,7 @@ def test_the_engine_settings_do_not_change_a_byte(model: Path, rows: Path, tmp_p
     }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("shape", ["dataset.streaming=false", "dataset.streaming=true"])
 @pytest.mark.parametrize("per_shard", [4, 11, 100])
 def test_a_complete_job_run_again_computes_nothing(

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.cli.verb_table import run_verb
-from batchgen.config.groups.job_config import ScoreConfig, StepConfig
+from batchgen.config.groups.job_config import JobConfig, ScoreConfig, StepConfig
 from batchgen.evals.graders.extract import Extract
 from batchgen.evals.graders.grade import Grade
-from batchgen.evals.grades.background_grading import GradingProcess, grading_beside
 from batchgen.evals.grades.changed_marks import ChangedMarks
 from batchgen.evals.grades.folder_grades import JobGrades
+from batchgen.evals.grades.grading_queue import GradingQueue
 from batchgen.evals.scores.samples import Samples
 from batchgen.jobs.generation.turns import alone
 from batchgen.jobs.run.run_job import run_job
@@ -254,6 +255,11 @@ def test_a_job_that_is_graded_anew_says_what_changes(
     assert refused == 2 and "--changes " in capsys.readouterr().err
 
 
+def grading(out: Path, config: JobConfig, *, at_once: bool = False) -> closing[GradingQueue]:
+    return closing(GradingQueue(out, config, lambda: True, needed=True, at_once=at_once))
+
+
+@pytest.mark.thorough
 def test_grades_that_are_there_are_left_to_the_end_of_the_job(tmp_path: Path) -> None:
     """It is the end that says what changes."""
     out = tmp_path / "out"
@@ -262,8 +268,8 @@ def test_grades_that_are_there_are_left_to_the_end_of_the_job(tmp_path: Path) ->
     (out / "grades/part-00002.parquet").unlink()
     before = {path.name: path.stat().st_ino for path in (out / "grades").iterdir()}
     config = replace(job(out).config(), post=(EXTRACT, other))
-    with grading_beside(out, config, needed=True) as beside:
-        assert beside is not None
+    with grading(out, config) as queue:
+        queue.look()
         deadline = time.monotonic() + 60
         while not (out / "grades/part-00002.parquet").exists():
             assert time.monotonic() < deadline
@@ -322,14 +328,15 @@ def test_a_column_that_the_rows_lack_is_refused_before_anything_changes(tmp_path
     assert len(JobGrades(out).finished()) == 6
 
 
+@pytest.mark.thorough
 def test_shards_are_graded_while_the_job_goes_on(tmp_path: Path) -> None:
     """A process beside the job writes the same parts; ended at any time it leaves the rest."""
     out, grade = tmp_path / "out", replace(GRADE, options={**GRADE.options, "method": "regex"})
     run(job(out))
     config = replace(job(out).config(), post=(EXTRACT, grade))
-    with grading_beside(out, config, needed=True) as beside:
-        assert isinstance(beside, GradingProcess)
-        alone(beside.finish(lambda: False))
+    with grading(out, config) as queue:
+        queue.look()
+        alone(queue.finish(lambda: False))
         assert len(list((out / "grades").glob("part-*"))) == 6
     parts = {path: path.stat().st_ino for path in (out / "grades").glob("part-*")}
     assert JobGrades(out).make([EXTRACT, grade], "text", ScoreConfig()) == 0
@@ -339,7 +346,8 @@ def test_shards_are_graded_while_the_job_goes_on(tmp_path: Path) -> None:
 
     for part in sorted(parts)[1:]:
         part.unlink()
-    with pytest.raises(KeyError), grading_beside(out, config, needed=True):
+    with pytest.raises(KeyError), grading(out, config) as queue:
+        queue.look()
         raise KeyError
     made = JobGrades(out).make([EXTRACT, grade], "text", ScoreConfig())
     assert made is not None and 80 - 14 >= made > 0
@@ -365,8 +373,11 @@ def test_samples_that_are_kept_are_those_that_are_read(tmp_path: Path) -> None:
 
 def test_steps_that_take_columns_wait_for_the_end_of_the_job(tmp_path: Path) -> None:
     config = replace(job(tmp_path / "out").config(), post=(EXTRACT, GRADE))
-    with grading_beside(tmp_path / "out", config, needed=True) as beside:
-        assert beside is None
+    run(job(tmp_path / "out"))
+    for at_once, parts in ((False, 0), (True, 6)):
+        with grading(tmp_path / "out", config, at_once=at_once) as queue:
+            queue.look()
+        assert len(list((tmp_path / "out/grades").glob("part-*"))) == parts
 
 
 def test_what_fails_beside_the_job_is_told_when_it_ends(tmp_path: Path) -> None:
@@ -374,9 +385,9 @@ def test_what_fails_beside_the_job_is_told_when_it_ends(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(job(out))
     config = replace(job(out).config(), post=(EXTRACT, wrong))
-    with grading_beside(out, config, needed=True) as beside:
-        assert beside is not None
-        alone(beside.finish(lambda: False))
+    with grading(out, config) as queue:
+        queue.look()
+        alone(queue.finish(lambda: False))
     with pytest.raises(ConfigError, match="tagret"):
         JobGrades(out).make([EXTRACT, wrong], "text", ScoreConfig())
 

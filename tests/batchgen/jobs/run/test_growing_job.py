@@ -86,6 +86,7 @@ def _run_killed(job: FakeJob, rng: random.Random, kills: int) -> int:
     return killed
 
 
+@pytest.mark.thorough
 def test_grown_in_every_way_equals_from_the_start(tmp_path: Path) -> None:
     rng = random.Random(5)
     out, killed, computed = tmp_path / "grown", 0, Counter[str]()

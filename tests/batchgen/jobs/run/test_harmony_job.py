@@ -131,6 +131,7 @@ def test_the_day_of_the_job_stays(harmony: Path, rows: Path, tmp_path: Path) -> 
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("strategy", ["ar", "ar_spec"])
 def test_a_constraint_holds_in_the_final_channel(
     harmony: Path, tmp_path: Path, strategy: str

@@ -1,6 +1,6 @@
 """`kill -9` at random moments: nothing lost, nothing twice, nothing computed again.
 
-scripts/check/check_kills.py does the same to any command, such as a job with a real model.
+tests/support/kills does the same to any command, such as a job with a real model.
 """
 
 import os
@@ -23,6 +23,7 @@ def _run(job: FakeJob) -> None:
     os._exit(job.run().exit_code)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("rows_per_shard", "seed"), [(16, 0), (3, 1), pytest.param(1000, 2, marks=pytest.mark.slow)]
 )

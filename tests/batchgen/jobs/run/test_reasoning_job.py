@@ -46,6 +46,7 @@ def test_the_columns(
     assert "reasoning" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_with_a_constraint(model: Path, rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     constraint = ["constraint=json_schema", f"constraint.schema={SCHEMA}"]

@@ -48,6 +48,7 @@ def answers(out: Path) -> dict[tuple[str, int], dict[str, Any]]:
     return {(row["row_id"], row["sample_index"]): row for row in rows}
 
 
+@pytest.mark.thorough
 def test_a_row_alone_is_the_row_in_its_batch(model: Path, tmp_path: Path) -> None:
     given = dict(enumerate(OPTIONS))
     out = tmp_path / "all"

@@ -59,6 +59,7 @@ def _metrics(out: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("rows_per_shard", [1, 7, 16, 1000])
 @pytest.mark.parametrize("samples", [1, 3])
 def test_every_sample_of_every_row_once_and_in_order(
@@ -329,6 +330,7 @@ class _FullDisk:
         return call
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a writer's __del__
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_disk_that_fills_up_at_any_write(tmp_path: Path, every: int) -> None:

@@ -58,6 +58,7 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 LONG = ("sampling.max_new_tokens=24", "sampling.temperature=0.3", "engine.max_num_seqs=5")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "options",
     [

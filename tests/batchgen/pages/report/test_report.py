@@ -169,6 +169,7 @@ def test_text_from_outside_stays_text_wherever_it_stands(tmp_path: Path) -> None
     assert "\u202e" not in html and "⟨U+202E⟩" in page.text
 
 
+@pytest.mark.thorough
 def test_the_page_has_a_greatest_size(tmp_path: Path) -> None:
     texts = ["x" * 300_000, "word " * 60_000, "\u202e" * 50_000, "<&>" * 90_000]
     rows = [row(i, text=text, token_ids=[65] * 900) for i, text in enumerate(texts * 2)]
@@ -342,6 +343,7 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         make_report(tmp_path)
 
 
+@pytest.mark.thorough
 def test_metrics_that_say_anything_end_in_a_page_or_a_word(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_damaged_job_has_a_word_and_hides_no_other(
     assert why in read(pages, links(outputs)["first"], 404).text
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("content", "why"),
     [

@@ -72,6 +72,7 @@ def crawl(pages: Site, first: str) -> dict[str, Page]:
     return seen
 
 
+@pytest.mark.thorough
 def test_every_page_keeps_texts_texts(pair: list[Path], pair_site: Site) -> None:
     """Whatever answers hold, the elements of pages are those of the templates."""
     pages = crawl(pair_site, "rows?from=40") | crawl(site(pair[0]), "./")

@@ -50,6 +50,7 @@ def places(chain: Path, model: Path) -> list[str]:
     return [f"model.path={model}", f"dataset.path={chain}/rows.jsonl"]
 
 
+@pytest.mark.thorough
 def test_a_chain_is_made_again_to_the_byte_in_another_folder(
     chain: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

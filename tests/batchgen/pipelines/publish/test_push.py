@@ -93,6 +93,7 @@ def test_commits_have_at_most_so_many_shards_and_name_their_parents(
     assert same(hub, job)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("kind", "faults"),
     [

@@ -91,6 +91,7 @@ def test_a_prompt_computes_its_step_and_what_its_answers_change(case: Case) -> N
     case.check(given)
 
 
+@pytest.mark.thorough
 def test_a_filter_computes_rows_that_were_not_there(case: Case) -> None:
     wider = case.changed("judge", dataset={"where": "true", "text_as": "reply"})
     assert case.run(wider) == {"judge": 5, "last": 5}
@@ -98,6 +99,7 @@ def test_a_filter_computes_rows_that_were_not_there(case: Case) -> None:
     assert case.run(case.given) == {}, "the narrower version is still there"
 
 
+@pytest.mark.thorough
 def test_more_rows_are_added_in_every_step(case: Case) -> None:
     rows = case.folder / "rows.jsonl"
     before = folders(case.folder / "out")
@@ -176,6 +178,7 @@ def test_a_step_that_is_gone_and_comes_again_is_as_it_was(case: Case) -> None:
     assert folders(case.folder / "out") == before
 
 
+@pytest.mark.thorough
 def test_a_threshold_that_drops_more_computes_nothing(case: Case) -> None:
     rows = [{"Filter": {"where": "reply|length > 0"}}, {"Dedupe": {"by": "reply", "near": 0.9}}]
     given = case.changed("judge", rows=rows)

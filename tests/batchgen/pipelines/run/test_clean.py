@@ -54,6 +54,7 @@ def test_old_versions_are_deleted(
     assert "is not the folder of a pipeline" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_what_is_needed_stays(
     model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

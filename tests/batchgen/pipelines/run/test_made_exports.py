@@ -120,6 +120,7 @@ def test_a_file_of_somebody_else_is_refused_before_the_first_step(
     assert not list((tmp_path / "out").glob("*/manifest.json"))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("after", "is_renamed", "more"),
     [

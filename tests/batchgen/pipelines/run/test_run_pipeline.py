@@ -40,9 +40,17 @@ def test_the_steps_read_each_other(
     assert [row["row_id"] for row in last] == [f"{name}#0" for name in kept]
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == [
-        "step", "read", "dropped", "rows", "answers", "errors", "kept", "state",
+        "step", "read", "made", "dropped", "rows", "answers", "errors", "kept", "state",
     ]  # fmt: skip
-    numbers = ["22", str(22 - len(kept)), *[str(len(kept))] * 2, "0", str(len(kept)), "complete"]
+    numbers = [
+        "22",
+        "0",
+        str(22 - len(kept)),
+        *[str(len(kept))] * 2,
+        "0",
+        str(len(kept)),
+        "complete",
+    ]
     assert table[2].split() == ["judge", *numbers]
 
 
@@ -106,6 +114,7 @@ def test_changed_rows_begin_a_new_version(
     assert folders(tmp_path / "out") == second
 
 
+@pytest.mark.thorough
 def test_too_many_errors_end_the_pipeline(
     model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +140,7 @@ def test_a_filter_that_leaves_nothing_ends_the_pipeline(
     assert "0  stopped" in said.splitlines()[-1]
 
 
+@pytest.mark.thorough
 def test_sets_are_written_once(
     model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,6 +168,7 @@ def test_sets_are_written_once(
     assert said.count("has these rows already") == 1 and f"{made}/folder: " in said
 
 
+@pytest.mark.thorough
 def test_two_steps_of_one_pipeline_are_told_apart(model: Path, rows: Path, tmp_path: Path) -> None:
     """Ids of rows of several steps begin with the steps' names, whatever their versions are."""
     given = values(model, rows, tmp_path / "out")
@@ -174,6 +185,7 @@ def test_two_steps_of_one_pipeline_are_told_apart(model: Path, rows: Path, tmp_p
     assert texts[0] != texts[1], "each step has random numbers of its own"
 
 
+@pytest.mark.thorough
 def test_a_moved_pipeline_whose_step_joins_another_goes_on(
     model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

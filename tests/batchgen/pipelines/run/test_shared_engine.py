@@ -38,8 +38,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     step = SharedEngine.step
     monkeypatch.setattr(SharedEngine, "step", slow)
-    monkeypatch.setattr("batchgen.evals.grades.early_grades._LOOK_SECONDS", 0.0)
-    monkeypatch.setattr("batchgen.inputs.upstream.followed_source._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("batchgen.evals.grades.grading_queue._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("batchgen.inputs.upstream.job_source._LOOK_SECONDS", 0.0)
     monkeypatch.setattr(EnginePort, "add_request", added)
     monkeypatch.setattr(OpenedJob, "build_engine", built)
     return found
@@ -70,6 +70,7 @@ def files(out: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.thorough
 def test_steps_with_one_model_share_an_engine_and_their_rows_are_those_of_steps_in_turn(
     model: Path, rows: Path, tmp_path: Path, asked: list[str]
 ) -> None:

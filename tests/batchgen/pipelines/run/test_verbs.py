@@ -36,6 +36,7 @@ def out(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     yield folder / "out"
 
 
+@pytest.mark.thorough
 def test_status_tells_of_all_steps(out: Path, capsys: Said) -> None:
     capsys.readouterr()
     assert run_command(["status", str(out)]) == 0
@@ -69,6 +70,7 @@ def test_every_verb_of_jobs_takes_a_step(out: Path, tmp_path: Path, capsys: Said
     assert run_command(["grade", f"{out}/draft"]) == 0
 
 
+@pytest.mark.thorough
 def test_audit_computes_rows_of_every_step_again(out: Path, capsys: Said) -> None:
     model = yaml.safe_load((out.parent / "pipeline.yaml").read_text())["model.path"]
     rows = f"dataset.path={out.parent}/rows.jsonl"  # of the first step; the others read each other
@@ -83,6 +85,7 @@ def test_audit_computes_rows_of_every_step_again(out: Path, capsys: Said) -> Non
     assert "model" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_audit_names_the_step_whose_rows_differ(out: Path, tmp_path: Path, capsys: Said) -> None:
     copy = Path(shutil.copytree(out, tmp_path / "copy"))
     shard = folders(copy)["last"] / "data/part-00000.parquet"
@@ -118,6 +121,20 @@ def test_plan_and_dry_run_go_as_far_as_rows_are_known(
         str, folders(out).values()
     )
     assert steps["last"]["waits_for"] == ["judge"]
+    # Rows that are added to the data come through to steps whose rows were complete before.
+    rows = out.parent / "rows.jsonl"
+    before = rows.read_text()
+    rows.write_text(before + '{"id": "new", "q": "once more"}\n')
+    try:
+        assert run_command(["plan", path]) == 0
+    finally:
+        rows.write_text(before)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 answers to compute (22 are there)" in said
+    assert "waits for draft: at most 24 rows" in said and "time of 1 of 3 steps" in said
+    assert run_command(["plan", path]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count(" 0 answers to compute") == 3 and "likely" not in said
 
 
 def test_the_report_links_to_those_of_the_steps(out: Path, capsys: Said) -> None:

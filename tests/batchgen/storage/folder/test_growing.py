@@ -35,6 +35,7 @@ def _mended(row: FinishedRow) -> FinishedRow:
     return replace(row, error=None, output=other.output) if row.error else row
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_grown_shards_equal_those_from_the_start(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)

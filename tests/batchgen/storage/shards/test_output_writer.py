@@ -62,6 +62,7 @@ def test_every_row_is_where_it_belongs(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(np.array(wrote[name]), output.columns[name])
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_shards_do_not_depend_on_the_order_of_completion(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -78,6 +79,7 @@ def test_shards_do_not_depend_on_the_order_of_completion(
     assert shards(tmp_path / "one") == shards(tmp_path / "two")  # to the byte
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_resuming_at_any_point_gives_the_same_shards(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)

@@ -103,6 +103,7 @@ def test_what_would_be_large_is_refused_before_it_is_made(
         render(source)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("source", ENDLESS)
 def test_what_takes_forever_ends(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "MOST_SECONDS", 0.2)
@@ -158,6 +159,7 @@ ORDINARY = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("source", ORDINARY)
 @given(text=st.text(max_size=80), n=st.integers(0, 10**12))
 def test_ordinary_templates_say_what_jinja_says(source: str, text: str, n: int) -> None:

@@ -54,6 +54,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize(
     "arguments",
     [

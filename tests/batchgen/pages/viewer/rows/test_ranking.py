@@ -55,6 +55,7 @@ def value(order: str, sample: dict[str, Any], row: list[dict[str, Any]]) -> floa
     return sum(marks) / len(marks) if marks else None
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("wanted", [Filter(), Filter(mark="wrong")])
 def test_orders(job: JobView, order: str, wanted: Filter) -> None:

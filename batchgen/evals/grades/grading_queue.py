@@ -1,0 +1,186 @@
+"""Grades the shards of a job while it goes on, here or in a process beside it, which begins with
+
+    python -c PROGRAM SETUP      (see `GradingQueue`)
+
+and reads the numbers of shards from its standard input. It only does early what `JobGrades.make`
+does at the end of the job. So it may be ended at any time, and whatever it could not do, its
+failures too, is left to that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from batchgen.config.groups.job_config import JobConfig, ScoreConfig, StepConfig
+from batchgen.evals.graders.build_steps import post_steps
+from batchgen.evals.graders.grade_rows import StepChain
+from batchgen.evals.graders.grading_worker import die_with
+from batchgen.evals.grades.folder_grades import JobGrades
+from batchgen.storage.shards.shard_files import shard_files
+from batchgen.util.errors import ConfigError, JobError
+
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']; "
+    "from batchgen.evals.grades.grading_queue import main; main()"
+)
+_LOOK_SECONDS = 0.1
+_STOP_SECONDS = 0.05
+_FEW = 2
+"""Shards that the job grades itself when it ends: that costs less than to start a process."""
+_NICE = 10
+"""A model on the same CPU goes first."""
+
+
+class GradingQueue:
+    """The shards of a job that are published and not graded yet.
+
+    Steps that take columns cost so little that their shards wait for the end of the job, beside
+    which they take twice as long, unless other jobs wait for the grades. All others are graded in
+    a process of their own, which begins with the first shard.
+    """
+
+    def __init__(
+        self,
+        job: Path,
+        config: JobConfig,
+        claim: Callable[[], bool],
+        *,
+        needed: bool,
+        at_once: bool,
+    ) -> None:
+        """Prepare to grade.
+
+        Args:
+            claim: says whether it is this worker that grades; it is asked when a shard has come.
+            needed: whether to grade anything before the end.
+            at_once: whether other jobs wait for the grades.
+        """
+        self._job, self._config, self._claim = job, config, claim
+        self._takes_columns = StepChain(post_steps(config.post)).takes_columns
+        self._is_on = needed and bool(config.post) and (at_once or not self._takes_columns)
+        self._grades = JobGrades(job)
+        self._done: set[int] = set()  # or handed over
+        self._changed, self._next_look = 0, 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def look(self) -> None:
+        """Grade or hand over what has come, a few times a second at most.
+
+        Raises:
+            ConfigError, JobError: as of `JobGrades.make`.
+        """
+        if not self._is_on or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        # A folder of many shards is listed only if one has come.
+        try:
+            changed = (self._job / "data").stat().st_mtime_ns
+        except FileNotFoundError:  # whoever writes there says so
+            return
+        if changed == self._changed:
+            return
+        new = set(shard_files(self._job / "data")) - self._done
+        if new and not self._claim():
+            return
+        self._changed = changed
+        if self._takes_columns:
+            config = self._config
+            _grade(self._grades, config.post, config.output.text_column, config.score, new)
+        elif new:
+            self._hand_over(sorted(new))
+        self._done |= new
+
+    def _hand_over(self, shards: Sequence[int]) -> None:
+        if self._process is None:
+            self._process = self._start()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has failed, and the end says why
+            self._process.stdin.write("".join(f"{shard}\n" for shard in shards).encode())
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        config = self._config
+        setup = {
+            "path": sys.path,
+            "parent": os.getpid(),
+            "job": str(self._job),
+            "post": [asdict(step) for step in config.post],
+            "score": asdict(config.score),
+            "text_column": config.output.text_column,
+        }
+        # Where the process fails, the end of the job says why. Ctrl-C is for the job alone.
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM, json.dumps(setup)],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def finish(self, stop: Callable[[], bool]) -> Generator[float, None, None]:
+        """Let the process grade what is there, until its end or until `stop()`; gives seconds to
+        wait before it looks again. Where few shards are left, or none was handed over, all that is
+        left is for the end of the job."""
+        if self._process is None:
+            return
+        self._next_look = 0.0
+        self.look()
+        graded = shard_files(self._grades.path) if self._grades.path.is_dir() else {}
+        left = set(shard_files(self._job / "data")) - set(graded)
+        if len(left) <= _FEW:
+            self.close()
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        while not stop() and self._process.poll() is None:
+            yield _STOP_SECONDS
+
+    def close(self) -> None:
+        """End the process at once, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+
+def _grade(
+    grades: JobGrades,
+    post: Sequence[StepConfig],
+    text_column: str,
+    score: ScoreConfig,
+    shards: Collection[int],
+) -> None:
+    """Grade shards that have no grades. Those by other steps are replaced when the job ends, which
+    says what that changes."""
+    if missing := {shard for shard in shards if not grades.part(shard).is_of_shard}:
+        grades.make(post, text_column, score, shards=missing)
+
+
+def main() -> None:
+    """Grade the shards that standard input names, those together that it has named meanwhile."""
+    setup = json.loads(sys.argv[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with(setup["parent"])
+    os.nice(_NICE)
+    grades, post = JobGrades(Path(setup["job"])), [StepConfig(**step) for step in setup["post"]]
+    with contextlib.suppress(ConfigError, JobError):
+        for shards in _named():
+            _grade(grades, post, setup["text_column"], ScoreConfig(**setup["score"]), shards)
+
+
+def _named() -> Iterator[set[int]]:
+    """The numbers on the lines of standard input, as many at a time as have come."""
+    rest = b""
+    while data := os.read(sys.stdin.fileno(), 2**16):
+        lines, _, rest = (rest + data).rpartition(b"\n")
+        yield {int(line) for line in lines.split()}
