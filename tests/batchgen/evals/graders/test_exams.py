@@ -44,7 +44,7 @@ def composed(name: str, *overrides: str) -> tuple[JobConfig, dict[str, Any]]:
     values = OmegaConf.to_container(cfg)
     assert isinstance(values, dict)
     own: dict[str, Any] = {key: values.pop(key, None) for key in ("rows", "post", "score")}
-    return load_config(OmegaConf.create(values), TYPED), own
+    return load_config(values, TYPED), own
 
 
 def made(specs: list[dict[str, Any]] | None) -> list[Any]:
