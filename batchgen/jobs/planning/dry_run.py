@@ -56,7 +56,7 @@ def show(config: JobConfig) -> int:
             "constraint": _constraint(config),
             "data set": _dataset(config, opened.source.num_rows, folder.measured),
             **_funnel(opened.source),
-            "columns": ", ".join(_extra_columns(config)) or "those that every job has",
+            "columns": ", ".join(_extra_columns(config)) or "the default ones",
             **({} if launcher is None else {"launcher": launcher.described()}),
             **_reuse(config, opened, scan),
             "output": folder.text,

@@ -131,7 +131,10 @@ class OpenedJob:
                     weights = recipe.load(ranks.parallel)
                 if weights.skipped_parts:
                     skipped = " and ".join(weights.skipped_parts)
-                    print(f"model: not loaded of the checkpoint: {skipped}", file=sys.stderr)
+                    print(
+                        f"model: not loaded, as this job does not use it: {skipped}",
+                        file=sys.stderr,
+                    )
                 with mistakes_in("strategy"):
                     others = recipe.load_others(weights)
             with mistakes_in("engine"):

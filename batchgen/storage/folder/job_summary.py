@@ -206,7 +206,9 @@ def end_table(
         lines += _times(attempt)
     if job.cost is not None:
         lines.append(("device", job.cost))
-    lines.append(("read it", f"{how_to_read(folder)['datasets']}; others: see its README.md"))
+    lines.append(
+        ("read with", f"{how_to_read(folder)['datasets']} (pandas, polars, duckdb: README.md)")
+    )
     if report is not None:
         lines.append(("report", report))
     text = [table([*lines, ("output", folder)])]
