@@ -104,6 +104,11 @@ class JobParts:
         """What the strategy counts for each row."""
         return () if self.strategy is None else self.strategy.counts
 
+    @property
+    def by_schedule(self) -> frozenset[str]:
+        """The columns that do not depend on the row alone, see `Strategy.by_schedule`."""
+        return frozenset() if self.strategy is None else self.strategy.by_schedule
+
 
 def job_parts(config: JobConfig) -> JobParts:
     """Open and check all that a job runs on, except the weights: those load when rows need them."""
