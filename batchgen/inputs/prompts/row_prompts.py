@@ -21,7 +21,7 @@ from batchgen.inputs.prompts.chat_prompt import ChatPrompt
 from batchgen.inputs.prompts.chat_templates import today
 from batchgen.inputs.prompts.messages import short
 from batchgen.inputs.prompts.openai_bodies import BodyPrompt
-from batchgen.inputs.prompts.prompt_tokens import TextTokens, not_empty, text_bytes
+from batchgen.inputs.prompts.prompt_tokens import TextTokens, not_empty
 from batchgen.util.errors import ConfigError
 from batchgen.util.templates.row_templates import RowTemplate
 
@@ -49,14 +49,6 @@ class Prompt(Protocol):
     def text(self, row: Row) -> str | None:
         """The prompt of a row before it becomes tokens; None where it is tokens already."""
         return None
-
-    def size(self, row: Row) -> int:
-        """How much of the row goes into its prompt: bytes of text, or how many token ids.
-
-        It costs much less than `token_ids`. Where prompts have a fixed frame, the rows with the
-        larger size have the larger prompts; no text has more tokens than bytes.
-        """
-        return len(self.token_ids(row))
 
     def token_ids(self, row: Row) -> list[int]:
         """The prompt of a row, which has at least one token and any length.
@@ -188,9 +180,6 @@ class TextPrompt(Prompt):
 
     def token_ids(self, row: Row) -> list[int]:
         return self._tokens.of(self.text(row), add_special_tokens=self._add_special_tokens)
-
-    def size(self, row: Row) -> int:
-        return text_bytes(self.text(row))
 
     def text(self, row: Row) -> str:
         return self._text.render(row.fields, row.index)

@@ -107,19 +107,6 @@ def test_the_text_before_it_becomes_tokens() -> None:
     assert build(TokensPromptConfig(token_ids_column="ids"), None).text(row(ids=[1])) is None
 
 
-def test_the_size_tells_how_much_of_a_row_is_in_its_prompt() -> None:
-    chat = build(ChatPromptConfig(user="{{ q }}", system="S{{ q }}"))
-    assert chat.size(row(q="äx")) == 3 + 4
-    assert build(TextPromptConfig(text="{{ q }}!")).size(row(q="äx")) == 4
-    assert build(TokensPromptConfig(token_ids_column="ids"), None).size(row(ids=[1, 2])) == 2
-    talk = build(ChatPromptConfig(messages_column="messages"))
-    one, two = ([{"role": "user", "content": text}] for text in ("a", "ab"))
-    assert talk.size(row(messages=two)) == talk.size(row(messages=one)) + 1
-    for config in (ChatPromptConfig(user="{{ q }}"), TextPromptConfig(text="{{ q }}")):
-        with pytest.raises(RequestError, match="null"):
-            build(config).size(row(q=None))
-
-
 @pytest.mark.parametrize(
     ("config", "constant"),
     [
