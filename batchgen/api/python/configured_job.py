@@ -36,6 +36,9 @@ def run_configured(config: JobConfig) -> Result:
         file=sys.stderr,
         flush=True,
     )
+    from batchgen.jobs.resolve.early_checks import check_early
+
+    check_early(config, folder=True)
     # Each import takes seconds: torch and transformers come with the first one, datasets and
     # pyarrow with the second, and a mistake in the model is found before.
     from batchgen.jobs.run.job_parts import job_parts

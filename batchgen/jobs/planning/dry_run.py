@@ -39,6 +39,9 @@ def show(config: JobConfig) -> int:
     """
     model, data = config.model.path, config.dataset.shown
     print(f"batchgen: reading model {model} and data set {data} …", file=sys.stderr, flush=True)
+    from batchgen.jobs.resolve.early_checks import check_early
+
+    check_early(config, folder=False)
     from batchgen.jobs.launchers.launch import (
         check_launcher,  # these take seconds: hence the line above
     )
