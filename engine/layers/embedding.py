@@ -16,7 +16,6 @@ from batchgen.engine.parallel.tensor_parallel import (
     Stream,
     TensorParallel,
 )
-from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.layers.embedding import embedding, embedding_share
 
 
@@ -58,7 +57,7 @@ class Embedding(nn.Module):
 class LogitsLayer(Linear):
     """The linear layer that computes a logit for each token id.
 
-    Each rank of tensor parallelism computes consecutive ids, and then has the logits of all.
+    Each rank of tensor parallelism computes consecutive ids (`Logits`).
     """
 
     def __init__(
@@ -72,11 +71,6 @@ class LogitsLayer(Linear):
         super().__init__(hidden_size, rows, bias=False, quantisable=False, where=where)
         self._vocab_size, self._parallel = vocab_size, where.parallel
         _clear_padding(self.weight, vocab_size, where.parallel)
-
-    def forward(self, x: Tensor | FP8Rows) -> Tensor:
-        """Compute logits [R, vocab_size] from hidden states [R, hidden_size]."""
-        logits = self._parallel.gather(super().forward(x))
-        return logits[:, : self._vocab_size].contiguous()
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slot of the weight."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,7 @@ from batchgen.kernels.sampling.history import (
 )
 from batchgen.kernels.sampling.penalties_triton import apply_ban, apply_penalties
 from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox
-from batchgen.kernels.sampling.sampling_triton import Draw, draw
+from batchgen.kernels.sampling.sampling_triton import Draw, Share, draw
 from batchgen.kernels.sampling.top_logprobs_triton import top_logprobs
 
 INF = float("inf")
@@ -200,6 +201,59 @@ def test_extreme_temperatures_and_logits_give_numbers() -> None:
             assert out.logprobs is not None
             assert out.logprobs.isfinite().all() and not out.failed.any()
             assert (batch.logits.gather(1, out.token_ids.unsqueeze(1)) > -INF).all()
+
+
+def run_ranks(batch: Batch, ranks: int, logprobs: bool) -> list[Draw]:
+    """The draws of ranks which have some of the columns each, and random ones past the last."""
+    vocab = batch.logits.shape[1]
+    width = -(-vocab // ranks // 4) * 4 or 4
+    padded = torch.randn((len(batch.logits), ranks * width), device=DEVICE) + 100
+    padded[:, :vocab] = batch.logits
+    shares = padded.to(batch.logits.dtype).split(width, 1)
+    sent: list[Tensor] = []
+
+    def draw_on(rank: int, gather: Callable[[Tensor], Tensor]) -> Draw:
+        own = shares[rank].contiguous()
+        return draw(
+            own, own, batch.temperature, None, batch.seeds, batch.positions, batch.greedy,
+            batch.processed if logprobs else None,
+            share=Share(rank * width, vocab, ranks, gather),
+        )  # fmt: skip
+
+    def note(own: Tensor) -> Tensor:
+        sent.append(own)
+        return own.repeat(1, ranks)
+
+    for rank in range(ranks):
+        draw_on(rank, note)
+    gathered = torch.cat(sent, 1)
+    return [draw_on(rank, lambda _: gathered) for rank in range(ranks)]
+
+
+@given(shapes, st.sampled_from([2, 3, 4]), st.booleans())
+@few
+def test_ranks_draw_from_their_columns_what_one_draws(
+    shape: tuple[int, int, int, torch.dtype], ranks: int, logprobs: bool
+) -> None:
+    batch = make_batch(*shape)
+    whole = run_draw(batch, None, logprobs=logprobs)
+    for out in run_ranks(batch, ranks, logprobs):
+        assert_same_tokens(out.token_ids, scaled_logits(batch), batch)
+        assert torch.equal(out.token_ids[batch.greedy], whole.token_ids[batch.greedy])
+        assert torch.equal(out.failed, whole.failed)
+        if out.logprobs is None or whole.logprobs is None:
+            continue
+        same = out.token_ids == whole.token_ids
+        torch.testing.assert_close(out.logprobs[same], whole.logprobs[same], rtol=1e-5, atol=2e-5)
+
+
+def test_a_row_that_is_broken_on_one_rank_fails_on_all() -> None:
+    batch = make_batch(3, 4, 5000, torch.float32)
+    batch.logits[1, 4999] = float("nan")
+    batch.logits[2] = -INF
+    for out in run_ranks(batch, 4, True):
+        assert out.failed.tolist() == [False, True, True, False]
+        assert ((out.token_ids >= 0) & (out.token_ids < 5000)).all()
 
 
 # --- filters --------------------------------------------------------------------------------------
