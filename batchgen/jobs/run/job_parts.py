@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from batchgen.inputs.dataset.source import Row, Source
-    from batchgen.jobs.forecast.forecast import Forecast
     from batchgen.jobs.generation.job_engine import Engine
     from batchgen.jobs.generation.spending import Attempts
     from batchgen.storage.shards.output_schema import SplitOutput
@@ -66,7 +65,6 @@ class JobParts:
         images: makes the images of rows; None if these have none.
         grades_at_once: whether shards are graded as soon as they are there, because other jobs wait
             for the grades; only in a folder of this machine.
-        predict: what an attempt will take, from its engine, its answers and its seconds so far.
         title: what the bar begins with; empty for a job by itself.
         contract: what decides the bits of rows besides models, data and configuration, by name.
         watch: is called every few seconds while rows are computed; an error that it raises ends the
@@ -93,7 +91,6 @@ class JobParts:
     images: RowImages | None = None
     close: Callable[[], None] = lambda: None
     grades_at_once: bool = False
-    predict: Callable[[Engine, int, float], Forecast | None] = lambda *_: None
     title: str = ""
     contract: Callable[[], Mapping[str, str]] = dict
     watch: Callable[[], None] = lambda: None
@@ -103,6 +100,11 @@ class JobParts:
     def counts(self) -> Sequence[RowCount]:
         """What the strategy counts for each row."""
         return () if self.strategy is None else self.strategy.counts
+
+    @property
+    def by_schedule(self) -> frozenset[str]:
+        """The columns that do not depend on the row alone, see `Strategy.by_schedule`."""
+        return frozenset() if self.strategy is None else self.strategy.by_schedule
 
 
 def job_parts(config: JobConfig) -> JobParts:
@@ -136,7 +138,6 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         decode_all=None if tokenizer is None else decode_with(tokenizer),
         images=opened.images,
         close=partial(_close, opened),
-        predict=partial(_predict, config, opened),
         contract=partial(opened.contract, config),
     )
 
@@ -159,11 +160,3 @@ def _choices(
     end = opened.model.eos_token_ids[0] if constraint.scores_end else None
     encode = partial(tokenizer.encode, add_special_tokens=False, verbose=False)
     return partial(choice_ids, encode=encode, end=end)
-
-
-def _predict(
-    config: JobConfig, opened: OpenedJob, engine: Engine, answers: int, start_s: float
-) -> Forecast | None:
-    from batchgen.jobs.forecast.at_start import predict
-
-    return predict(config, opened, engine.memory, answers, start_s)
