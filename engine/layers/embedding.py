@@ -17,6 +17,7 @@ from batchgen.engine.parallel.tensor_parallel import (
     TensorParallel,
 )
 from batchgen.kernels.layers.embedding import embedding, embedding_share
+from batchgen.kernels.sampling.sampling_triton import CHUNK
 
 
 class Embedding(nn.Module):
@@ -77,9 +78,18 @@ class LogitsLayer(Linear):
         yield vocab_slot(f"{path}.weight", self.weight, self._vocab_size, self._parallel)
 
 
+_FEWEST_CHUNKS = 4
+"""Ranks have whole chunks of the sampler if each has so many, of which rounding up wastes few."""
+
+
 def rows_of_rank(vocab_size: int, parallel: TensorParallel) -> int:
-    """Return for how many token ids each rank has rows; the last ones may be for no id."""
-    return -(-vocab_size // parallel.size)
+    """Return for how many token ids each rank has rows; the last ones may be for no id. Of a large
+    vocabulary a rank has whole chunks of the sampler, so that ranks can draw (`can_divide`)."""
+    rows = -(-vocab_size // parallel.size)
+    chunks = -(-rows // CHUNK) * CHUNK
+    few = rows < _FEWEST_CHUNKS * CHUNK
+    has_all = chunks * (parallel.size - 1) < vocab_size  # the last rank has some, too
+    return rows if parallel.size == 1 or few or not has_all else chunks
 
 
 def vocab_slot(name: str, weight: Tensor, vocab_size: int, parallel: TensorParallel) -> WeightSlot:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.kernels.sampling.sampling_triton import Share
+from batchgen.kernels.sampling.sampling_triton import Share, can_divide
 
 
 class Logits:
@@ -45,8 +45,9 @@ class Logits:
             or sampling.any_bans
             or sampling.max_top_logprobs
         )
-        # The random numbers of four columns are made at once.
-        if ranks == 1 or needs_all or columns % 4 or not self.own.is_cuda:
+        if ranks == 1 or needs_all or not self.own.is_cuda:
+            return None
+        if not can_divide(self.vocab_size, columns, ranks):
             return None
         first = self._parallel.rank * columns
         return Share(first, self.vocab_size, ranks, self._parallel.gather)

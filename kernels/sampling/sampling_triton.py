@@ -33,7 +33,7 @@ ROW_ARGUMENTS = [
 alignment varies with R. Kernels do not specialise on it, or Triton would compile them again in the
 middle of a job."""
 
-_CHUNK = 4096
+CHUNK = 4096
 """Columns of a chunk. It is fixed, as the number of warps is, so that a row's sums do not depend on
 how many rows there are."""
 _PLANES = tl.constexpr(6)
@@ -42,10 +42,19 @@ the sums of the exponentials of the raw logits and of the processed ones, and th
 of the column of the best token."""
 
 
-class Share(NamedTuple):
-    """Consecutive columns of logits that this rank has; others have as many each, in order."""
+def can_divide(vocab: int, columns: int, ranks: int) -> bool:
+    """Whether `ranks` that have `columns` each draw what one draws that has all, to the bit: they
+    have whole chunks, which are then joined in the same order."""
+    whole, divided = triton.cdiv(vocab, CHUNK), ranks * triton.cdiv(columns, CHUNK)
+    same_order = triton.next_power_of_2(whole) == triton.next_power_of_2(divided)
+    return columns % CHUNK == 0 and same_order
 
-    first: int  # the number of the first one, a multiple of 4
+
+class Share(NamedTuple):
+    """Consecutive columns of logits that this rank has; others have as many each, in order
+    (`can_divide`)."""
+
+    first: int  # the number of the first one
     vocab: int  # the columns of all ranks; this one's last ones may be past them
     ranks: int
     gather: Callable[[Tensor], Tensor]  # from [R, C] of each rank to [R, ranks · C]
@@ -85,11 +94,11 @@ def draw(
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1 and raw.stride(1) == 1 and raw.shape == logits.shape
-    chunks, first, ranks = triton.cdiv(vocab, _CHUNK), 0, 1
+    chunks, first, ranks = triton.cdiv(vocab, CHUNK), 0, 1
     device = logits.device
     if share is not None:
         assert raw is logits and threshold is None and given is None and not confidence
-        assert share.first % 4 == 0, "noise is made for four columns at once"
+        assert can_divide(share.vocab, vocab, share.ranks)
         first, ranks = share.first, share.ranks
         vocab = min(vocab, share.vocab - first)
     found = torch.empty((rows, _PLANES.value * chunks), dtype=torch.float32, device=device)
@@ -121,7 +130,7 @@ def draw(
         "STREAM": int(stream),
     }
     _draw_chunk[(rows, chunks)](
-        *arguments, found, *strides, vocab, first, **flags, CHUNK=_CHUNK, num_warps=8
+        *arguments, found, *strides, vocab, first, **flags, CHUNK=CHUNK, num_warps=8
     )
     if share is not None:
         found = share.gather(found)

@@ -22,7 +22,7 @@ from batchgen.kernels.sampling.history import (
 )
 from batchgen.kernels.sampling.penalties_triton import apply_ban, apply_penalties
 from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox
-from batchgen.kernels.sampling.sampling_triton import Draw, Share, draw
+from batchgen.kernels.sampling.sampling_triton import CHUNK, Draw, Share, can_divide, draw
 from batchgen.kernels.sampling.top_logprobs_triton import top_logprobs
 
 INF = float("inf")
@@ -206,7 +206,7 @@ def test_extreme_temperatures_and_logits_give_numbers() -> None:
 def run_ranks(batch: Batch, ranks: int, logprobs: bool) -> list[Draw]:
     """The draws of ranks which have some of the columns each, and random ones past the last."""
     vocab = batch.logits.shape[1]
-    width = -(-vocab // ranks // 4) * 4 or 4
+    width = -(-vocab // ranks // CHUNK) * CHUNK
     padded = torch.randn((len(batch.logits), ranks * width), device=DEVICE) + 100
     padded[:, :vocab] = batch.logits
     shares = padded.to(batch.logits.dtype).split(width, 1)
@@ -230,30 +230,37 @@ def run_ranks(batch: Batch, ranks: int, logprobs: bool) -> list[Draw]:
     return [draw_on(rank, lambda _: gathered) for rank in range(ranks)]
 
 
-@given(shapes, st.sampled_from([2, 3, 4]), st.booleans())
-@few
+@pytest.mark.parametrize(
+    ("ranks", "vocab", "dtype"),
+    [(2, 8192, torch.float32), (2, 15001, torch.bfloat16), (4, 12290, torch.float32)],
+)
 def test_ranks_draw_from_their_columns_what_one_draws(
-    shape: tuple[int, int, int, torch.dtype], ranks: int, logprobs: bool
+    ranks: int, vocab: int, dtype: torch.dtype
 ) -> None:
-    batch = make_batch(*shape)
-    whole = run_draw(batch, None, logprobs=logprobs)
-    for out in run_ranks(batch, ranks, logprobs):
-        assert_same_tokens(out.token_ids, scaled_logits(batch), batch)
-        assert torch.equal(out.token_ids[batch.greedy], whole.token_ids[batch.greedy])
+    batch = make_batch(vocab + ranks, 5, vocab, dtype)
+    whole = run_draw(batch, None)
+    for out in run_ranks(batch, ranks, True):
+        assert torch.equal(out.token_ids, whole.token_ids)
         assert torch.equal(out.failed, whole.failed)
-        if out.logprobs is None or whole.logprobs is None:
-            continue
-        same = out.token_ids == whole.token_ids
-        torch.testing.assert_close(out.logprobs[same], whole.logprobs[same], rtol=1e-5, atol=2e-5)
+        assert out.logprobs is not None and whole.logprobs is not None
+        assert torch.equal(out.logprobs, whole.logprobs)
+    (out, *_) = run_ranks(batch, ranks, False)
+    assert out.logprobs is None and torch.equal(out.token_ids, whole.token_ids)
 
 
 def test_a_row_that_is_broken_on_one_rank_fails_on_all() -> None:
-    batch = make_batch(3, 4, 5000, torch.float32)
-    batch.logits[1, 4999] = float("nan")
+    batch = make_batch(3, 4, 9000, torch.float32)
+    batch.logits[1, 8999] = float("nan")
     batch.logits[2] = -INF
-    for out in run_ranks(batch, 4, True):
+    for out in run_ranks(batch, 2, True):
         assert out.failed.tolist() == [False, True, True, False]
-        assert ((out.token_ids >= 0) & (out.token_ids < 5000)).all()
+        assert ((out.token_ids >= 0) & (out.token_ids < 9000)).all()
+
+
+def test_ranks_draw_only_what_one_would() -> None:
+    assert can_divide(151_936, 10 * CHUNK, 4) and can_divide(151_936, 19 * CHUNK, 2)
+    assert not can_divide(151_936, 37_984, 4)
+    assert not can_divide(64 * CHUNK, 22 * CHUNK, 3), "66 chunks are joined as 128 are"
 
 
 # --- filters --------------------------------------------------------------------------------------
