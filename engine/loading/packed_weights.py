@@ -122,7 +122,7 @@ def _of_awq(
         for each in (words, _part(parts, "qzeros"))
     )
     size = _group_size(len(values), len(scales))
-    weight = (values - zeros.repeat_interleave(size, 0)) * scales.repeat_interleave(size, 0)
+    weight: Tensor = (values - zeros.repeat_interleave(size, 0)) * scales.repeat_interleave(size, 0)
     return weight.T
 
 
@@ -149,7 +149,8 @@ def _of_words(words: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
         return (values - (zeros[:, group] if zeros.numel() > 1 else zeros)) * scales[:, group]
     if zeros.numel() > 1:
         zeros = _spread(zeros, values.shape)
-    return (values - zeros) * _spread(scales, values.shape)
+    weight: Tensor = (values - zeros) * _spread(scales, values.shape)
+    return weight
 
 
 def _of_nvfp4(pairs: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
