@@ -3,8 +3,8 @@
     python -c PROGRAM FD RANK      (see rank_processes.py)
 
 It talks over the socket FD. It gets the process id of rank 0 and then the engine to make, and after
-that the commands of `replicas`. It sends READY when it can join the others, None every second, and
-a text if it fails. It ends when rank 0 does, however that ends.
+that the commands of `replicas`. It sends READY when it can join the others, `Alive` every second,
+and a text if it fails. It ends when rank 0 does, however that ends.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from batchgen.engine.parallel.place import busy_at
 from batchgen.engine.parallel.rank_group import DistributedGroup, join_store
-from batchgen.engine.parallel.rank_processes import BEAT_SECONDS, READY
+from batchgen.engine.parallel.rank_processes import BEAT_SECONDS, READY, Alive
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
 
 
@@ -52,10 +53,12 @@ def main() -> None:
 
 def _beat(connection: Connection[Any, Any], sending: threading.Lock, parent: int) -> None:
     """Say that this rank is alive, and end it when rank 0 is gone, whatever it is doing."""
+    main = threading.main_thread().ident
     while os.getppid() == parent:
+        alive = Alive(busy_at(main))
         try:
             with sending:
-                connection.send(None)
+                connection.send(alive)
         except OSError:
             # Rank 0 has closed the socket. The main thread has time to end by itself.
             time.sleep(5 * BEAT_SECONDS)

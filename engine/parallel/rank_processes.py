@@ -15,8 +15,9 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from batchgen.engine.parallel.place import busy_at
 from batchgen.engine.parallel.rank_group import (
     DistributedGroup,
     check_free,
@@ -28,6 +29,14 @@ from batchgen.engine.parallel.tensor_parallel import TensorParallel
 
 READY = True
 """What a rank says when it can join the others."""
+
+
+class Alive(NamedTuple):
+    """What a rank says again and again."""
+
+    busy_at: str | None  # where in this program; None if it waits for a device or for other ranks
+
+
 BEAT_SECONDS = 1.0
 """How often a rank says that it is alive."""
 _SILENT_SECONDS = 30.0
@@ -72,10 +81,12 @@ class RankProcesses:
         # When a rank last said something; a process that starts may be silent for long.
         self._heard: dict[int, float] = {}
         self._ready: dict[int, bool] = {}
+        self._busy: dict[int, str | None] = {}  # `Alive.busy_at`
         self._gpu = device == "cuda"
         self._reason: str | None = None
         self._closed = False
         self._since: float | None = None
+        self._stepping: int | None = None  # the thread that makes the step
         self._left = threading.Event()
         store = serve_store()
         message = _pickled((size, store.port, device, recipe))
@@ -133,6 +144,7 @@ class RankProcesses:
         """Watch that a step ends in time. Raises RuntimeError if a rank was lost before or in the
         step."""
         self.check()
+        self._stepping = threading.get_ident()
         self._since = time.monotonic()
         with self._explained():
             yield
@@ -207,7 +219,9 @@ class RankProcesses:
                 return f"rank {rank} {self._how_ended(rank)}"
             if said is READY:
                 self._ready[rank] = True
-            elif said is not None:
+            elif isinstance(said, Alive):
+                self._busy[rank] = said.busy_at
+            else:
                 return f"rank {rank} has failed: {said}"
             self._heard[rank] = time.monotonic()
         now = time.monotonic()
@@ -216,8 +230,14 @@ class RankProcesses:
                 return f"rank {rank} has not answered for {_SILENT_SECONDS:.0f} seconds"
         since = self._since
         if self._gpu and since is not None and now - since > _STEP_SECONDS:
-            return f"a step has not ended after {_STEP_SECONDS:.0f} seconds"
+            return f"a step has not ended after {_STEP_SECONDS:.0f} seconds: {self._holding()}"
         return None
+
+    def _holding(self) -> str:
+        """Say which ranks hold up a step."""
+        busy = {0: busy_at(self._stepping), **self._busy}
+        named = [f"rank {rank} is at {place}" for rank, place in busy.items() if place is not None]
+        return " and ".join(named) or "all ranks wait for their devices"
 
     def _how_ended(self, rank: int) -> str:
         try:

@@ -3,14 +3,18 @@ and its length."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\ufffd"
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _MOST_HELD = 8
 """How many tokens may be held back until their bytes make a whole character. A character has at
 most four bytes, so what is not whole after this many tokens never will be."""
@@ -54,10 +58,44 @@ class IncrementalDecoder:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """The text of generated token ids: special tokens are left out, and spaces stay as they are."""
+    """The text of generated token ids: special tokens are left out, and spaces stay as they are.
+    Bytes that make no whole character are U+FFFD, and those beside them keep their characters."""
     text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
+    if _REPLACEMENT in text:
+        return _with_whole_characters(tokenizer.backend_tokenizer, ids) or text
     return text
+
+
+def _with_whole_characters(tokenizer: Tokenizer, ids: list[int]) -> str | None:
+    """The text of token ids by a tokenizer with a token for each byte (<0xE6>); None for others.
+
+    Its decoder makes U+FFFD of all neighbouring bytes if one of them belongs to no character.
+    """
+    if tokenizer.decoder is None or tokenizer.decoder.decode(["<0x41>"]) != "A":
+        return None
+    special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    words = [tokenizer.id_to_token(id) for id in ids if id not in special]
+    tokens: list[str] = []
+    known = [word for word in words if word is not None]
+    for is_byte, run in groupby(known, key=lambda word: bool(_BYTE.fullmatch(word))):
+        part = list(run)
+        tokens += _marked(part) if is_byte else part
+    return str(tokenizer.decoder.decode(tokens))
+
+
+def _marked(tokens: list[str]) -> list[str]:
+    """Tokens of bytes, with U+FFFD for each that belongs to no whole character."""
+    data, at = bytes(int(token[3:5], 16) for token in tokens), 0
+    while True:
+        try:
+            data[at:].decode()
+        except UnicodeDecodeError as error:
+            torn = slice(at + error.start, at + error.end)
+            tokens[torn] = [_REPLACEMENT] * (error.end - error.start)
+            at += error.end
+        else:
+            return tokens
 
 
 @dataclass

@@ -175,7 +175,7 @@ def write_results(paths: BatchPaths, config: JobConfig, *, any_rows: bool) -> tu
 
 
 def _results(paths: BatchPaths, config: JobConfig) -> Iterator[dict[str, Any]]:
-    from batchgen.pages.tokens.decode_tokens import job_decode
+    from batchgen.pages.tokens.decode_tokens import job_vocabulary
     from batchgen.pipelines.publish.finished_rows import open_rows
     from batchgen.pipelines.publish.trainers.choice_logprobs import ChoiceLogprobs
     from batchgen.pipelines.publish.trainers.openai_lines import OpenAILines
@@ -183,11 +183,11 @@ def _results(paths: BatchPaths, config: JobConfig) -> Iterator[dict[str, Any]]:
 
     rows = open_rows(str(paths.job))
     reasoning = REASONING if REASONING in rows.schema.names else None
-    decode = job_decode(rows.config) if "logprobs" in rows.schema.names else None
+    words = job_vocabulary(rows.config) if "logprobs" in rows.schema.names else None
     logprobs = None
-    if decode is not None:
+    if words is not None:
         logprobs = ChoiceLogprobs(
-            rows.schema.names, decode, lambda row: asked_logprobs(json.loads(row["body"])), ["body"]
+            rows.schema.names, words, lambda row: asked_logprobs(json.loads(row["body"])), ["body"]
         )
     return iter(OpenAILines(rows, None, reasoning, logprobs))
 

@@ -11,6 +11,7 @@ from batchgen.util.package_files import PACKAGE_SCHEME
 from batchgen.util.paths import user_path
 
 if TYPE_CHECKING:
+    from batchgen.engine.constraint.vocabulary import Vocabulary
     from batchgen.pages.tokens.token_boxes import Decode
 
 
@@ -19,11 +20,7 @@ def job_decode(config: Mapping[str, Any]) -> Decode | None:
 
     Nothing is downloaded. A tokenizer.json is read without transformers, which takes seconds.
     """
-    model = config.get("model") or {}
-    try:
-        path = _local(str(model.get("path")), model.get("revision"))
-    except ConfigError:
-        return None
+    path = _model_path(config)
     if path is None:
         return None
     if (path / "tokenizer.json").is_file():
@@ -45,11 +42,35 @@ def job_decode(config: Mapping[str, Any]) -> Decode | None:
     return None if tokenizer is None else decode_with(tokenizer)
 
 
+def job_vocabulary(config: Mapping[str, Any]) -> Vocabulary | None:
+    """What the tokens of a job's model spell, in bytes; None without a tokenizer. Nothing is
+    downloaded."""
+    from batchgen.engine.constraint.vocabulary import Vocabulary
+    from batchgen.engine.interface.constraint_error import ConstraintError
+    from batchgen.engine.loading.tokenizer import load_tokenizer
+
+    path = _model_path(config)
+    try:
+        tokenizer = None if path is None else load_tokenizer(path)
+        return None if tokenizer is None else Vocabulary(tokenizer, len(tokenizer), ())
+    except (ValueError, OSError, ConstraintError):
+        return None
+
+
 def decode_with(tokenizer: Any) -> Decode:
     """The text of token ids, by a tokenizer of transformers."""
     return lambda ids: str(
         tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     )
+
+
+def _model_path(config: Mapping[str, Any]) -> Path | None:
+    """Where the model of a job is on this machine; None if it is not there."""
+    model = config.get("model") or {}
+    try:
+        return _local(str(model.get("path")), model.get("revision"))
+    except ConfigError:
+        return None
 
 
 def _local(name: str, revision: str | None) -> Path | None:

@@ -120,8 +120,7 @@ class Session:
         self._tell(Begin(plan, variant))
         seconds, _ = run_rows(self._watched.engine, self.rows())
         self._tell(End())
-        ranks = self._recipe_size
-        return seconds, read_reports(self._recipe.folder, plan.name, ranks)
+        return seconds, read_reports(self._recipe.folder, plan.name, self._size)
 
     def rows(self, step: int = 1) -> list[tuple[list[int], SamplingParams]]:
         """Make each `step`th row, with prompts that the prefix cache does not have."""
@@ -136,7 +135,7 @@ class Session:
         ]
 
     @property
-    def _recipe_size(self) -> int:
+    def _size(self) -> int:
         return 1 if self._processes is None else self._processes.parallel.size
 
     def _tell(self, call: Begin | End) -> None:
@@ -151,22 +150,29 @@ class Session:
         found: dict[str, Any] = {"memory": str(engine.memory), "runs": []}
         load = requests(recipe.workload, prompt_vocab(engine.vocab_size))
         tokens = sum(r.output_len for r in load)
-        order: list[str] = []
+        orders: dict[str, list[str]] = {}
         for index, variant in enumerate(recipe.variants * recipe.runs):
-            name = f"{self._recipe_size}-{index}"
+            name = f"{self._size}-{index}"
             seconds, reports = self.run(Plan(name), variant)
-            order = order or reports[0]["order"]
+            orders[variant.name] = reports[0]["order"]
             found["runs"].append(
                 {"variant": variant.name, "seconds": seconds, "ranks": reports}
                 | {"output_tokens_per_s": tokens / seconds}
             )
-            print(f"{self._recipe_size} ranks, {variant.name}: {seconds:.2f} s", flush=True)
+            print(f"{self._size} ranks, {variant.name}: {seconds:.2f} s", flush=True)
             print(describe(reports), flush=True)
-        if recipe.profiled:
-            plan = Plan(f"{self._recipe_size}-profile", windows_of(order), places=True)
-            seconds, reports = self.run(plan, recipe.variants[0])
-            found["profile"] = {"seconds": seconds, "ranks": reports}
-            print(f"{self._recipe_size} ranks, profiled: {seconds:.2f} s", flush=True)
+        found["profiles"] = []
+        for index, variant in enumerate(recipe.variants if recipe.profiled else ()):
+            plan = Plan(
+                f"{self._size}-profile-{index}",
+                windows_of(orders[variant.name]),
+                places=True,
+            )
+            seconds, reports = self.run(plan, variant)
+            found["profiles"].append(
+                {"variant": variant.name, "seconds": seconds, "ranks": reports}
+            )
+            print(f"{self._size} ranks, {variant.name}, profiled: {seconds:.2f} s", flush=True)
             print(describe(reports), flush=True)
         found["seconds"] = min(run["seconds"] for run in found["runs"])
         return found

@@ -3,6 +3,7 @@
 Each file *.yaml in this folder is a list of cases:
 
     name: …          unique in its file
+    thorough: true   for a case that takes long
     before: […]      commands that have to succeed first, with or without error rows
     command: …       as it is typed in bash; it begins with `batchgen`
     files: {…}       name → content of files in the case's own, otherwise empty working folder
@@ -31,7 +32,7 @@ import yaml
 
 from batchgen.__main__ import run_command
 
-KEYS = {"name", "before", "command", "files", "stdin", "code", "stdout", "stderr"}
+KEYS = {"name", "thorough", "before", "command", "files", "stdin", "code", "stdout", "stderr"}
 
 
 def _cases() -> list[Any]:
@@ -42,7 +43,8 @@ def _cases() -> list[Any]:
         assert len(set(names)) == len(names), f"{file.name} has a name twice"
         for case in cases:
             assert KEYS >= case.keys() >= {"command", "code"}, f"{file.name}: {case['name']}"
-            found.append(pytest.param(case, id=f"{file.stem}: {case['name']}"))
+            marks = [pytest.mark.thorough] * case.get("thorough", False)
+            found.append(pytest.param(case, id=f"{file.stem}: {case['name']}", marks=marks))
     return found
 
 
@@ -50,7 +52,6 @@ def test_the_table_is_there() -> None:
     assert _cases()
 
 
-@pytest.mark.quick(90)
 @pytest.mark.parametrize("case", _cases())
 def test_command(
     case: dict[str, Any],

@@ -18,7 +18,7 @@ def _write(path: Path, text: str, times: int) -> None:
 
 def test_two_processes_write_one_file(tmp_path: Path) -> None:
     path, context = tmp_path / "README.md", fork_server()
-    writers = [context.Process(target=_write, args=(path, text, 100)) for text in _TEXTS]
+    writers = [context.Process(target=_write, args=(path, text, 25)) for text in _TEXTS]
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):

@@ -112,21 +112,32 @@ def preempted(folder: Path) -> Case:
     return Case(folder, rows(8, tokens=20), config=config, short_rows=True)
 
 
-@pytest.mark.thorough
 def test_two_ranks_say_what_one_says(tiny_model: TinyModel) -> None:
-    dense = tiny_model("qwen3", vocab_size=129, num_key_value_heads=2)
     experts = tiny_model("qwen2_moe")
     compare(
         [
-            Case(dense, rows(8), aborts={3: [1, 5]}),
+            Case(_dense(tiny_model), rows(8), aborts={3: [1, 5]}),
             Case(experts, rows(6), columns=(ROUTED_EXPERTS,), config={"chunk_tokens": 16}),
+        ],
+        2,
+    )
+
+
+def _dense(tiny_model: TinyModel) -> Path:
+    return tiny_model("qwen3", vocab_size=129, num_key_value_heads=2)
+
+
+@pytest.mark.thorough
+def test_two_ranks_say_so_of_other_paradigms_and_layers(tiny_model: TinyModel) -> None:
+    compare(
+        [
             Case(
                 tiny_model("sdar_moe"),
                 rows(5, repetition_penalty=1.0),
                 strategy=DLLMStrategy(block_length=4, confidence_threshold=0.1),
             ),
             Case(
-                dense,
+                _dense(tiny_model),
                 rows(5, tokens=30, temperature=0),
                 strategy=ARSpecStrategy("ngram", adaptive=False, ngram_min=1),
             ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import closing
 from multiprocessing.connection import Connection
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from batchgen.engine.device.transfer import Download
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.parallel import rank_processes
+from batchgen.engine.parallel import place, rank_processes
+from batchgen.engine.parallel.rank_group import DistributedGroup
 from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
 from batchgen.engine.replicas import Leader, follow
@@ -80,6 +83,45 @@ def test_a_rank_with_other_tokens_is_found(tiny_model: TinyModel) -> None:
         engine.add_request("0", [5, 6, 7], SamplingParams(max_new_tokens=100, ignore_eos=True))
         with pytest.raises(RuntimeError, match="the tokens of this rank differ from those of rank"):
             finish(engine)
+
+
+class Stuck(Cases):
+    """A rank that never launches its second step."""
+
+    def follow(self, parallel: TensorParallel, connection: Connection[Any, Any]) -> None:
+        (case,) = self.cases
+        with case.engine(parallel) as engine:
+            launch = engine._launcher.launch
+
+            def launch_once(*arguments: Any) -> Any:
+                engine._launcher.launch = lambda *_: time.sleep(1000)  # type: ignore[assignment]
+                return launch(*arguments)
+
+            engine._launcher.launch = launch_once  # type: ignore[assignment,method-assign]
+            follow(engine, connection)
+
+
+def test_what_waits_is_there() -> None:
+    group = DistributedGroup
+    waits = (Download.wait, group.agree, group.least, group._gathered, follow)
+    assert {wait.__qualname__ for wait in waits} == place._WAITS
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(tiny_model("qwen3"), ())
+    with (
+        closing(RankProcesses(2, Stuck([case]), "cpu")) as processes,
+        case.engine(processes.parallel, Leader(processes)) as engine,
+    ):
+        engine.add_request("0", [5, 6, 7], SamplingParams(max_new_tokens=100, ignore_eos=True))
+        # On a CPU a step may take any time.
+        monkeypatch.setattr(processes, "_gpu", True)
+        monkeypatch.setattr(rank_processes, "_STEP_SECONDS", 8.0)
+        message = r"after 8 seconds: rank 1 is at llm_engine.py:\d+ \(_step\), so no further step"
+        with pytest.raises(RuntimeError, match=message):
+            finish(engine)
+        monkeypatch.setattr(processes, "_gpu", False)
 
 
 class Unwilling(Cases):

@@ -31,6 +31,67 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
 
 
+@pytest.fixture(scope="module")
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """Tokens like those of SentencePiece: words, and a token for each byte of all else."""
+    words = ["<unk>", "<end>", "▁", "▁the", "▁cat", "the", "!"]
+    words += [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = {word: number for number, word in enumerate(words)}
+    raw = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    raw.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", unk_token="<unk>")
+
+
+PIECES = st.sampled_from(["▁the", "!", "▁", "日", "本", "🙂", "é", "▁cat", "\ufffd"])
+
+
+def ids_of(tokenizer: PreTrainedTokenizerFast, pieces: list[str]) -> list[int]:
+    """A token for each piece of the vocabulary, and one for each byte of the others."""
+    vocab = tokenizer.get_vocab()
+    return [
+        id
+        for piece in pieces
+        for id in (
+            [vocab[piece]]
+            if piece in vocab
+            else [vocab[f"<0x{byte:02X}>"] for byte in piece.encode()]
+        )
+    ]
+
+
+@given(pieces=st.lists(PIECES, max_size=8), data=st.data())
+def test_whole_characters_stay_wherever_bytes_are_cut(
+    byte_fallback: PreTrainedTokenizerFast, pieces: list[str], data: st.DataObject
+) -> None:
+    ids = ids_of(byte_fallback, pieces)
+    cut = data.draw(st.integers(0, len(ids)))
+    spelled = b"".join(
+        bytes([int(word[3:5], 16)]) if word.startswith("<0x") else word.replace("▁", " ").encode()
+        for word in byte_fallback.convert_ids_to_tokens(ids[:cut])
+    )
+    kept = spelled.decode(errors="ignore").removeprefix(" ")
+    text = decode(byte_fallback, ids[:cut])
+    assert text.startswith(kept) and set(text[len(kept) :]) <= {"\ufffd"}
+    later = [*ids[:cut], *ids_of(byte_fallback, ["!", "日"])]
+    assert decode(byte_fallback, later).replace("\ufffd", "") == f"{kept}!日".replace("\ufffd", "")
+
+
+def test_a_stop_string_behind_a_whole_character_is_found_before_the_next_one_is_whole(
+    byte_fallback: PreTrainedTokenizerFast,
+) -> None:
+    ids = ids_of(byte_fallback, ["▁the", "日", "本", "é"])
+    rule = make_rule(byte_fallback, ("本",))
+    assert rule.find_string(ids, 0) == (7, "本") and rule.text_before_stop == "the日"
+    decoder = IncrementalDecoder(byte_fallback)
+    shown = []
+    for token_id in ids:
+        decoder.push(token_id)
+        shown.append(decoder.text)
+    assert shown == ["the"] * 3 + ["the日"] * 3 + ["the日本"] * 2 + ["the日本é"]
+    assert decode(byte_fallback, ids[:-1]) == "the日本\ufffd"
+
+
 def make_rule(
     tokenizer: PreTrainedTokenizerFast, strings: tuple[str, ...], min_new_tokens: int = 0
 ) -> StopRule:
@@ -124,6 +185,8 @@ def test_only_a_row_without_stops_has_an_exact_length(
 
 def test_a_token_that_ends_one_character_and_begins_the_next_shows_the_first() -> None:
     class Bytes:
+        backend_tokenizer = Tokenizer(models.BPE())
+
         def decode(self, ids: list[int], **_: bool) -> str:
             pieces = {0: b"a\xc3", 1: b"\x9f", 2: b"b"}
             return b"".join(pieces[i] for i in ids).decode(errors="replace")

@@ -130,7 +130,7 @@ class OpenAILines:
         return {
             "index": row["sample_index"],
             **({"message": message} if is_chat else {"text": text}),
-            "logprobs": None if self._logprobs is None else self._logprobs.of(row, is_chat),
+            "logprobs": self._logprobs and self._logprobs.of(row, None if is_chat else text),
             # What ended before it was complete is `length` to programs that know OpenAI's words.
             "finish_reason": _REASONS.get(row["finish_reason"], "length"),
         }
