@@ -74,7 +74,7 @@ from batchgen.config.compose.compose_config import compose
 from batchgen.config.compose.load_config import step_configs
 from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.job_parts import job_parts
+from batchgen.jobs.run.resolve_job import resolve_job
 from batchgen.jobs.run.run_job import run_job
 from batchgen.storage.leases.object_store import connect
 
@@ -125,7 +125,7 @@ def arguments(out: object, rows: Path, grade: str | None = None) -> list[str]:
 
 def run_real(command: list[str]) -> JobResult:
     config = compose({}, command)
-    return run_job(config, job_parts(config))
+    return run_job(config, resolve_job(config))
 
 
 def check_workers(check: Check, server: FaultyS3 | None = None, url: str = "") -> None:

@@ -50,7 +50,7 @@ def probe(
     # A start that compiles kernels says nothing of the job's, which finds them compiled.
     tells_start = job_device(config) == "cpu" or have_compiled()
     started = time.perf_counter()
-    engine = opened.build_engine(config)
+    engine = dataclasses.replace(opened, config=config).load()
     start_s = time.perf_counter() - started if tells_start else None
     with closing(engine):
         run = _Run(engine, opened.prompt)

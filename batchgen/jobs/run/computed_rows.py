@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 
+from batchgen.inputs.model.job_engine import Engine
 from batchgen.jobs.forecast.forecast import Forecast
 from batchgen.jobs.generation.generation import Generation
-from batchgen.jobs.generation.job_engine import Engine
 from batchgen.jobs.generation.progress import Progress, show_memory
 from batchgen.jobs.generation.sample_waves import EverySample, SampleWaves
 from batchgen.jobs.generation.turns import Turns
@@ -54,7 +54,7 @@ def compute_rows(attempt: JobAttempt) -> Turns[JobResult | None]:
         resumed_errors=metrics.tally.totals.error_rows,
         longest=parts.max_model_len if of_rows else config.sampling.max_new_tokens,
         expected=expected,
-        title=parts.title,
+        title=parts.name,
     )
     metrics.begin()
 
@@ -103,7 +103,7 @@ def _predict(attempt: JobAttempt, engine: Engine) -> Forecast | None:
     if metrics.attempt.rows_total is None:
         return None
     answers = metrics.attempt.rows_total - metrics.attempt.rows_resumed
-    expected = attempt.parts.predict(engine, answers, metrics.age)
+    expected: Forecast | None = attempt.parts.predict(engine, answers, metrics.age)
     if expected is not None:
         metrics.predicted = expected.summary()
     return expected

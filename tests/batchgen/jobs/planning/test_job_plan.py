@@ -28,7 +28,7 @@ from batchgen.jobs.planning.plan_text import plan_text
 from batchgen.jobs.planning.planner import make_plan
 from batchgen.jobs.planning.probe import probe
 from batchgen.jobs.resolve.opened_job import open_job
-from batchgen.jobs.run.job_parts import job_parts
+from batchgen.jobs.run.resolve_job import resolve_job
 from batchgen.storage.stores.manifest import Manifest
 from batchgen.util.errors import ConfigError
 from batchgen.util.request_id import RequestId
@@ -51,7 +51,7 @@ def config(model: Path, rows: Path, tmp_path: Path) -> JobConfig:
 def test_a_plan_says_what_the_job_then_is(config: JobConfig) -> None:
     plan = planned(config)
     assert not Path(config.output.dir).exists()
-    engine = job_parts(config).build_engine()
+    engine = resolve_job(config).build_engine()
     assert plan.memory == engine.memory
     assert plan.engine.settings == engine.config  # type: ignore[attr-defined]
     assert plan.scan.num_rows == 11 and plan.answers == 22
@@ -64,7 +64,7 @@ def test_a_plan_says_what_the_job_then_is(config: JobConfig) -> None:
 
 
 def test_the_engine_knows_how_long_its_rows_are(config: JobConfig) -> None:
-    engine = job_parts(config).build_engine()
+    engine = resolve_job(config).build_engine()
     params = replace(config.params, max_new_tokens=9, ignore_eos=True)
     for row, prompt in enumerate(([1, 2, 3], [4])):
         engine.add_request(RequestId("", row, 0), prompt, params)
@@ -148,7 +148,7 @@ def test_what_is_on_the_disk_is_about_what_was_planned(
     assert plan.disk is not None
     from batchgen.jobs.run.run_job import run_job
 
-    run_job(config, job_parts(config))
+    run_job(config, resolve_job(config))
     shards = sum(path.stat().st_size for path in Path(config.output.dir, "data").glob("*.parquet"))
     # Three shards of four rows: mostly footers, of which the plan has one for all.
     assert shards / 4 < plan.disk.output.likely < shards * 1.5
@@ -159,7 +159,7 @@ def test_a_job_keeps_what_was_predicted_beside_what_it_took(
 ) -> None:
     from batchgen.jobs.run.run_job import run_job
 
-    run_job(config, job_parts(config))
+    run_job(config, resolve_job(config))
     folder = Path(config.output.dir)
     metrics = json.loads((folder / "metrics.json").read_text())
     predicted, actual = metrics["predicted"], metrics["actual"]
