@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from batchgen.engine.constraint.constraint import Constraint
     from batchgen.evals.graders.choices import RowStep
     from batchgen.evals.graders.step import AnswerRow, Column, GradeFailure, PostStep
+    from batchgen.evals.instructions.follows_instruction import follows_instruction
     from batchgen.evals.math.same import same_math
     from batchgen.inputs.steps.table_step import BadRow, Dropped, StepRow, TableStep
     from batchgen.storage.folder.read_job import JobFolderReader
@@ -59,6 +60,7 @@ __all__ = [
     "StepRow",
     "TableStep",
     "__version__",
+    "follows_instruction",
     "run_job",
     "same_math",
 ]
@@ -85,6 +87,7 @@ _HOME = {
     "Score": "batchgen.api.python.scored",
     "StepRow": "batchgen.inputs.steps.table_step",
     "TableStep": "batchgen.inputs.steps.table_step",
+    "follows_instruction": "batchgen.evals.instructions.follows_instruction",
     "run_job": "batchgen.api.python.job_calls",
     "same_math": "batchgen.evals.math.same",
 }

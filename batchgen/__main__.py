@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from batchgen.api.python.configured_job import run_configured
 from batchgen.cli.cpu_threads import share_cores
 from batchgen.cli.job_outcome import be_quiet, refusal, report
-from batchgen.cli.options import Options, asks_hydra, choice_folders, parse_options
+from batchgen.cli.options import Options, asks_hydra, choice_folders, parse_options, warn_of_repeats
 from batchgen.cli.verb_table import VERBS, run_verb
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.text.terminal import guard_terminal
@@ -81,6 +81,7 @@ def _run_options(options: Options) -> int:
         return run_hydra(options)
     from batchgen.cli.run_options import composed, composed_pipeline, show_config
 
+    warn_of_repeats(options)
     if "--cfg" in options.flags:
         return show_config(options)
     for flag in ("--package", "--resolve"):

@@ -16,6 +16,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
+from tests.support.cases import mark_all_but_quick
+
 # Triton decides when a kernel is defined: before any import of the project.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -77,22 +79,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     mark_all_but_quick(items)
-
-
-def mark_all_but_quick(items: list[pytest.Item]) -> None:
-    """Of the cases of a test that is marked quick(n), mark all but n as thorough. The n are spread
-    over the cases, so that several parametrizations of one test vary together."""
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("quick") and not item.get_closest_marker("slow"):
-            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
-    golden = (5**0.5 - 1) / 2  # multiples of it fall, modulo 1, evenly and into no pattern
-    for cases in tests.values():
-        mark = cases[0].get_closest_marker("quick")
-        assert mark is not None
-        scattered = sorted(range(len(cases)), key=lambda index: index * golden % 1)
-        for index in scattered[mark.args[0] :]:
-            cases[index].add_marker(pytest.mark.thorough)
 
 
 TEST_CPU_SECONDS = 2.0  # what a test may cost that is neither thorough nor slow

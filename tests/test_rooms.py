@@ -4,14 +4,13 @@ A room is a folder. Imports for types alone and imports inside functions count: 
 who needs whom.
 """
 
-import ast
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
-from check_house import import_circles, module_name, package_files
+
+from tests.support.imports import import_circles, import_graph, package_files
 
 ROOT = Path(__file__).parents[1]
 MAX_FILES = 16
@@ -37,26 +36,10 @@ SAME_NAMES = {"grade"}
 """The names of verbs that modules elsewhere have, too."""
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Every dotted name that a file imports, wherever the import stands."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
 @cache
 def all_imports(*packages: str) -> dict[Path, set[Path]]:
     """Which file of the packages imports which other one."""
-    files = [file for package in packages for file in package_files(ROOT, package)]
-    modules = {module_name(file): file for file in files}
-    graph = {}
-    for file in files:
-        names = imported(ROOT / file)
-        targets = (modules.get(name) or modules.get(name.rpartition(".")[0]) for name in names)
-        graph[file] = {target for target in targets if target is not None and target != file}
-    return graph
+    return import_graph(ROOT, packages)
 
 
 def group(file: Path) -> str:
@@ -84,11 +67,6 @@ def test_no_rooms_import_each_other(package: str) -> None:
     for file, targets in graph.items():
         rooms[file.parent] |= {target.parent for target in targets if target.name != "__init__.py"}
     assert import_circles({room: targets - {room} for room, targets in rooms.items()}) == []
-
-
-def test_no_files_import_each_other() -> None:
-    graph = all_imports("kernels", "engine", "strategies", "batchgen")
-    assert import_circles(graph) == []
 
 
 def test_a_folder_has_few_files() -> None:

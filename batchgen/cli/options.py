@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,9 @@ _OF_HYDRA = re.compile(r"(\+\+|\+|~)?hydra[./@]")
 _SEARCHPATH = re.compile(r"\+{0,2}hydra\.searchpath=")
 """How Hydra's users name folders with further choices, which is what --config-dir does."""
 
+_RUNNING = ("run", "start", "generate", "submit", "infer", "main")
+"""Words that other programs have for what needs no verb here."""
+
 
 @dataclass
 class Options:
@@ -73,6 +77,8 @@ def parse_options(arguments: Sequence[str]) -> Options:
             options.values.setdefault("--config-dir", []).extend(_searched(argument))
         elif _OF_HYDRA.match(argument):
             options.hydra.append(argument)
+        elif argument.count("{{") > argument.count("}}"):
+            raise ConfigError(_split_by_shell(argument, rest))
         elif _is_job_file(argument, helps):
             if options.job_file is not None:
                 raise ConfigError(
@@ -133,6 +139,16 @@ def asks_hydra(options: Options) -> bool:
     return bool(options.hydra) and not options.flags & {"--cfg", "--dry-run"}
 
 
+def warn_of_repeats(options: Options) -> None:
+    """Say on stderr which of several values of a key holds."""
+    last: dict[str, str] = {}
+    for argument in options.overrides:
+        key = argument.partition("=")[0].lstrip("+")
+        if (before := last.get(key, argument)) != argument:
+            print(f"batchgen: warning: {before} is overruled by {argument}", file=sys.stderr)
+        last[key] = argument
+
+
 def choice_folders(options: Options) -> list[Path]:
     """The folders of the user with further choices; ConfigError if one is not there."""
     folders = [user_path(name, "--config-dir") for name in options.values.get("--config-dir", [])]
@@ -160,22 +176,41 @@ def _take_option(options: Options, argument: str, rest: list[str]) -> None:
     options.flags.add(name)
 
 
+def _split_by_shell(argument: str, rest: Sequence[str]) -> str:
+    """What to say of a template that came without quotes, in several words."""
+    words = [argument]
+    for word in rest:
+        words.append(word)
+        if "}}" in word:
+            break
+    typed = " ".join(words)
+    return f"{argument} ends within a template, as the shell splits at spaces: write '{typed}'"
+
+
 def _no_option(argument: str) -> str:
     name = argument.lstrip("-")
-    if "." in name or "=" in name:
+    if "." in name:
         return f"{argument} is no option: keys are written without dashes: {name}"
-    from batchgen.config.groups.config_keys import nearest
+    from batchgen.config.groups.config_keys import nearest, nearest_key
 
-    guess = nearest(argument, FLAGS)
-    return f"{argument} is no option: " + (
-        f"did you mean {guess}?" if guess else "`batchgen --help` lists them"
-    )
+    if guess := nearest(argument, FLAGS):
+        return f"{argument} is no option: did you mean {guess}?"
+    word, equals, value = name.partition("=")
+    key = nearest_key(word.replace("-", "_")) if len(word) > 2 else None
+    if key is None:
+        return f"{argument} is no option: `batchgen --help` lists them"
+    return f"{argument} is no option: did you mean {key}={value if equals else '…'}?"
 
 
 def _check_no_verb(argument: str, helps: bool) -> None:
     """Raise ConfigError for a verb that is misspelt, or does not come first."""
     if helps or not argument.isalpha():
         return
+    if argument in _RUNNING:
+        raise ConfigError(
+            f"{argument} is no verb: a job runs without one: `batchgen job.yaml`, or "
+            "`batchgen model.path=… dataset.path=…`"
+        )
     from batchgen.config.groups.config_keys import nearest
 
     if argument in VERBS:

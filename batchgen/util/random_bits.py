@@ -18,11 +18,3 @@ def random_words(seed: int, shape: tuple[int, ...], start: int = 0) -> npt.NDArr
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (words ^ (words >> np.uint64(31))).reshape(shape)
-
-
-def random_below(
-    n: int, seed: int, shape: tuple[int, ...], start: int = 0
-) -> npt.NDArray[np.int64]:
-    """Integers from 0 to n − 1, equally likely up to n / 2**32, for n < 2**31."""
-    words = random_words(seed, shape, start) >> np.uint64(32)
-    return ((words * np.uint64(n)) >> np.uint64(32)).astype(np.int64)

@@ -46,12 +46,12 @@ def sources_digest() -> str:
 
 
 def refuse_unkept(
-    device: torch.device, dtype: torch.dtype, ranks: int, *, reads_images: bool, rejection: bool
+    device: torch.device, dtype: torch.dtype, ranks: int, *, reaching: bool, rejection: bool
 ) -> None:
     """Raise ValueError if `deterministic` was asked for and a row would not keep its bits.
 
     Args:
-        reads_images: rows have images, which a tower encodes.
+        reaching: all ranks' GPUs can write each other's memory.
         rejection: drafts are verified by rejection, whose tokens depend on the drafts.
     """
     if device.type != "cuda":
@@ -63,10 +63,11 @@ def refuse_unkept(
     elif dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         why = f"the model's dtype is {name}, and it is measured in bfloat16 alone"
-    elif ranks > 1:
-        why = f"tensor_parallel is {ranks}, and it is measured on one GPU alone"
-    elif reads_images:
-        why = "rows have images, and it is not measured that a picture's features keep their bits"
+    elif ranks > 1 and not reaching:
+        why = (
+            f"tensor_parallel is {ranks}, and these GPUs cannot write each other's memory, so that "
+            "NCCL adds up what they have, in an order of its own"
+        )
     elif rejection:
         why = "drafts are verified by rejection, so that tokens depend on how drafts came about"
     if why is not None:

@@ -208,6 +208,11 @@ class RowParallelLinear(Linear):
         self._shard = where.parallel.shard(1, in_features)
         super().__init__(self._shard.length, out_features, bias=bias, where=where)
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether several ranks have a part of the weight each."""
+        return self._parallel.size > 1
+
     def quantise(self, form: FP8Format, path: str) -> None:
         """Keep the weight in FP8, as `Linear.quantise` says. Raises ValueError if a rank's columns
         do not end where blocks do, as two ranks would need a block's scale for half a group."""

@@ -67,5 +67,10 @@ class PeerCollectives:
         return gather(x, self._peers, lane)
 
 
+def reach_each_other(size: int) -> bool:
+    """Whether the first `size` visible GPUs can all write each other's memory."""
+    return all(_reaches(own, other) for own in range(size) for other in range(size))
+
+
 def _reaches(own: int, other: int) -> bool:
     return own == other or torch.cuda.can_device_access_peer(own, other)

@@ -83,10 +83,11 @@ def dummy_model(
     parallel: TensorParallel = ALONE,
     *,
     quantization: Quantization | None = None,
+    vision: bool = False,
     **changes: Any,
 ) -> CausalLM:
     """Make a model of `MODELS` with random weights, in bfloat16 on a GPU and float32 on a CPU, with
-    changed entries of config.json such as `vocab_size=300`."""
+    changed entries of config.json such as `vocab_size=300`. With `vision` it reads images."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(name, Path(folder), **changes)
@@ -98,6 +99,7 @@ def dummy_model(
             heads=heads,
             quantization=quantization,
             parallel=parallel,
+            vision=vision,
         )
 
 

@@ -20,7 +20,6 @@ from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
-from batchgen.inputs.constraint.text_checks import Check
 from batchgen.inputs.model.open_model import OpenedModel
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
@@ -31,12 +30,11 @@ GREEDY: dict[str, Any] = {"temperature": 0}
 
 @dataclass(frozen=True)
 class Row:
-    """A request; `check` says what is wrong with an answer, and is None without a constraint."""
+    """A request; `kind` is `greedy` or `sampled`."""
 
     kind: str
     prompt: list[int]
     params: SamplingParams
-    check: Check | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,6 @@ class Runs:
 
     def __post_init__(self) -> None:
         self.model = self.load()
-        self.compiler = self.opened.grammar_compiler()
 
     def load(self) -> CausalLM:
         return self.opened.load(self.args.dtype, self.args.device)
@@ -133,7 +130,7 @@ class Runs:
         model, draft, strategy = model or self.model, self._draft(way.draft), way.strategy()
         others = {} if draft is None else {"draft": draft}
         config = config or self._config(way, [model, *others.values()])
-        engine = self.opened.engine(model, strategy, config, others, self.compiler)
+        engine = self.opened.engine(model, strategy, config, others)
         if way.hard:
             # The scheduler expects later rows to be as short as these, so it admits more of them
             # than the cache can hold, and they preempt each other.

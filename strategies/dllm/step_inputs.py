@@ -33,6 +33,7 @@ class BlockRows(Batched):
     apart from the tokens, because a prompt may contain the mask token itself."""
 
     starts: Tensor = row()  # [B] int64, the position of the block's first token, a multiple of L
+    first_starts: Tensor = row()  # [B] int64, the same for the row's first block
     last_starts: Tensor = row()  # [B] int64, the same for the last block that the row can have
     token_ids: Tensor = row()  # [B, L] int64, the tokens; undefined where masked
     masked: Tensor = row()  # [B, L] bool, the positions whose tokens are not known yet
@@ -46,6 +47,7 @@ class KnownBlocks:
     """The blocks of B rows, of which some are complete."""
 
     rows: Tensor  # [B] bool, the rows whose block is to be yielded now
+    starts: Tensor  # [B] int64, the positions of the blocks' first tokens
     token_ids: Tensor  # [B, L] int64, the tokens of the blocks
     given: Tensor  # [B] int64, how many tokens of the prompt a block begins with
     denoised: Tensor  # [B] int64, how many denoise steps a block has had
@@ -144,7 +146,12 @@ class DLLMStepInputs(StepInputs):
         blocks, newest, length = self.blocks, self.newest, self._length
         # A complete block commits in any case, beside its row's next block or in its place.
         self._final = KnownBlocks(
-            self.complete, blocks.token_ids, blocks.given, blocks.denoised, dict(self.columns)
+            self.complete,
+            blocks.starts,
+            blocks.token_ids,
+            blocks.given,
+            blocks.denoised,
+            dict(self.columns),
         )
         if not room:
             return
@@ -193,10 +200,12 @@ class DLLMStepInputs(StepInputs):
         for ids, seq, start, known in zip(token_ids, rows.seqs, starts, given, strict=True):
             ids[:known] = seq.token_ids[start:]
         steps = np.array([_steps_so_far(seq) for seq in rows.seqs])
-        there = upload(np.stack([starts, last_starts, given, steps]), torch.int64, device)
+        firsts = np.array([seq.num_prompt_tokens // length * length for seq in rows.seqs])
+        there = upload(np.stack([starts, last_starts, given, steps, firsts]), torch.int64, device)
         places = torch.arange(length, device=device)
         new = BlockRows(
             starts=there[0],
+            first_starts=there[4],
             last_starts=there[1],
             token_ids=upload(token_ids, torch.int64, device),
             masked=places >= there[2].unsqueeze(1),
@@ -248,7 +257,12 @@ class DLLMStepInputs(StepInputs):
         )
         completed = some & ~after.masked.any(1)
         return KnownBlocks(
-            completed, after.token_ids, after.given, after.denoised, dict(self.columns)
+            completed,
+            after.starts,
+            after.token_ids,
+            after.given,
+            after.denoised,
+            dict(self.columns),
         )
 
     def step_decode(self, step: StepOutput) -> None:

@@ -25,18 +25,24 @@ from batchgen.engine.scheduling.admission import Ints
 from batchgen.engine.strategy import TARGET, ModelRole, Strategy
 from batchgen.kernels.sampling.token_mask import TokenMask
 from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH, Rule
-from batchgen.strategies.counts import NUM_FORWARDS, one_forward, tokens_per_forward
+from batchgen.strategies.counts import NUM_FORWARDS, tokens_per_forward
 from batchgen.strategies.dllm.commit_room import CommitRoom
 from batchgen.strategies.dllm.guided import denoise
-from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs
+from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs, KnownBlocks
 from batchgen.strategies.dllm.unmasking import Unmasking
 
 NUM_COMMIT_FORWARDS = RowCount(
     "num_commit_forwards", "of those forwards, how many only made KV final"
 )
+"""Both counts are those of a row for which commits always find room beside denoise steps, if they
+may be there at all. So they depend on the row alone."""
 
 _DENOISED = "denoised"
 """The name in `StepOutput.observed` of how many denoise steps the block of each row has had."""
+_ALONE = "alone"
+"""The name there of which rows' blocks committed in a forward of their own."""
+_COMMITS_ALONE = "commits_alone"
+"""The name in `stats` of how often that happened."""
 _STEPS_PER_BLOCK = "steps_per_block"
 """The name in `stats` of how often a block took each number of denoise steps."""
 
@@ -110,6 +116,7 @@ class DLLMStrategy(Strategy):
         self._fused = fused_commit
         self._commit_room: CommitRoom | None = None
         self._steps_per_block: Counter[int] = Counter()
+        self._commits_alone = 0
         self._runner: ModelRunner | None = None
         # Columns of context scope are read when a row ends, so its last block must be final then.
         self._yields_final = False
@@ -226,10 +233,15 @@ class DLLMStrategy(Strategy):
         assert self._commit_room is not None
         self._commit_room.observe(yielding)
         self._steps_per_block.update(step.observed[_DENOISED][yielding & current].tolist())
+        self._commits_alone += int((step.observed[_ALONE] & current).sum())
 
     def stats(self) -> Mapping[str, Any]:
-        """`steps_per_block`: the number of denoise steps → how many blocks took that many."""
-        return {_STEPS_PER_BLOCK: dict(sorted(self._steps_per_block.items()))}
+        """`steps_per_block`: the number of denoise steps → how many blocks took that many.
+        `commits_alone`: how many blocks committed in a forward of their own."""
+        return {
+            _STEPS_PER_BLOCK: dict(sorted(self._steps_per_block.items())),
+            _COMMITS_ALONE: self._commits_alone,
+        }
 
     def summary(
         self, counts: Mapping[str, int], stats: Mapping[str, Any], num_tokens: int
@@ -265,11 +277,12 @@ class DLLMStrategy(Strategy):
         state = self.step_inputs
         blocks, length = state.blocks, self._length
         conflicts: Tensor | None = None
+        guided: Tensor | None = None
         if guide is None:
             drawn = self._draw(output)
             transfer = self._unmasking.chosen(state.blocks, drawn.confidence)
         else:
-            drawn, transfer, conflicts = self._decide_guided(output, guide)
+            drawn, transfer, guided, conflicts = self._decide_guided(output, guide)
         broken = (drawn.failed.view(-1, length) & blocks.masked).any(1)
         columns = {name: v.view(-1, length, *v.shape[1:]) for name, v in drawn.columns.items()}
         step_map = (blocks.steps + 1).unsqueeze(1).expand(-1, length).contiguous()
@@ -295,11 +308,40 @@ class DLLMStrategy(Strategy):
             token_ids=known.token_ids.gather(1, order),
             failed=broken,
             columns={name: _ordered(v, order) for name, v in known.columns.items()},
-            observed={_DENOISED: known.denoised},
+            observed={_DENOISED: known.denoised, _ALONE: state.complete},
             unread_tokens=length,
             conflicts=conflicts,
         )
-        return step.with_counts(num_forwards=one_forward(step), num_commit_forwards=state.complete)
+        ended = broken if conflicts is None else broken | conflicts
+        return step.with_counts(**self._counts(known, rows, ended, guided))
+
+    def _counts(
+        self, known: KnownBlocks, yielded: Tensor, ended: Tensor, guided: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Count the forwards of the blocks that are `yielded` [B] bool, and of those in which rows
+        have `ended` [B] bool. A block's denoise steps count once it is there, so that those which
+        a preemption undid do not. `guided` [B] bool are the rows with a constraint."""
+        blocks = self.step_inputs.blocks
+        forwards = torch.where(yielded, known.denoised, 0)
+        forwards += torch.where(ended, blocks.denoised + 1, 0)
+        if self._yields_final:
+            # Its last block is final in the first denoise step of the next, or alone.
+            first, last = (
+                known.starts == each for each in (blocks.first_starts, blocks.last_starts)
+            )
+            alone = torch.ones_like(yielded) if not self._fused else guided
+            extra, commits = yielded & first, yielded & last
+            if alone is not None:
+                extra, commits = (torch.where(alone, yielded, each) for each in (extra, commits))
+        elif self._fused:
+            extra = commits = torch.zeros_like(yielded)
+        else:
+            # Its last block needs no final keys and values.
+            extra = commits = (yielded | ended) & (blocks.starts > blocks.first_starts)
+        return {
+            NUM_FORWARDS.name: forwards.int() + extra,
+            NUM_COMMIT_FORWARDS.name: commits.int(),
+        }
 
     def _draw(self, output: ModelOutput, mask: TokenMask | None = None) -> Drawn:
         """Draw a token at each of the B · L positions of the blocks, under the mask if there is
@@ -314,10 +356,12 @@ class DLLMStrategy(Strategy):
             mask=mask,
         )
 
-    def _decide_guided(self, output: ModelOutput, guide: Guide) -> tuple[Drawn, Tensor, Tensor]:
+    def _decide_guided(
+        self, output: ModelOutput, guide: Guide
+    ) -> tuple[Drawn, Tensor, Tensor, Tensor]:
         """Decide a denoise step of a batch with constrained rows. Returns the drawn tokens; [B, L]
-        bool, the positions that are unmasked; and [B] bool, the rows that conflict with their
-        constraints."""
+        bool, the positions that are unmasked; and [B] bool each, the rows with constraints and
+        those that conflict with them."""
         state, device = self.step_inputs, output.logits.device
         drawn, taken = denoise(
             guide,
@@ -326,12 +370,13 @@ class DLLMStrategy(Strategy):
             lambda mask: self._draw(output, mask),
             lambda drawn: self._unmasking.permitted(state.blocks, drawn.confidence),
         )
+        guided = upload(taken.rows, torch.bool, device)
         transfer = torch.where(
-            upload(taken.rows, torch.bool, device).unsqueeze(1),
+            guided.unsqueeze(1),
             upload(taken.places, torch.bool, device),
             self._unmasking.chosen(state.blocks, drawn.confidence),
         )
-        return drawn, transfer, upload(taken.conflicts, torch.bool, device)
+        return drawn, transfer, guided, upload(taken.conflicts, torch.bool, device)
 
 
 def _shares(numbers: Mapping[int, int]) -> str:

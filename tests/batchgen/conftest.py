@@ -13,7 +13,7 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from batchgen.jobs.forecast import devices, planned_work
+from batchgen.jobs.forecast import devices, work
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,7 +43,7 @@ def work_done_once() -> Iterator[None]:
     with (
         mock.patch.object(hydra, "compose", composed),
         mock.patch.object(OmegaConf, "load", loaded),
-        mock.patch.object(planned_work, "measured_cpu", measured),
+        mock.patch.object(work, "measured_cpu", measured),
     ):
         yield
 

@@ -1,7 +1,8 @@
-"""Parameters of a test of which some are run only by `scripts/test --thorough` or `--all`."""
+"""Cases of a test of which some are run only by `scripts/test --thorough` or `--all`."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,3 +26,28 @@ def some_slow(cases: Iterable[Any], quick: Sequence[Any]) -> list[Any]:
 
 def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
+
+
+def mark_all_but_quick(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked quick(n), mark all but n as thorough."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        apart = item.get_closest_marker("slow") or item.get_closest_marker("gpu")
+        if item.get_closest_marker("quick") and not apart:
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for cases in tests.values():
+        mark = cases[0].get_closest_marker("quick")
+        assert mark is not None
+        quick = _spread(len(cases), *mark.args)
+        for index, case in enumerate(cases):
+            if index not in quick:
+                case.add_marker(pytest.mark.thorough)
+
+
+def _spread(count: int, number: int) -> set[int]:
+    """So many of the indices below count, far apart and in no pattern, so that parametrizations of
+    one test that vary together all vary: multiples of the golden ratio, modulo 1."""
+    golden, chosen, multiples = (5**0.5 - 1) / 2, set[int](), itertools.count()
+    while len(chosen) < min(count, number):
+        chosen.add(int(next(multiples) * golden % 1 * count))
+    return chosen

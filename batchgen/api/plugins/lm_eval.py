@@ -37,7 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def evaluate(arguments: Sequence[str]) -> None:
     """Call `lm-eval run` with batchgen's model."""
-    from lm_eval._cli import HarnessCLI
+    try:
+        from lm_eval._cli import HarnessCLI
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "lm_eval":
+            raise
+        raise ConfigError(
+            "lm-eval is not installed, or too old: pip install 'batchgen[lm-eval]'"
+        ) from None
     from lm_eval.api.registry import model_registry
     from lm_eval.utils import setup_logging
 

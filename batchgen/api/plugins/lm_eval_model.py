@@ -228,8 +228,8 @@ def split_arguments(
             f"batch_size={size}: the engine makes its batches itself: leave it out, or set "
             "max_num_seqs in --model_args"
         )
-    if given.get("device") == "cuda:0":
-        given["device"] = "cuda"
+    if given.get("device") == "cuda:0":  # lm-eval's default, also where there is no GPU
+        given["device"] = "auto"
     if max_length is not None:
         given["max_model_len"] = int(max_length) + 1
     return {name: given.pop(name) for name in TOKEN_OPTIONS if name in given}, given

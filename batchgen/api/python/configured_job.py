@@ -38,7 +38,7 @@ def run_configured(config: JobConfig) -> Result:
     )
     # Each import takes seconds: torch and transformers come with the first one, datasets and
     # pyarrow with the second, and a mistake in the model is found before.
-    from batchgen.jobs.run.resolve_job import resolve_job
+    from batchgen.jobs.resolve.opened_job import resolve_job
 
     parts = resolve_job(config)
     from batchgen.jobs.run.run_job import run_job

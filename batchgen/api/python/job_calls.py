@@ -87,7 +87,7 @@ def run_job(job: Mapping[str, Any], overrides: Sequence[str] = ()) -> CompleteJo
             )
         return _completed(config, launch(config))
     # These load torch and datasets, which a mistake in the configuration need not wait for.
-    from batchgen.jobs.run.resolve_job import resolve_job
+    from batchgen.jobs.resolve.opened_job import resolve_job
     from batchgen.jobs.run.run_job import run_job as run
 
     return _completed(config, run(config, resolve_job(config)))

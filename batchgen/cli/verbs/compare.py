@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.cli.job_outcome import verb
@@ -34,7 +35,7 @@ exactly where the interval beside it leaves out 0. The smallest difference that 
 def main(arguments: Sequence[str]) -> int:
     parser = Parser("compare", _ABOUT)
     parser.add_argument("a", metavar="A", help="output.dir of the first job")
-    parser.add_argument("b", metavar="B", help="output.dir of the second job")
+    parser.add_argument("b", metavar="B", nargs="?", help="output.dir of the second job")
     parser.add_argument("override", metavar="KEY=VALUE", nargs="*", help="score.cluster=… of both")
     parser.add_argument("--anyway", action="store_true", help="compare other exams, too")
     parser.add_argument(
@@ -44,6 +45,13 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_intermixed_args(arguments)
     if given.rows < 0:
         raise ConfigError(f"compare --rows must be at least 0, got {given.rows}")
+    if given.b is None:
+        raise ConfigError(f"compare takes two jobs: compare {given.a} B, the folder of another one")
+    if more := [word for word in given.override if "=" not in word or Path(word).is_dir()]:
+        raise ConfigError(
+            f"compare takes two jobs, and {', '.join(more)} would be more: compare them by pairs; "
+            "`batchgen view FOLDER` lists the scores of all jobs below a folder"
+        )
     jobs = GradedJob(given.a, "compare"), GradedJob(given.b, "compare")
     for job in jobs:
         job.warn_of_copies()

@@ -24,7 +24,6 @@ pipeline each step is planned whose rows are known: the steps that it reads are 
 
   plan.like=OUT            answers as long and steps as fast as in an earlier job; a folder that
                            output.dir names is taken by itself
-  plan.probe=N             load the weights and run N rows, spread over the data, to see both
   plan.device=H100         plan for another device: {devices}
   plan.price_per_hour=2.5  of the device, or budget.price_per_hour; the plan then has a price
   plan.most_bad=0.01       the largest share of bad rows with which the plan is good
@@ -67,8 +66,7 @@ def _plan(arguments: list[str]) -> int:
         from batchgen.jobs.planning.plan_text import plan_text
 
         print(plan_text(plan))
-        print(f"Nothing was run; planned in {plan.seconds:.1f} s." if not settings.probe else
-              f"Only the probe was run; planned in {plan.seconds:.1f} s.")  # fmt: skip
+        print(f"Nothing was run; planned in {plan.seconds:.1f} s.")
     return 1 if plan.errors else 0
 
 
@@ -82,5 +80,5 @@ def _plan_steps(pipeline: Pipeline, settings: PlanSettings, *, as_json: bool) ->
         print(json.dumps(plans_summary(steps), indent=2, ensure_ascii=False))
     else:
         print(plans_text(pipeline, steps))
-        print("Nothing was run." if not settings.probe else "Only the probes were run.")
+        print("Nothing was run.")
     return int(any(step.plan is not None and step.plan.errors for step in steps))

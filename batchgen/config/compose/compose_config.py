@@ -80,12 +80,25 @@ def collect(
     parsed = [parse_override(argument) for argument in overrides]
     for override in parsed:
         given.add_override(override)
+    _check_greedy(given, parsed)
     if not given.experiments:
         for group, named in given.named.items():
             if group not in given.choices and group not in given.whole:
                 if (choice := inferred_choice(group, named)) is not None:
                     given.choices[group] = choice
     return given, parsed
+
+
+def _check_greedy(given: Given, parsed: Sequence[Override]) -> None:
+    """Refuse a temperature beside `sampling=greedy`, which is the name of having none."""
+    key = "sampling.temperature"
+    typed = [override.value() for override in parsed if override.key == key and override.text]
+    value = [given.keys.get(key), *typed][-1]
+    if given.choices.get("sampling") == "greedy" and isinstance(value, int | float) and value > 0:
+        raise ConfigError(
+            f"sampling=greedy always takes the most likely token, and {key}={value} draws: leave "
+            "one of the two out, or take sampling=sample"
+        )
 
 
 def _composed(given: Given) -> dict[str, Any]:

@@ -45,6 +45,11 @@ class Given:
         return f"{self.places.get(key, key)}: "
 
     def add_values(self, values: Mapping[str, Any]) -> None:
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"a job is a mapping of its keys, got {values!r}: a job file is read by "
+                "yaml.safe_load(open('job.yaml')), or run by `batchgen job.yaml`"
+            )
         for key, value in values.items():
             value = plain_value(value)
             group = key.partition(".")[0] if isinstance(key, str) else ""
@@ -146,6 +151,9 @@ class Given:
 def _unknown(override: Override) -> str:
     """The message for a group that is not there: it may have been left out of a key."""
     if not override.names:
+        group, underscore, name = override.key.partition("_")
+        if underscore and f"{group}.{name}" in all_keys():  # output_dir
+            return f"there is no group {override.key}: did you mean {group}.{name}?"
         if guess := nearest_key(override.key):
             return f"there is no group {override.key}: did you mean {guess}?"
     return unknown_group(override.group)

@@ -52,7 +52,7 @@ from batchgen.util.errors import ConfigError
 _NOT_DECIDING: Mapping[str, Collection[str]] = {
     "model": {"name", "path", "revision"},
     "dataset": {"path", "limit", "follow"},
-    "prompt": {"image_root"},
+    "prompt": {"image_root", "constant"},
     "sampling": {"n"},
     "engine": {
         *("device", "tensor_parallel", "max_num_seqs", "max_batched_tokens", "chunk_tokens"),
@@ -321,6 +321,12 @@ def step_configs(values: Any, key: str) -> tuple[StepConfig, ...]:
 def _long_form(step: dict[str, Any], key: str, place: str) -> dict[str, Any]:
     """A step that is written `{NAME: options}` with `_target_` among its options."""
     ((name, options),) = step.items()
+    other = "post" if key == "rows" else "rows"
+    if name in CLASSES[other]:
+        what = {"rows": "chooses or makes rows", "post": "grades answers"}[other]
+        raise ConfigError(
+            f"{place}: {name} {what}, and belongs into {other}: {other}=[{{{name}: …}}]"
+        )
     if name not in CLASSES[key]:
         raise ConfigError(
             f"{place}: there is no step {name!r}: choose among {', '.join(CLASSES[key])}, or name "

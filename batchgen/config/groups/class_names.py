@@ -30,6 +30,7 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
     "post": {
         "Extract": "batchgen.evals.graders.extract:Extract",
         "Grade": "batchgen.evals.graders.grade:Grade",
+        "Instructions": "batchgen.evals.graders.instructions:Instructions",
         "ParseScore": "batchgen.evals.graders.parse_score:ParseScore",
         "ChoiceScore": "batchgen.evals.graders.parse_score:ChoiceScore",
     },

@@ -59,6 +59,7 @@ class ChatPromptConfig:
     max_images: int | None = None
     max_pixels: int | None = None
     answer: str | None = None  # a template
+    constant: bool = False
     too_long: TooLong = "error"
 
     def __post_init__(self) -> None:
@@ -147,6 +148,7 @@ class TextPromptConfig:
     text_file: str | None = None
     add_special_tokens: bool = True
     answer: str | None = None  # a template
+    constant: bool = False
     too_long: TooLong = "error"
 
     def __post_init__(self) -> None:

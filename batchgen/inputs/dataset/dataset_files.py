@@ -261,10 +261,22 @@ def _load_hub(config: DatasetConfig) -> LoadedDataset:
     except ConfigError:
         raise
     except READ_ERRORS as error:
-        raise ConfigError(f"dataset.path: cannot load {config.path}: {reason(error)}") from None
+        raise ConfigError(_not_loaded(config, reason(error))) from None
     # The hash is the commit of the data set's repository, also if the data comes from the cache.
     parts = ("hub", str(config.path), builder.config.name, split, str(builder.hash))
     return LoadedDataset(splits[split], fingerprint_text(*parts))
+
+
+def _not_loaded(config: DatasetConfig, why: str) -> str:
+    """Why a data set of the hub cannot be loaded, and what may help."""
+    name = str(config.path)
+    start = f"dataset.path: cannot load {name}"
+    if Path(name).exists():
+        return f"{start} from the hub: there is a file of that name here, which dataset=files reads"
+    return (
+        f"{start}: {why} (a set that asks for an agreement needs `hf auth login`; a copy on this "
+        f"machine is read by dataset=files dataset.path=FOLDER)"
+    )
 
 
 def _read(builder: DatasetBuilder, config: DatasetConfig) -> dict[str, Any]:
@@ -283,6 +295,11 @@ def _pick_split(splits: Sequence[str], config: DatasetConfig) -> str:
         if len(splits) == 1:
             return splits[0]
         raise ConfigError(f"dataset.split: {config.path} has several splits, choose among {names}")
+    if config.split not in splits and list(splits) == ["train"] and config.kind == "files":
+        raise ConfigError(
+            f"dataset.split={config.split}: {config.path} has no splits: leave dataset.split out, "
+            "and name the file with the rows that you mean"
+        )
     if config.split not in splits:
         raise ConfigError(f"dataset.split: {config.path} has no {config.split!r}, only {names}")
     return config.split

@@ -21,6 +21,7 @@ from batchgen.engine.memory.kernel_warmup import compiling_kernels
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.model_registry import model_class
+from batchgen.engine.parallel.peer_collectives import reach_each_other
 from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.engine.replicas import Leader, follow
@@ -61,22 +62,21 @@ class EngineRecipe:
     def check(self) -> None:
         """Check before any weights load that they can be divided between the ranks, and that rows
         keep their bits if they are to, or raise ValueError."""
-        size = self.config.tensor_parallel
+        size, kind = self.config.tensor_parallel, device_of(self.device).type
+        if kind == "cuda" and torch.cuda.device_count() < size:
+            raise ValueError(
+                f"tensor_parallel is {size}, and PyTorch sees {torch.cuda.device_count()} GPUs"
+            )
         if self.config.deterministic:
             refuse_unkept(
                 device_of(self.device),
                 self.model.dtype(self.dtype, self.device),
                 size,
-                reads_images=self.model.with_vision,
+                reaching=kind != "cuda" or reach_each_other(size),
                 rejection=self.strategy.depends_on_drafts,
             )
         if size == 1:
             return
-        kind = device_of(self.device).type
-        if kind == "cuda" and torch.cuda.device_count() < size:
-            raise ValueError(
-                f"tensor_parallel is {size}, and PyTorch sees {torch.cuda.device_count()} GPUs"
-            )
         heads = strategy_heads(self.strategy, self.model)
         for opened in (self.model, *self.others.values()):
             bare(opened, torch.float32, heads if opened is self.model else [], size)

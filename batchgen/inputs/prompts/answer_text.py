@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from batchgen.config.groups.prompt_config import PromptConfig, TokensPromptConfig
 from batchgen.engine.interface.outputs import RequestError
-from batchgen.inputs.prompts.prompt_tokens import TextTokens, text_bytes
+from batchgen.inputs.prompts.prompt_tokens import TextTokens
 from batchgen.inputs.prompts.row_prompts import TokensPrompt
 from batchgen.util.errors import ConfigError
 from batchgen.util.templates.row_templates import RowTemplate
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 
 class Answer(Protocol):
     """A way to make the answers of rows."""
-
-    def size(self, row: Row) -> int:
-        """How much of the row goes into its answer: bytes of text, or how many token ids."""
-        ...
 
     def token_ids(self, row: Row) -> list[int]:
         """The tokens of the answer of a row, at least one. Raises RequestError (missing_field,
@@ -71,10 +67,6 @@ class AnswerText:
         self._room = room
         self._template = RowTemplate("prompt.answer", template, columns)
 
-    def size(self, row: Row) -> int:
-        """Return the bytes of the answer of a row."""
-        return text_bytes(self._template.render(row.fields, row.index))
-
     def token_ids(self, row: Row) -> list[int]:
         """Return the tokens of the answer of a row. Raises RequestError (missing_field,
         template_error, empty_answer, answer_too_long) for a row that has none."""
@@ -95,10 +87,6 @@ class AnswerIds:
     def __init__(self, column: str, vocab_size: int, columns: Mapping[str, Any], room: int) -> None:
         self._ids = TokensPrompt("prompt.answer_ids_column", column, vocab_size, columns)
         self._room = room
-
-    def size(self, row: Row) -> int:
-        """The number of ids."""
-        return len(self.token_ids(row))
 
     def token_ids(self, row: Row) -> list[int]:
         """The ids of a row's answer."""

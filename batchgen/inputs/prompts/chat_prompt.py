@@ -20,7 +20,7 @@ from batchgen.inputs.prompts.chat_templates import bound_chat_templates, on_day,
 from batchgen.inputs.prompts.image_places import ImagePlaces, refuse_template_without_images
 from batchgen.inputs.prompts.message_forms import ADVICE, MessageForms, texts_of
 from batchgen.inputs.prompts.messages import checked_messages, known_roles
-from batchgen.inputs.prompts.prompt_tokens import TextTokens, text_bytes
+from batchgen.inputs.prompts.prompt_tokens import TextTokens
 from batchgen.inputs.prompts.tools import checked_tools
 from batchgen.util.errors import ConfigError
 from batchgen.util.templates.row_templates import RowTemplate, template_errors
@@ -81,6 +81,7 @@ class ChatPrompt:
         templates = [template for _, template in self._turns]
         templates += [] if self._system is None else [self._system]
         by_templates = bool(self._turns) and self._config.tools_column is None
+        by_templates = by_templates and self._places is None
         return by_templates and not any(template.uses_columns for template in templates)
 
     def token_ids(self, row: Row) -> list[int]:
@@ -122,18 +123,6 @@ class ChatPrompt:
     def _placed(self, row: Row) -> tuple[Messages, list[ImageSource]]:
         messages = self._messages(row)
         return (messages, []) if self._places is None else self._places.placed(row, messages)
-
-    def size(self, row: Row) -> int:
-        """How many bytes of text go into the row's prompt, and tokens of images."""
-        messages, sources = self._placed(row)
-        tools = self._tools(row)
-        beside = 0 if tools is None else text_bytes(str(tools))
-        if sources:
-            assert self._places is not None
-            beside += sum(self._places.images.tokens(sources))
-        if self._turns:
-            return beside + sum(text_bytes(text) for each in messages for text in texts_of(each))
-        return beside + text_bytes(str(messages))
 
     def text(self, row: Row) -> str:
         """The prompt of a row before it becomes tokens."""

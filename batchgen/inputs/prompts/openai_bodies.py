@@ -17,7 +17,7 @@ from batchgen.inputs.images.row_images import RowImage, RowImages
 from batchgen.inputs.prompts.chat_prompt import ChatPrompt
 from batchgen.inputs.prompts.chat_templates import today
 from batchgen.inputs.prompts.messages import short
-from batchgen.inputs.prompts.prompt_tokens import TextTokens, not_empty, text_bytes
+from batchgen.inputs.prompts.prompt_tokens import TextTokens, not_empty
 from batchgen.util.errors import ConfigError
 
 BAD_BODY = "bad_body"
@@ -92,14 +92,6 @@ class BodyPrompt:
         if "messages" not in body:
             return []
         return self._of_messages().image_sources(self._messages(row, body))
-
-    def size(self, row: Row) -> int:
-        """How many bytes of text, or how many ids, go into the row's prompt."""
-        body = self._body(row)
-        if "messages" in body:
-            return self._of_messages().size(self._messages(row, body))
-        prompt = body["prompt"]
-        return text_bytes(prompt) if isinstance(prompt, str) else len(prompt)
 
     def text(self, row: Row) -> str | None:
         """The prompt of a row before it becomes tokens; None for ids."""

@@ -21,7 +21,7 @@ from batchgen.inputs.prompts.chat_prompt import ChatPrompt
 from batchgen.inputs.prompts.chat_templates import today
 from batchgen.inputs.prompts.messages import short
 from batchgen.inputs.prompts.openai_bodies import BodyPrompt
-from batchgen.inputs.prompts.prompt_tokens import TextTokens, not_empty, text_bytes
+from batchgen.inputs.prompts.prompt_tokens import TextTokens, not_empty
 from batchgen.util.errors import ConfigError
 from batchgen.util.templates.row_templates import RowTemplate
 
@@ -49,14 +49,6 @@ class Prompt(Protocol):
     def text(self, row: Row) -> str | None:
         """The prompt of a row before it becomes tokens; None where it is tokens already."""
         return None
-
-    def size(self, row: Row) -> int:
-        """How much of the row goes into its prompt: bytes of text, or how many token ids.
-
-        It costs much less than `token_ids`. Where prompts have a fixed frame, the rows with the
-        larger size have the larger prompts; no text has more tokens than bytes.
-        """
-        return len(self.token_ids(row))
 
     def token_ids(self, row: Row) -> list[int]:
         """The prompt of a row, which has at least one token and any length.
@@ -146,17 +138,21 @@ def fit_prompt(
     return ids[-max_len:]
 
 
-def constant_prompt_warning(prompt: Prompt, row: Row) -> str:
-    """What users are told of a prompt that is the same for all rows, as it is seldom meant so."""
+def constant_prompt_refusal(key: str, prompt: Prompt, row: Row) -> str:
+    """What users are told of a prompt that is the same for all rows, as it is seldom meant so.
+    `key` says where its template stands."""
     try:
         text = prompt.text(row) or ""
     except RequestError as error:
         text = f"({error})"
     shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+    names = list(row.fields)
+    column = next((name for name in names if name in text), names[0] if names else "name")
     return (
-        "the prompt uses no column of the data set, so all rows get the same one (a column is "
-        f"written {{{{ name }}}}, a file of a template is named with prompt.user_file or "
-        f"prompt.text_file). The first prompt:\n{shown}"
+        f"{key} uses no column, so all rows would get one and the same prompt: write "
+        f"{{{{ {column} }}}} for the column {column} ({key}_file=… for the file of a template); "
+        "prompt.constant=true says that it is meant. "
+        f"The prompt:\n{shown}"
     )
 
 
@@ -184,9 +180,6 @@ class TextPrompt(Prompt):
 
     def token_ids(self, row: Row) -> list[int]:
         return self._tokens.of(self.text(row), add_special_tokens=self._add_special_tokens)
-
-    def size(self, row: Row) -> int:
-        return text_bytes(self.text(row))
 
     def text(self, row: Row) -> str:
         return self._text.render(row.fields, row.index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ _LEAST_SECONDS = 0.2
 """A run that took less says nothing of the speed."""
 _PLAUSIBLE = 20.0
 """A run that is so many times faster or slower than the model says was on another device."""
+_COUNTS = ("prefill_steps", "prefill_tokens", "decode_steps", "decode_rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,7 @@ class Calibration:
     """What a run has shown, with the tokens of its prompts and answers.
 
     `source` names the run, `counts` is None if it was on another device or of another model, and
-    `start_s` are the seconds until its first step. The speed is taken from `full`, a run with as
-    many rows at once as the job has, where `counts` is of one with fewer.
+    `start_s` are the seconds until its first step.
     """
 
     source: str
@@ -49,7 +49,6 @@ class Calibration:
     answers: Ints
     counts: RunCounts | None = None
     start_s: float | None = None
-    full: RunCounts | None = None
 
     @property
     def per_forward(self) -> float | None:
@@ -61,7 +60,7 @@ class Calibration:
 
     def factor(self, cost: StepCost, width: int) -> float | None:
         """How many times longer the run took than the model says; None if that is not known."""
-        counts = self.full or self.counts
+        counts = self.counts
         if counts is None or counts.seconds < _LEAST_SECONDS or not counts.decode_steps:
             return None
         prompt, answer = float(self.prompts.mean()), counts.generated / max(counts.rows, 1)
@@ -75,11 +74,11 @@ class Calibration:
         return factor if 1 / _PLAUSIBLE < factor < _PLAUSIBLE else None
 
 
-def seen_in(folder: Path, same: Mapping[str, Any], device: str, name: str) -> Calibration | None:
+def seen_in(folder: Path, same: Mapping[str, Any], on_gpu: bool, name: str) -> Calibration | None:
     """What the job in a folder has shown; None if none of its rows has an answer.
 
-    Its speed counts only if it ran on the same device (as metrics.json names it) and `same`, the
-    groups that decide the speed, are as in its config.yaml. `name` is what to call the folder.
+    Its speed counts only if it ran on the same kind of device and `same`, the groups that decide
+    the speed, are as in its config.yaml. `name` is what to call the folder.
     """
     from batchgen.storage.folder.read_job import JobFolderReader
 
@@ -87,8 +86,7 @@ def seen_in(folder: Path, same: Mapping[str, Any], device: str, name: str) -> Ca
     prompts: list[int] = []
     answers: list[int] = []
     for batch in reader.batches(["num_prompt_tokens", "num_generated_tokens", "finish_reason"]):
-        rows = batch.to_pylist()
-        good = [row for row in rows if row["finish_reason"] != "error"]
+        good = [row for row in batch.to_pylist() if row["finish_reason"] != "error"]
         prompts += [row["num_prompt_tokens"] for row in good]
         answers += [row["num_generated_tokens"] for row in good]
         if len(answers) >= _MOST_READ:
@@ -96,26 +94,17 @@ def seen_in(folder: Path, same: Mapping[str, Any], device: str, name: str) -> Ca
     if not answers:
         return None
     counts, start = None, None
-    metrics, config = reader.metrics, reader.config
-    ran_on = metrics.get("predicted", {}).get("device", device)
-    if ran_on == device and all(config.get(group) == values for group, values in same.items()):
-        counts, start = _counts(metrics.get("attempts", []))
-    return Calibration(
-        f"the job in {name}", np.array(prompts, np.int64), np.array(answers), counts, start
-    )
-
-
-def _counts(attempts: Sequence[Mapping[str, Any]]) -> tuple[RunCounts | None, float | None]:
-    """The counts of the attempt that generated most, and its seconds before the first step."""
-    names = ("prefill_steps", "prefill_tokens", "decode_steps", "decode_rows")
-    whole = [a for a in attempts if a["rows"] and all(name in a["engine"] for name in names)]
-    if not whole:
-        return None, None
-    best = max(whole, key=lambda attempt: int(attempt["generated_tokens"]))
-    counts = RunCounts(
-        best["generate_s"],
-        best["rows"] - best["error_rows"],
-        best["generated_tokens"],
-        *(best["engine"][name] for name in names),
-    )
-    return counts, best.get("start_s")
+    whole = [
+        attempt
+        for attempt in reader.metrics.get("attempts", [])
+        if attempt["rows"] and all(count in attempt["engine"] for count in _COUNTS)
+    ]
+    if whole and all(reader.config.get(group) == values for group, values in same.items()):
+        best = max(whole, key=lambda attempt: int(attempt["generated_tokens"]))
+        if ((best.get("memory") or {}).get("total") is not None) == on_gpu:
+            rows = best["rows"] - best["error_rows"]
+            figures = (best["engine"][count] for count in _COUNTS)
+            counts = RunCounts(best["generate_s"], rows, best["generated_tokens"], *figures)
+            start = best.get("start_s")
+    lengths = np.array(prompts, np.int64), np.array(answers, np.int64)
+    return Calibration(f"the job in {name}", *lengths, counts, start)

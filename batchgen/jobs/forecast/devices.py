@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 _PRODUCT = (128, 1024, 4096)
 """Rows, inputs and outputs of the product that is measured, which is one of a large decode step."""
 _FEW_ROWS = 16
-"""Engine forwards on a CPU have a multiple of so many tokens, and that many are slower for each."""
+"""CPU forwards are padded to a multiple of 16 tokens; one of only 16 is slower for each token."""
+_LEAST_SHARE = 0.25
+"""A product of 16 rows takes no longer than one of 64, whatever else runs while it is measured."""
 _STREAM_BYTES = 64 * 2**20
 
 
@@ -41,15 +43,6 @@ class Device:
     def is_gpu(self) -> bool:
         """Whether it is a GPU."""
         return self.memory > 0
-
-    def shared(self, number: int) -> Device:
-        """What each of so many processes has of the device."""
-        return replace(
-            self,
-            bandwidth=self.bandwidth / number,
-            half_flops=self.half_flops / number,
-            single_flops=self.single_flops / number,
-        )
 
     def flops(self, dtype: torch.dtype) -> float:
         """Operations per second of matrix products in this dtype."""
@@ -131,7 +124,8 @@ def measured_cpu(dtype: torch.dtype, seconds: float) -> Device:
     some = x[:_FEW_ROWS]
     few = 2 * _FEW_ROWS * inputs * outputs / _seconds(lambda: linear(some, weight), seconds)
     bandwidth = _STREAM_BYTES / _seconds(stream.sum, seconds)
-    return Device("cpu", bandwidth, many, many, few_rows=min(few / many, 1.0))
+    share = min(max(few / many, _LEAST_SHARE), 1.0)
+    return Device("cpu", bandwidth, many, many, few_rows=share)
 
 
 def _seconds(work: Callable[[], object], seconds: float) -> float:

@@ -17,8 +17,6 @@ _FASTER, _SLOWER = {True: 0.75, False: 0.6}, {True: 1.5, False: 2.0}
 on a CPU, which other programs make slower at times; speed that a run has shown is taken as within
 _STEADY."""
 _STEADY = 1.15
-_ENOUGH, _PRIOR = 30, 6
-"""Fewer answers than _ENOUGH of an earlier run count beside _PRIOR of which nothing is known."""
 _LOAD_RATE = {True: 1e9, False: 0.25e9}
 """Bytes of weights per second that are read and packed, on a GPU and on a CPU."""
 _START_S = {True: 2.0, False: 1.5}
@@ -43,28 +41,28 @@ class Range:
         """All three times a factor."""
         return Range(self.low * factor, self.likely * factor, self.bound * factor)
 
+    def plus(self, other: Range) -> Range:
+        """The sums of both."""
+        return Range(self.low + other.low, self.likely + other.likely, self.bound + other.bound)
+
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """What a job will take, with what is assumed for it, each a sentence without its full stop.
 
     `seconds` go from the loading of the weights to the last row, `start_s` of them until the first
-    step; the first row ends hardly more than `first_s` after it. Prompt tokens count once for each
-    sample. `batch_share` is the share of a full decode step's time that a step of one row takes.
+    step. Prompt tokens count once for each sample.
     """
 
     seconds: Range
     start_s: float
-    first_s: float
     generated: Range
     prompt_tokens: int
-    mean_rows: float
-    batch_share: float
     device: str
     assumptions: tuple[str, ...]
 
     def summary(self) -> dict[str, Any]:
-        """What metrics.json keeps of it."""
+        """The forecast as plain values."""
         return {
             "seconds": _rounded(self.seconds, 1),
             "start_s": round(self.start_s, 1),
@@ -82,8 +80,7 @@ class Work:
 
     With `exact` every answer has `longest` tokens. A row gets `least` to `width` tokens in a
     forward; `least` is 0 for block diffusion. Of the answers there are `spread` times as many where
-    their number is not known. `start_s` is None if the start is to come, and
-    `compiled` says that an earlier start has compiled a GPU's kernels.
+    their number is not known. `compiled` says that an earlier start has compiled a GPU's kernels.
     """
 
     prompts: Ints
@@ -96,7 +93,6 @@ class Work:
     places: Places
     weight_bytes: int
     seen: Calibration | None = None
-    start_s: float | None = None
     compiled: bool = True
     notes: tuple[str, ...] = field(default=())
     spread: Range = Range(1, 1, 1)
@@ -122,21 +118,13 @@ def forecast(cost: StepCost, work: Work) -> Forecast:
         generated.append(float(lengths.mean()) * total)
     start = _start(cost, work)
     low, likely, bound = (run.seconds for run in runs)
-    rows = min(work.places.rows, work.rows * work.samples)
-    context = rows * float(work.prompts.mean() + answers[1].mean() / 2)
-    one = cost.decode(1, context / rows, work.width)
     return Forecast(
-        seconds=Range(
-            start.low + low * speed.low, start.likely + likely, start.bound + bound * speed.bound
-        ),
+        seconds=start.plus(Range(low * speed.low, likely, bound * speed.bound)),
         start_s=start.likely,
-        first_s=runs[2].first_s * speed.bound,
         generated=Range(*generated),
         prompt_tokens=round(
             float(work.prompts.mean()) * work.rows * work.samples * work.spread.likely
         ),
-        mean_rows=runs[1].mean_rows,
-        batch_share=one / cost.decode(rows, context, work.width),
         device=cost.device.name,
         assumptions=(
             _of_speed(cost, work, factor),
@@ -155,17 +143,14 @@ def _answers(work: Work) -> tuple[tuple[Ints, Ints, Ints], str]:
         return (longest, longest, longest), f"every answer has {work.longest:,} tokens (ignore_eos)"
     if work.seen is not None:
         seen = np.minimum(work.seen.answers, work.longest)
-        found = np.append(seen, _few(work.longest)) if len(seen) < _ENOUGH else seen
-        error = float(found.std()) / max(len(found), 1) ** 0.5
-        share = max(1 - 2 * error / max(float(found.mean()), 1), 0.25)
-        low = np.maximum((found * share).astype(np.int64), 1)
+        error = float(seen.std()) / max(len(seen), 1) ** 0.5
+        share = max(1 - 2 * error / max(float(seen.mean()), 1), 0.25)
+        low = np.maximum((seen * share).astype(np.int64), 1)
         text = (
             f"answers are as long as the {len(seen):,} of {work.seen.source}, "
             f"{seen.mean():,.0f} tokens on average; bound: all {work.longest:,}"
         )
-        if len(found) > len(seen):
-            text += f"; so few say little, and {_PRIOR} count as if nothing were known"
-        return (low, found, longest), text
+        return (low, seen, longest), text
     share = likely_share(work.longest)
     likely = _assumed(work.longest, share)
     text = (
@@ -174,14 +159,6 @@ def _answers(work: Work) -> tuple[tuple[Ints, Ints, Ints], str]:
         f"{work.longest:,}"
     )
     return (np.maximum(likely // 2, 1), likely, longest), text
-
-
-def _few(longest: int) -> Ints:
-    """Some lengths that stand for not knowing, beside those of a few answers."""
-    every = _assumed(longest, likely_share(longest))
-    places = np.linspace(0, len(every) - 1, _PRIOR + 2)[1:-1].astype(np.int64)
-    chosen: Ints = every[places]
-    return chosen
 
 
 def likely_share(longest: int) -> float:
@@ -218,8 +195,6 @@ def _per_forward(work: Work) -> tuple[tuple[float, float, float], str]:
 
 def _start(cost: StepCost, work: Work) -> Range:
     """Seconds until the first step, and those that compiling adds later."""
-    if work.start_s is not None:
-        return Range(work.start_s, work.start_s, work.start_s)
     if work.seen is not None and work.seen.start_s is not None:
         return Range(0.7, 1, 1.5).times(work.seen.start_s)
     gpu = cost.device.is_gpu

@@ -36,12 +36,11 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class RunTime:
-    """Seconds of all forwards and until the first row ends, decode steps and their mean rows."""
+    """Seconds of all forwards, decode steps and their mean rows."""
 
     seconds: float
     steps: float
     mean_rows: float
-    first_s: float
 
 
 def run_time(
@@ -71,12 +70,9 @@ def run_time(
     decode = full * cost.decode(refilled, refilled * context, width)
     for ended, steps in enumerate(np.diff(tail, prepend=0.0)):
         decode += steps * cost.decode(rows - ended, (rows - ended) * context, width)
-    prefill = _prefill(cost, places, prompts, total, rows)
     steps = full + float(tail[-1])
-    first = prefill * rows / total + float(lasting[0]) * cost.decode(rows, rows * context, width)
-    return RunTime(
-        prefill + decode, steps, (full * refilled + float(tail.sum())) / steps, min(first, decode)
-    )
+    seconds = _prefill(cost, places, prompts, total, rows) + decode
+    return RunTime(seconds, steps, (full * refilled + float(tail.sum())) / steps)
 
 
 def _tail(lasting: npt.NDArray[np.float64], rows: int, *, waited: bool) -> npt.NDArray[np.float64]:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.inputs.dataset.source import Row
-from batchgen.inputs.prompts.prompt_tokens import text_bytes
-from batchgen.jobs.forecast.prompt_reading import Reading
+from batchgen.inputs.constraint.row_params import RowParams
+from batchgen.inputs.dataset.source import Row, Source
+from batchgen.inputs.prompts.row_prompts import fit_prompt, prompt_room
 from batchgen.util.random_bits import random_words
+
+if TYPE_CHECKING:
+    from batchgen.jobs.resolve.opened_job import OpenedJob
 
 SAMPLE = 800
 """Rows that are looked at first, drawn with a fixed seed over the whole data set."""
@@ -24,26 +29,55 @@ STREAM = 5000
 """Streams: plan from the first 5,000 rows, or from `dataset.limit` if that is fewer."""
 LONGEST = 10
 """How many of the longest prompts are named."""
-_MOST_TEXT = 50
-"""Rows with the most text that are tokenised, to find the LONGEST."""
 _NAMED = 10
-_FRAME = 64
-"""Tokens that a prompt may have beyond its bytes of text: special ones that are added."""
-_TIMED = 200
-"""Rows that are looked at again to time them: a clock that is read for every row can take longer
-than the row."""
-_FRAMES = 100
-"""Prompts whose text is compared with `Prompt.size`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """The seconds of the processor that a scan may take for the sample, for all rows, and for rows
-    that may be too long. A busy machine takes longer and finds out as much."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a job does with a row before it reaches the model; its calls raise RequestError.
 
-    sample: float = 1.2
-    rows: float = 5.0
-    long_rows: float = 1.0
+    `fit` cuts or refuses a prompt that leaves an answer no room. `room` is what the job's longest
+    answer leaves for a prompt. `image_token_id` is the token that stands for images, None where
+    rows have none.
+    """
+
+    source: Source
+    check: Callable[[Row], object]
+    token_ids: Callable[[Row], list[int]]
+    sampling: Callable[[Row], SamplingParams]
+    fit: Callable[[list[int], SamplingParams], list[int]]
+    constrained: Callable[[Row, SamplingParams], SamplingParams]
+    room: int
+    image_token_id: int | None = None
+
+
+def job_reading(config: JobConfig, opened: OpenedJob) -> Reading:
+    """The reading of a job whose longest answer leaves room for a prompt."""
+    source, prompt, tokenizer = opened.source, opened.prompt, opened.model.tokenizer
+    room = opened.max_model_len - config.sampling.max_new_tokens
+    assert room >= 1
+    params = RowParams(config, source.features, opened.check_params)
+    bos_id = None if tokenizer is None else tokenizer.bos_token_id
+
+    def fit(ids: list[int], params: SamplingParams) -> list[int]:
+        most = prompt_room(opened.max_model_len, params.max_new_tokens)
+        return fit_prompt(ids, most, config.prompt.too_long, bos_id)
+
+    def token_ids(row: Row) -> list[int]:
+        # The tokens of an answer that is scored are read with those of the prompt.
+        scored = [] if opened.answer is None else opened.answer.token_ids(row)
+        return prompt.token_ids(row) + scored
+
+    return Reading(
+        source=source,
+        check=source.passthrough,
+        token_ids=token_ids,
+        sampling=params.sampling,
+        fit=fit,
+        constrained=params.constrained,
+        room=room,
+        image_token_id=None if opened.images is None else opened.images.image_token_id,
+    )
 
 
 @dataclass
@@ -66,15 +100,12 @@ class FoundRows:
 
 @dataclass(frozen=True, slots=True)
 class ReadRow:
-    """A row with its prompt as the model will read it, and its parameters.
-
-    `whole` is the number of tokens before the prompt was cut, and `size` is `Prompt.size`.
-    """
+    """A row with its prompt as the model will read it, of `whole` tokens before it was cut, and its
+    parameters."""
 
     row: Row
     ids: list[int]
     whole: int
-    size: int
     params: SamplingParams
 
 
@@ -82,27 +113,22 @@ class ReadRow:
 class Scan:
     """What was found in the rows that were looked at.
 
-    `num_rows` is None for a stream whose end was not reached. `tokenised` good rows were counted,
-    the others have an estimate; `lengths` [R] are the tokens of all good rows by index, `longest`
-    has index, id and tokens. `sample` and `longest` are in order. `bad` has the rows of each type
-    of error, `constraints` those of each constraint. `cut` prompts will be cut to the room, and
-    `unsure` rows may be too long and were not tokenised for want of time. `longest_answer` is the
-    mean over the good rows of the most tokens that an answer may have, rounded up. `image_tokens`
-    of the `read_tokens` of the prompts that were tokenised in full stand for images.
+    `num_rows` is None for a stream whose end was not reached. `lengths` [R] are the tokens of all
+    good rows by index, `longest` has index, id and tokens. `sample` and `longest` are in order.
+    `bad` has the rows of each type of error, `constraints` those of each constraint. `cut` prompts
+    will be cut to the room. `longest_answer` is the mean over the good rows of the most tokens that
+    an answer may have, rounded up. `image_tokens` of the tokens of the prompts stand for images.
     """
 
     num_rows: int | None
     looked_at: int = 0
-    tokenised: int = 0
     sample: list[ReadRow] = field(default_factory=list)
     lengths: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     longest: list[tuple[int, str, int]] = field(default_factory=list)
     bad: dict[str, FoundRows] = field(default_factory=dict)
     cut: int = 0
-    unsure: int = 0
     longest_answer: int = 0
     image_tokens: int = 0
-    read_tokens: int = 0
     constraints: dict[Constraint, FoundRows] = field(default_factory=dict)
 
     @property
@@ -118,17 +144,36 @@ class Scan:
 
 def scan_rows(
     reading: Reading,
-    budget: Budget | None = None,
+    sample_s: float = 1.2,
+    rows_s: float = 5.0,
     clock: Callable[[], float] = time.process_time,
 ) -> Scan:
-    """Go through the rows of a job, with `budget` in seconds of the clock.
+    """Go through the rows of a job.
 
-    First comes a sample. If its speed says that all rows can be tokenised in time, they are. Else
-    only the size of their text is taken, which finds the rows whose templates cannot be filled and
-    tells by the sample how many tokens there are; rows with so much text that they may be too long
-    are then tokenised, the longest first. Without time for that either, the sample is all.
+    First comes a sample, for at most `sample_s` seconds of the clock. If its speed says that all
+    rows can be tokenised in `rows_s`, they are; else the sample is all. Seconds are the
+    processor's: a busy machine takes longer and finds out as much.
     """
-    return Scanner(reading, budget, clock).scan()
+    source, scanner = reading.source, Scanner(reading)
+    first = None if source.num_rows is not None else list(islice(source.rows(), STREAM))
+    number = source.num_rows if first is None else len(first)
+    assert number is not None
+    if first is not None and number < STREAM:
+        scanner.found.num_rows = number
+    chosen = sample_indices(number)
+    started, seen = clock(), set[int]()
+    for row in source.rows_at(chosen) if first is None else (first[at] for at in chosen):
+        seen.add(row.index)
+        if isinstance(read := scanner.look(row), ReadRow):
+            scanner.found.sample.append(read)
+        if clock() - started > sample_s:
+            break
+    left = number - len(seen)
+    if left and (clock() - started) / len(seen) * left <= rows_s:
+        for row in source.rows() if first is None else first:
+            if row.index not in seen:
+                scanner.look(row)
+    return scanner.finished()
 
 
 def sample_indices(number: int, most: int = SAMPLE) -> list[int]:
@@ -137,186 +182,51 @@ def sample_indices(number: int, most: int = SAMPLE) -> list[int]:
     return chosen
 
 
-@dataclass(slots=True)
-class _Good:
-    """A row that has a prompt; `tokens` is -1 where they were not counted, and `longest` the most
-    tokens of its answer."""
-
-    index: int
-    id: str
-    size: int
-    longest: int
-    tokens: int
-
-
 class Scanner:
-    """A scan while it runs: of all rows, or of those that `look` is called with."""
+    """A scan while it runs, of the rows that `look` is called with."""
 
-    def __init__(
-        self,
-        reading: Reading,
-        budget: Budget | None = None,
-        clock: Callable[[], float] = time.process_time,
-    ) -> None:
-        self._reading, self._budget, self._clock = reading, budget or Budget(), clock
-        self._found = Scan(reading.source.num_rows)
-        self._good: list[_Good] = []  # in any order
-        self._frame = 0  # the most bytes of a prompt that `size` does not count
-
-    def scan(self) -> Scan:
-        source, found = self._reading.source, self._found
-        if source.num_rows is None:
-            rows = list(islice(source.rows(), STREAM))
-            number = len(rows)
-            found.num_rows = number if number < STREAM else None
-            self._go_through(number, lambda at: (rows[i] for i in at), lambda: iter(rows))
-        else:
-            self._go_through(source.num_rows, source.rows_at, source.rows)
-        return self.finished()
-
-    def _go_through(
-        self,
-        number: int,
-        rows_at: Callable[[Sequence[int]], Iterator[Row]],
-        rows: Callable[[], Iterator[Row]],
-    ) -> None:
-        """Read the sample, and then all rows if there is time."""
-        started = self._clock()
-        seen: set[int] = set()
-        for row in rows_at(sample_indices(number)):
-            seen.add(row.index)
-            if isinstance(made := self.look(row), ReadRow):
-                self._found.sample.append(made)
-            if self._clock() - started > self._budget.sample:
-                break
-        left = number - len(seen)
-        if not left:
-            return
-        each = (self._clock() - started) / len(seen)
-        if each * left <= self._budget.rows:
-            look: Callable[[Row], object] = self.look
-        elif self._seconds_of_size() * left <= self._budget.rows:
-            look = self._size
-        else:
-            return
-        for row in rows():
-            if row.index not in seen:
-                look(row)
-        if look == self._size:
-            self._tokenise_long(rows_at)
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self.found = Scan(reading.source.num_rows)
+        self._good: list[tuple[int, str, int, int]] = []
+        """Index, id, tokens and the most tokens of an answer of each row with a prompt."""
 
     def look(self, row: Row) -> ReadRow | RequestError:
         """Make the prompt of a row, or note its error."""
-        reading = self._reading
-        self._found.looked_at += 1
+        found, reading = self.found, self._reading
+        found.looked_at += 1
         try:
-            size, params = self._checked_size(row)
-            ids = reading.token_ids(row)
-            if len(self._good) < _FRAMES and (text := reading.text(row)) is not None:
-                self._frame = max(self._frame, text_bytes(text) - size)
-            fitted = self._fitted(ids, params)
+            read = self._read(row)
         except RequestError as error:
-            return self._note(row, error)
-        self._good.append(_Good(row.index, row.id, size, params.max_new_tokens, len(fitted)))
-        self._found.read_tokens += len(fitted)
+            found.bad.setdefault(error.type, FoundRows(str(error))).add(row)
+            return error
+        self._good.append((row.index, row.id, len(read.ids), read.params.max_new_tokens))
+        found.cut += len(read.ids) < read.whole
         if reading.image_token_id is not None:
-            self._found.image_tokens += fitted.count(reading.image_token_id)
-        return ReadRow(row, fitted, len(ids), size, params)
+            found.image_tokens += read.ids.count(reading.image_token_id)
+        return read
 
-    def _fitted(self, ids: list[int], params: SamplingParams) -> list[int]:
-        """The prompt as the model will read it; RequestError if it is refused."""
-        fitted = self._reading.fit(ids, params)
-        self._found.cut += len(fitted) < len(ids)
-        return fitted
-
-    def _size(self, row: Row) -> None:
-        """Note the size of a row's prompt."""
-        self._found.looked_at += 1
-        try:
-            size, params = self._checked_size(row)
-        except RequestError as error:
-            self._note(row, error)
-        else:
-            self._good.append(_Good(row.index, row.id, size, params.max_new_tokens, -1))
-
-    def _checked_size(self, row: Row) -> tuple[int, SamplingParams]:
-        """The size of a row's prompt and its parameters, whose constraint is noted; RequestError if
-        it has no prompt or none such, or its columns cannot be copied."""
-        size, params = self._size_and_params(row)
-        if params.constraint is not None:
-            self._found.constraints.setdefault(params.constraint, FoundRows()).add(row)
-        return size, params
-
-    def _size_and_params(self, row: Row) -> tuple[int, SamplingParams]:
+    def _read(self, row: Row) -> ReadRow:
+        """The prompt and the parameters of a row, whose constraint is noted; RequestError if it
+        has no prompt, or its columns cannot be copied."""
         reading = self._reading
         reading.check(row)
         if row.failure is not None:
             raise row.failure
-        params = reading.sampling(row)
-        return reading.size(row), reading.constrained(row, params)
-
-    def _seconds_of_size(self) -> float:
-        """How long a row takes of which only the size is looked at."""
-        some = self._found.sample[:_TIMED]
-        started = self._clock()
-        for read in some:
-            self._size_and_params(read.row)
-        return (self._clock() - started) / max(len(some), 1)
-
-    def _note(self, row: Row, error: RequestError) -> RequestError:
-        self._found.bad.setdefault(error.type, FoundRows(str(error))).add(row)
-        return error
-
-    def _tokenise_long(self, rows_at: Callable[[Sequence[int]], Iterator[Row]]) -> None:
-        """Count the tokens of the rows with the most text, and of all that may be too long: no text
-        has more tokens than bytes, if the tokenizer does not lengthen it first."""
-        reading = self._reading
-        bound = reading.room // reading.growth - self._frame - _FRAME
-        uncounted = [good for good in self._good if good.tokens < 0]
-        uncounted.sort(key=lambda good: good.size, reverse=True)
-        most = max(sum(good.size > bound for good in uncounted), _MOST_TEXT)
-        wanted = uncounted[:most] + [good for good in uncounted[most:] if not good.size]
-        end = self._clock() + self._budget.long_rows
-        bad: set[int] = set()
-        done = 0
-        for good, row in zip(wanted, rows_at([good.index for good in wanted]), strict=True):
-            if self._clock() > end:
-                break
-            done += 1
-            try:
-                good.tokens = len(self._fitted(reading.token_ids(row), reading.sampling(row)))
-            except RequestError as error:
-                self._note(row, error)
-                bad.add(row.index)
-        self._found.unsure = sum(good.size > bound for good in wanted[done:])
-        self._good = [good for good in self._good if good.index not in bad]
+        params = reading.constrained(row, reading.sampling(row))
+        if params.constraint is not None:
+            self.found.constraints.setdefault(params.constraint, FoundRows()).add(row)
+        ids = reading.token_ids(row)
+        return ReadRow(row, reading.fit(ids, params), len(ids), params)
 
     def finished(self) -> Scan:
         """Put everything into the order of the rows."""
-        found, good = self._found, sorted(self._good, key=lambda good: good.index)
-        found.tokenised = sum(one.tokens >= 0 for one in good)
-        sizes = np.array([one.size for one in good], np.int64)
-        counted = np.array([one.tokens for one in good], np.int64)
-        found.longest_answer = -(-sum(one.longest for one in good) // max(len(good), 1))
-        found.lengths = np.minimum(estimated(sizes, counted), self._reading.room)
+        found, good = self.found, sorted(self._good)
+        found.longest_answer = -(-sum(most for *_, most in good) // max(len(good), 1))
+        found.lengths = np.array([tokens for _, _, tokens, _ in good], np.int64)
         order = np.argsort(-found.lengths, kind="stable")[:LONGEST]
-        found.longest = [(good[i].index, good[i].id, int(found.lengths[i])) for i in order]
+        found.longest = [good[i][:3] for i in order]
         found.sample.sort(key=lambda read: read.row.index)
         for rows in (*found.bad.values(), *found.constraints.values()):
             rows.keep_first()
         return found
-
-
-def estimated(sizes: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The [R] tokens of prompts from the sizes of their texts: those that were counted, and where
-    `tokens` is -1 a line of least squares through them, which does not fall and says at least one.
-    """
-    known = tokens >= 0
-    if known.all() or not known.any():
-        return np.maximum(tokens, 0)
-    x, y = sizes[known].astype(float), tokens[known].astype(float)
-    spread = float(((x - x.mean()) ** 2).sum())
-    slope = max(float(((x - x.mean()) * (y - y.mean())).sum()) / spread, 0.0) if spread else 0.0
-    line = y.mean() + slope * (sizes - x.mean())
-    found: npt.NDArray[np.int64] = np.where(known, tokens, np.maximum(np.rint(line), 1))
-    return found.astype(np.int64)

@@ -1,4 +1,4 @@
-"""A model of how long forwards take: bytes that are read, products, and a fixed time per layer.
+"""How long forwards take: bytes that are read, products, and a fixed time per layer.
 
 It is a roofline (Williams et al. 2009) with a share of the device's rates that the engine was seen
 to reach, and what it does not know is corrected by `StepCost.scaled` once a run was measured.
@@ -6,13 +6,12 @@ to reach, and what it does not know is corrected by `StepCost.scaled` once a run
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
-from batchgen.engine.caches.cache_specs import KVSpec, has_window
-from batchgen.engine.caches.model_caches import state_bytes, window_token_bytes
+from batchgen.engine.caches.cache_specs import KVSpec
+from batchgen.engine.caches.model_caches import state_bytes
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.memory.model_use import ModelUse, cache_token_bytes
@@ -33,13 +32,14 @@ class ModelSizes:
     """What decides the time of a model's forwards, on one of its ranks, in numbers of values unless
     it says bytes.
 
-    `dense` are the weights of layers that every token is multiplied by, `experts` those of all
-    experts, of which a token goes through `expert_share`; `head` computes logits. `attention`
-    counts additions and multiplications of one token with one of its context over all layers. A
-    token takes `token_bytes` in the paged cache, and a row `row_bytes` of state. Layers that see
-    the last `window` tokens only are counted apart, in `window_attention` and `window_bytes`.
-    Activations, and weights that are not in FP8, have `dtype`; most weights of layers have
-    `weight_dtype`, in which they are multiplied. A value of an expert has `expert_bytes`.
+    Attributes:
+        dense: weights of layers that every token is multiplied by.
+        experts: those of all experts, of which a token goes through `expert_share`; a value has
+            `expert_bytes`.
+        head: weights that compute logits.
+        attention: additions and multiplications of one token with one of its context, all layers.
+        token_bytes, row_bytes: of a token in the paged cache, of a row's recurrent state.
+        dtype, weight_dtype: of activations, and of most weights, in which they are multiplied.
     """
 
     layers: int
@@ -53,18 +53,13 @@ class ModelSizes:
     dtype: torch.dtype
     weight_dtype: torch.dtype
     expert_bytes: float
-    ranks: int = 1
-    window: int = 0
-    window_attention: int = 0
-    window_bytes: int = 0
 
     @classmethod
     def of(cls, use: ModelUse) -> ModelSizes:
         """The sizes of a whole model, whose parameters may be on the device `meta`."""
         model = use.model
         assert isinstance(model, CausalLM)
-        config, family = model.config, model.config.family
-        ranks = model.parallel.size
+        config, family, ranks = model.config, model.config.family, model.parallel.size
         head = config.vocab_size * config.hidden_size // ranks
         experts, share = 0, 0.0
         if isinstance(family, MoEConfig) and family.moe_layers:
@@ -83,16 +78,12 @@ class ModelSizes:
             experts=experts,
             expert_share=share,
             head=head,
-            attention=_attention(spec for spec in specs if not has_window(spec)),
+            attention=sum(4 * spec.num_heads * spec.head_dim for spec in specs),
             token_bytes=cache_token_bytes([use]),
             row_bytes=state_bytes(model.cache_specs),
             dtype=model.dtype,
             weight_dtype=weight_dtype,
             expert_bytes=VALUE_BYTES if in_mxfp4 else weight_dtype.itemsize,
-            ranks=ranks,
-            window=model.window or 0,
-            window_attention=_attention(filter(has_window, specs)),
-            window_bytes=window_token_bytes(model.cache_specs, model.dtype),
         )
 
     @property
@@ -108,15 +99,10 @@ class ModelSizes:
         return self.dense * self.weight_dtype.itemsize + experts
 
 
-def _attention(specs: Iterable[KVSpec]) -> int:
-    """The additions and multiplications of one token with one of its context in these layers."""
-    return sum(4 * spec.num_heads * spec.head_dim for spec in specs)
-
-
 @dataclass(frozen=True, slots=True)
 class _Reached:
     """Shares of the device's rates that the engine was seen to reach (docs/design/tried.md), and
-    seconds of a layer, of a step, of a logit that is sampled from, and of a sum over ranks."""
+    seconds of a layer, of a step and of a logit that is sampled from."""
 
     bandwidth: float
     products: float
@@ -125,11 +111,10 @@ class _Reached:
     layer_s: float
     step_s: float
     logit_s: float
-    sum_s: float
 
 
-_GPU = _Reached(0.9, 0.75, 0.85, 0.3, 30e-6, 400e-6, 3e-12, 3.5e-6)
-_CPU = _Reached(0.7, 0.7, 0.2, 0.12, 250e-6, 1e-3, 4e-9, 200e-6)
+_GPU = _Reached(0.9, 0.75, 0.85, 0.3, 30e-6, 400e-6, 3e-12)
+_CPU = _Reached(0.7, 0.7, 0.2, 0.12, 250e-6, 1e-3, 4e-9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +135,8 @@ class StepCost:
         """Seconds of a decode step of rows with `width` tokens each, which together read `context`
         tokens of the cache."""
         tokens = rows * width
-        reached = self._reached
-        sizes = self.sizes
+        reached, sizes = self._reached, self.sizes
         cache = context * sizes.token_bytes + rows * 2 * sizes.row_bytes
-        cache += min(context, rows * sizes.window) * sizes.window_bytes
         attention = cache / (reached.decode_attention * self.device.bandwidth)
         sampling = tokens * self.vocabulary * reached.logit_s
         return self.factor * (self._products(tokens, tokens) + attention + sampling + self._fixed)
@@ -164,10 +147,8 @@ class StepCost:
         reached = self._reached
         each = self._products(tokens / steps, rows / steps) + self._fixed
         rate = reached.prefill_attention * self.device.flops(self.sizes.dtype)
-        sampling, sizes = rows * self.vocabulary * reached.logit_s, self.sizes
-        products = pairs * sizes.attention
-        products += min(pairs, tokens * sizes.window) * sizes.window_attention
-        return self.factor * (steps * each + products / rate + sampling)
+        sampling = rows * self.vocabulary * reached.logit_s
+        return self.factor * (steps * each + pairs * self.sizes.attention / rate + sampling)
 
     @property
     def _reached(self) -> _Reached:
@@ -175,9 +156,7 @@ class StepCost:
 
     @property
     def _fixed(self) -> float:
-        reached, layers = self._reached, self.sizes.layers
-        sums = 2 * layers * reached.sum_s if self.sizes.ranks > 1 else 0.0
-        return reached.step_s + layers * reached.layer_s + sums
+        return self._reached.step_s + self.sizes.layers * self._reached.layer_s
 
     def _products(self, tokens: float, logits: float) -> float:
         """Seconds of reading the weights or of multiplying by them, whichever takes longer."""

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from batchgen.jobs.forecast.remaining import TimeLeft
+from batchgen.jobs.generation.remaining import TimeLeft
 from batchgen.storage.folder.job_summary import tokens_per_s
 from batchgen.util.duration import duration
 from batchgen.util.shorten import beginning, end
@@ -20,7 +20,6 @@ from batchgen.util.text.text_table import counted, row_name
 
 if TYPE_CHECKING:
     from batchgen.engine.memory.memory_plan import MemoryPlan
-    from batchgen.jobs.forecast.forecast import Forecast
     from batchgen.storage.shards.output_schema import FinishedRow
 
 LINE_SECONDS = 30.0
@@ -43,7 +42,7 @@ class Progress:
         *,
         resumed_errors: int = 0,
         longest: int = 1 << 16,
-        expected: Forecast | None = None,
+        batch_share: float = 1.0,
         title: str = "",
     ) -> None:
         """
@@ -54,7 +53,7 @@ class Progress:
             decode: the text of token ids, to show prompts, too.
             stream: stderr, if it is None.
             longest: the most tokens of an answer.
-            expected: is shown until the first row ends.
+            batch_share: the time of a decode step of one row over that of a full one.
             title: stands before everything that is shown; the step of a pipeline.
         """
         self._stream = stream if stream is not None else sys.stderr
@@ -86,9 +85,7 @@ class Progress:
         self._started = self._shown = self._answer_shown = time.monotonic()
         self._speed = _Speed(self._started)
         self._left = None
-        self._expected = expected
         if total is not None:
-            batch_share = 0.0 if expected is None else expected.batch_share
             self._left = TimeLeft(total - resumed, longest, batch_share, self._started)
 
     def __enter__(self) -> Self:
@@ -162,7 +159,7 @@ class Progress:
             facts.append(f"{self._copied:,} copied")
         facts += self._error_count()
         left = self._seconds_left(now, generated_tokens, running)
-        facts += self._estimate(now) if left is None else [f"{duration(left, 0)} left"]
+        facts += [] if left is None else [f"{duration(left, 0)} left"]
         if self._is_terminal:
             self._bar.set_postfix_str(", ".join(facts))
             return
@@ -181,20 +178,6 @@ class Progress:
         rate = (self._rows - self._resumed) / max(now - self._started, 1e-9)
         assert self._total is not None
         return (self._total - self._rows) / rate if rate > 0 else None
-
-    def _estimate(self, now: float) -> list[str]:
-        """The forecast, until a row has ended. It is for one worker, so several show none."""
-        if self._expected is None or self._others or self._rows > self._resumed:
-            return []
-        seconds, passed = self._expected.seconds, now - self._started
-        done = self._expected.start_s + passed
-        if done >= seconds.bound:
-            return []
-        first = self._expected.first_s - passed
-        parts = [f"the first row within {duration(first, 0)}"] if first > 0 else []
-        low, bound = seconds.low - done, duration(seconds.bound - done, 0)
-        parts.append(f"all in {duration(low, 0)} to {bound}" if low > 0 else f"all within {bound}")
-        return [f"estimated: {', '.join(parts)}"]
 
     def _error_count(self) -> list[str]:
         number = self._resumed_errors + self._errors.total() + self._others_errors

@@ -38,7 +38,7 @@ def outlooks(config: JobConfig, expected: Forecast, used: Used) -> list[Outlook]
     hours = expected.seconds.times(config.engine.tensor_parallel / 3600)
     tokens, read = expected.generated, expected.prompt_tokens
     needed = {
-        "tokens": Range(tokens.low + read, tokens.likely + read, tokens.bound + read),
+        "tokens": tokens.plus(Range(read, read, read)),
         "minutes": expected.seconds.times(1 / 60),
         "gpu_hours": hours,
         "price": hours.times(config.budget.price_per_hour or 0.0),

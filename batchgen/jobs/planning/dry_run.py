@@ -18,8 +18,7 @@ from batchgen.util.text.text_table import counted
 if TYPE_CHECKING:
     from batchgen.engine.constraint.constraint import Constraint
     from batchgen.inputs.dataset.source import Source
-    from batchgen.jobs.forecast.prompt_reading import Reading
-    from batchgen.jobs.forecast.scan import Scan
+    from batchgen.jobs.forecast.scan import Reading, Scan
     from batchgen.jobs.resolve.opened_job import OpenedJob
 
 _SHOWN_ROWS = 3
@@ -79,6 +78,8 @@ def _show_rows(config: JobConfig, opened: OpenedJob, reading: Reading) -> Scan:
     scanner, signs = Scanner(reading), False
     for row in islice(opened.source.rows(), _COUNTED_ROWS):
         found = scanner.look(row)
+        if not isinstance(found, RequestError):
+            scanner.found.sample.append(found)
         if row.index >= _SHOWN_ROWS:
             continue
         if isinstance(found, RequestError):

@@ -66,11 +66,6 @@ def rows_and_disk(scan: Scan, disk: DiskUse | None, most_bad: float) -> tuple[li
         warnings.append(
             f"{scan.num_bad:,} of {scan.looked_at:,} rows will have an error instead of an answer"
         )
-    if scan.unsure:
-        warnings.append(
-            f"{scan.unsure:,} rows have so much text that they may be too long, and there was "
-            "no time to tokenise them"
-        )
     if scan.cut:
         warnings.append(f"prompt.too_long cuts the beginning of {scan.cut:,} of the prompts")
     if disk is not None and disk.total.likely > disk.free:

@@ -14,7 +14,6 @@ class PlanSettings:
     """What a plan is made from besides the job; `batchgen plan --help` says what each key means."""
 
     like: str | None = None
-    probe: int = 0
     device: str | None = None
     price_per_hour: float | None = None
     most_bad: float = 0.01
@@ -22,19 +21,12 @@ class PlanSettings:
     def __post_init__(self) -> None:
         from batchgen.jobs.forecast.devices import device_named
 
-        if self.probe < 0:
-            raise ConfigError(f"plan.probe must be a number of rows, got {self.probe}")
         if self.price_per_hour is not None and not self.price_per_hour >= 0:
             raise ConfigError(f"plan.price_per_hour must be at least 0, got {self.price_per_hour}")
         if not 0 <= self.most_bad <= 1:
             raise ConfigError(f"plan.most_bad must be a share from 0 to 1, got {self.most_bad}")
         if self.device is not None:
             device_named(self.device)
-            if self.probe:
-                raise ConfigError(
-                    "plan.probe runs rows on the device that is here, and plan.device names "
-                    "another: give one of them"
-                )
 
 
 def split_settings(arguments: Sequence[str]) -> tuple[PlanSettings, list[str]]:

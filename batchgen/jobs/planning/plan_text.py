@@ -65,7 +65,7 @@ def _entries(plan: Plan) -> Iterator[tuple[str, str]]:
             f"{_three(disk.output, size)} of shards, {size(disk.journal.likely)} of journal at a "
             f"time; {size(disk.free)} free",
         )
-    if plan.forecast is not None:
+    if plan.forecast is not None and plan.answers:
         yield from _time(plan)
 
 
@@ -94,14 +94,10 @@ def _prompts(scan: Scan, room: int) -> str:
         return f"none (room for {room:,} tokens)"
     text = (
         f"{figures['mean']:,.1f} tokens on average, p50 {figures['p50']:,}, p99 "
-        f"{figures['p99']:,}, max {figures['max']:,} (room for {room:,}); "
-        f"{figures['sum']:,} in all"
+        f"{figures['p99']:,}, max {figures['max']:,} (room for {room:,})"
     )
-    if scan.tokenised < len(scan.lengths):
-        text += (
-            f"\n{scan.tokenised:,} prompts were tokenised (a random sample and the longest); the "
-            "others have as many tokens as their text has by these"
-        )
+    if scan.num_rows == scan.looked_at:
+        text += f"; {figures['sum']:,} in all"
     return text + image_share(scan)
 
 
@@ -109,7 +105,7 @@ def image_share(scan: Scan) -> str:
     """How much of the prompts are images, in a line of its own; empty where there are none."""
     if not scan.image_tokens:
         return ""
-    share = scan.image_tokens / max(scan.read_tokens, 1)
+    share = scan.image_tokens / max(int(scan.lengths.sum()), 1)
     return f"\nimages have {share:.1%} of these tokens, counted by the headers of their files"
 
 

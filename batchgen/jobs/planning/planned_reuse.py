@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.inputs.dataset.seed_stream import stream_of
-from batchgen.inputs.dataset.source import Row, Source
+from batchgen.inputs.dataset.source import Row
 from batchgen.inputs.prompts.row_request import RowRequest
 from batchgen.jobs.forecast.scan import Scan
 from batchgen.jobs.resolve.opened_job import OpenedJob
@@ -22,11 +20,6 @@ from batchgen.jobs.reuse.row_reuse import OlderJobs
 from batchgen.jobs.run.checked_rows import output_schema, row_request
 from batchgen.storage.folder.refused_folder import written_manifest
 from batchgen.storage.stores.open_storage import open_storage
-
-_SECONDS = 5.0
-"""The processor's time that may go into making the prompts of all rows."""
-_ROWS_AT_ONCE = 100
-"""Rows between two looks at the clock."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +38,7 @@ class PlannedReuse:
         return f"{number} answers are copied from older jobs{sample}"
 
 
-def planned_reuse(
-    config: JobConfig,
-    opened: OpenedJob,
-    scan: Scan,
-    clock: Callable[[], float] = time.process_time,
-) -> PlannedReuse | None:
+def planned_reuse(config: JobConfig, opened: OpenedJob, scan: Scan) -> PlannedReuse | None:
     """What a job will copy from `output.reuse`; None if it names no folders, or none with rows.
     Answers that the job's own folder has already do not count."""
     if not config.output.reuse:
@@ -67,25 +55,12 @@ def planned_reuse(
             older,
             stream_of(config.sampling.stream, opened.source.jobs),
         )
-        if scan.num_rows is not None:
-            whole = _all_rows(opened.source, copied, clock)
-            if whole is not None:
-                return PlannedReuse(whole, scan.num_rows, True)
         found = sum(copied.answers(read.row) for read in scan.sample)
-        looked_at = len(scan.sample)
-        share = (scan.num_rows or looked_at) / max(looked_at, 1)
-        return PlannedReuse(round(found * share), looked_at, False)
-
-
-def _all_rows(source: Source, copied: _Copied, clock: Callable[[], float]) -> int | None:
-    """How many answers all rows will copy; None if finding that out would take too long."""
-    started, found = clock(), 0
-    rows = iter(source.rows())
-    while block := list(islice(rows, _ROWS_AT_ONCE)):
-        found += sum(copied.answers(row) for row in block)
-        if clock() - started > _SECONDS:
-            return None
-    return found
+        rows = scan.num_rows or scan.looked_at
+        if len(scan.sample) + scan.num_bad == rows:
+            return PlannedReuse(found, rows, True)
+        share = rows * (1 - scan.bad_share) / max(len(scan.sample), 1)
+        return PlannedReuse(round(found * share), len(scan.sample), False)
 
 
 class _Copied:

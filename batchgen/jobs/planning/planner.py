@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -18,9 +17,10 @@ from batchgen.engine.layers.fp8_format import has_fp8_units
 from batchgen.jobs.forecast.devices import DEVICES, Device, device_named
 from batchgen.jobs.forecast.engine_estimate import EngineEstimate, estimate_engine
 from batchgen.jobs.forecast.forecast import Forecast, forecast
-from batchgen.jobs.forecast.planned_work import here, job_work, same_speed, step_cost
 from batchgen.jobs.forecast.samples_per_row import samples_per_row
-from batchgen.jobs.forecast.scan import Scan, scan_rows
+from batchgen.jobs.forecast.scan import Scan, job_reading, scan_rows
+from batchgen.jobs.forecast.step_cost import StepCost
+from batchgen.jobs.forecast.work import here, job_work, same_speed
 from batchgen.jobs.planning.budget_outlook import Outlook, outlooks, used_before
 from batchgen.jobs.planning.job_plan import Plan
 from batchgen.jobs.planning.plan_checks import compiled_constraints, rows_and_disk
@@ -34,21 +34,18 @@ from batchgen.util.paths import is_url
 if TYPE_CHECKING:
     from batchgen.engine.memory.memory_plan import MemoryPlan
     from batchgen.jobs.forecast.calibration import Calibration
-    from batchgen.jobs.forecast.prompt_reading import Reading
+    from batchgen.jobs.forecast.scan import Reading
     from batchgen.jobs.planning.disk import DiskUse
     from batchgen.jobs.planning.folder_state import FolderState
     from batchgen.jobs.resolve.opened_job import OpenedJob
 
 SHOWN_PROMPTS = 2
-MEASURE_S = 0.2
-"""For how long each of a CPU's rates is measured."""
 
 
 @contextmanager
 def opened_rows(config: JobConfig) -> Iterator[tuple[OpenedJob, Reading]]:
     """What a job runs on and how its rows are read; ConfigError for what a run refuses before it
     looks into its folder."""
-    from batchgen.jobs.forecast.prompt_reading import job_reading
     from batchgen.jobs.resolve.opened_job import open_job
     from batchgen.jobs.run.checked_rows import check_rows
 
@@ -75,7 +72,7 @@ def output_folder(config: JobConfig, opened: OpenedJob) -> tuple[FolderState, Co
 def make_plan(config: JobConfig, settings: PlanSettings) -> Plan:
     """Find out what a job will read, need and cost; ConfigError if there is nothing to plan.
 
-    Nothing is written, and no weights are loaded but for `plan.probe`.
+    Nothing is written, and no weights are loaded.
     """
     started = time.perf_counter()
     from batchgen.jobs.launchers.launch import check_launcher
@@ -156,17 +153,13 @@ class _Planner:
     def _device(self) -> Device | None:
         """The device to plan for; None if it is a GPU that is not in the table."""
         if self._settings.device is not None:
-            named = device_named(self._settings.device)
-            return named or here(
-                replace(self._config, engine=replace(self._config.engine, device="cpu")),
-                self._opened.dtype,
-                MEASURE_S,
-            )
-        device = here(self._config, self._opened.dtype, MEASURE_S)
+            config = replace(self._config, engine=replace(self._config.engine, device="cpu"))
+            return device_named(self._settings.device) or here(config, self._opened.dtype)
+        device = here(self._config, self._opened.dtype)
         if device is None:
             self._warnings.append(
                 "this GPU is not in the table of plan.device, so no time is predicted: name the "
-                f"nearest with plan.device ({', '.join(DEVICES)}), or use plan.probe elsewhere"
+                f"nearest with plan.device ({', '.join(DEVICES)})"
             )
         return device
 
@@ -188,44 +181,32 @@ class _Planner:
             self._opened,
             engine,
             memory,
-            [read.ids for read in scan.sample[:50]],
-            scan.lengths,
+            scan,
             max(round(answering), 1),
             samples=self._samples,
-            longest=scan.longest_answer,
-            seen=self._seen(scan, device),
-            # After the probe, which compiles what the job needs.
+            seen=self._seen(device),
             compiled=self._settings.device is None and have_compiled(),
         )
-        return forecast(step_cost(engine, self._opened, device), work)
+        return forecast(StepCost(engine.sizes, device, self._opened.model.config.vocab_size), work)
 
-    def _seen(self, scan: Scan, device: Device) -> Calibration | None:
-        """What an earlier job or a probe has shown."""
+    def _seen(self, device: Device) -> Calibration | None:
+        """What an earlier job has shown, or the same one so far."""
         from batchgen.jobs.forecast.calibration import seen_in
 
-        config, settings = self._config, self._settings
-        if settings.probe:
-            from batchgen.jobs.planning.probe import probe
-
-            number = min(settings.probe, len(scan.sample))
-            print(f"batchgen: loading weights for a probe of {number:,} rows …", file=sys.stderr)
-            samples = self._samples.whole
-            answers = (scan.num_rows or scan.looked_at) * samples
-            return probe(config, self._opened, scan.sample, number, samples, answers)
+        config, like = self._config, self._settings.like
         same = same_speed(config)
-        if settings.like is not None:
+        if like is not None:
             from batchgen.storage.folder.open_folder import open_folder
 
-            path = open_folder(settings.like, "plan.like").path
-            found = seen_in(path, same, device.name, settings.like)
-            if found is None:
-                raise ConfigError(f"plan.like={settings.like}: none of its rows has an answer yet")
-            return found
+            seen = seen_in(open_folder(like, "plan.like").path, same, device.is_gpu, like)
+            if seen is None:
+                raise ConfigError(f"plan.like={like}: none of its rows has an answer yet")
+            return seen
         if is_url(config.output.dir):  # what an earlier attempt took is not fetched for this
             return None
         own = Path(config.output.dir)
         is_there = (own / "manifest.json").is_file() and (own / "metrics.json").is_file()
-        return seen_in(own, same, device.name, config.output.dir) if is_there else None
+        return seen_in(own, same, device.is_gpu, config.output.dir) if is_there else None
 
     def _outlook(self, expected: Forecast | None) -> list[Outlook]:
         """Whether the budget will suffice, of which a warning tells where it likely does not."""
@@ -247,23 +228,15 @@ class _Planner:
     def _disk(self, scan: Scan, expected: Forecast, done: int, reused: int) -> DiskUse:
         from batchgen.jobs.planning.disk import disk_use
         from batchgen.jobs.run.checked_rows import output_schema
-        from batchgen.storage.shards.output_schema import FinishedRow
 
-        config, source = self._config, self._opened.source
-        schema = output_schema(config, self._opened)
-        sample = [
-            (read, FinishedRow(read.row.id, read.row.index, 0, source.passthrough(read.row)))
-            for read in scan.sample[:200]
-        ]
+        config = self._config
         answers = round((scan.num_rows or scan.looked_at) * self._samples.number.likely) - done
         return disk_use(
-            schema,
-            sample,
+            output_schema(config, self._opened).columns,
             # Answers that are copied are taken to be as long as those that are computed.
             expected.generated.times(max(answers, 1) / max(answers - reused, 1)),
+            float(scan.lengths.mean()),
             max(answers, 1),
-            rows_per_shard=config.output.rows_per_shard,
-            samples=config.sampling.most_samples,
+            open_rows=config.output.rows_per_shard * config.sampling.most_samples,
             folder=Path(gettempdir() if is_url(config.output.dir) else config.output.dir),
-            decode=self._opened.decode,
         )

@@ -6,12 +6,14 @@ import dataclasses
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from math import lcm
 from typing import TYPE_CHECKING, Self
 
 from batchgen.config.compose.load_config import identity
-from batchgen.config.groups.constraint_config import ChoiceConstraintConfig
+from batchgen.config.groups.constraint_config import ChoiceConstraintConfig, constraint_column
 from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.prompt_config import ChatPromptConfig, TextPromptConfig, answer_key
 from batchgen.config.groups.sampling_config import copies_warning
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
@@ -31,7 +33,7 @@ from batchgen.inputs.model.engine_recipe import EngineRecipe
 from batchgen.inputs.model.open_model import OpenedModel, device_of
 from batchgen.inputs.model.other_models import open_others, strategy_heads
 from batchgen.inputs.prompts.answer_text import build_answer
-from batchgen.inputs.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
+from batchgen.inputs.prompts.row_prompts import Prompt, build_prompt, constant_prompt_refusal
 from batchgen.jobs.resolve.answer_columns import (
     check_columns,
     check_parsed,
@@ -46,7 +48,7 @@ from batchgen.jobs.resolve.likely_rows import likely_row_tokens
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.pages.tokens.decode_tokens import decode_with
 from batchgen.storage.stores.manifest import CONTRACT
-from batchgen.util.errors import mistakes_in
+from batchgen.util.errors import ConfigError, mistakes_in
 
 if TYPE_CHECKING:
     import torch
@@ -175,6 +177,11 @@ class OpenedJob(ResolvedJob):
         )
 
 
+def resolve_job(config: JobConfig) -> OpenedJob:
+    """Open and check all that a job runs on, except the weights: those load when rows need them."""
+    return open_job(config, wait=True).with_fingerprints()
+
+
 def open_job(
     config: JobConfig, promised: Mapping[str, Promise] | None = None, *, wait: bool = False
 ) -> OpenedJob:
@@ -259,7 +266,7 @@ def _prompt(
     max_model_len: int,
     images: RowImages | None,
 ) -> Prompt:
-    """What makes the rows' prompts; a warning says that all rows will have the same one."""
+    """What makes the rows' prompts."""
     from batchgen.jobs.resolve.job_answers import day_of  # it loads pyarrow
 
     prompt = build_prompt(
@@ -271,11 +278,27 @@ def _prompt(
         images=images,
         day=partial(day_of, config),
     )
-    # A job that has just begun may have no row to show.
-    if prompt.is_constant and (first := next(source.rows(), None)) is not None:
-        warning = constant_prompt_warning(prompt, first)
-        print(f"batchgen: warning: {warning}", file=sys.stderr)
+    if prompt.is_constant:
+        _check_constant(config, prompt, source)
     return prompt
+
+
+def _check_constant(config: JobConfig, prompt: Prompt, source: Source) -> None:
+    """Refuse a prompt that is the same for all of several rows, unless that is meant or something
+    else of the request differs."""
+    given = config.prompt
+    if not isinstance(given, ChatPromptConfig | TextPromptConfig) or given.constant:
+        return
+    differs = (answer_key(given), config.sampling.column, constraint_column(config.constraint))
+    if any(differs) or config.dataset.kind == "count":
+        return
+    rows = list(islice(source.rows(), 2))  # a job that has just begun may have none
+    if len(rows) == 2:
+        if isinstance(given, TextPromptConfig):
+            key = "text"
+        else:
+            key = "user" if given.messages is None else "messages"
+        raise ConfigError(constant_prompt_refusal(f"prompt.{key}", prompt, rows[0]))
 
 
 def _open_rows(

@@ -44,7 +44,6 @@ class ResolvedJob:
         decode_all: the text with special tokens, to show single tokens.
         name: which of the jobs that share an engine this is; empty for one alone.
         port: gives the engine that other jobs share; None for an engine of its own.
-        predict: the `Forecast` of an attempt, from its engine, its answers and its seconds so far.
         grades_at_once: whether shards are graded as soon as they are there, because other jobs wait
             for the grades; only in a folder of this machine.
         watch: is called every few seconds while rows are computed; an error that it raises ends the
@@ -66,7 +65,6 @@ class ResolvedJob:
     decode_all: Callable[[list[int]], str] | None = None
     name: str = ""
     port: Callable[[], Engine] | None = None
-    predict: Callable[[Engine, int, float], Any] = lambda *_: None
     grades_at_once: bool = False
     watch: Callable[[], None] = lambda: None
     elsewhere: Callable[[], Sequence[Mapping[str, Any]]] = tuple
@@ -75,6 +73,11 @@ class ResolvedJob:
     def counts(self) -> Sequence[RowCount]:
         """What the strategy counts for each row."""
         return () if self.strategy is None else self.strategy.counts
+
+    @property
+    def by_schedule(self) -> frozenset[str]:
+        """The columns that do not depend on the row alone, see `Strategy.by_schedule`."""
+        return frozenset() if self.strategy is None else self.strategy.by_schedule
 
     def build_engine(self) -> Engine:
         """The engine. This is called last, and only if there are rows to compute."""

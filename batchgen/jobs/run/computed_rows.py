@@ -6,7 +6,6 @@ from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 
 from batchgen.inputs.model.job_engine import Engine
-from batchgen.jobs.forecast.forecast import Forecast
 from batchgen.jobs.generation.generation import Generation
 from batchgen.jobs.generation.progress import Progress, show_memory
 from batchgen.jobs.generation.sample_waves import EverySample, SampleWaves
@@ -16,6 +15,9 @@ from batchgen.jobs.reuse.row_reuse import row_reuse
 from batchgen.jobs.run.job_attempt import JobAttempt
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.storage.costs.cost_recorder import CostRecorder
+
+_GPU_SHARE, _CPU_SHARE = 1.0, 0.2
+"""The time of a decode step of one row over that of a full one."""
 
 
 def compute_rows(attempt: JobAttempt) -> Turns[JobResult | None]:
@@ -28,7 +30,6 @@ def compute_rows(attempt: JobAttempt) -> Turns[JobResult | None]:
     engine = parts.build_engine()
     attempt.signals.deferred = True
     _note_engine(attempt, engine)
-    expected = _predict(attempt, engine)
     reuse = row_reuse(config, parts.fingerprints, parts.max_model_len, schema, storage)
     waves = _waves(attempt)
     generation = Generation(
@@ -53,7 +54,7 @@ def compute_rows(attempt: JobAttempt) -> Turns[JobResult | None]:
         parts.decode,
         resumed_errors=metrics.tally.totals.error_rows,
         longest=parts.max_model_len if of_rows else config.sampling.max_new_tokens,
-        expected=expected,
+        batch_share=_GPU_SHARE if engine.memory.total is not None else _CPU_SHARE,
         title=parts.name,
     )
     metrics.begin()
@@ -83,10 +84,10 @@ def _waves(attempt: JobAttempt) -> EverySample:
 def _note_engine(attempt: JobAttempt, engine: Engine) -> None:
     """Record what the answers depend on in writer, metrics and manifest; show the memory."""
     # A GPU may round sums differently in batches of another size, and so do other numbers of ranks,
-    # which workers may have.
+    # which workers may have; and drafts may come about otherwise.
     options = attempt.config.engine
     keeps_bits = engine.memory.total is None or options.deterministic
-    alone = options.tensor_parallel == 1
+    alone = options.tensor_parallel == 1 and not attempt.parts.by_schedule
     attempt.writer.set_exact(keeps_bits and alone and engine.batch_dependence is None)
     attempt.metrics.attempt.memory = asdict(engine.memory)
     attempt.metrics.attempt.contract = attempt.parts.contract()
@@ -95,15 +96,3 @@ def _note_engine(attempt: JobAttempt, engine: Engine) -> None:
     if engine.batch_dependence is not None:
         folder = attempt.folder
         folder.update(replace(folder.manifest, batch_dependence=engine.batch_dependence))
-
-
-def _predict(attempt: JobAttempt, engine: Engine) -> Forecast | None:
-    """What this attempt will take, which metrics.json keeps beside what it took."""
-    metrics = attempt.metrics
-    if metrics.attempt.rows_total is None:
-        return None
-    answers = metrics.attempt.rows_total - metrics.attempt.rows_resumed
-    expected: Forecast | None = attempt.parts.predict(engine, answers, metrics.age)
-    if expected is not None:
-        metrics.predicted = expected.summary()
-    return expected

@@ -180,7 +180,7 @@ def _of_step(opened: OpenPipeline, name: str, promises: dict[str, Promise]) -> P
             columns = config.rows[place].options.get("columns") or ()
             more += columns.values() if isinstance(columns, Mapping) else columns
         kept = [one for place, one in enumerate(config.rows) if place not in step.tables]
-        job = replace(job, rows=tuple(kept), prompt=TextPromptConfig(text="-"))
+        job = replace(job, rows=tuple(kept), prompt=TextPromptConfig(text="-", constant=True))
     made = open_job(job, promises).with_fingerprints()
     schema = output_schema(job, made)
     folder = opened.folder(name)

@@ -16,7 +16,6 @@ from batchgen.jobs.generation.turns import Turns, between
 from batchgen.jobs.resolve.opened_job import OpenedJob, open_job
 from batchgen.jobs.run.checked_rows import job_manifest, output_schema
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.resolve_job import runnable
 from batchgen.jobs.run.run_jobs import SharingJob, run_jobs
 from batchgen.pipelines.run.bad_steps import ErrorWatch
 from batchgen.pipelines.run.open_pipeline import OpenPipeline
@@ -133,7 +132,7 @@ class _Run:
         try:
             self._known[name] = job = open_job(config, self._promised)
             parts = replace(
-                runnable(job),
+                job.with_fingerprints(),
                 watch=watch.look,
                 elsewhere=partial(opened.attempts_elsewhere, name),
                 grades_at_once=self._groups.is_followed(name),

@@ -163,7 +163,7 @@ class JobFolderReader:
         if unknown := [name for name in columns if name not in schema.names]:
             raise ConfigError(
                 f"the rows of {self.storage.shown} have no column {unknown[0]!r}: choose among "
-                f"{some_names(schema.names)}"
+                f"{some_names(schema.names, unknown[0])}"
             )
         return pa.schema([schema.field(name) for name in columns])
 

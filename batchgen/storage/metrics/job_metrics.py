@@ -92,7 +92,6 @@ class Metrics:
         was_complete: whether an earlier attempt completed the job.
         score: what the job's marks come to; None without marks.
         funnel: how many answers of other jobs each choice among them has left, if it reads any.
-        predicted: what this attempt was expected to take (`Forecast.summary`).
         budget: what is used of the job's budget; None without one.
         timeline: how the job went on over time; of workers beside each other it has only this one.
         read_jobs: what the jobs cost whose rows are read.
@@ -123,7 +122,6 @@ class Metrics:
         self.was_complete = False
         self.score: Mapping[str, Any] | None = None
         self.funnel: Sequence[tuple[str, int]] = ()
-        self.predicted: Mapping[str, Any] | None = None
         self.budget: Callable[[], Mapping[str, Any]] | None = None
         self.timeline = Timeline(rows=rows_resumed)
         self.read_jobs: Sequence[JobCost] = ()
@@ -198,11 +196,6 @@ class Metrics:
             summary["score"] = self.score
         if self.funnel:
             summary["funnel"] = self.funnel
-        if self.predicted is not None:
-            names = ("wall_s", "start_s", "prompt_tokens", "generated_tokens")
-            summary["predicted"] = self.predicted
-            own = asdict(self.attempt)
-            summary["actual"] = {name.replace("wall_s", "seconds"): own[name] for name in names}
         summary["attempts"] = attempts
         summary["timeline"] = self.timeline.points
         self._text = metrics_text(summary)

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from jinja2 import StrictUndefined, TemplateError, nodes
+from jinja2 import TemplateError, Undefined, nodes
 
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import beginning, some_names
 from batchgen.util.templates import template_bounds as bounds
-from batchgen.util.templates.template_sandbox import RENDER_ERRORS, BoundedEnvironment
+from batchgen.util.templates.template_sandbox import (
+    RENDER_ERRORS,
+    WholeRow,
+    is_null,
+    row_environment,
+)
 
 OWN_NAMES = ("row_id", "row_index", "row")
 """What an expression can read beside columns: the row's id, its place, and all columns at once."""
@@ -23,7 +28,8 @@ class ExpressionFailed(ValueError):
 
 class RowExpression:
     """A Jinja expression that sees the columns of a row as variables, all of them as `row`, and
-    `row_id` and `row_index`; a column with such a name goes first.
+    `row_id` and `row_index`; a column with such a name goes first. As in templates, a field that
+    an object of the row lacks is null.
 
     It runs in the sandbox and within the bounds of one render, as templates do. Its value depends
     on the row alone, so the filter `random` is unknown to it.
@@ -32,7 +38,7 @@ class RowExpression:
     def __init__(self, key: str, source: str, columns: Collection[str]) -> None:
         """Compile it, or raise ConfigError, which names the `key`, if it does not compile or reads
         a name that is no column."""
-        env = BoundedEnvironment(undefined=StrictUndefined)
+        env = row_environment()
         del env.filters["random"]
         self._key, self.source = key, source
         try:
@@ -42,7 +48,7 @@ class RowExpression:
             self._read = {name: fields_read(tree, name) for name in names}
             self._template = env.from_string(tree)
         except TemplateError as error:  # the syntax, an unknown filter, a bound
-            raise ConfigError(f"{key}: {error.message} (in {beginning(source, 80)!r})") from None
+            raise ConfigError(f"{key}: {env.said(error)} (in {beginning(source, 80)!r})") from None
         known = {*columns, *OWN_NAMES}
         self._globals = {n: env.globals[n] for n in names if n in env.globals and n not in known}
         for name in names:
@@ -66,7 +72,8 @@ class RowExpression:
             if name in fields:
                 values[name] = fields[name]
             elif name in OWN_NAMES:
-                values[name] = {"row_id": row_id, "row_index": row_index, "row": fields}[name]
+                row = WholeRow(fields) if name == "row" else None
+                values[name] = {"row_id": row_id, "row_index": row_index, "row": row}[name]
         try:
             with bounds.one_render():
                 context = self._template.new_context(values, shared=True)
@@ -104,10 +111,17 @@ def _complete(value: Any) -> Any:
         for item in value:
             bounds.tick()
             bounds.spend(1)
-            items.append(item)
+            items.append(_known(item))
         return items
-    if isinstance(value, StrictUndefined):
-        str(value)  # raises what is missing
+    return _known(value)
+
+
+def _known(value: Any) -> Any:
+    """The value, or null for an absent field; UndefinedError for what no row has."""
+    if isinstance(value, Undefined):
+        if not is_null(value):
+            str(value)  # raises what is missing
+        return None
     return value
 
 
@@ -128,6 +142,8 @@ def fields_read(tree: nodes.Template, name: str) -> frozenset[str] | None:
 
 
 def _unknown(key: str, name: str, columns: Collection[str]) -> ConfigError:
+    graded = "; steps of post make it: post=[{Grade: …}], or `batchgen grade` for a job that ended"
     return ConfigError(
         f"{key}: there is no column {name!r}: choose among {some_names(columns, name)}"
+        + (graded if name == "mark" else "")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,11 +15,13 @@ from batchgen.util.shorten import some_names
 from batchgen.util.templates.template_bounds import TemplateLimit
 from batchgen.util.templates.template_sandbox import (
     RENDER_ERRORS,
-    AbsentField,
-    BoundedEnvironment,
     WholeRow,
     is_null,
+    row_environment,
 )
+
+_SINGLE_BRACES = re.compile(r"(?<![{\w^}\]])\{\s*(\w+)\s*\}(?!\})")
+"""`{name}`, apart from LaTeX such as `\\boxed{name}` and `x^{name}`."""
 
 
 class _NullOutput(Exception):
@@ -43,21 +46,18 @@ class RowTemplate:
     """
 
     def __init__(self, key: str, source: str, columns: Collection[str]) -> None:
-        env = BoundedEnvironment(
-            filters={"tojson": _to_json},
-            undefined=AbsentField,
-            keep_trailing_newline=True,
-            finalize=_data,
+        env = row_environment(
+            filters={"tojson": _to_json}, keep_trailing_newline=True, finalize=_data
         )
-        env.tests["none"] = is_null
         self.key = key
         try:
             tree = env.parse(source)
             self._template = env.from_string(source)
         except TemplateSyntaxError as error:
-            raise ConfigError(f"{key}, line {error.lineno}: {error.message}") from None
+            raise ConfigError(f"{key}, line {error.lineno}: {env.said(error)}") from None
         except TemplateError as error:  # an unknown filter or test
-            raise ConfigError(f"{key}: {error.message}") from None
+            raise ConfigError(f"{key}: {env.said(error)}") from None
+        _check_braces(key, tree, columns)
         # Each render copies them, and Jinja's own mapping takes longer to copy than to render.
         self._template.globals = dict(self._template.globals)
         self._only = _only_variable(tree)
@@ -130,6 +130,17 @@ def template_errors(key: str) -> Iterator[None]:
 
         text = " ".join(str(error).split())
         raise RequestError("template_error", f"{key}: {type(error).__name__}: {text}") from None
+
+
+def _check_braces(key: str, tree: nodes.Template, columns: Collection[str]) -> None:
+    """Refuse the name of a column in single braces, as Python's format has it."""
+    for part in tree.find_all(nodes.TemplateData):
+        for match in _SINGLE_BRACES.finditer(part.data):
+            if match[1] in columns:
+                raise ConfigError(
+                    f"{key}: {match[0]} is no column but that very text: write "
+                    f"{{{{ {match[1]} }}}} for the column, or {{{{ {match[0]!r} }}}} for the text"
+                )
 
 
 def _data(value: Any) -> Any:

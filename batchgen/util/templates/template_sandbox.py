@@ -7,7 +7,9 @@ before it is compiled: rounds of loops, what is printed, and what is compared.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from functools import wraps
 from types import BuiltinMethodType
 from typing import Any
@@ -123,6 +125,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= {_ROUND: _round, _PRINTED: _printed, _SIZED: _sized, _MADE: bounds.made}
         self.tests |= {name: _sized_test(self.tests[name]) for name in _COMPARING}
 
+    def said(self, error: TemplateError) -> str:
+        """What Jinja says of a template, with a guess where a filter or test has a typo."""
+        message = error.message or type(error).__name__
+        if match := re.match(r"No (filter|test) named '(\w+)'", message):
+            known = [*(self.filters if match[1] == "filter" else self.tests)]
+            if near := get_close_matches(match[2], known, 1, 0.7):
+                return f"{message.rstrip('.')}: did you mean {near[0]}?"
+        return message
+
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         with bounds.one_render():  # constants are computed here
             return super().compile(*args, **kwargs)
@@ -137,7 +148,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         except RecursionError:
             raise bounds.TemplateLimit("it is nested too deeply") from None
         if not parser.stream.eos:
-            raise TemplateSyntaxError(f"nothing may follow it, but {parser.stream.current} does", 1)
+            rest = str(parser.stream.current)
+            said = "= is no comparison: write ==" if rest == "=" else f"{rest} may not stand there"
+            raise TemplateSyntaxError(said, 1)
         target = nodes.Name(result, "store", lineno=1)
         tree = nodes.Template([nodes.Assign(target, expression, lineno=1)], lineno=1)
         tree.set_environment(self)
@@ -193,6 +206,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return format(*args, **kwargs)
 
         return bounded
+
+
+def row_environment(**options: Any) -> BoundedEnvironment:
+    """The environment of what reads the columns of a row, where an absent field is null."""
+    env = BoundedEnvironment(undefined=AbsentField, **options)
+    env.tests["none"] = is_null
+    return env
 
 
 def _bounded(name: str, f: Callable[..., Any]) -> Callable[..., Any]:

@@ -105,8 +105,13 @@ def _metrics(scores: Mapping[str, Any]) -> list[Line]:
     for name, metric in scores.items():
         kind, _, k = name.replace("^", "@").partition("@")
         if k and k != "1" and kind in ("pass", "maj"):
-            found.append((name, percent(metric["value"]) + _bounds(metric)))
+            value = percent(metric["value"]) + _bounds(metric)
+            found.append((name, value if metric["value"] is not None else _too_few(k)))
     return found
+
+
+def _too_few(k: str) -> str:
+    return f"– (no question has {k} answers: raise sampling.n)"
 
 
 def _rates(scores: Mapping[str, Any]) -> list[Line]:

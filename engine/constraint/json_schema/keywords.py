@@ -26,7 +26,7 @@ TYPES_OF: dict[str, frozenset[str]] = {
     for keyword in keywords.split()
 }
 """Keyword → the types that it restricts. It allows every value of another type."""
-KNOWN = ANNOTATIONS | DEFINITIONS | COMBINATIONS | TYPES_OF.keys()
+KNOWN = ANNOTATIONS | DEFINITIONS | COMBINATIONS | TYPES_OF.keys() | {"discriminator"}
 
 _CHECK_LATER = "remove it, or check it afterwards"
 _BY_NAME = "refer to a schema in `$defs` by `$ref`"
@@ -53,7 +53,6 @@ REFUSED = {
     "contentMediaType": _WITHOUT_SCHEMA,
     "contentSchema": _WITHOUT_SCHEMA,
     "nullable": 'add "null" to `type` instead',
-    "discriminator": "give each branch a required property with a `const` of its own",
     "optional": "leave the name out of `required` instead",
     "divisibleBy": "use `multipleOf`",
     "id": "use `$id`",
@@ -97,9 +96,28 @@ def check_keywords(schema: Mapping[str, object], at: str, root: bool) -> None:
     for keyword in schema:
         if keyword in REFUSED and restricts(keyword, schema[keyword]) and not listed:
             raise refuse(keyword, at, f"cannot be enforced while generating: {REFUSED[keyword]}")
+        if keyword == "discriminator" and not _is_discriminator(schema):
+            raise refuse(
+                keyword,
+                at,
+                "must be {propertyName: NAME}, with or without a `mapping`, beside `oneOf` or "
+                "`anyOf`: it names the required property that tells their branches apart",
+            )
         if keyword == "$id" and not root:
             raise refuse(keyword, at, "may stand at the root only, since it moves references")
         if keyword not in KNOWN and keyword not in REFUSED and not keyword.startswith("x-"):
             [*near] = get_close_matches(keyword, KNOWN, 1)
             hint = f"did you mean `{near[0]}`? If not, remove it" if near else "remove it"
             raise refuse(keyword, at, f"is not a keyword of JSON Schema: {hint}, or begin it x-")
+
+
+def _is_discriminator(schema: Mapping[str, object]) -> bool:
+    """Whether the `discriminator` of a schema is one of OpenAPI's, as Pydantic writes them."""
+    value = schema["discriminator"]
+    return (
+        isinstance(value, Mapping)
+        and value.keys() <= {"propertyName", "mapping"}
+        and isinstance(value.get("propertyName"), str)
+        and isinstance(value.get("mapping", {}), Mapping)
+        and ("oneOf" in schema or "anyOf" in schema)
+    )

@@ -16,7 +16,9 @@ Not all that is valid is let through:
   length has quotes, backslashes and line ends only where the pattern leaves no other choice.
 """
 
+import json
 from collections.abc import Iterable
+from itertools import count
 from typing import Any
 
 from batchgen.engine.constraint.json_schema.containers import lower_array, lower_object
@@ -78,14 +80,16 @@ class _Lowering:
     `at` is a part's JSON pointer. `open_refs` are pointers of references followed to it without
     going into a property or an item: to meet one again would mean a value that consists of itself
     alone. `definitions` has rewritten schemas that references lead to, under the `names` of their
-    pointers; `marks` counts schemas that `mark` set apart, `steps` schemas looked at.
+    pointers; `branches` has the pointers of branches with their tag, by their content; `marks`
+    counts schemas that `mark` set apart, `steps` schemas looked at.
     """
 
     def __init__(self, root: Any, base: str) -> None:
-        self.root, self.base = root, base
+        self.root, self.base = dict(root) if isinstance(root, dict) else root, base
         self.validator = make_validator(root)
         self.definitions: dict[str, Any] = {}
         self.names: dict[str, str] = {}
+        self.branches: dict[str, str] = {}
         self.marks = self.steps = 0
 
     def run(self) -> dict[str, Any]:
@@ -101,7 +105,7 @@ class _Lowering:
                 raise refuse("false", at, "allows no value: remove it, or the property it is for")
             return self.any()
         check_keywords(schema, at, root=schema is self.root)
-        schema = {k: v for k, v in schema.items() if restricts(k, v)}
+        schema = {k: v for k, v in self.tagged(schema).items() if restricts(k, v)}
         if "enum" in schema or "const" in schema:
             return self.enum(schema, at)
         schema = {k: v for k, v in schema.items() if k not in DEFINITIONS}
@@ -123,6 +127,33 @@ class _Lowering:
 
     # References and combinations.
 
+    def tagged(self, schema: Any) -> Any:
+        """A schema whose `discriminator`, if it has one, is a required property of each branch,
+        which holds the names by which `mapping` leads there."""
+        if (discriminator := schema.get("discriminator")) is None:
+            return schema
+        name, mapping = discriminator["propertyName"], discriminator.get("mapping", {})
+        keyword = "oneOf" if "oneOf" in schema else "anyOf"
+        branches = []
+        for branch in schema[keyword]:
+            targets = (branch, isinstance(branch, dict) and branch.get("$ref"))
+            tags = [tag for tag, target in mapping.items() if target in targets]
+            tag = {"type": "object", "required": [name]}
+            values = {"properties": {name: {"enum": tags}}} if tags else {}
+            branches.append({"$ref": self.branch({"allOf": [branch, tag | values]})})
+        rest = {k: v for k, v in schema.items() if k != "discriminator"}
+        return rest | {keyword: branches}
+
+    def branch(self, schema: dict[str, Any]) -> str:
+        """The pointer of a definition that is made of a schema, so that it may lead to itself."""
+        text = json.dumps(schema)
+        if text not in self.branches:
+            known = self.root.get("$defs", {})
+            name = next(n for n in map("branch-{}".format, count(1)) if n not in known)
+            self.root["$defs"] = {**known, name: schema}
+            self.branches[text] = f"#/$defs/{name}"
+        return self.branches[text]
+
     def reference(self, ref: str, at: str, open_refs: tuple[str, ...]) -> dict[str, Any]:
         """A schema that is a reference and nothing else."""
         pointer, target = resolve(self.root, ref, at)
@@ -143,7 +174,7 @@ class _Lowering:
                 raise refuse("false", at, "allows no value: remove it")
             return []
         check_keywords(schema, at, root=schema is self.root)
-        skip = {"$ref", "allOf", *DEFINITIONS}
+        schema, skip = self.tagged(schema), {"$ref", "allOf", *DEFINITIONS}
         own = {k: v for k, v in schema.items() if k not in skip and restricts(k, v)}
         parts = [own] if own else []
         if "$ref" in schema:

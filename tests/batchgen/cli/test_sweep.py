@@ -63,6 +63,7 @@ def test_swept_values(argument: str, values: list[str] | None) -> None:
     assert swept_values(argument) == values
 
 
+@pytest.mark.thorough
 def test_folders_below_output_dir() -> None:
     _, jobs = sweep("sampling.seed=1,2", "sampling=greedy,sample", "output.dir=o", "sampling.n=2")
     assert jobs.folders == [

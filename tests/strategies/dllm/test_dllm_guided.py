@@ -269,27 +269,29 @@ def test_commits_may_go_alone_or_find_no_room(
     rule: dict[str, Any],
 ) -> None:
     rows = requests(length + 1, 12, longest=80)
-    expected = run(make_engine(tiny_model, length, rule), rows)
-    alone = run(make_engine(tiny_model, length, rule | {"fused_commit": False}), rows)
+    engines = [
+        make_engine(tiny_model, length, rule),
+        make_engine(tiny_model, length, rule | {"fused_commit": False}),
+        make_engine(tiny_model, length, rule, overlap=True),
+    ]
+    expected, alone = (run(engine, rows) for engine in engines[:2])
     rng = random.Random(0)
     monkeypatch.setattr(DLLMStrategy, "_room", lambda self, rows: rng.choice((0, 0, 1, rows + 2)))
-    tight = run(make_engine(tiny_model, length, rule, overlap=True), rows)
-    some = 0
+    tight = run(engines[2], rows)
     for wanted, one, other in zip(expected, alone, tight, strict=True):
         for found in (one, other):
             same(found, wanted)
-            assert (
-                found.counts["num_forwards"]
-                == wanted.counts["num_forwards"] + found.counts["num_commit_forwards"]
-            )
+        assert other.counts == wanted.counts
+        denoising = one.counts["num_forwards"] - one.counts["num_commit_forwards"]
+        assert denoising == wanted.counts["num_forwards"]
         assert wanted.counts["num_commit_forwards"] == 0
         last = len(wanted.prompt_token_ids) + len(wanted.token_ids) - 1
         # A conflict at the beginning of a block leaves nothing of it.
         last += wanted.finish_reason == "constraint_conflict"
         begun = last // length - len(wanted.prompt_token_ids) // length
         assert one.counts["num_commit_forwards"] == begun
-        some += other.counts["num_commit_forwards"]
-    assert 0 < some < sum(one.counts["num_commit_forwards"] for one in alone)
+    none, every, some = (engine.stats.strategy["commits_alone"] for engine in engines)
+    assert none == 0 < some < every
 
 
 @pytest.mark.quick(1)

@@ -139,14 +139,16 @@ def _decode(decay: Tensor, value: Tensor, cache: StateCache, rows: RowMetadata) 
     ring = cache.records["decay"].shape[1]
     pending, places, new = step.places(ring)
     pending = pending.unsqueeze(1)
+    written = pending - pending % cache.fold  # so many are in the state that is written back
     state, before = cache.state["sum"][slots], cache.state["before"][slots]
+    back = state, before
     records = {name: values[slots[:, None], places] for name, values in cache.records.items()}
     for j in range(ring):
         folded = records["decay"][:, j] * state + records["update"][:, j]
         state = torch.where(j < pending, folded, state)
         before = torch.where(j < pending, records["value"][:, j], before)
-    assert cache.fold == 1  # a CPU folds all that is pending
-    for name, values in (("sum", state), ("before", before)):
+        back = torch.where(j < written, state, back[0]), torch.where(j < written, before, back[1])
+    for name, values in zip(("sum", "before"), back, strict=True):
         cache.state[name].index_copy_(0, slots, values)
     decay, value = decay.unflatten(0, (-1, width)), value.unflatten(0, (-1, width))
     out = []

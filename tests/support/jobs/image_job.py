@@ -25,9 +25,9 @@ from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.vision.image import Image
+from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.resolve_job import resolve_job
 from batchgen.jobs.run.run_job import run_job
 from batchgen.util.request_id import RequestId
 

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from batchgen.config.compose.compose_config import compose
+from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.resolve_job import resolve_job
 from batchgen.jobs.run.run_job import run_job
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

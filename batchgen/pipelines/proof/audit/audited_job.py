@@ -13,10 +13,10 @@ import pyarrow.compute as pc
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.inputs.dataset.row_digest import rows_digest
 from batchgen.inputs.model.open_model import device_of
+from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.checked_rows import job_manifest, output_schema
 from batchgen.jobs.run.image_files import content_of
-from batchgen.jobs.run.resolve_job import resolve_job
 from batchgen.pipelines.proof.audit.first_difference import first_difference
 from batchgen.pipelines.proof.audit.rows_again import compute_again
 from batchgen.storage.shards.row_order import KEYS
@@ -71,7 +71,8 @@ def audit_rows(
     storage: Storage | None,
 ) -> list[AuditedRow]:
     """Compute input rows again, and compare each with the samples of it that are `stored`, by the
-    row's number. The columns that are stored are compared, to the bit.
+    row's number. The columns that are stored are compared, to the bit, but for those that do not
+    depend on the row alone (`Strategy.by_schedule`).
 
     Args:
         storage: where the job may have its row index.
@@ -80,16 +81,17 @@ def audit_rows(
     with tempfile.TemporaryDirectory(prefix="batchgen-audit-") as folder:
         again = compute_again(config, parts, numbers, Path(folder), storage)
     return [
-        _audited(again.filter(pc.equal(again[_ROW], place)), stored[number])
+        _audited(again.filter(pc.equal(again[_ROW], place)), stored[number], parts.by_schedule)
         for place, number in enumerate(numbers)
     ]
 
 
-def _audited(again: pa.Table, stored: pa.Table) -> AuditedRow:
+def _audited(again: pa.Table, stored: pa.Table, by_schedule: frozenset[str]) -> AuditedRow:
     row_id = again["row_id"][0].as_py()
     samples = stored[_SAMPLE].to_pylist()
     known = again[_SAMPLE].to_pylist()
     names = [name for name in again.schema.names if name in stored.schema.names]
+    names = [name for name in names if name not in by_schedule]
     if missing := [sample for sample in samples if sample not in known]:
         difference = f"there is no sample {missing[0]} here, and there is one there"
         return AuditedRow(row_id, len(samples), difference)

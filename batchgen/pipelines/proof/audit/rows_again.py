@@ -118,9 +118,6 @@ class _AnswerOfTaken:
 
     answer: Answer
 
-    def size(self, row: Row) -> int:
-        return self.answer.size(_given(row))
-
     def token_ids(self, row: Row) -> list[int]:
         return self.answer.token_ids(_given(row))
 
@@ -154,7 +151,6 @@ def compute_again(
         source=taken,
         prompt=_PromptOfTaken(parts.prompt),
         answer=None if parts.answer is None else _AnswerOfTaken(parts.answer),
-        predict=lambda *_: None,
     )
     output = dataclasses.replace(
         config.output, dir=str(folder), report=False, retry_errors=False, on_all_errors="continue"

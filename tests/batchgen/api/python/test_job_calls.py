@@ -72,6 +72,11 @@ def test_mistakes_are_raised(job: dict[str, Any], changed: dict[str, Any], says:
     assert says in str(error.value)
 
 
+def test_a_job_file_is_no_mapping() -> None:
+    with pytest.raises(ConfigError, match=r"got 'job\.yaml': a job file is read by yaml"):
+        run_job("job.yaml")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )

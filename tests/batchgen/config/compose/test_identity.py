@@ -19,8 +19,8 @@ from batchgen.config.groups.config_keys import choice_values, choices
 from batchgen.config.groups.job_config import EngineGroup, JobConfig, ModelGroup
 from batchgen.engine.sampling import sampling_params
 from batchgen.inputs.prompts.row_request import RowRequest
+from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.reuse.row_key import RowKeys
-from batchgen.jobs.run.resolve_job import resolve_job
 from batchgen.jobs.run.run_job import run_job
 from batchgen.pipelines.run.addresses import addresses
 from batchgen.pipelines.run.pipeline import Step

@@ -279,7 +279,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
         "key of another kind",
         ["prompt=text", "+prompt.user=x"],
         "prompt.user is not a key: choose among kind, text, text_file, add_special_tokens, "
-        "answer, too_long",
+        "answer, constant, too_long",
     ),
     ("top", ["output.top_logprobs=0"], "output.top_logprobs must be 1 to 256, got 0"),
     (

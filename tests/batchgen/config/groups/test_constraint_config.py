@@ -29,7 +29,7 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.vision.image import Image
 from batchgen.inputs.constraint.row_constraints import RowConstraints
 from batchgen.inputs.dataset.source import Row
-from batchgen.jobs.run.resolve_job import resolve_job
+from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.run.run_job import run_job
 from batchgen.storage.stores.manifest import Manifest
 from batchgen.util.errors import ConfigError

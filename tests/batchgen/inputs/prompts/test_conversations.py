@@ -141,7 +141,6 @@ def test_tools_reach_the_chat_template(smollm2: PreTrainedTokenizerBase) -> None
     nothing: list[Any] = [None, [], "[]"]
     for none in nothing:
         assert made.token_ids(row(q1="Hi", tools=none)) == without
-    assert made.size(row(q1="Hi", tools=TOOLS)) > made.size(row(q1="Hi", tools=None))
     assert not prompt(smollm2, WITH_TOOLS, user="Hi", tools_column="tools").is_constant
 
 
@@ -226,7 +225,6 @@ def test_bodies_are_conversations_texts_or_ids(smollm2: PreTrainedTokenizerBase)
     assert made.token_ids(row(body={"prompt": [5, 6]})) == [5, 6]
     assert made.text(row(body={"prompt": "Hi"})) == "Hi"
     assert made.text(row(body={"prompt": [5]})) is None
-    assert made.size(row(body={"prompt": "Hi"})) == 2
 
 
 @pytest.mark.parametrize(

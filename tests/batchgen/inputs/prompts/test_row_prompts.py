@@ -18,7 +18,9 @@ from batchgen.config.groups.prompt_config import (
 )
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.inputs.dataset.source import Row
-from batchgen.inputs.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
+from batchgen.inputs.prompts.row_prompts import Prompt, build_prompt, constant_prompt_refusal
+from batchgen.util.errors import ConfigError
+from batchgen.util.templates.row_templates import RowTemplate
 from tests.support.jobs.byte_prompts import BOS, TOKENIZER, build, byte_tokenizer, chat, row
 
 
@@ -105,19 +107,6 @@ def test_the_text_before_it_becomes_tokens() -> None:
     assert build(TokensPromptConfig(token_ids_column="ids"), None).text(row(ids=[1])) is None
 
 
-def test_the_size_tells_how_much_of_a_row_is_in_its_prompt() -> None:
-    chat = build(ChatPromptConfig(user="{{ q }}", system="S{{ q }}"))
-    assert chat.size(row(q="äx")) == 3 + 4
-    assert build(TextPromptConfig(text="{{ q }}!")).size(row(q="äx")) == 4
-    assert build(TokensPromptConfig(token_ids_column="ids"), None).size(row(ids=[1, 2])) == 2
-    talk = build(ChatPromptConfig(messages_column="messages"))
-    one, two = ([{"role": "user", "content": text}] for text in ("a", "ab"))
-    assert talk.size(row(messages=two)) == talk.size(row(messages=one)) + 1
-    for config in (ChatPromptConfig(user="{{ q }}"), TextPromptConfig(text="{{ q }}")):
-        with pytest.raises(RequestError, match="null"):
-            build(config).size(row(q=None))
-
-
 @pytest.mark.parametrize(
     ("config", "constant"),
     [
@@ -135,13 +124,29 @@ def test_prompts_without_a_column(config: PromptConfig, constant: bool) -> None:
     assert build(config).is_constant == constant
 
 
-def test_the_warning_of_a_constant_prompt_shows_it() -> None:
-    said = constant_prompt_warning(build(TextPromptConfig(text="t.jinja")), row(q="x"))
-    assert said.endswith("The first prompt:\nt.jinja")
-    long = constant_prompt_warning(build(TextPromptConfig(text="x" * 5000)), row(q="x"))
-    assert long.endswith("\n" + "x" * 1000 + "…")
-    wrong = constant_prompt_warning(build(TextPromptConfig(text="{{ 1 / 0 }}")), row(q="x"))
-    assert wrong.endswith("\n(prompt.text: ZeroDivisionError: division by zero)")
+def test_the_refusal_of_a_constant_prompt_shows_it() -> None:
+    said = constant_prompt_refusal(
+        "prompt.text", build(TextPromptConfig(text="q")), row(a="", q="x")
+    )
+    assert "write {{ q }} for the column q (prompt.text_file=…" in said
+    assert said.endswith("The prompt:\nq")
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        *(("Say {q}.", True), ("{ q }", True), ("A:{q}", True), ("{% if q %}{q}{% endif %}", True)),
+        *(("{{ q }}", False), ("{{ '{q}' }}", False), ("{z}", False), ("{q: 1}", False)),
+        *((r"\boxed{q}", False), (r"\frac{1}{q}", False), ("x^{q}", False), ("{ {{ q }}}", False)),
+        *(("{# {q} #}", False), ("f(x)_{q}", False)),
+    ],
+)
+def test_a_column_in_single_braces(text: str, refused: bool) -> None:
+    if not refused:
+        RowTemplate("prompt.user", text, ["q"])
+        return
+    with pytest.raises(ConfigError, match=r"is no column but that very text: write \{\{ q \}\}"):
+        RowTemplate("prompt.user", text, ["q"])
 
 
 def test_text_gets_the_tokenizers_special_tokens_unless_told() -> None:

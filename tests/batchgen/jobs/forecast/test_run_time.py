@@ -65,7 +65,6 @@ def test_a_job_takes_about_what_its_steps_take(rows: int, tokens: int, number: i
     assert run.seconds == pytest.approx(seconds, rel=0.15)
     assert run.steps == pytest.approx(steps, rel=0.15)
     assert run.mean_rows == pytest.approx(answers.sum() / steps, rel=0.15)
-    assert 0 < run.first_s < run.seconds
 
 
 def test_a_sample_stands_for_many_answers() -> None:

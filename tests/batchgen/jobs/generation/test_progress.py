@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from batchgen.engine.interface.outputs import RequestError, RequestOutput
-from batchgen.jobs.forecast.forecast import Forecast, Range
 from batchgen.jobs.generation import progress as module
 from batchgen.jobs.generation.progress import Progress, _Speed
 from batchgen.storage.shards.output_schema import FinishedRow
@@ -175,50 +174,3 @@ def test_the_errors_of_other_workers_count() -> None:
         progress.show(2, np.zeros(0, np.int64))
     line = stream.getvalue().splitlines()[-1]
     assert line.startswith("4/10 rows, ") and ", 3 workers, 3 errors, " in line
-
-
-def expected(first: float = 40.0) -> Forecast:
-    """The forecast of a job that took 5 s to start and should take 115 to 595 s more."""
-    return Forecast(
-        seconds=Range(120.0, 300.0, 600.0),
-        start_s=5.0,
-        first_s=first,
-        generated=Range(1.0, 2.0, 3.0),
-        prompt_tokens=1,
-        mean_rows=1.0,
-        batch_share=0.0,
-        device="a device",
-        assumptions=(),
-    )
-
-
-def test_until_the_first_row_ends_there_is_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr("batchgen.jobs.generation.progress.time.monotonic", lambda: clock[-1])
-    stream, none = io.StringIO(), np.zeros(0, np.int64)
-    with Progress(10, 3, stream=stream, expected=expected()) as progress:
-        for passed in (10.0, 41.0, 200.0, 595.0):
-            clock.append(100.0 + passed)
-            progress.show(1, none)
-        clock.append(120.0)
-        progress.add([answered("a")])
-        progress.show(2, none)
-    lines = [line.partition("running")[2] for line in stream.getvalue().splitlines()]
-    assert lines[:4] == [
-        ", estimated: the first row within 30 s, all in 0:01:45 to 0:09:45",
-        ", estimated: all in 0:01:14 to 0:09:14",
-        ", estimated: all within 0:06:35",
-        "",
-    ]
-    assert "estimated" not in lines[4]
-
-
-def test_no_estimate_without_a_forecast_or_with_other_workers() -> None:
-    attempt = {"rows": 0, "generated_tokens": 0, "generate_s": 0.0}
-    beat = {"worker": 2, "dead": False, "attempt": attempt, "totals": {"error_rows": 0}}
-    for forecast, beats in ((None, []), (expected(), [beat])):
-        stream = io.StringIO()
-        with Progress(10, 0, stream=stream, expected=forecast) as progress:
-            progress.set_others(beats, number=1)
-            progress.show(1, np.zeros(0, np.int64))
-        assert "running" in stream.getvalue() and "estimated" not in stream.getvalue()

@@ -1,6 +1,6 @@
 """The local launcher: starts workers, starts them again, stops all, and has one exit code.
 
-The workers here are small programs; with real ones scripts/check/check_kills.py does the same.
+The workers here are small programs; with real ones tests/support/kills does the same.
 """
 
 from __future__ import annotations

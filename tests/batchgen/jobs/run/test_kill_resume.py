@@ -1,6 +1,6 @@
 """`kill -9` at random moments: nothing lost, nothing twice, nothing computed again.
 
-scripts/check/check_kills.py does the same to any command, such as a job with a real model.
+tests/support/kills does the same to any command, such as a job with a real model.
 """
 
 import os

@@ -1,6 +1,6 @@
 """`kill -9` at random moments over jobs that share an engine, one of which follows the other.
 
-scripts/check/check_kills.py --pipeline does the same to a pipeline with a real model.
+tests/support/kills with --pipeline does the same to a pipeline with a real model.
 """
 
 from __future__ import annotations

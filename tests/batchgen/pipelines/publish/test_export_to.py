@@ -133,6 +133,34 @@ def test_stored_conversations_templates_of_messages_and_continued_ones(tmp_path:
     }  # fmt: skip
 
 
+def calls(arguments: object) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "r", "name": "f"},
+    ]
+
+
+@pytest.mark.parametrize("asked", ["--to sft", "--to dpo --by mark", "--to grpo", "--columns talk"])
+def test_fields_that_a_row_never_had_are_in_no_training_file(tmp_path: Path, asked: str) -> None:
+    """Parquet pads the structs of a column with the fields of all rows."""
+    talks = [calls({"city": "Oslo"}), calls({"days": 2, "of": {"week": 1}}), calls({})]
+    padded = pa.array(talks)
+    assert "days" in padded[0].as_py()[1]["tool_calls"][0]["function"]["arguments"]
+    fields = [pa.field("talk", padded.type, metadata=INPUT)]
+    texts = [(0, "yes"), (1, "no")]
+    rows = [row(i, k, text=t, talk=talk) for i, talk in enumerate(talks) for k, t in texts]
+    config = {"prompt": {"kind": "chat", "messages_column": "talk"}}
+    job = finished_job(tmp_path / "job", rows, fields, graded=True, config=config)
+    out = tmp_path / "out.jsonl"
+    where = ["--where", "text == 'yes'"] if "dpo" not in asked else []
+    assert run("export", job, *asked.split(), *where, "--out", out) == 0
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    (key,) = {"messages", "prompt", "talk"} & found[0].keys()
+    assert [one[key][:3] for one in found] == talks
+
+
 def test_tools_are_json_and_reasoning_is_a_key_of_the_answer(tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     fields = [pa.field("tools", pa.string(), metadata=INPUT), pa.field("reasoning", pa.string())]

@@ -1,4 +1,4 @@
-"""A pipeline whose workers are killed, for check_kills.py."""
+"""A pipeline whose workers are killed, for `python -m tests.support.kills.check_kills`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from killing import BEAT, PER_SHARD, STALE, Check, Finished, Fork, Peers, digests, write_questions
-
 from batchgen.config.compose.trust import TYPED
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.jobs.run.shared_engine import EnginePort
@@ -26,6 +24,17 @@ from batchgen.pipelines.run.pipeline_file import read_pipeline
 from batchgen.pipelines.run.run_pipeline import PipelineResult, run_pipeline
 from batchgen.storage.folder.export_record import ExportRecord, content_digest
 from batchgen.storage.stores.whole_file import publish
+from tests.support.kills.killing import (
+    BEAT,
+    PER_SHARD,
+    STALE,
+    Check,
+    Finished,
+    Fork,
+    Peers,
+    digests,
+    write_questions,
+)
 
 _ENGINE_ROWS = 8
 """Rows in flight of the engine."""

@@ -1,12 +1,12 @@
 """Kill the processes of a job at random moments, and compare its files with those of a job that ran
 undisturbed.
 
-    python scripts/check/check_kills.py --work /tmp/check [--kills 60] [--workers 4]
+    python -m tests.support.kills --work /tmp/check [--kills 60] [--workers 4]
         [--engine null] [--grade regex] [--launcher] [--store s3]
-    python scripts/check/check_kills.py --work /tmp/check --pipeline [--kills 40] [--workers 2]
+    python -m tests.support.kills --work /tmp/check --pipeline [--kills 40] [--workers 2]
         [--histories 20] [--change judge.sampling.seed=1]
-    python scripts/check/check_kills.py --work /tmp/check --only-grading integer
-    python scripts/check/check_kills.py --work /tmp/check [--grow sampling.n=4] -- \\
+    python -m tests.support.kills --work /tmp/check --only-grading integer
+    python -m tests.support.kills --work /tmp/check [--grow sampling.n=4] -- \\
         batchgen dataset=files dataset.path=rows.jsonl output.dir={out}
 
 The first form runs workers of one job that has the small model of batchgen, on the CPU, or with
@@ -47,14 +47,23 @@ import logging
 import random
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from killed_pipelines import check_pipeline
-from killing import (
+from batchgen.config.compose.compose_config import compose
+from batchgen.config.compose.load_config import step_configs
+from batchgen.config.groups.workers_config import WorkersConfig
+from batchgen.jobs.resolve.opened_job import resolve_job
+from batchgen.jobs.run.job_end import JobResult
+from batchgen.jobs.run.run_job import run_job
+from batchgen.storage.leases.object_store import connect
+from tests.support.jobs.fake_job import FakeJob
+from tests.support.jobs.job_comparison import attempts, compare_outputs, finished_rows
+from tests.support.kills.killed_pipelines import check_pipeline
+from tests.support.kills.killing import (
     BEAT,
     PER_SHARD,
     STALE,
@@ -69,18 +78,6 @@ from killing import (
     warm_up,
     write_questions,
 )
-
-from batchgen.config.compose.compose_config import compose
-from batchgen.config.compose.load_config import step_configs
-from batchgen.config.groups.workers_config import WorkersConfig
-from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.resolve_job import resolve_job
-from batchgen.jobs.run.run_job import run_job
-from batchgen.storage.leases.object_store import connect
-
-sys.path.append(str(Path(__file__).parents[2]))
-from tests.support.jobs.fake_job import FakeJob
-from tests.support.jobs.job_comparison import attempts, compare_outputs, finished_rows
 
 if TYPE_CHECKING:
     from tests.support.jobs.s3_server import FaultyS3
@@ -238,7 +235,7 @@ def check_command(check: Check) -> None:
         print(f"{rows} rows: equal to those of the undisturbed job")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -261,7 +258,7 @@ def main() -> None:
     parser.add_argument("--only-grading", choices=["integer", "regex"], metavar="METHOD")
     parser.add_argument("--grow", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("command", nargs="*")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.launcher and (args.engine == "null" or args.store == "s3"):
         parser.error("--launcher starts the command: it has no null engine, and finds no store")
     if args.grade and args.store == "s3":
@@ -270,7 +267,7 @@ def main() -> None:
     args.work.mkdir(parents=True)
     check = Check(args, random.Random(args.seed))
     if not (args.command or args.only_grading):
-        warm_up(Path(__file__).stem)
+        warm_up("tests.support.kills.check_kills")
     if args.command:
         check_command(check)
     elif args.pipeline:
@@ -285,7 +282,3 @@ def main() -> None:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         with served(args.seed, timeout=1.0) as server:
             check_workers(check, server, f"s3://{BUCKET}/out")
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.int64]
 _NEWEST = 0.2
 """Beyond the longest row, rows are taken to end as often as in this last part of the lengths."""
 _GRID = 65
-"""At so many lengths the share of longer rows is looked at, to find the longest of many."""
+"""Grid points of the survival curve from which the expected longest answer is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,12 @@ class TimeLeft:
             self._lengths.add(length)
 
     def seconds(self, now: float, generated: int, running: Ints) -> float | None:
-        """The seconds that are left at `now`, when `generated` tokens are there, also of running
-        rows, of which [B] have the tokens `running`; None as long as that cannot be told."""
+        """Estimated seconds left at `now`; None until a rate is known.
+
+        Args:
+            generated: tokens so far, of finished and running rows.
+            running: [B] tokens of each running row.
+        """
         samples = self._samples
         samples.append((now, generated))
         while len(samples) > 2 and samples[1][0] <= (now + self._started) / 2:

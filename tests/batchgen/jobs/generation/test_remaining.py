@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from batchgen.jobs.forecast.remaining import AnswerLengths, TimeLeft
+from batchgen.jobs.generation.remaining import AnswerLengths, TimeLeft
 
 Ints = npt.NDArray[np.int64]
 MOST = 400

@@ -11,32 +11,29 @@ import torch
 from batchgen.config.compose.load_config import resolved
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.memory.memory_plan import MemoryPlan
-from batchgen.jobs.forecast.calibration import Calibration, Ints
+from batchgen.jobs.forecast.calibration import Calibration
 from batchgen.jobs.forecast.devices import Device, measured_cpu, this_gpu
 from batchgen.jobs.forecast.engine_estimate import EngineEstimate
 from batchgen.jobs.forecast.forecast import Work
 from batchgen.jobs.forecast.run_time import Places
 from batchgen.jobs.forecast.samples_per_row import SamplesPerRow
-from batchgen.jobs.forecast.step_cost import StepCost
+from batchgen.jobs.forecast.scan import Scan
 
 if TYPE_CHECKING:
     from batchgen.jobs.resolve.opened_job import OpenedJob
 
+_MEASURE_S = 0.2
+"""For how long each of a CPU's rates is measured."""
+_COMPARED = 50
+"""Prompts of which it is seen what all begin with."""
 
-def job_device(config: JobConfig) -> str:
-    """The kind of device that a job runs on here: `cuda` or `cpu`."""
+
+def here(config: JobConfig, dtype: torch.dtype) -> Device | None:
+    """The device that a job runs on here; None if it is a GPU that is not known."""
     name = config.engine.device
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
-
-
-def here(config: JobConfig, dtype: torch.dtype, seconds: float) -> Device | None:
-    """The device that a job runs on here; None if it is a GPU that is not known. Each rate of a CPU
-    is measured for `seconds`."""
-    if job_device(config) == "cuda":
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
         return this_gpu()
-    return measured_cpu(dtype, seconds)
+    return measured_cpu(dtype, _MEASURE_S)
 
 
 def job_work(
@@ -44,23 +41,17 @@ def job_work(
     opened: OpenedJob,
     room: EngineEstimate,
     memory: MemoryPlan,
-    prompts: Sequence[Sequence[int]],
-    lengths: Ints,
+    scan: Scan,
     rows: int,
     *,
     samples: SamplesPerRow,
-    longest: int | None = None,
     seen: Calibration | None = None,
-    start_s: float | None = None,
     compiled: bool = True,
-    notes: tuple[str, ...] = (),
 ) -> Work:
-    """What a job has to do, with `rows` to compute, `samples` of each, and some whole prompts,
-    which tell what all begin with. `lengths` are the tokens of all prompts or of some, `longest`
-    the mean of the most tokens of an answer, where rows have their own; the rest is as in `Work`.
-    """
+    """What a job has to do, with `rows` to compute, `samples` of each; the rest is as in `Work`."""
     settings, sampling = room.settings, config.sampling
     block = settings.block_size
+    prompts = [read.ids for read in scan.sample[:_COMPARED]]
     prefix = common_prefix(prompts) // block * block if settings.prefix_caching else 0
     places = Places(
         rows=min(settings.max_num_seqs, memory.window_rows or settings.max_num_seqs),
@@ -70,29 +61,22 @@ def job_work(
         samples=samples.whole if settings.prefix_caching else 1,
         block=block,
     )
+    several = "what the models beside the target cost is not counted"
     return Work(
-        prompts=lengths,
+        prompts=scan.lengths,
         rows=rows,
         samples=samples.whole,
         spread=samples.spread,
-        longest=longest or sampling.max_new_tokens,
+        longest=scan.longest_answer or sampling.max_new_tokens,
         exact=sampling.ignore_eos and not (sampling.stop or sampling.stop_token_ids),
         width=room.width,
         least=opened.strategy.least_tokens,
         places=places,
         weight_bytes=room.weight_bytes,
         seen=seen,
-        start_s=start_s,
         compiled=compiled,
-        notes=notes + _notes(room),
+        notes=(several,) if len(room.uses) > 1 else (),
     )
-
-
-def step_cost(room: EngineEstimate, opened: OpenedJob, device: Device) -> StepCost:
-    """The time of the target's forwards on a device for each rank; on a CPU the ranks share one."""
-    if not device.is_gpu:
-        device = device.shared(room.sizes.ranks)
-    return StepCost(room.sizes, device, opened.model.config.vocab_size)
 
 
 def same_speed(config: JobConfig) -> dict[str, Any]:
@@ -112,9 +96,3 @@ def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
         different = np.flatnonzero(np.array(first[:shared]) != np.array(other[:shared]))
         shared = int(different[0]) if len(different) else shared
     return shared
-
-
-def _notes(room: EngineEstimate) -> tuple[str, ...]:
-    if len(room.uses) > 1:
-        return ("what the models beside the target cost is not counted",)
-    return ()

@@ -1,0 +1,51 @@
+"""Says whether a response follows an instruction that a program can check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchgen.evals.instructions.arguments import Arguments
+from batchgen.evals.instructions.ifeval import IFEVAL
+
+
+def follows_instruction(
+    instruction_id: str,
+    kwargs: Mapping[str, Any],
+    response: str,
+    *,
+    prompt: str | None = None,
+    loose: bool = False,
+) -> bool:
+    """Whether a response follows an instruction of IFEval (Zhou et al. 2023, arXiv 2311.07911).
+
+    Args:
+        instruction_id: such as "keywords:existence".
+        kwargs: its arguments; those that are None count as missing.
+        response: what the model wrote. An empty one follows nothing.
+        prompt: the whole prompt, which instructions to repeat it read if kwargs do not say what
+            to repeat.
+        loose: also accept a response that follows it without its first or last line, without both,
+            or without asterisks.
+
+    Raises:
+        ValueError: the instruction is unknown, or an argument is missing or of another type.
+        ConfigError: the package langdetect is missing, which tells languages.
+    """
+    check = IFEVAL.get(instruction_id)
+    if check is None:
+        raise ValueError(
+            f"unknown instruction {instruction_id!r:.80}; known: {', '.join(sorted(IFEVAL))}"
+        )
+    if prompt is not None and kwargs.get("prompt_to_repeat") is None:
+        kwargs = {**kwargs, "prompt_to_repeat": prompt}
+    args = Arguments(instruction_id, kwargs)
+    versions = _versions(response) if loose else [response]
+    return any(check(text, args) for text in versions if text.strip())
+
+
+def _versions(response: str) -> list[str]:
+    """The response, and what is left without lines or marks that are not the answer itself."""
+    lines = response.split("\n")
+    cut = [response, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    return list(dict.fromkeys([*cut, *(text.replace("*", "") for text in cut)]))

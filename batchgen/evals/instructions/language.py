@@ -1,0 +1,35 @@
+"""Tells in which language a text is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from batchgen.util.errors import ConfigError
+
+
+def language_of(text: str) -> str | None:
+    """The likeliest language of a text as a code of two letters, `zh-cn` or `zh-tw`; None if it has
+    nothing to tell it by. Equal texts have equal answers.
+
+    Raises:
+        ConfigError: the package langdetect is not installed.
+    """
+    detect = _detector()
+    from langdetect import LangDetectException
+
+    try:
+        return detect(text)
+    except LangDetectException:
+        return None
+
+
+def _detector() -> Callable[[str], str]:
+    try:
+        from langdetect import DetectorFactory, detect
+    except ImportError:
+        raise ConfigError(
+            "instructions on languages need the package langdetect: pip install 'batchgen[evals]'"
+        ) from None
+    DetectorFactory.seed = 0
+    found: Callable[[str], str] = detect
+    return found
