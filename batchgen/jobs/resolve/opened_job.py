@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Self
 from batchgen.config.compose.load_config import identity
 from batchgen.config.groups.constraint_config import ChoiceConstraintConfig, constraint_column
 from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.model_sampling import recommendation
 from batchgen.config.groups.prompt_config import ChatPromptConfig, TextPromptConfig, answer_key
 from batchgen.config.groups.sampling_config import copies_warning
 from batchgen.engine.constraint.compiler import GrammarCompiler
@@ -43,7 +44,12 @@ from batchgen.jobs.resolve.answer_columns import (
 )
 from batchgen.jobs.resolve.build_strategy import build_strategy
 from batchgen.jobs.resolve.job_images import image_columns, row_images
-from batchgen.jobs.resolve.job_model import dtype_and_length, model_fingerprints, open_job_model
+from batchgen.jobs.resolve.job_model import (
+    dtype_and_length,
+    model_fingerprints,
+    model_sampling,
+    open_job_model,
+)
 from batchgen.jobs.resolve.likely_rows import likely_row_tokens
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.pages.tokens.decode_tokens import decode_with
@@ -139,7 +145,10 @@ class OpenedJob(ResolvedJob):
                     weights = recipe.load(ranks.parallel)
                 if weights.skipped_parts:
                     skipped = " and ".join(weights.skipped_parts)
-                    print(f"model: not loaded of the checkpoint: {skipped}", file=sys.stderr)
+                    print(
+                        f"model: not loaded, as this job does not use it: {skipped}",
+                        file=sys.stderr,
+                    )
                 with mistakes_in("strategy"):
                     others = recipe.load_others(weights)
             with mistakes_in("engine"):
@@ -192,6 +201,10 @@ def open_job(
     if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:
         print(f"batchgen: warning: {copies}", file=sys.stderr)
     model = open_job_model(config)
+    if config.sampling.max_new_tokens:
+        said = recommendation(dataclasses.asdict(config.sampling), model_sampling(model.path))
+        if said is not None:
+            print(f"model: {said}", file=sys.stderr)
     with mistakes_in("strategy"):
         strategy.block_length(model.config)
     strategy_heads(strategy, model)  # This raises an error if the model lacks one.
@@ -248,6 +261,7 @@ def open_job(
         bos_id=None if tokenizer is None else tokenizer.bos_token_id,
         step_fingerprints=of_steps,
         reasoning=reasoning,
+        model_sampling=model_sampling(model.path),
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),
         row_tokens=likely_row_tokens(config, source, prompt, answer)

@@ -40,6 +40,7 @@ class ResolvedJob:
         answer: makes the token ids of the answer that is scored; None if rows generate.
         images: makes the images of rows; None if these have none.
         reasoning: tells answers from what the model says besides; None if the text is all of it.
+        model_sampling: what the model recommends for sampling, by key.
         decode: the text of token ids, to show prompts to people; None without a tokenizer.
         decode_all: the text with special tokens, to show single tokens.
         name: which of the jobs that share an engine this is; empty for one alone.
@@ -61,6 +62,7 @@ class ResolvedJob:
     answer: Answer | None = None
     images: RowImages | None = None
     reasoning: ReasoningMarkers | HarmonyChannels | None = None
+    model_sampling: Mapping[str, float] = field(default_factory=dict)
     decode: Callable[[list[int]], str] | None = None
     decode_all: Callable[[list[int]], str] | None = None
     name: str = ""
