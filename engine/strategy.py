@@ -116,6 +116,12 @@ class Strategy(Pacing, ABC):
         """Whether tokens depend on how drafts came about, and not only on what they are."""
         return False
 
+    @property
+    def by_schedule(self) -> frozenset[str]:
+        """The counts and columns, by name, that depend on the rows beside a row, on clocks or on
+        preemption. All others depend on the row alone."""
+        return frozenset()
+
     def propose(self, batch: DecodeBatch) -> None:
         """Complete the inputs of the step's forward, for example with drafts."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from batchgen.engine.device.host_limits import available_memory
 from batchgen.engine.interface.engine_config import ResolvedConfig
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
-from batchgen.engine.memory.largest_steps import GRAPH_BYTES, LIBRARY_BYTES
+from batchgen.engine.memory.largest_steps import GRAPH_BYTES, LIBRARY_BYTES, replay_bytes
 from batchgen.engine.memory.memory_plan import CPU_SHARE, MemoryPlan, Room, divide_memory
 from batchgen.engine.memory.model_use import ModelUse, weight_bytes
 from batchgen.engine.vision.vision_config import VisionConfig
@@ -71,7 +71,8 @@ def _activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     step += max((each.scratch_bytes(config.max_batched_tokens) for each in mixtures), default=0)
     if model.tower is not None:
         step = max(step, _image_bytes(model.tower.config, config, model.dtype.itemsize))
-    return step + logits + histories + graphs + LIBRARY_BYTES
+    again = replay_bytes(0, config)
+    return step + logits + histories + graphs + again + LIBRARY_BYTES
 
 
 def _image_bytes(tower: VisionConfig, config: ResolvedConfig, itemsize: int) -> int:

@@ -17,12 +17,14 @@ from batchgen.engine.interface.engine_config import ResolvedConfig
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.vision.vision_tower import VisionTower
+from batchgen.kernels.attention.metadata import MOST_ROWS
 
 GRAPH_BYTES = 8 * 2**20
 """A bound on the memory of one captured graph: the driver's record of it and its outputs."""
 LIBRARY_BYTES = 256 * 2**20
 """A reserve for kernels that are loaded later and for cuBLAS's workspaces."""
 
+_TABLE_ENTRY_BYTES = 8
 _SCORE_BYTES = {"cpu": 2**26, "cuda": 2**28}
 """The most bytes of float32 logits of given tokens that are scored at once. On a CPU, which makes
 copies of them, few are as fast."""
@@ -38,6 +40,7 @@ def activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     rows = config.max_num_seqs
     inputs = _largest_decode_inputs(runner, use, config)
     decode = _peak(model.device, lambda: _run_decode(runner, inputs, use, config))
+    prefill += replay_bytes(decode, config)
     tower = model.tower
     images = 0
     if tower is not None:
@@ -53,6 +56,16 @@ def activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     sampling = logits * model.vocab_size * (model.dtype.itemsize + 4)
     sampling += rows * config.max_model_len * 3 * 8
     return max(prefill, decode, images) + graphs + sampling + LIBRARY_BYTES
+
+
+def replay_bytes(decode: int, config: ResolvedConfig) -> int:
+    """Return the bytes that a prefill needs besides to read tokens again as decode steps do: tables
+    of the blocks of each token, those of windows too, and what one such step takes. `decode` are
+    the bytes of the largest decode step, which may have fewer rows."""
+    if not config.rules.replay:
+        return 0
+    tables = 2 * config.max_batched_tokens * config.row_blocks * _TABLE_ENTRY_BYTES
+    return tables + decode * max(1, -(-MOST_ROWS // config.max_num_seqs))
 
 
 def score_rows(model: TokenModel, config: ResolvedConfig) -> int:

@@ -17,9 +17,9 @@ from torch import Tensor
 from batchgen.kernels.attention.kv_gather import upload
 from batchgen.kernels.rules import BY_BATCH, BitRules
 
-_MOST_ROWS = 1024
-"""The most rows of a decode step that tokens are read in: their partial results, and the tables of
-their blocks, take memory that nobody has planned."""
+MOST_ROWS = 256
+"""The most rows of a decode step in which tokens are read again, so that its partial results take
+no more memory than those of other decode steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,9 @@ def _divided(meta: AttentionMetadata, replayed: tuple[int, ...]) -> list[Form]:
         found.append(_part(meta, tokens, rows, lens - again, contexts - again, None))
     rows = torch.arange(len(again)).repeat_interleave(again // length)
     widths, tokens = torch.full_like(again, length), is_again.nonzero().flatten()
-    for start in range(0, len(rows), _MOST_ROWS):
-        some = slice(start, start + _MOST_ROWS)
-        own = tokens[start * length : (start + _MOST_ROWS) * length]
+    for start in range(0, len(rows), MOST_ROWS):
+        some = slice(start, start + MOST_ROWS)
+        own = tokens[start * length : (start + MOST_ROWS) * length]
         found.append(_part(meta, own, rows[some], widths, contexts, length))
     return found
 

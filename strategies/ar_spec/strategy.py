@@ -223,6 +223,13 @@ class ARSpecStrategy(Strategy):
     def depends_on_drafts(self) -> bool:
         return self._rejection
 
+    @property
+    def by_schedule(self) -> frozenset[str]:
+        # Where steps begin, and so what they draft, changes with a preemption; n-grams of other
+        # rows displace those of a row; and an adaptive number of drafts follows the clock.
+        counts = {count.name for count in self.counts}
+        return frozenset(counts | {column.name for column in self.columns})
+
     def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
         state = self.step_inputs
         drafts, steps = state.drafts, state.rows.steps

@@ -121,6 +121,7 @@ def test_verbs_on_finished_rows_load_no_library_of_models_or_data_sets(
     assert loaded == {"pyarrow"}
 
 
+@pytest.mark.thorough
 def test_a_push_loads_no_library_of_models_or_data_sets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,7 @@ def test_a_job_answers_right_and_says_so(
     assert "100.0%" in said and "a+b-c" in said  # of all, and by kind
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LEAST_PER_FORWARD)
 def test_answers_in_json_are_graded_by_the_same_steps(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 _ABOUT = """\
 Choose rows of a job at random, compute them again with the job's own configuration, and compare
-them with its shards to the bit: token ids, every column with a value per token, and all others. It
-says how many are equal, what differs first in each of the others, and how large the share of rows
-that differ can be (at 95%). Exit code 0 only if all are equal.
+them with its shards to the bit: token ids, every column with a value per token, and all others,
+but for what strategy=ar_spec says of its drafts, which follows the schedule. It says how many are
+equal, what differs first in each of the others, and how large the share of rows that differ can be
+(at 95%). Exit code 0 only if all are equal.
 
 OUT is a job's folder, or a copy of it that somebody has published: config.yaml, manifest.json and
 data/ are needed. Of a set that `select` has written, the texts and what else it has of the rows are

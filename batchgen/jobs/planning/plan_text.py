@@ -65,7 +65,7 @@ def _entries(plan: Plan) -> Iterator[tuple[str, str]]:
             f"{_three(disk.output, size)} of shards, {size(disk.journal.likely)} of journal at a "
             f"time; {size(disk.free)} free",
         )
-    if plan.forecast is not None:
+    if plan.forecast is not None and plan.answers:
         yield from _time(plan)
 
 

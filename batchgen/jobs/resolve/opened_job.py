@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from batchgen.config.compose.load_config import identity
 from batchgen.config.groups.constraint_config import constraint_column
 from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.model_sampling import recommendation
 from batchgen.config.groups.prompt_config import ChatPromptConfig, TextPromptConfig, answer_key
 from batchgen.config.groups.sampling_config import copies_warning
 from batchgen.engine.constraint.compiler import GrammarCompiler
@@ -41,7 +42,12 @@ from batchgen.jobs.resolve.answer_columns import (
 )
 from batchgen.jobs.resolve.build_strategy import build_strategy
 from batchgen.jobs.resolve.job_images import image_columns, row_images
-from batchgen.jobs.resolve.job_model import dtype_and_length, model_fingerprints, open_job_model
+from batchgen.jobs.resolve.job_model import (
+    dtype_and_length,
+    model_fingerprints,
+    model_sampling,
+    open_job_model,
+)
 from batchgen.jobs.resolve.likely_rows import likely_row_tokens
 from batchgen.storage.stores.manifest import CONTRACT
 from batchgen.util.errors import ConfigError, mistakes_in
@@ -125,7 +131,10 @@ class OpenedJob:
                     weights = recipe.load(ranks.parallel)
                 if weights.skipped_parts:
                     skipped = " and ".join(weights.skipped_parts)
-                    print(f"model: not loaded of the checkpoint: {skipped}", file=sys.stderr)
+                    print(
+                        f"model: not loaded, as this job does not use it: {skipped}",
+                        file=sys.stderr,
+                    )
                 with mistakes_in("strategy"):
                     others = recipe.load_others(weights)
             with mistakes_in("engine"):
@@ -173,6 +182,10 @@ def open_job(
     if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:
         print(f"batchgen: warning: {copies}", file=sys.stderr)
     model = open_job_model(config)
+    if config.sampling.max_new_tokens:
+        said = recommendation(dataclasses.asdict(config.sampling), model_sampling(model.path))
+        if said is not None:
+            print(f"model: {said}", file=sys.stderr)
     with mistakes_in("strategy"):
         strategy.block_length(model.config)
     strategy_heads(strategy, model)  # This raises an error if the model lacks one.

@@ -84,10 +84,10 @@ def _waves(attempt: JobAttempt) -> EverySample:
 def _note_engine(attempt: JobAttempt, engine: Engine) -> None:
     """Record what the answers depend on in writer, metrics and manifest; show the memory."""
     # A GPU may round sums differently in batches of another size, and so do other numbers of ranks,
-    # which workers may have.
+    # which workers may have; and drafts may come about otherwise.
     options = attempt.config.engine
     keeps_bits = engine.memory.total is None or options.deterministic
-    alone = options.tensor_parallel == 1
+    alone = options.tensor_parallel == 1 and not attempt.parts.by_schedule
     attempt.writer.set_exact(keeps_bits and alone and engine.batch_dependence is None)
     attempt.metrics.attempt.memory = asdict(engine.memory)
     attempt.metrics.attempt.contract = attempt.parts.contract()

@@ -81,7 +81,10 @@ def complete(
     steps = metrics.costs(_name(storage))
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
     facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
-    about = JobSummary(totals, config=resolved(config), row_facts=facts, costs=steps)
+    sampling = metrics.sampling
+    about = JobSummary(
+        totals, config=resolved(config), row_facts=facts, costs=steps, sampling=sampling
+    )
     funnel = [(left.choice, left.rows) for left in parts.source.data.funnel]
     card = dataset_card(about, fingerprints, schema.arrow, shown, funnel)
     storage.write(folder.path / "README.md", graded_card(card, folder.path, shown))
@@ -97,6 +100,7 @@ def complete(
         row_facts=facts,
         rows_copied=metrics.rows_copied,
         costs=steps,
+        sampling=sampling,
     )
     message = end_table(job, shown, parts.strategy, report)
     return JobResult(totals.error_rows, None, message)

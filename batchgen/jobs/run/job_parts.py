@@ -16,6 +16,7 @@ from batchgen.inputs.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SC
 from batchgen.inputs.images.row_images import RowImages
 from batchgen.inputs.prompts.row_prompts import Prompt
 from batchgen.jobs.generation.choice_scores import choice_ids
+from batchgen.jobs.resolve.job_model import model_sampling
 from batchgen.jobs.resolve.opened_job import OpenedJob, open_job
 from batchgen.pages.tokens.decode_tokens import decode_with
 
@@ -69,6 +70,7 @@ class JobParts:
         contract: what decides the bits of rows besides models, data and configuration, by name.
         watch: is called every few seconds while rows are computed; an error that it raises ends the
             job.
+        model_sampling: what the model recommends for sampling, by key.
         elsewhere: the attempts of other jobs that share this one's budget.
     """
 
@@ -94,12 +96,18 @@ class JobParts:
     title: str = ""
     contract: Callable[[], Mapping[str, str]] = dict
     watch: Callable[[], None] = lambda: None
+    model_sampling: Mapping[str, float] = field(default_factory=dict)
     elsewhere: Callable[[], Attempts] = tuple
 
     @property
     def counts(self) -> Sequence[RowCount]:
         """What the strategy counts for each row."""
         return () if self.strategy is None else self.strategy.counts
+
+    @property
+    def by_schedule(self) -> frozenset[str]:
+        """The columns that do not depend on the row alone, see `Strategy.by_schedule`."""
+        return frozenset() if self.strategy is None else self.strategy.by_schedule
 
 
 def job_parts(config: JobConfig) -> JobParts:
@@ -134,6 +142,7 @@ def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, st
         images=opened.images,
         close=partial(_close, opened),
         contract=partial(opened.contract, config),
+        model_sampling=model_sampling(opened.model.path),
     )
 
 

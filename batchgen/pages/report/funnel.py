@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from batchgen.storage.costs.chain_costs import JobCost, cost_line
@@ -15,7 +16,7 @@ from batchgen.storage.stores.manifest import ROWS
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.text.text_table import columns
 
-HEADER = ("step", "read", "dropped", "rows", "answers", "errors", "kept", "state")
+HEADER = ("step", "read", "made", "dropped", "rows", "answers", "errors", "kept", "state")
 _NOT_BEGUN = "not begun"
 
 
@@ -56,10 +57,18 @@ class StepCounts:
         return self.left[-1][1] if self.left else None
 
     @property
+    def made(self) -> Sequence[tuple[str, int]]:
+        """What made more rows of those before it, and how many more."""
+        return [(what, more) for what, more in self._changes() if more > 0]
+
+    @property
     def dropped(self) -> Sequence[tuple[str, int]]:
         """What left rows out, and how many."""
-        pairs = zip(self.left, self.left[1:], strict=False)
-        return [(what, before - after) for (_, before), (what, after) in pairs if before > after]
+        return [(what, -more) for what, more in self._changes() if more < 0]
+
+    def _changes(self) -> Iterator[tuple[str, int]]:
+        for (_, before), (what, after) in pairwise(self.left):
+            yield what, after - before
 
     @property
     def kept(self) -> int:
@@ -70,12 +79,12 @@ class StepCounts:
         """The line of the table, as texts."""
         numbers = [
             self.read,
-            None if self.read is None or self.rows is None else self.read - self.rows,
+            *(sum(n for _, n in part) if self.left else None for part in (self.made, self.dropped)),
             self.rows,
             *((self.answers, self.errors, self.kept) if self.is_begun else ()),
         ]
         shown = ["–" if number is None else f"{number:,}" for number in numbers]
-        return (self.name, *shown, *["–"] * (6 - len(shown)), self.state)
+        return (self.name, *shown, *["–"] * (len(HEADER) - 2 - len(shown)), self.state)
 
 
 def funnel(out: str, folders: Mapping[str, str]) -> list[StepCounts]:
@@ -87,9 +96,10 @@ def funnel_table(steps: Sequence[StepCounts]) -> str:
     """The counts as lines for people."""
     lines = columns([HEADER, *(step.cells() for step in steps)])
     for step in steps:
-        if step.dropped:
-            why = ", ".join(f"{count:,} by {what}" for what, count in step.dropped)
-            lines.append(f"{step.name}: dropped {why}")
+        for verb, changes in (("made", step.made), ("dropped", step.dropped)):
+            if changes:
+                by = ", ".join(f"{count:,} by {what}" for what, count in changes)
+                lines.append(f"{step.name}: {verb} {by}")
     if (cost := costs(steps)) is not None:
         lines.append(f"device: {cost}")
     return "\n".join(lines)

@@ -76,12 +76,13 @@ def report_html(shown: str, steps: list[StepCounts], linked: list[str]) -> str:
     title = escape(shown)
     head = "".join(f"<th scope=col>{escape(name)}</th>" for name in HEADER)
     rows = "".join(_row(step, step.name in linked) for step in steps)
-    dropped = "".join(
-        f"<li>{escape(step.name)}: {count:,} by {escape(what)}</li>"
+    changed = "".join(
+        f"<li>{escape(step.name)}: {verb} {count:,} by {escape(what)}</li>"
         for step in steps
-        for what, count in step.dropped
+        for verb, changes in (("made", step.made), ("dropped", step.dropped))
+        for what, count in changes
     )
-    left_out = f"<h2>What was left out</h2><ul>{dropped}</ul>" if dropped else ""
+    left_out = f"<h2>What was made and dropped</h2><ul>{changed}</ul>" if changed else ""
     cost = costs(steps)
     device = "" if cost is None else f"<p>Time of the device: {escape(cost)}.</p>"
     return _PAGE.format(title=title, head=head, rows=rows, left_out=device + left_out)

@@ -16,6 +16,7 @@ from batchgen.pipelines.run.open_pipeline import OpenPipeline
 from batchgen.pipelines.run.pipeline import Pipeline
 from batchgen.pipelines.run.run_steps import of_step
 from batchgen.storage.folder.open_folder import open_job
+from batchgen.storage.stores.manifest import ROWS
 from batchgen.util.duration import duration
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.text.text_table import counted
@@ -52,6 +53,9 @@ def plan_steps(pipeline: Pipeline, settings: PlanSettings) -> list[PlannedStep]:
     with OpenPipeline(pipeline) as opened:
         for name, step in pipeline.steps.items():
             waits = waits_for(opened, name)
+            waits += [
+                one for one in step.reads if one not in waits and _grows(found[one], pipeline)
+            ]
             plan, most = None, None
             if waits:
                 of_parents = [_answers(found[parent], pipeline) for parent in step.parents]
@@ -70,6 +74,18 @@ def waits_for(opened: OpenPipeline, name: str) -> list[str]:
     """The steps that must be complete before the rows of a step are known."""
     reads = opened.pipeline.steps[name].reads
     return [other for other in reads if not _is_complete(opened.folder(other))]
+
+
+def _grows(step: PlannedStep, pipeline: Pipeline) -> bool:
+    """Whether a step gets more answers, so that steps that read it get more rows."""
+    if step.plan is None:
+        return True
+    if pipeline.steps[step.name].config.sampling.until is None:
+        return step.plan.answers > 0
+    # How many answers a row gets is not known before: only more rows mean more of them.
+    job = open_job(step.folder)
+    rows = job.manifest["growing"].get(ROWS) if job.row_facts is None else job.row_facts.rows
+    return step.plan.scan.num_rows != rows
 
 
 def plans_text(pipeline: Pipeline, steps: list[PlannedStep]) -> str:
@@ -100,6 +116,7 @@ def plans_summary(steps: list[PlannedStep]) -> dict[str, Any]:
 
 def total_seconds(plans: list[Plan]) -> Range | None:
     """The time of some jobs, one after the other; None if that of one is not known."""
+    plans = [plan for plan in plans if plan.answers]
     seconds = [plan.forecast.seconds for plan in plans if plan.forecast is not None]
     if not seconds or len(seconds) < len(plans):
         return None

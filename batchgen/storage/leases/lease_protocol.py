@@ -97,14 +97,18 @@ class LeaseTable:
     @staticmethod
     def of(names: Iterable[str]) -> LeaseTable:
         board = LeaseTable()
+        board.add(names)
+        return board
+
+    def add(self, names: Iterable[str]) -> None:
+        """Take in what further names say."""
         for name in names:
             if (lease := parse_lease(name)) is not None:
                 shard, kind, epoch = lease
-                highest = board.epochs if kind == "e" else board.backups
+                highest = self.epochs if kind == "e" else self.backups
                 highest[shard] = max(epoch, highest.get(shard, 0))
             elif (mark := parse_mark(name)) is not None:
-                (board.done if mark[1] == "done" else board.quarantined).add(mark[0])
-        return board
+                (self.done if mark[1] == "done" else self.quarantined).add(mark[0])
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,7 @@ class Member:
         self.number = number
         self.num_shards: int | None = None
         self.board = LeaseTable()
+        self._names = frozenset[str]()  # at the last look
         self.complete: set[int] = set()
         self.num_ready: int | None = None
         self._watch = watch
@@ -179,8 +184,14 @@ class Member:
         self._first = 0  # every shard before it is finished
 
     def look(self) -> Steps[None]:
-        """See which leases and marks there are."""
-        self.board = LeaseTable.of((yield from ask(Names(LEASES))))
+        """See which leases and marks there are. Names that were there at the last look are not read
+        again: there are two for each shard, and a look for each shard."""
+        names = frozenset((yield from ask(Names(LEASES))))
+        if names >= self._names:
+            self.board.add(names - self._names)
+        else:  # somebody has deleted some
+            self.board = LeaseTable.of(names)
+        self._names = names
 
     def is_finished(self, shard: int) -> bool:
         """Whether a shard is published, or in quarantine."""

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from io import SEEK_END, RawIOBase
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -161,10 +162,12 @@ class CheckedFile:
         if self._sums is None:
             return
         meta = self.metadata.row_group(group)
+        wanted = None if columns is None else set(columns)
         for number in range(meta.num_columns):
             chunk = meta.column(number)
             name = chunk.path_in_schema
-            if columns is None or any(name == c or name.startswith(f"{c}.") for c in columns):
+            around = accumulate(name.split("."), "{}.{}".format)  # the columns that it may be of
+            if wanted is None or not wanted.isdisjoint(around):
                 start, length = _place(chunk)
                 content = self._bytes.held[start] = self._bytes.pread(start, length)
                 if _sum(content) != self._sums[group * meta.num_columns + number]:

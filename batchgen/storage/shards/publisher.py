@@ -121,8 +121,8 @@ class Publisher:
         it."""
         if not self.exact:
             print(
-                f"{path.name} was computed twice, with small differences, as on a GPU they can be: "
-                "what was published first stays",
+                f"{path.name} was computed twice, with small differences, as they can be on a "
+                "GPU, or in what is said of drafts: what was published first stays",
                 file=sys.stderr,
                 flush=True,
             )

@@ -15,6 +15,7 @@ import gc
 import random
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import product
@@ -339,8 +340,10 @@ class Schedules:
     deterministic: bool = False
 
     def follow(self, parallel: TensorParallel, connection: Connection[Any, Any]) -> None:
-        """Run them as a rank behind rank 0."""
+        """Run them as a rank behind rank 0, and wait for that to end."""
         self.run(parallel)
+        with suppress(EOFError, ConnectionResetError):
+            connection.recv()
 
     def run(self, parallel: TensorParallel = ALONE) -> dict[str, dict[str, int]]:
         """Run the row over four kinds of engines, two on a CPU. In a third of the schedules the
@@ -440,11 +443,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         schedules = Schedules(name, count, sizes, layers, options.deterministic)
         ranks = options.ranks
         found = schedules.run() if ranks == 1 else _run_divided(schedules, ranks)
-        equal, on = (
-            count - sum(found["by_kind"].values()),
-            "" if ranks == 1 else f" on {ranks} GPUs",
-        )
-        kept = f"{equal} of {count} schedules equal"
+        kept = f"{count - sum(found['by_kind'].values())} of {count} schedules equal"
+        on = "" if ranks == 1 else f" on {ranks} ranks"
         print(f"{name}, {layers or 'all'} layers{on}: {kept}; {found}", flush=True)
         results.append(
             {"model": name, "layers": layers, "ranks": ranks, "schedules": count, **found}

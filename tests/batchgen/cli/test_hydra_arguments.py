@@ -86,7 +86,7 @@ def test_swept_arguments() -> None:
     assert made.fixed == ["model=hf", "++model.path='m'"]
     assert made.swept == [
         "++sampling.seed=range(0,3)",
-        "sampling=greedy,sample",
+        "sampling=greedy,model,sample",
         "++prompt.user='a\nb','c, d'",
         "++sampling.top_p=interval(0.1,1)",
     ]

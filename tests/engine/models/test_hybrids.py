@@ -42,6 +42,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("kind", "config"), CASES, ids=str)
 def test_logits_equal_transformers(
     kind: str,

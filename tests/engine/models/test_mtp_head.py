@@ -48,6 +48,7 @@ class OurHead:
         return found
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("kind", "split"),
     [*((kind, False) for kind in KINDS), ("qwen3_5_moe", True), ("deepseek_v3", True)],

@@ -222,6 +222,7 @@ def test_conflicts_reach_the_host_with_their_rows() -> None:
     assert HostCopy(step).wait().conflicts is None
 
 
+@pytest.mark.quick(1)
 @BOTH
 @given(
     st.lists(any_params, min_size=1, max_size=4),

@@ -9,7 +9,7 @@ from collections import deque
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.engine.interface.outputs import HostOutput
@@ -67,7 +67,6 @@ def read(strategy: DLLMStrategy, batch: DecodeBatch, rows: list[Sequence], rng: 
     return HostOutput(np.array(counts, np.int32), tokens, np.zeros(len(rows), np.bool_), {})
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     length=st.sampled_from([2, 3, 4, 8, 32]),
     budget=st.integers(1, 70),

@@ -94,7 +94,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("sizes", "tiles"),
     [

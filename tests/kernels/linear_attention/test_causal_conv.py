@@ -72,6 +72,7 @@ def test_a_prefill_is_the_convolution_however_it_is_cut(
     assert torch.equal(window[4], untouched)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )

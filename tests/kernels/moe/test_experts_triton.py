@@ -272,6 +272,7 @@ def test_the_result_is_added_to_the_residual_in_place() -> None:
     torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("dtype", "on_residual", "gated"),
     [

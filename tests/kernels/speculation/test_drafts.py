@@ -19,6 +19,7 @@ def there(values: object, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.as_tensor(values, dtype=dtype, device=DEVICE)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), rows=st.sampled_from([1, 3, 130, 200]), k=st.integers(1, 7))

@@ -70,7 +70,8 @@ def audit_rows(
     storage: Storage | None,
 ) -> list[AuditedRow]:
     """Compute input rows again, and compare each with the samples of it that are `stored`, by the
-    row's number. The columns that are stored are compared, to the bit.
+    row's number. The columns that are stored are compared, to the bit, but for those that do not
+    depend on the row alone (`Strategy.by_schedule`).
 
     Args:
         storage: where the job may have its row index.
@@ -79,16 +80,17 @@ def audit_rows(
     with tempfile.TemporaryDirectory(prefix="batchgen-audit-") as folder:
         again = compute_again(config, parts, numbers, Path(folder), storage)
     return [
-        _audited(again.filter(pc.equal(again[_ROW], place)), stored[number])
+        _audited(again.filter(pc.equal(again[_ROW], place)), stored[number], parts.by_schedule)
         for place, number in enumerate(numbers)
     ]
 
 
-def _audited(again: pa.Table, stored: pa.Table) -> AuditedRow:
+def _audited(again: pa.Table, stored: pa.Table, by_schedule: frozenset[str]) -> AuditedRow:
     row_id = again["row_id"][0].as_py()
     samples = stored[_SAMPLE].to_pylist()
     known = again[_SAMPLE].to_pylist()
     names = [name for name in again.schema.names if name in stored.schema.names]
+    names = [name for name in names if name not in by_schedule]
     if missing := [sample for sample in samples if sample not in known]:
         difference = f"there is no sample {missing[0]} here, and there is one there"
         return AuditedRow(row_id, len(samples), difference)

@@ -82,6 +82,7 @@ def audit_set_rows(
         numbers = _numbers(parts, {row.row_id for row in rows})
         with tempfile.TemporaryDirectory(prefix="batchgen-audit-") as folder:
             again = compute_again(config, parts, list(numbers.values()), Path(folder), None)
+    again = again.select([name for name in again.schema.names if name not in parts.by_schedule])
     text = config.output.text_column
     return [_audited(row, again, text, text_as) for row in rows]
 

@@ -141,7 +141,6 @@ def compute_again(
         source=taken,
         prompt=_PromptOfTaken(parts.prompt),
         answer=None if answer is None else lambda row: answer(_given(row)),
-        predict=lambda *_: None,
     )
     output = dataclasses.replace(
         config.output, dir=str(folder), report=False, retry_errors=False, on_all_errors="continue"

@@ -112,7 +112,7 @@ TOGETHER = [[argument for argument in row if argument] for row in zip_longest(*C
 """Every choice once, with choices of the other groups."""
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "chosen",
     some_slow([*TOGETHER, *EXPERIMENTS, *ALONE], quick=[*TOGETHER, *EXPERIMENTS]),

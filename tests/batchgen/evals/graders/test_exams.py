@@ -75,6 +75,7 @@ def test_every_exam_has_golden_prompts() -> None:
     assert all(len(golden(name)) == 10 for name in EXAMS)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", EXAMS)
 def test_prompts_are_those_of_the_definition(name: str) -> None:
     config, own = composed(name)

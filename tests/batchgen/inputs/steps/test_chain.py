@@ -335,7 +335,6 @@ def test_chunks_end_between_paragraphs(tokenizer: PreTrainedTokenizerBase) -> No
     ]
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.sampled_from(["a ", "bb ", "c. ", "dd\n", "e\n\n", "f", "  "]), max_size=60),
     st.integers(1, 12),

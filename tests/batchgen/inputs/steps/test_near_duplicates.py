@@ -26,7 +26,6 @@ def similarity(a: str, b: str, n: int) -> float:
     return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=20), min_size=2, max_size=12),
     st.sampled_from([0.5, 0.7, 0.8, 0.95, 1.0]),

@@ -46,6 +46,7 @@ def test_graders_in_processes_give_the_same_rows(tmp_path: Path) -> None:
     assert rows_of(slow.out) == rows_of(job.out)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("where", "what"),
     [

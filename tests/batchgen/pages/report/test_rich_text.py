@@ -46,7 +46,7 @@ def parsed(html: str) -> ElementTree.Element:
     return root
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=settings().max_examples * 2, deadline=None)
 @given(HOSTILE)
 @example("{" * 5000)
 @example(r"\frac" * 900)
@@ -55,7 +55,7 @@ def test_any_formula_becomes_elements_that_do_nothing(source: str) -> None:
     parsed(mathml(source))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=settings().max_examples * 2, deadline=None)
 @given(HOSTILE)
 @example("> " * 20_000)
 @example("$" + "{" * 100_000 + "$")

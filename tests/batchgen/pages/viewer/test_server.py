@@ -197,7 +197,10 @@ PIECES = (
 BYTES = st.lists(st.sampled_from(PIECES), max_size=14).map(b"".join)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=settings().max_examples,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(BYTES, BYTES, BYTES)
 def test_no_bytes_raise(
     server: ViewServer,

@@ -106,6 +106,26 @@ def test_what_differs_is_named(job: Path, capsys: pytest.CaptureFixture[str]) ->
     )
 
 
+def test_how_drafts_came_about_is_not_compared(model: Path, rows: Path, tmp_path: Path) -> None:
+    """It follows the clock, and preemptions."""
+
+    def change(name: str) -> Callable[[list[dict[str, Any]]], None]:
+        def changed(found: list[dict[str, Any]]) -> None:
+            values = found[1][name]
+            found[1][name] = [*values[:-1], values[-1] + 1] if name == "step_map" else values + 1
+
+        return changed
+
+    out, columns = tmp_path / "out", "output.columns=[draft_accepted,step_map]"
+    run(overrides(model, rows, out, "strategy=ar_spec", columns, "output.report=false"))
+    shard = out / "data" / "part-00000.parquet"
+    for name in ("num_forwards", "num_draft_tokens", "num_accepted_tokens", "step_map"):
+        rewrite(shard, change(name))
+    assert audit(out, "--rows", "11") == 0
+    rewrite(shard, change("row_index"))
+    assert audit(out, "--rows", "11") == 1
+
+
 def test_another_model_or_data_set_is_refused_by_name(
     job: Path,
     rows: Path,

@@ -40,9 +40,17 @@ def test_the_steps_read_each_other(
     assert [row["row_id"] for row in last] == [f"{name}#0" for name in kept]
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == [
-        "step", "read", "dropped", "rows", "answers", "errors", "kept", "state",
+        "step", "read", "made", "dropped", "rows", "answers", "errors", "kept", "state",
     ]  # fmt: skip
-    numbers = ["22", str(22 - len(kept)), *[str(len(kept))] * 2, "0", str(len(kept)), "complete"]
+    numbers = [
+        "22",
+        "0",
+        str(22 - len(kept)),
+        *[str(len(kept))] * 2,
+        "0",
+        str(len(kept)),
+        "complete",
+    ]
     assert table[2].split() == ["judge", *numbers]
 
 

@@ -121,6 +121,20 @@ def test_plan_and_dry_run_go_as_far_as_rows_are_known(
         str, folders(out).values()
     )
     assert steps["last"]["waits_for"] == ["judge"]
+    # Rows that are added to the data come through to steps whose rows were complete before.
+    rows = out.parent / "rows.jsonl"
+    before = rows.read_text()
+    rows.write_text(before + '{"id": "new", "q": "once more"}\n')
+    try:
+        assert run_command(["plan", path]) == 0
+    finally:
+        rows.write_text(before)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 answers to compute (22 are there)" in said
+    assert "waits for draft: at most 24 rows" in said and "time of 1 of 3 steps" in said
+    assert run_command(["plan", path]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count(" 0 answers to compute") == 3 and "low likely bound" not in said
 
 
 def test_the_report_links_to_those_of_the_steps(out: Path, capsys: Said) -> None:

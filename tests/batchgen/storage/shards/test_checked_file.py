@@ -73,7 +73,7 @@ def _is_right_or_refused(content: bytes) -> bool:
         return True
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=settings().max_examples * 5, deadline=None)
 @given(data=st.data())
 def test_a_flipped_bit_gives_the_right_values_or_a_refusal(
     content: bytes, data: st.DataObject
@@ -88,7 +88,6 @@ def test_every_flipped_bit_gives_the_right_values_or_a_refusal(content: bytes) -
     assert wrong == []
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 @example(None)
 def test_a_file_that_is_cut_off_is_refused(content: bytes, data: st.DataObject | None) -> None:

@@ -66,7 +66,7 @@ def test_a_file_cut_at_any_byte_keeps_the_whole_batches_before(tmp_path: Path) -
         assert _read(path) == everything[:kept], f"zeros from {size}"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=settings().max_examples * 2, deadline=None)
 @given(data=st.data())
 def test_a_damaged_byte_never_gives_a_wrong_row(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

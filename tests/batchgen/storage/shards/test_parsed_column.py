@@ -242,7 +242,7 @@ def fitting(schema: Any) -> st.SearchStrategy[Any]:
     return st.text(st.characters(exclude_categories=["Cs"]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=settings().max_examples * 2, deadline=None)
 @given(st.data())
 def test_what_goes_in_comes_out(data: st.DataObject) -> None:
     schema = data.draw(SCHEMAS)
@@ -250,7 +250,7 @@ def test_what_goes_in_comes_out(data: st.DataObject) -> None:
     assert values(column(schema), *map(json.dumps, rows)) == rows
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=settings().max_examples * 2, deadline=None)
 @given(SCHEMAS, st.lists(ANYTHING, max_size=4))
 def test_nothing_that_goes_in_is_changed_or_raises(schema: Any, rows: list[Any]) -> None:
     for row, found in zip(rows, values(column(schema), *map(json.dumps, rows)), strict=True):

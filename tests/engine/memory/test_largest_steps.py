@@ -1,0 +1,21 @@
+"""What the memory plan keeps room for besides the steps that it measures."""
+
+from __future__ import annotations
+
+import torch
+
+from batchgen.engine.interface.engine_config import EngineConfig, Sizes
+from batchgen.engine.memory.largest_steps import replay_bytes
+
+
+def test_tokens_that_are_read_again_have_room_under_rules_by_row_alone() -> None:
+    def room(*, rows: int, length: int, by_row: bool) -> int:
+        config = EngineConfig(max_num_seqs=rows, max_batched_tokens=8192, deterministic=by_row)
+        sizes = Sizes(weights=1, weights_per_token=1, memory=2**36, width=1)
+        return replay_bytes(2**20, config.resolve(torch.device("cuda"), sizes, length))
+
+    assert room(rows=256, length=32768, by_row=False) == 0
+    # 8,192 tables of 2,048 blocks, twice, and a decode step.
+    assert room(rows=256, length=32768, by_row=True) == 2 * 8192 * 2048 * 8 + 2**20
+    # As 256 tokens are read at once, a step of 100 rows is too small three times over.
+    assert room(rows=100, length=16, by_row=True) == 2 * 8192 * 8 + 3 * 2**20
