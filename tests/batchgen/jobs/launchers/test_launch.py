@@ -89,7 +89,7 @@ def test_the_launcher_that_is_gone(tmp_path: Path) -> None:
         values["launcher"] = {"_target_": target, "workers": 2}
         file.write_text(yaml.safe_dump(values))
         assert open_job(str(tmp_path / "out")).config["launcher"] == {"_target_": None}
-        steps = "post=[Extract: {methods: [last_number]}]"
+        steps = "post=[{Extract: {methods: [last_number]}}]"
         assert run_command(["grade", str(tmp_path / "out"), steps]) == 0
 
 
