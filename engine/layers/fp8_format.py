@@ -13,6 +13,7 @@ from batchgen.kernels.fp8.fp8_weight import BLOCK
 
 _SCALE_FORMATS = ("float", "ue8m0")
 _PLAIN_NAME = re.compile(r"[\w.-]+")
+_METHODS = "awq, compressed-tensors, fbgemm_fp8, fp8, gptq, modelopt or mxfp4"
 _UNITS = (8, 9)
 """The compute capability from which GPUs multiply in FP8."""
 
@@ -52,7 +53,7 @@ def checkpoint_format(quantization: Mapping[str, Any] | None) -> FP8Format | Non
         return None
     values = {key: value for key, value in quantization.items() if value not in (None, False)}
     if (method := values.pop("quant_method", None)) != "fp8":
-        raise _refused("quant_method", method, "'fp8' or 'mxfp4'")
+        raise _refused("quant_method", method, _METHODS)
     excluded: list[str] = []
     for key in ("modules_to_not_convert", "ignored_layers"):
         names = values.pop(key, [])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.engine.layers.fp8_format import FP8Format, checkpoint_format
+from batchgen.engine.layers.packed_format import PackedFormat, packed_format
 
 _NAME = re.compile(r"[\w.*-]+")
 
@@ -35,14 +36,15 @@ def format_name(form: WeightFormat) -> str:
     return "FP8" if isinstance(form, FP8Format) else "MXFP4"
 
 
-def weight_format(quantization: Mapping[str, Any] | None) -> WeightFormat | None:
+def weight_format(quantization: Mapping[str, Any] | None) -> WeightFormat | PackedFormat | None:
     """Read the `quantization_config` of a checkpoint's configuration; None if there is none.
 
-    Raises ValueError for another quantisation than FP8 and MXFP4, or something unknown in it, which
+    Raises ValueError for a quantisation that is not supported, or something unknown in it, which
     the message names.
     """
     if quantization is None or quantization.get("quant_method") != "mxfp4":
-        return checkpoint_format(quantization)
+        packed = None if quantization is None else packed_format(quantization)
+        return packed or checkpoint_format(quantization)
     names = quantization.get("modules_to_not_convert") or []
     if not isinstance(names, list) or not all(
         isinstance(name, str) and _NAME.fullmatch(name) for name in names

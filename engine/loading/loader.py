@@ -15,8 +15,10 @@ from torch import Tensor
 from batchgen.engine.device.transfer import release_cached_memory
 from batchgen.engine.layers.fp8_format import FP8Format, has_fp8_units
 from batchgen.engine.layers.mxfp4_format import MXFP4Format, WeightFormat
+from batchgen.engine.layers.packed_format import PackedFormat
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.loading.config_file import LoadFormat, load_config
+from batchgen.engine.loading.packed_weights import dequantised
 from batchgen.engine.loading.safetensors_files import (
     abbreviate,
     are_equal,
@@ -80,7 +82,11 @@ def load_model(
         in_fp8 = isinstance(config.form, FP8Format)
         if heads:
             _check_copies(model, path)
-        weights = tensors_with_scales(path) if in_fp8 else tensors(path)
+        weights: Iterable[tuple[str, Tensor | FP8Weight]]
+        if isinstance(config.form, PackedFormat):
+            weights = dequantised(path, config.form)
+        else:
+            weights = tensors_with_scales(path) if in_fp8 else tensors(path)
         _fill(model, _with_embedding(weights, model), path)
     return model
 
@@ -93,7 +99,7 @@ def chosen_form(
     With `native`, products are computed from that format; `quantization` is as for `load_model`.
     Raises ValueError if the weights are not rounded to FP8 as it asks for.
     """
-    form = config.form
+    form = None if isinstance(config.form, PackedFormat) else config.form
     if quantization is not None and isinstance(form, MXFP4Format):
         raise ValueError(
             f"model.quantization is {quantization}, and the checkpoint's experts are in MXFP4, "
@@ -147,7 +153,7 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor | FP8Weight]], pa
             continue
         name = model.piece_name(full_name(given), model.config)
         found = by_source.pop(name, [])
-        if not found and not model.is_derived(name):
+        if not found and not model.is_derived(name) and not _is_no_bias(name, tensor):
             unexpected.append(given)
         for slot in found:
             _check_dtype(path, given, tensor, slot)
@@ -169,6 +175,11 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor | FP8Weight]], pa
     for problem, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             raise ValueError(f"{path}: {problem} tensors: {abbreviate(sorted(names))}")
+
+
+def _is_no_bias(name: str, tensor: Tensor | FP8Weight) -> bool:
+    """Whether a tensor is a bias of zeros, as quantised checkpoints have them without need."""
+    return name.endswith(".bias") and isinstance(tensor, Tensor) and not tensor.any()
 
 
 def _check_dtype(path: Path, name: str, tensor: Tensor | FP8Weight, slot: WeightSlot) -> None:

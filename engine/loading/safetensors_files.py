@@ -22,7 +22,7 @@ _SCALES = "_scale_inv"
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and values of each tensor in a folder's safetensors files."""
     for file in safetensors_files(folder):
-        with _opened(file) as found:
+        with open_safetensors(file) as found:
             for name in found.keys():
                 yield name, found.get_tensor(name)
 
@@ -41,7 +41,7 @@ def tensors_with_scales(folder: Path) -> Iterator[tuple[str, Tensor | FP8Weight]
     """
     where = {name: file for file in safetensors_files(folder) for name in _names(file)}
     with ExitStack() as stack:
-        opened = {file: stack.enter_context(_opened(file)) for file in set(where.values())}
+        opened = {file: stack.enter_context(open_safetensors(file)) for file in set(where.values())}
         used: set[str] = set()
         scales_last = sorted(where, key=lambda name: name.endswith(_SCALES))
         for name in scales_last:
@@ -74,7 +74,7 @@ def _scaled(folder: Path, name: str, values: Tensor, scales: Tensor) -> FP8Weigh
 
 
 def _names(file: Path) -> list[str]:
-    with _opened(file) as found:
+    with open_safetensors(file) as found:
         return list(found.keys())
 
 
@@ -87,7 +87,7 @@ def tensor_names(folder: Path) -> list[str]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def open_safetensors(file: Path) -> Iterator[Any]:
     """Open a safetensors file, memory-mapped; refuse a damaged one. `safe_open` has no types."""
     from safetensors import SafetensorError, safe_open  # dummy weights and GGUF files need none
 

@@ -252,8 +252,8 @@ class CausalLM(TokenModel):
         hidden: Tensor = self.model(input_ids, positions, ctx)
         return hidden
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [R, vocab_size] in the model's dtype from states [R, hidden_size]."""
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Compute this rank's columns of logits, as `TokenModel.own_logits` says."""
         logits: Tensor = self.lm_head(hidden)
         return logits
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from batchgen.engine.layers.mxfp4_format import WeightFormat, weight_format
+from batchgen.engine.layers.packed_format import PackedFormat
 from batchgen.engine.layers.rotary import (
     DefaultRope,
     LinearRope,
@@ -80,7 +81,8 @@ class ModelConfig:
     family: FamilyConfig  # in the class that the model expects
     diffusion: Diffusion | None = None  # None: it predicts the next token
     heads: tuple[str, ...] = ()  # in the checkpoint; they continue from hidden states
-    form: WeightFormat | None = None  # None: all weights are in `dtype`
+    # None: all weights are in `dtype`
+    form: WeightFormat | PackedFormat | None = None
     # the checkpoint says tied, but holds two weights that differ: both are used
     untied: bool = False
     vision: VisionConfig | None = None  # None: it reads no images
@@ -153,7 +155,7 @@ def extra_value(hf: PretrainedConfig, key: str, kind: type[T], default: T) -> T:
     return value
 
 
-def checkpoint_form(hf: PretrainedConfig) -> WeightFormat | None:
+def checkpoint_form(hf: PretrainedConfig) -> WeightFormat | PackedFormat | None:
     """Return the format of a checkpoint's weights; raise ValueError for an unknown quantisation."""
     return weight_format(hf.to_dict().get("quantization_config"))
 

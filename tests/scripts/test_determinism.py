@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 from modes.determinism import LAYERS, ON_CPU, Schedules
 from torch import Tensor
 
@@ -37,15 +38,40 @@ def test_the_first_operation_that_depends_on_the_batch_is_named() -> None:
     assert sum(found["by_kind"].values()) == sum(found["by_cause"].values())
 
 
+def schedules_on_gpus(model: str, *more: str) -> str:
+    """In a process of its own: how the library computes is settled by its first product."""
+    run = [sys.executable, "scripts/bench/bench_engine.py", "determinism", "--deterministic"]
+    ended = subprocess.run(
+        [*run, "--models", model, "--schedules", "12", *more],
+        capture_output=True,
+        text=True,
+        cwd=TOP,
+    )
+    return ended.stdout + ended.stderr[-2000:]
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("model", LAYERS)
 def test_a_row_keeps_its_bits_on_a_gpu(model: str) -> None:
-    """In a process of its own: how the library computes is settled by its first product."""
-    run = [sys.executable, "scripts/bench/bench_engine.py", "determinism", "--deterministic"]
+    said = schedules_on_gpus(model)
+    assert f"{model}, {LAYERS[model]} layers: 12 of 12 schedules equal" in said, said[-4000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-30b-a3b"])
+def test_a_row_keeps_its_bits_on_two_gpus(model: str) -> None:
+    said = schedules_on_gpus(model, "--ranks", "2")
+    kept = f"{model}, {LAYERS[model]} layers on 2 ranks: 12 of 12 schedules equal"
+    assert kept in said, said[-4000:]
+
+
+@pytest.mark.thorough
+def test_schedules_change_no_digest_on_two_ranks() -> None:
+    run = [sys.executable, "scripts/bench/bench_engine.py", "determinism", "--models", "tiny-vl"]
     ended = subprocess.run(
-        [*run, "--models", model, "--schedules", "12"], capture_output=True, text=True, cwd=TOP
+        [*run, "--schedules", "4", "--ranks", "2"], capture_output=True, text=True, cwd=TOP
     )
-    assert f"{model}, {LAYERS[model]} layers: 12 of 12 schedules equal" in ended.stdout, (
-        ended.stdout[-2000:] + ended.stderr[-2000:]
-    )
+    assert "all layers on 2 ranks: 4 of 4 schedules equal" in ended.stdout, ended.stderr[-2000:]

@@ -87,10 +87,10 @@ def run_job(job: Mapping[str, Any], overrides: Sequence[str] = ()) -> CompleteJo
             )
         return _completed(config, launch(config))
     # These load torch and datasets, which a mistake in the configuration need not wait for.
-    from batchgen.jobs.run.job_parts import job_parts
+    from batchgen.jobs.resolve.opened_job import resolve_job
     from batchgen.jobs.run.run_job import run_job as run
 
-    return _completed(config, run(config, job_parts(config)))
+    return _completed(config, run(config, resolve_job(config)))
 
 
 def _completed(config: JobConfig, result: Result) -> CompleteJob:

@@ -72,7 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     if given.json:
         return 0
     if next(chosen, None) is not None:
-        print(f"\nThese are the first {shown}: --rows N shows more, --row ID one of them whole.")
+        these = "The first row" if shown == 1 else f"The first {shown} rows"
+        print(f"\n{these}; --rows N shows more, --row ID one of them whole.")
     elif not shown:
         print("\nThere are no finished rows yet." if given.sample is None else "\nThere are none.")
     return 0

@@ -45,6 +45,7 @@ from batchgen.config.groups.job_config import (
     StrategyConfig,
 )
 from batchgen.config.groups.launcher_config import job_launcher
+from batchgen.config.groups.model_sampling import with_model_values
 from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.config.groups.workers_config import BudgetConfig, WorkersConfig
 from batchgen.util.errors import ConfigError
@@ -131,6 +132,9 @@ def load_config(
             raise ConfigError(
                 f"{name} must be a group of keys, got {groups[name]!r}: see conf/{name}/"
             )
+    if isinstance(path := groups["model"].get("path"), str):
+        revision = groups["model"].get("revision")
+        groups["sampling"] = with_model_values(groups["sampling"], path, revision)
     config = JobConfig(
         model=build(ModelGroup, groups["model"], "model"),
         dataset=build(DatasetConfig, groups["dataset"], "dataset"),

@@ -17,6 +17,7 @@ from batchgen.engine.device.host_limits import usable_cores
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.layers.fp8_format import has_fp8_units
 from batchgen.engine.layers.mxfp4_format import WeightFormat, format_name
+from batchgen.engine.layers.packed_format import PackedFormat
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.config_file import LoadFormat, load_config, strange_keys
 from batchgen.engine.loading.loader import Quantization, chosen_form, load_model
@@ -77,8 +78,9 @@ class OpenedModel:
     def weights_text(self, device: DeviceName) -> str | None:
         """In which format the weights are on a device, if that is not the model's dtype."""
         form = self.form(native=has_fp8_units(device_of(device)))
+        packed = self.config.form
         if form is None:
-            return None
+            return f"dequantised {packed.name}" if isinstance(packed, PackedFormat) else None
         return format_name(form) if form.native else f"dequantised {format_name(form)}"
 
     def load(
@@ -106,6 +108,15 @@ class OpenedModel:
             print(
                 f"model: this device does not compute in {given}, so weights in {given} are "
                 f"dequantised to {name}",
+                file=sys.stderr,
+                flush=True,
+            )
+        if isinstance(packed := self.config.form, PackedFormat):
+            name = str(torch_dtype).removeprefix("torch.")
+            instead = "" if packed.activations is None else f" instead of {packed.activations}"
+            print(
+                f"model: weights in {packed.name} are dequantised to {name}; activations: {name}"
+                f"{instead}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.config.groups.constraint_config import NoConstraintConfig
 from batchgen.config.groups.job_config import COMMON_COLUMNS, JobConfig
+from batchgen.config.groups.model_sampling import OFF, sampling_text, sampling_values
 from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.jobs.forecast.samples_per_row import MeasuredSamples, samples_per_row
 from batchgen.util.shorten import beginning
@@ -44,18 +45,18 @@ def show(config: JobConfig) -> int:
     from batchgen.jobs.planning.planner import opened_rows, output_folder
 
     launcher = check_launcher(config, here=True)
-    with opened_rows(config) as (opened, _, reading):
+    with opened_rows(config) as (opened, reading):
         folder, refusal = output_folder(config, opened)
         scan = _show_rows(config, opened, reading)
         lines = {
             "prompts": _prompts(scan, reading.room),
             "model": _model(config, opened),
             "strategy": ", ".join([opened.strategy.name, *_settings(config.strategy.options)]),
-            "sampling": _sampling(config),
+            "sampling": _sampling(config, opened),
             "constraint": _constraint(config),
             "data set": _dataset(config, opened.source.num_rows, folder.measured),
             **_funnel(opened.source),
-            "columns": ", ".join(_extra_columns(config)) or "those that every job has",
+            "columns": ", ".join(_extra_columns(config)) or "the default ones",
             **({} if launcher is None else {"launcher": launcher.described()}),
             **_reuse(config, opened, scan),
             "output": folder.text,
@@ -131,15 +132,19 @@ def _model(config: JobConfig, opened: OpenedJob) -> str:
     )
 
 
-def _sampling(config: JobConfig) -> str:
+def _sampling(config: JobConfig, opened: OpenedJob) -> str:
     """The values that are not their defaults, and those that every job is asked about."""
+    from batchgen.jobs.resolve.job_model import model_sampling  # it loads torch
+
     sampling = asdict(config.sampling)
-    always = ("temperature", "max_new_tokens", "n", "seed")
+    of_model = sampling_values(sampling, model_sampling(opened.model.path))
+    sampling = {key: value for key, value in sampling.items() if key not in OFF}
+    always = ("max_new_tokens", "n", "seed")
     defaults = {f.name: f.default for f in fields(SamplingConfig)}
     if config.sampling.until is not None:
         del sampling["n"]
     chosen = {n: v for n, v in sampling.items() if n in always or v != defaults[n]}
-    return ", ".join(_settings(chosen))
+    return ", ".join([sampling_text(of_model), *_settings(chosen)])
 
 
 def _constraint(config: JobConfig) -> str:

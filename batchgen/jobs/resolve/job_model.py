@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.model_sampling import recommended
 from batchgen.engine.strategy import Strategy
 from batchgen.inputs.model.model_source import model_files
 from batchgen.inputs.model.open_model import OpenedModel, open_model
 from batchgen.inputs.model.other_models import open_others, strategy_heads
 from batchgen.jobs.resolve.build_strategy import build_strategy
-from batchgen.util.errors import mistakes_in
+from batchgen.util.errors import ConfigError, mistakes_in
 from batchgen.util.fingerprint import fingerprint_files, fingerprint_text
 
 if TYPE_CHECKING:
@@ -23,6 +25,15 @@ def open_job_model(config: JobConfig) -> OpenedModel:
     with mistakes_in("model"):
         group = config.model
         return open_model(group.path, group.revision, group.load_format, group.quantization)
+
+
+def model_sampling(path: Path) -> Mapping[str, float]:
+    """What the model in this folder recommends for sampling; nothing if its file is damaged, which
+    is a mistake only for who asks for these values."""
+    try:
+        return recommended(path)
+    except ConfigError:
+        return {}
 
 
 def dtype_and_length(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 
 from batchgen.config.compose.load_config import job_file_text
 from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.model_sampling import sampling_values
 from batchgen.jobs.generation.fail_fast import AllRowsFailed
 from batchgen.jobs.generation.shard_queue import ShardQueue
 from batchgen.jobs.generation.spending import Spending
 from batchgen.jobs.generation.worker import Worker
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.checked_rows import CheckedRows
 from batchgen.jobs.run.job_end import JobResult, new_tally
-from batchgen.jobs.run.job_parts import JobParts
 from batchgen.storage.folder.job_folder import JobFolder
 from batchgen.storage.metrics.job_metrics import Metrics
 from batchgen.storage.shards.output_writer import OutputWriter
@@ -28,7 +30,7 @@ class JobAttempt:
     def __init__(
         self,
         config: JobConfig,
-        parts: JobParts,
+        parts: ResolvedJob,
         rows: CheckedRows,
         folder: JobFolder,
         worker: Worker,
@@ -45,6 +47,7 @@ class JobAttempt:
             self.write_config(config)
             worker.tell_older(writer.older)
         self.metrics = self._new_metrics()
+        self.metrics.sampling = sampling_values(asdict(config.sampling), parts.model_sampling)
         self.metrics.attempt.devices = config.engine.tensor_parallel
         self.spending = Spending(config.budget, self.metrics, folder.storage, parts.elsewhere)
         self.todo = ShardQueue(parts.source, writer, worker, config.output.rows_per_shard)

@@ -80,9 +80,9 @@ def faults(found: Collected) -> list[Fault]:
     said = {
         "error": (sum(found.errors.values()), "ended with an error"),
         "ungraded": (sum(found.grade_errors.values()), "could not be graded"),
-        "none": (seen.get("no answer", 0), "without an answer that was found"),
+        "none": (seen.get("no answer", 0), "in which no answer was found"),
         "wrong": (seen.get("wrong", 0), "wrong or partly wrong"),
-        "cut": (found.reasons["length"], "cut at their longest length"),
+        "cut": (found.reasons["length"], "cut at max_new_tokens"),
         "constraint": (seen.get("constraint", 0), "not within their constraint"),
     }
     return [Fault(kind, f"{count:,} {text}") for kind, (count, text) in said.items() if count]

@@ -124,7 +124,7 @@ def _scores(score: Mapping[str, Any] | None, found: Collected, links: Mapping[in
         )
     if (meaning := COUNT_AS.get(score.get("cut_texts", ""))) is not None:
         section.notes.append(
-            f"Texts that were cut at their longest length are {meaning} (score.cut_texts) in the "
+            f"Texts that were cut at max_new_tokens are {meaning} (score.cut_texts) in the "
             "scores and charts. The rows show the marks that the steps gave them."
         )
     estimates += [
@@ -224,7 +224,7 @@ def _lengths(found: Collected) -> Section:
         section.charts.append(histogram("Prompts", found.prompt, "tokens of the prompt"))
     if found.output.total:
         cut = found.reasons["length"]
-        note = f"{cut:,} were cut at their longest length." if cut else ""
+        note = f"{cut:,} were cut at max_new_tokens." if cut else ""
         section.charts.append(histogram("Answers", found.output, "tokens of the answer", note))
     return section
 

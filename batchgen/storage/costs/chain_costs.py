@@ -59,7 +59,7 @@ def cost_line(steps: Sequence[JobCost], kept: int, price_per_hour: float | None 
     if price_per_hour is not None:
         text += f" ({price_of(total, price_per_hour)})"
     if kept:
-        text += f"; {_seconds(total / kept)} a row that was kept"
+        text += f"; {_seconds(total / kept)} per kept row"
         if price_per_hour is not None:
             text += f" ({price_of(1000 * total / kept, price_per_hour)} for 1,000)"
     return text

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.config.groups.dataset_config import dataset_name
+from batchgen.config.groups.model_sampling import sampling_text
 from batchgen.storage.folder.how_to_read import (
     CARD_HEADER,
     GRADE_KEYS,
@@ -96,6 +97,7 @@ def dataset_card(
         *_constraint(job.group("constraint"), totals),
         *(() if job.cost is None else [f"Time of the device: {job.cost}"]),
         f"Sampling: {', '.join(_assignments(job.group('sampling')))}",
+        *_recommended(job.sampling),
         *(f"Fingerprint of {what}: `{digest}`" for what, digest in fingerprints.items()),
     ]
     columns = [
@@ -121,6 +123,13 @@ def dataset_card(
             _MADE_FROM,
         ]
     )
+
+
+def _recommended(sampling: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What the model recommends for sampling, beside what the job has."""
+    if all(of["model"] is None for of in sampling.values()):
+        return []
+    return [f"Of these, as the model recommends or not: {sampling_text(sampling)}"]
 
 
 def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str:

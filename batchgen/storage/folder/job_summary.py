@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from batchgen.config.groups.model_sampling import sampling_text
 from batchgen.storage.costs.chain_costs import JobCost, all_steps, cost_line
 from batchgen.storage.folder.how_to_read import how_to_read
 from batchgen.storage.metrics.tally import Totals
@@ -42,6 +43,9 @@ class JobSummary:
     row_facts: IndexFacts | None = None
     rows_copied: int = 0  # from older jobs, instead of being computed
     costs: Sequence[JobCost] = ()  # of the jobs whose rows it has read, and its own
+    sampling: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # as metrics.json has it
 
     @classmethod
     def of(
@@ -64,6 +68,7 @@ class JobSummary:
             row_facts,
             metrics.get("rows_copied", 0),
             all_steps(metrics, name),
+            metrics.get("sampling") or {},
         )
 
     @property
@@ -186,6 +191,8 @@ def end_table(
         ("prompt tokens", f"{totals.prompt_tokens:,}"),
         ("generated tokens", f"{totals.generated_tokens:,}"),
     ]
+    if job.sampling:
+        lines.append(("sampling", sampling_text(job.sampling)))
     if totals.constraint:
         lines.append(("constraint", _outcomes(totals.constraint)))
     if totals.until:
@@ -199,7 +206,9 @@ def end_table(
         lines += _times(attempt)
     if job.cost is not None:
         lines.append(("device", job.cost))
-    lines.append(("read it", f"{how_to_read(folder)['datasets']}; others: see its README.md"))
+    lines.append(
+        ("read with", f"{how_to_read(folder)['datasets']} (pandas, polars, duckdb: README.md)")
+    )
     if report is not None:
         lines.append(("report", report))
     text = [table([*lines, ("output", folder)])]

@@ -95,6 +95,7 @@ class Metrics:
         budget: what is used of the job's budget; None without one.
         timeline: how the job went on over time; of workers beside each other it has only this one.
         read_jobs: what the jobs cost whose rows are read.
+        sampling: values of the group `sampling`, and what the model recommends for each.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Metrics:
         self.budget: Callable[[], Mapping[str, Any]] | None = None
         self.timeline = Timeline(rows=rows_resumed)
         self.read_jobs: Sequence[JobCost] = ()
+        self.sampling: Mapping[str, Mapping[str, float | None]] = {}
         if (content := self._storage.read(path)) is not None:
             earlier = json.loads(content)
             self.timeline = Timeline(earlier.get("timeline", ()), rows_resumed)
@@ -196,6 +198,8 @@ class Metrics:
             summary["score"] = self.score
         if self.funnel:
             summary["funnel"] = self.funnel
+        if self.sampling:
+            summary["sampling"] = self.sampling
         summary["attempts"] = attempts
         summary["timeline"] = self.timeline.points
         self._text = metrics_text(summary)

@@ -14,6 +14,7 @@ COUNT_AS = {"wrong": "counted as wrong", "left_out": "left out"}
 """What is said of texts that were cut, by the value of `score.cut_texts`."""
 _NAME = 32
 """Characters of a subset's name, so that its line fits into 80 columns."""
+_UNKNOWN = "unknown (all samples of a question agree)"
 
 
 def table(lines: Sequence[Line]) -> str:
@@ -95,7 +96,7 @@ def _average(average: Mapping[str, Any]) -> str:
     text = percent(average["value"])
     for name, what in (("population", "new"), ("same_questions", "same")):
         if (interval := average[name]) is not None:
-            text += f", {what} questions {percent_range(interval) or 'cannot be told'}"
+            text += f", {what} questions {percent_range(interval) or _UNKNOWN}"
     return text
 
 

@@ -15,6 +15,7 @@ import gc
 import random
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import product
@@ -301,14 +302,12 @@ def first_difference(tape: Tape, reference: Result, found: Result, prompt: int) 
     tokens, others = (np.array(each.tokens) for each in (reference, found))
     equal = int(np.cumprod(tokens == others).sum())
     common = prompt + min(equal, len(tokens) - 1)
-    for (layer, name, _), place in sorted(tape.operations.items(), key=lambda o: (o[0][0], o[1])):
-        a, b = reference.digests[place, :common], found.digests[place, :common]
-        differs = ((a != b) & (a != 0) & (b != 0)).nonzero()
-        if len(differs):
-            where = "prompt" if int(differs[0]) < prompt else "generated"
-            return f"{name} of layer {layer}, {where}"
-    before, now = (np.array(each.logprobs) for each in (reference, found))
-    differing = ((before != now) | (tokens != others)).nonzero()[0].tolist()
+    before, now = (each.digests[:, :common] for each in (reference, found))
+    if (operation := tape.first_difference(before, now)) is not None:
+        name, token = operation
+        return f"{name}, {'prompt' if token < prompt else 'generated'}"
+    scores, others_scores = (np.array(each.logprobs) for each in (reference, found))
+    differing = ((scores != others_scores) | (tokens != others)).nonzero()[0].tolist()
     if not differing:
         return None
     return f"last layer, head or sampler, {'later' if differing[0] else 'first'} token"
@@ -339,8 +338,10 @@ class Schedules:
     deterministic: bool = False
 
     def follow(self, parallel: TensorParallel, connection: Connection[Any, Any]) -> None:
-        """Run them as a rank behind rank 0."""
+        """Run them as a rank behind rank 0, and wait for that to end."""
         self.run(parallel)
+        with suppress(EOFError, ConnectionResetError):
+            connection.recv()
 
     def run(self, parallel: TensorParallel = ALONE) -> dict[str, dict[str, int]]:
         """Run the row over four kinds of engines, two on a CPU. In a third of the schedules the
@@ -440,11 +441,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         schedules = Schedules(name, count, sizes, layers, options.deterministic)
         ranks = options.ranks
         found = schedules.run() if ranks == 1 else _run_divided(schedules, ranks)
-        equal, on = (
-            count - sum(found["by_kind"].values()),
-            "" if ranks == 1 else f" on {ranks} GPUs",
-        )
-        kept = f"{equal} of {count} schedules equal"
+        kept = f"{count - sum(found['by_kind'].values())} of {count} schedules equal"
+        on = "" if ranks == 1 else f" on {ranks} ranks"
         print(f"{name}, {layers or 'all'} layers{on}: {kept}; {found}", flush=True)
         results.append(
             {"model": name, "layers": layers, "ranks": ranks, "schedules": count, **found}

@@ -50,7 +50,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("sampling.seed=0,1", ["sampling.seed=0", "sampling.seed=1"]),
         ("sampling.seed=range(1,3)", ["sampling.seed=1", "sampling.seed=2"]),
         ("sampling.seed=choice(3,4)", ["sampling.seed=3", "sampling.seed=4"]),
-        ("sampling=glob(*)", ["sampling=greedy", "sampling=sample"]),
+        ("sampling=glob(*)", ["sampling=greedy", "sampling=model", "sampling=sample"]),
         ("sampling.stop=[a],[b]", ["sampling.stop=[a]", "sampling.stop=[b]"]),
         (r'prompt.user="a\nb","c, d"', [r'prompt.user="a\nb"', 'prompt.user="c, d"']),
         ('prompt.user="a, b"', None),

@@ -202,7 +202,7 @@ def test_files_that_cannot_be_read_are_named(tiny_model: TinyModel, tmp_path: Pa
         ),
         ("llama", {"architectures": ["Qwen3ForCausualLM"]}, "is Qwen3ForCausalLM meant"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ("llama", {"quantization_config": {"quant_method": "awq"}}, "the checkpoint is quantized"),
+        ("llama", {"quantization_config": {"quant_method": "hqq"}}, "the checkpoint is quantized"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
          "'dynamic' is not supported"),
         ("llama", {"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),

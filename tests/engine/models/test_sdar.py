@@ -254,7 +254,7 @@ def test_a_published_configuration_is_read(tiny_model: TinyModel, tmp_path: Path
         ({"use_regular_causal": True}, "use_regular_causal.* is not supported"),
         ({"block_causal_prompt": False}, "block_causal_prompt.* is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "the checkpoint is quantized"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "the checkpoint is quantized"),
     ],
 )  # fmt: skip
 def test_unsupported_configurations_are_named(

@@ -123,9 +123,7 @@ def test_costs_of_a_chain_are_those_of_its_jobs_for_each_row_at_the_end() -> Non
     assert steps == [JobCost("draft", 60.0, 200)]
     read = [{"job": "draft", "device_s": 60.0, "rows": 200}] * 2
     steps = all_steps({"device_s": 3600.0, "rows": 100, "read_jobs": read}, "judge")
-    assert (
-        cost_line(steps, 50) == "draft 60 s + judge 1:00:00 = 1:01:00; 73.2 s a row that was kept"
-    )
+    assert cost_line(steps, 50) == "draft 60 s + judge 1:00:00 = 1:01:00; 73.2 s per kept row"
     line = cost_line(steps, 50, 2.0)
-    assert line.endswith("= 1:01:00 (2.03); 73.2 s a row that was kept (40.67 for 1,000)")
+    assert line.endswith("= 1:01:00 (2.03); 73.2 s per kept row (40.67 for 1,000)")
     assert all_steps({"rows": 5}, "old") == []

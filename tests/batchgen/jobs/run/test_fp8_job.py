@@ -114,10 +114,10 @@ def test_other_quantisations_are_refused(model: Path, rows: Path, tmp_path: Path
     with pytest.raises(ValueError, match="quantization must be 'fp8' or None, got 'awq'"):
         LLM(str(model), quantization="awq")  # type: ignore[arg-type]
     config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq"}
-    folder = tmp_path / "gptq"
+    config["quantization_config"] = {"quant_method": "hqq"}
+    folder = tmp_path / "hqq"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     arguments = overrides(folder, rows, tmp_path / "out", "model.load_format=dummy")
-    with pytest.raises(ConfigError, match="quant_method is 'gptq', and it must be 'fp8'"):
+    with pytest.raises(ConfigError, match="quant_method is 'hqq', and it must be"):
         open_job(compose({}, arguments))

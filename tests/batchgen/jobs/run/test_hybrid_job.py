@@ -48,7 +48,7 @@ def test_rows_of_text_run_and_images_are_refused(
         result = run(chosen)
         assert "row states" in result.message and "checkpoints of prefixes" in result.message
     said = capfd.readouterr().err
-    assert "model: not loaded of the checkpoint: the vision tower\n" in said
+    assert "model: not loaded, as this job does not use it: the vision tower\n" in said
     assert "row states 0.00 GiB" in said
 
     table = pq.read_table(tmp_path / "out_rows" / "data", partitioning=None)

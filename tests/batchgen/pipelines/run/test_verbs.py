@@ -134,7 +134,7 @@ def test_plan_and_dry_run_go_as_far_as_rows_are_known(
     assert "waits for draft: at most 24 rows" in said and "time of 1 of 3 steps" in said
     assert run_command(["plan", path]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert said.count(" 0 answers to compute") == 3 and "likely" not in said
+    assert said.count(" 0 answers to compute") == 3 and "low likely bound" not in said
 
 
 def test_the_report_links_to_those_of_the_steps(out: Path, capsys: Said) -> None:

@@ -94,7 +94,9 @@ def test_load_dataset_tells_folders_of_one_name_apart(tmp_path: Path) -> None:
 
 def test_the_summary_has_a_line(tmp_path: Path) -> None:
     message = FakeJob(str(tmp_path), rows=4).run().message
-    assert f'load_dataset("{tmp_path}", split="train"); others: see its README.md' in message
+    assert (
+        f'load_dataset("{tmp_path}", split="train") (pandas, polars, duckdb: README.md)' in message
+    )
 
 
 def test_a_job_before_its_first_shard(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_status_of_a_complete_job(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run_command(["status", str(tmp_path)]) == 0
     line, device = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{tmp_path}: complete, 10 rows, ")
-    assert device.startswith("device: ") and device.endswith(" s a row that was kept")
+    assert device.startswith("device: ") and device.endswith(" s per kept row")
     assert run_command(["status", str(tmp_path / "x")]) == 2
 
 

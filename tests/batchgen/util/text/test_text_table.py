@@ -47,7 +47,7 @@ def test_names_of_subsets_are_marked_only_where_they_would_be_equal() -> None:
 def test_copies_cannot_tell_how_sure_a_score_is() -> None:
     copies = [Sample(str(q), k, float(q > 3), "k") for q in range(10) for k in range(4)]
     lines = dict(score_lines(score(Marks.of(copies))))
-    assert lines["score"].endswith("same questions cannot be told")
+    assert lines["score"].endswith("same questions unknown (all samples of a question agree)")
     found = compare(Marks.of(copies), Marks.of(copies[4:]))
     text = table(comparison_lines(found))
     assert "how sure cannot be told (same questions)" in text and "nan" not in text

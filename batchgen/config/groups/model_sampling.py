@@ -1,0 +1,153 @@
+"""What a model recommends for sampling, in the file generation_config.json beside its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from batchgen.util.errors import ConfigError
+from batchgen.util.package_files import PACKAGE_SCHEME, find_in_package
+from batchgen.util.paths import user_path
+
+OFF: Mapping[str, float] = {
+    **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+}
+"""The keys of the group `sampling` that may come from the model → what leaves its distribution as
+it is, which holds where the model's file does not name the key."""
+_LACKING: Mapping[str, Any] = {
+    **{"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None},
+    **{"encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "diversity_penalty": 0.0},
+    **{"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": None, "guidance_scale": None},
+    **{"bad_words_ids": None, "force_words_ids": None, "sequence_bias": None},
+    **{"suppress_tokens": None, "begin_suppress_tokens": None, "dola_layers": None},
+    **{"forced_bos_token_id": None, "forced_eos_token_id": None},
+    **{"exponential_decay_length_penalty": None, "watermarking_config": None},
+}
+"""Keys that decide tokens, which the engine lacks → the value that changes nothing."""
+_FILE = "generation_config.json"
+_MOST_BYTES = 2**20
+
+
+def recommended(folder: Path) -> dict[str, float]:
+    """The values of OFF's keys that the model in this folder recommends; none if it recommends
+    nothing. ConfigError if its file cannot be used."""
+    return _named(_read(folder / _FILE))
+
+
+def with_model_values(
+    sampling: Mapping[str, Any], path: str, revision: str | None
+) -> dict[str, Any]:
+    """The keys of the group `sampling`, with the values of the model `path` for those that are
+    null.
+
+    Raises:
+        ConfigError: the model cannot be reached, recommends nothing, or recommends what the engine
+            lacks.
+    """
+    asked = [key for key in OFF if key in sampling and sampling[key] is None]
+    if not asked:
+        return dict(sampling)
+    content = _read(_file_of(path, revision))
+    found = _named(content)
+    if not found:
+        raise ConfigError(
+            f"sampling.{asked[0]} is null, which takes the model's value, and {path} recommends "
+            f"none ({_FILE} has none, or is not there): set sampling=sample or sampling=greedy"
+        )
+    for key, neutral in _LACKING.items():
+        if content.get(key) not in (neutral, None):
+            raise ConfigError(
+                f"{path} recommends {key}={content[key]} ({_FILE}), which batchgen cannot do: set "
+                "the keys of sampling yourself, such as sampling=sample"
+            )
+    values = {**OFF, **found}
+    return {**sampling, **{key: values[key] for key in asked}}
+
+
+def sampling_values(
+    sampling: Mapping[str, Any], of_model: Mapping[str, float]
+) -> dict[str, dict[str, float | None]]:
+    """The job's value of each key that a model may recommend, beside what its model recommends
+    (null for nothing). Values that change nothing, and are not recommended, are left out."""
+    return {
+        key: {"value": sampling[key], "model": of_model.get(key)}
+        for key, off in OFF.items()
+        if key == "temperature" or sampling[key] != off or of_model.get(key, off) != off
+    }
+
+
+def sampling_text(values: Mapping[str, Mapping[str, Any]]) -> str:
+    """The values of `sampling_values` in one line, and where they come from."""
+    shown = []
+    for key, of in values.items():
+        text = f"{key}={of['value']}"
+        if of["model"] is not None:
+            is_same = of["value"] == of["model"]
+            text += " (the model's)" if is_same else f" (the model recommends {of['model']})"
+        shown.append(text)
+    return ", ".join(shown)
+
+
+def recommendation(sampling: Mapping[str, Any], of_model: Mapping[str, float]) -> str | None:
+    """What to say of a job that samples otherwise than its model recommends; None for others."""
+    others = {key: value for key, value in of_model.items() if sampling[key] != value}
+    if not others:
+        return None
+    model = ", ".join(f"{key}={value}" for key, value in others.items())
+    job = ", ".join(f"{key}={sampling[key]}" for key in others)
+    return f"the model recommends {model}; this job has {job} (sampling=model takes the model's)"
+
+
+def _named(content: Mapping[str, Any]) -> dict[str, float]:
+    """The values of OFF's keys in a file's content."""
+    if content.get("do_sample") is False:
+        return {"temperature": 0.0}
+    found = {}
+    for key in OFF:
+        if (value := content.get(key)) is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{_FILE} of the model: {key} must be a number, got {value!r}")
+        found[key] = max(value, 0) if key == "top_k" else float(value)
+    if not found and content.get("do_sample") is True:
+        found["temperature"] = 1.0
+    return found
+
+
+def _read(file: Path | None) -> dict[str, Any]:
+    """What the file says; nothing if there is none."""
+    if file is None or not file.is_file():
+        return {}
+    try:
+        with file.open("rb") as source:
+            content = json.loads(source.read(_MOST_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} must hold an object, as transformers writes it")
+    return content
+
+
+def _file_of(path: str, revision: str | None) -> Path | None:
+    """The file of a model that lies in a folder, in a package or on the hub; None without one."""
+    if path.startswith(PACKAGE_SCHEME):
+        return find_in_package(path, "model") / _FILE
+    local = user_path(path, "model.path")
+    if local.exists() or path.count("/") != 1:
+        return local / _FILE
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(path, _FILE, revision=revision))
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"{_FILE} of {path} is not on this machine and the hub cannot be reached, and "
+            "sampling=model needs it: check the network, or set sampling=sample"
+        ) from error
+    except EntryNotFoundError:
+        return None
+    except (HfHubHTTPError, ValueError) as error:
+        raise ConfigError(f"{_FILE} of {path} cannot be read: {error}") from error
