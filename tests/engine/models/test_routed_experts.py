@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,7 +213,7 @@ def test_counts_of_diffusion_depend_on_the_row_alone(
     expect_short_rows(monkeypatch)
     requests = rows(stop_token_ids=tuple(range(3, 12)))
 
-    def counts(**config: Any) -> list[dict[str, int]]:
+    def counts(**config: Any) -> list[Mapping[str, int]]:
         strategy = DLLMStrategy(4, confidence_threshold=0.05)
         engine = make_engine(tiny_model, strategy, "sdar_moe", **config)
         found = [output.counts for output in run(engine, requests)]
