@@ -56,7 +56,7 @@ def local_rows(
         parts = [as_utf8(file, config.encoding, cache, i) for i, file in enumerate(parts)]
     if kind == "json":
         parts = [json_list_as_lines(part, cache, i) or part for i, part in enumerate(parts)]
-        if all(map(is_json_lines, parts)):
+        if {*map(is_json_lines, parts)} - {None} == {True}:  # an empty file has no say
             columns = json_columns(parts, cache)
             builder = TableBuilder(lambda: json_tables(parts), split, str(cache))
             return LocalRows(builder, columns, any(map(has_json, columns.features.values())))

@@ -81,10 +81,12 @@ def json_list_as_lines(file: Path, folder: Path, number: int) -> Path | None:
     return lines
 
 
-def is_json_lines(file: Path) -> bool:
-    """Whether the first row of a file of JSON is an object on one line."""
+def is_json_lines(file: Path) -> bool | None:
+    """Whether the first row of a file of JSON is an object on one line; None if there is no row."""
     with open_bytes(file) as lines:
-        first = next((line for line in lines if line.removeprefix(BOM_UTF8).strip()), b"")
+        first = next((line for line in lines if line.removeprefix(BOM_UTF8).strip()), None)
+    if first is None:
+        return None
     try:
         row = json.loads(first.decode("utf-8-sig"))
     except ValueError:

@@ -48,7 +48,7 @@ def show(config: JobConfig) -> int:
     from batchgen.jobs.planning.planner import opened_rows, output_folder
 
     launcher = check_launcher(config, here=True)
-    with opened_rows(config) as (opened, _, reading):
+    with opened_rows(config) as (opened, reading):
         folder, refusal = output_folder(config, opened)
         scan = _show_rows(config, opened, reading)
         lines = {

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from batchgen.cli.hydra_arguments import hydra_argument, hydra_arguments
 from batchgen.cli.options import parse_options
@@ -72,7 +73,8 @@ def test_hydra_composes_the_same_job(
     assert not made.swept
     with initialize_config_module("batchgen.conf", version_base="1.3"):
         cfg = compose("config", overrides=made.fixed)
-    assert resolved(load_config(cfg, TYPED)) == resolved(composed(options))
+    values: Any = OmegaConf.to_container(cfg)
+    assert resolved(load_config(values, TYPED)) == resolved(composed(options))
 
 
 def test_swept_arguments() -> None:

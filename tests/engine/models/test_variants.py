@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, InternLM3Config
 from batchgen.engine.caches.cache_specs import KVSpec
 from batchgen.engine.caches.model_caches import paged_token_bytes, window_token_bytes
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
+from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.rotary import LinearRope
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
@@ -248,7 +249,7 @@ def test_the_published_configuration_of_minimax(tiny_model: TinyModel, tmp_path:
     config = load_config(edit_config(tiny_model("minimax_m2"), tmp_path / "m", **published))
     family = config.family_as(MoEConfig)
     assert (family.rotary_dim, family.rope.rope_theta) == (8, 5000000)
-    assert config.form is not None and config.heads == ()
+    assert isinstance(config.form, FP8Format) and config.heads == ()
     assert config.form.excludes("model.layers.0.mlp.gate")
     assert not config.form.excludes("model.layers.0.mlp.experts.0.gate_proj")
 

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.inputs.dataset.row_source import RowSource, open_dataset
+from batchgen.util.text.row_json import row_reader
 
 BOTH = pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
 
@@ -27,6 +29,18 @@ def jsonl(name: str, rows: list[Any]) -> Path:
 
 def fields(rows: RowSource) -> list[dict[str, Any]]:
     return [row.fields for row in rows.rows()]
+
+
+def same(got: Any, want: Any) -> bool:
+    """Whether two values are written alike: 1 is not 1.0 here, and keys have an order."""
+    return json.dumps(got) == json.dumps(want)
+
+
+def read_back(data: RowSource) -> list[dict[str, Any]]:
+    """The rows as they are read of an output file of them."""
+    out = [data.passthrough(row) for row in data.rows()]
+    read = row_reader(data.schema)
+    return [read(row) for row in pa.Table.from_pylist(out, schema=data.schema).to_pylist()]
 
 
 def text(name: str, content: str | bytes) -> Callable[[], object]:

@@ -36,8 +36,12 @@ def composed(*overrides: str) -> DictConfig:
     return OmegaConf.create(compose_groups({}, overrides).groups)
 
 
+def plain(cfg: DictConfig) -> Any:
+    return OmegaConf.to_container(cfg)
+
+
 def loaded(*overrides: str) -> JobConfig:
-    return load_config(composed(*overrides), TYPED)
+    return load_config(plain(composed(*overrides)), TYPED)
 
 
 def test_no_argument_is_the_demo() -> None:
@@ -331,7 +335,7 @@ def test_an_unknown_group() -> None:
     cfg = composed()
     cfg.constraints = {}
     with pytest.raises(ConfigError) as raised:
-        load_config(cfg, TYPED)
+        load_config(plain(cfg), TYPED)
     assert str(raised.value) == (
         "constraints is not a key: choose among model, dataset, rows, prompt, sampling, strategy, "
         "constraint, engine, workers, launcher, post, score, budget, output, progress"
@@ -344,7 +348,7 @@ def test_a_group_is_not_a_value() -> None:
     with pytest.raises(
         ConfigError, match=r"^model must be a group of keys, got 7: see conf/model/$"
     ):
-        load_config(cfg, TYPED)
+        load_config(plain(cfg), TYPED)
 
 
 def test_sampling_params_take_the_output_columns() -> None:
@@ -370,7 +374,7 @@ def test_resolved_loads_to_the_same_job() -> None:
         "+strategy.width=3",
     )
     text = yaml.safe_dump(resolved(config))
-    assert load_config(DictConfig(yaml.safe_load(text)), TYPED) == config
+    assert load_config(yaml.safe_load(text), TYPED) == config
     assert [*resolved(config)] == [f.name for f in fields(JobConfig)]
 
 

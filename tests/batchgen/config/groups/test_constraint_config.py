@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from datasets import Features, Value
-from omegaconf import DictConfig, OmegaConf
 
 from batchgen.config.compose.compose_config import compose
 from batchgen.config.compose.load_config import constraint_config, identity, load_config, resolved
@@ -29,7 +28,7 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.vision.image import Image
 from batchgen.inputs.constraint.row_constraints import RowConstraints
 from batchgen.inputs.dataset.source import Row
-from batchgen.jobs.run.job_parts import job_parts
+from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.run.run_job import run_job
 from batchgen.storage.stores.manifest import Manifest
 from batchgen.util.errors import ConfigError
@@ -55,7 +54,7 @@ def test_no_constraint_unless_asked_for() -> None:
     assert config.constraint.kind == "none" and config.params.constraint is None
     assert "constraint" not in identity(config), "manifests of earlier jobs must stay valid"
     plain = {name: group for name, group in resolved(config).items() if name != "constraint"}
-    assert load_config(DictConfig(plain), TYPED) == config, "a config.yaml from before must load"
+    assert load_config(plain, TYPED) == config, "a config.yaml from before must load"
 
 
 def test_a_schema_is_one_however_it_is_given(tmp_path: Path) -> None:
@@ -94,7 +93,7 @@ def test_every_kind(options: list[str], constraint: Constraint) -> None:
     config = loaded(f"constraint={options[0]}", *options[1:])
     assert config.params.constraint == constraint
     text = yaml.safe_dump(resolved(config))
-    assert load_config(DictConfig(yaml.safe_load(text)), TYPED) == config
+    assert load_config(yaml.safe_load(text), TYPED) == config
 
 
 def test_files_of_grammars_and_tags(tmp_path: Path) -> None:
@@ -333,7 +332,7 @@ class RecordingEngine(FakeEngine):
 
 def _run(job: FakeJob) -> tuple[dict[RequestId, Constraint | None], list[dict[str, Any]], str]:
     engine = RecordingEngine(job)
-    result = run_job(job.config(), replace(job.parts(), build_engine=lambda: engine))
+    result = run_job(job.config(), replace(job.parts(), port=lambda: engine))
     return engine.asked, pq.read_table(Path(job.out) / "data").to_pylist(), result.message
 
 
@@ -362,8 +361,7 @@ def test_the_config_of_an_output_has_the_constraint_as_it_is(tmp_path: Path) -> 
     for kind, group in groups.items():
         job = FakeJob(str(tmp_path / kind), rows=1, bad=False, constraint=group)
         job.run()
-        written = OmegaConf.load(tmp_path / kind / "config.yaml")
-        assert isinstance(written, DictConfig)
+        written = yaml.safe_load((tmp_path / kind / "config.yaml").read_text())
         assert load_config(written, TYPED).constraint == job.config().constraint
 
 
@@ -438,7 +436,7 @@ def test_the_column_must_be_there(tmp_path: Path) -> None:
 
 
 def _parts(model: Path, rows: Path, *options: str) -> Any:
-    return job_parts(loaded(*overrides(model, rows, rows.parent / "out", *options)))
+    return resolve_job(loaded(*overrides(model, rows, rows.parent / "out", *options)))
 
 
 def _without(model: Path, folder: Path, name: str) -> Path:
@@ -458,7 +456,7 @@ def test_a_constraint_needs_a_tokenizer_and_eos(model: Path, rows: Path, tmp_pat
     tokens = ("prompt=tokens", "prompt.token_ids_column=q", "~prompt.user")
     options = [o for o in overrides(bare, rows, tmp_path / "out") if "prompt.user" not in o]
     with pytest.raises(ConfigError, match=r"^constraint: a constraint is about text, and the mode"):
-        job_parts(loaded(*options, *tokens[:2], "constraint=json"))
+        resolve_job(loaded(*options, *tokens[:2], "constraint=json"))
     endless = _without(model, tmp_path / "b", "generation_config.json")
     with pytest.raises(ConfigError, match=r"^constraint: a constrained row ends with EOS, and nei"):
         _parts(endless, rows, "constraint=json")

@@ -41,10 +41,10 @@ def composed(name: str, *overrides: str) -> tuple[JobConfig, dict[str, Any]]:
     """The job of an exam, and the parts of it that are about rows, post steps and scores."""
     with initialize_config_module("batchgen.conf", version_base="1.3"):
         cfg = compose("config", overrides=[f"+experiment={name}", *overrides])
-    values = OmegaConf.to_container(cfg)
+    values: Any = OmegaConf.to_container(cfg)
     assert isinstance(values, dict)
     own: dict[str, Any] = {key: values.pop(key, None) for key in ("rows", "post", "score")}
-    return load_config(OmegaConf.create(values), TYPED), own
+    return load_config(values, TYPED), own
 
 
 def made(specs: list[dict[str, Any]] | None) -> list[Any]:

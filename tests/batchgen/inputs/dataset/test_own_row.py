@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,8 @@ import pytest
 
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.inputs.dataset.row_digest import rows_digest
-from batchgen.inputs.dataset.row_source import RowSource
 from batchgen.inputs.tables import json_tables
-from batchgen.util.text.row_json import row_reader
-from tests.support.jobs.row_files import BOTH, fields, jsonl, source
+from tests.support.jobs.row_files import BOTH, fields, jsonl, read_back, same, source
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 
@@ -37,18 +34,6 @@ ODD: list[Any] = [
     {"a": "007", "b": None},
     {"b": 1, "a": {"c": ["null"]}},
 ]
-
-
-def same(got: Any, want: Any) -> bool:
-    """Whether two values are written alike: 1 is not 1.0 here, and keys have an order."""
-    return json.dumps(got) == json.dumps(want)
-
-
-def read_back(data: RowSource) -> list[dict[str, Any]]:
-    """The rows as they are read of an output file of them."""
-    out = [data.passthrough(row) for row in data.rows()]
-    read = row_reader(data.schema)
-    return [read(row) for row in pa.Table.from_pylist(out, schema=data.schema).to_pylist()]
 
 
 def nulls_left_out(row: dict[str, Any], wrap: str) -> dict[str, Any]:
@@ -123,6 +108,15 @@ def test_columns_that_are_null_empty_or_not_there_in_another_file(streaming: boo
         pa.struct([("a", pa.struct([("b", pa.int64())]))]),
     ]
     assert data.schema.types == [*kinds, pa.int64()]
+
+
+@BOTH
+def test_an_empty_file_beside_others_changes_no_row(streaming: bool) -> None:
+    rows = [{"v": 0}, {"v": 2**63}, {"v": "007"}]
+    jsonl("d/a.jsonl", [])
+    Path("d/b.jsonl").write_text("\n \n")
+    jsonl("d/c.jsonl", rows)
+    assert same(fields(source("d", streaming=streaming)), rows)
 
 
 def test_the_digest_tells_what_the_text_tells() -> None:
