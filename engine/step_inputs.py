@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import abc
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen.engine.device.batched import Batched, row
 from batchgen.engine.device.transfer import upload
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.interface.outputs import StepOutput
@@ -21,39 +23,29 @@ from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 
 
-@dataclass(frozen=True, slots=True)
-class JoiningRows:
+@dataclass(frozen=True)
+class JoiningRows(Batched):
     """B rows whose prefill is complete and which decode from the next step on."""
 
     # The rows as the host knows them, without the token that the prefill may yield.
-    seqs: abc.Sequence[Sequence]
-    block_tables: Tensor  # [B, N] int64, the rows' blocks of the paged cache; unused entries are 0
+    seqs: tuple[Sequence, ...] = row()
+    # [B, N] int64, the rows' blocks of the paged cache; unused entries are 0.
+    block_tables: Tensor = row()
     # [B] on the host, the number of tokens of each row that the target has read.
-    context_lens: npt.NDArray[np.int64]
+    context_lens: npt.NDArray[np.int64] = row()
     # The sampler's inputs for the rows, as they are before the prefill's token.
-    sampling: SamplingInputs
+    sampling: SamplingInputs = row()
     # [B] int64, the rows' state slots; None for models without recurrent layers.
-    state_slots: Tensor | None = None
-    guide: Guide | None = None  # makes the masks of the constrained rows; None if there are none
+    state_slots: Tensor | None = row(optional=True)
     # [B] int64, `ModelInputs.rope_shifts`; None for models that read no images.
-    rope_shifts: Tensor | None = None
+    rope_shifts: Tensor | None = row(optional=True)
     # [B, N] int64, their blocks of layers with a window; None for models without such layers.
-    window_tables: Tensor | None = None
+    window_tables: Tensor | None = row(optional=True)
 
-    def index_select(self, rows: npt.NDArray[np.int64]) -> JoiningRows:
-        """Return the rows with these indices [N], in this order."""
-        index = upload(rows, torch.int64, self.block_tables.device)
-        seqs = [self.seqs[i] for i in rows]
-        return JoiningRows(
-            seqs,
-            self.block_tables[index],
-            self.context_lens[rows],
-            self.sampling.index_select(rows),
-            None if self.state_slots is None else self.state_slots[index],
-            Guide.of(seqs),
-            None if self.rope_shifts is None else self.rope_shifts[index],
-            window_tables=None if self.window_tables is None else self.window_tables[index],
-        )
+    @cached_property
+    def guide(self) -> Guide | None:
+        """What makes the masks of the constrained rows; None if there are none."""
+        return Guide.of(self.seqs)
 
 
 class StepInputs(ABC):

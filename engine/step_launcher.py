@@ -11,7 +11,6 @@ from batchgen.engine.device.step_timing import StepTimer, timed
 from batchgen.engine.device.transfer import upload
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.interface.outputs import StepOutput
-from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import (
     DecodeBatch,
     MixedBatch,
@@ -199,12 +198,11 @@ class StepLauncher:
         """Describe rows whose prefill is complete, from what the host knows of them."""
         device = self._runner.device
         return JoiningRows(
-            seqs,
+            tuple(seqs),
             upload(block_tables(seqs), torch.int64, device),
             np.array([seq.num_prefill_tokens for seq in seqs], np.int64),
             sampling_inputs(seqs, device),
             None if self._runner.states is None else state_slots(seqs, device),
-            Guide.of(seqs),
             rope_shifts(seqs, device) if self._runner.model.turns_by_axes else None,
             window_tables=upload(window_tables(seqs), torch.int64, device)
             if self._windows

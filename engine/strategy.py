@@ -152,7 +152,7 @@ class Strategy(Pacing, ABC):
     def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
         """Decide one token for each row from the logits that end its prefill."""
         mask = None if rows.guide is None else rows.guide.mask(output.logits)
-        return sample(output.logits, rows.sampling, output.positions + 1, mask=mask)
+        return sample(output.divided, rows.sampling, output.positions + 1, mask=mask)
 
     def prefilled(
         self, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None, newest: Tensor

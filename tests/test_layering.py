@@ -16,7 +16,7 @@ from tests.support.imports import (
 )
 
 ROOT = Path(__file__).parents[1]
-JOB_ONLY = {"datasets", "pyarrow", "hydra", "omegaconf", "tqdm", "jinja2", "ray", "submitit"}
+JOB_ONLY = {"datasets", "pyarrow", "hydra", "omegaconf", "tqdm", "jinja2", "ray"}
 KERNELS_MAY = {"torch", "triton", "batchgen"}
 
 

@@ -20,7 +20,7 @@ from batchgen.util.versions import versions
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OPTIONAL = ("images", "s3", "ray", "slurm", "lm-eval", "inspect")
+OPTIONAL = ("images", "evals", "s3", "ray", "lm-eval", "inspect")
 """The extras that users install; the others are for work on batchgen."""
 OTHER_NAMES = {
     "hydra": "hydra-core", "markdown_it": "markdown-it-py", "PIL": "Pillow", "yaml": "PyYAML"
@@ -29,7 +29,8 @@ OTHER_NAMES = {
 PUBLIC = """
     ARSpecStrategy ARStrategy AnswerRow BadRow Column CompleteJob ConfigError Constraint
     DLLMStrategy Dropped GradeFailure JobError JobFolderReader LLM Output PostStep RowStep
-    SamplingParams Score StepRow TableStep __version__ run_job same_math
+    SamplingParams Score StepRow TableStep __version__ follows_instruction
+    run_job same_math
 """
 
 

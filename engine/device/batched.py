@@ -18,8 +18,8 @@ from batchgen.engine.device.transfer import upload
 def row(pad: int | float = 0, *, optional: bool = False) -> Any:
     """Declare a field with one entry per row.
 
-    Its value is a Tensor [B, ...] on the device, or on the host a numpy array [B] or a tuple of
-    length B.
+    Its value is a Tensor [B, ...] on the device, on the host a numpy array [B] or a tuple of length
+    B, or another `Batched` of B rows.
 
     Args:
         pad: the value that fills up the second axis of narrower tensors when `concat` joins batches
@@ -56,6 +56,9 @@ class Batched:
             if isinstance(value, np.ndarray):
                 picked[f.name] = value[rows]
                 continue
+            if isinstance(value, Batched):
+                picked[f.name] = value.index_select(rows)
+                continue
             if index is None:
                 index = upload(rows, torch.int64, value.device)
             if f.metadata["axis"] == "token":
@@ -64,6 +67,13 @@ class Batched:
             else:
                 picked[f.name] = value.index_select(0, index)
         return type(self)(**picked)
+
+    def first(self, rows: int, tokens: int) -> Self:
+        """Return the first rows, which have this many tokens together, as views."""
+        ends = {"row": rows, "token": tokens}
+        given = ((f, getattr(self, f.name)) for f in fields(self))
+        cut = {f.name: v[: ends[f.metadata["axis"]]] for f, v in given if v is not None}
+        return type(self)(**cut)
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:

@@ -156,19 +156,14 @@ class ForwardGraphs:
         if kind == "prefill":
             outputs = OutputTokens(self._last, [self._last_attention()])
             return [self._prefill.part(size)], None if self._shapes.all_tokens else outputs
-        whole, of_window = self._decode, self._decode.window_tables
+        decode = self._decode.first(size, size * width)
         blocks = self._shapes.short_blocks if kind == "short" else self._shapes.max_blocks
+        of_window = decode.window_tables
         decode = replace(
-            whole,
-            input_ids=whole.input_ids[: size * width],
-            positions=whole.positions[: size * width],
-            block_tables=whole.block_tables[:size, :blocks],
+            decode,
+            block_tables=decode.block_tables[:, :blocks],
             query_lens=np.full(size, width),
-            context_lens=whole.context_lens[:size],
-            state_slots=None if whole.state_slots is None else whole.state_slots[:size],
-            hidden=None if whole.hidden is None else whole.hidden[: size * width],
-            rope_shifts=None if whole.rope_shifts is None else whole.rope_shifts[:size],
-            window_tables=None if of_window is None else of_window[:size, :blocks],
+            window_tables=None if of_window is None else of_window[:, :blocks],
         )
         chunk = [self._chunk.part(self._shapes.chunk_tokens)] if kind == "mixed" else []
         return [Part(decode, width=width), *chunk], None

@@ -56,16 +56,9 @@ class RaggedInputs:
 
     def part(self, size: int) -> Part:
         """Return the first `size` tokens of the fixed inputs, as one part of a forward."""
-        whole = self._inputs
         lens = np.zeros(self._filler + 1, np.int64)
         lens[self._filler] = size
-        inputs = replace(
-            whole,
-            input_ids=whole.input_ids[:size],
-            positions=whole.positions[:size],
-            query_lens=lens,
-            hidden=None if whole.hidden is None else whole.hidden[:size],
-        )
+        inputs = replace(self._inputs.first(len(lens), size), query_lens=lens)
         tiles = {tile: cut[: -(-size // tile) + self._filler] for tile, cut in self._tiles.items()}
         return Part(inputs, self._rows[:size], tiles, starts=self._starts)
 

@@ -20,6 +20,7 @@ from batchgen.engine.execution.forward import Part, run_forward
 from batchgen.engine.execution.graph_shapes import GraphShapes
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.models.token_model import TokenModel
+from batchgen.engine.sampling.logits import Logits
 from batchgen.kernels.attention.metadata import AttentionMetadata
 from batchgen.kernels.attention.prefill_plan import tile_tokens
 from batchgen.kernels.layers.linear import ROW_MULTIPLE
@@ -29,11 +30,16 @@ from batchgen.kernels.rules import BY_BATCH, BitRules
 class ModelOutput(NamedTuple):
     """What a forward computed."""
 
-    logits: Tensor  # [R, vocab_size] in the model's dtype, for R of the forward's T tokens
+    divided: Logits  # of R of the forward's T tokens, on each rank its columns
     positions: Tensor  # [R] int64, the absolute positions of those R tokens in their rows
     # [T, hidden_size], the hidden states of all tokens of the forward, valid until the next
     # forward; None if only those of the R tokens were computed.
     hidden: Tensor | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """[R, vocab_size] in the model's dtype."""
+        return self.divided.whole()
 
 
 class PrefillInputs(NamedTuple):
@@ -181,19 +187,19 @@ class ModelRunner:
             window_tables=None if windows is None else windows[index],
         )
 
-    def _logits_of(self, hidden: Tensor) -> Tensor:
+    def _logits_of(self, hidden: Tensor) -> Logits:
         """Compute logits, but skip the head if there are no rows, because its weights take as long
         to read as those of some layers."""
         if len(hidden):
-            return self.compute_logits(hidden)
-        return hidden.new_empty((0, self.model.vocab_size))
+            return self.divided_logits(hidden)
+        return Logits(hidden.new_empty((0, self.model.vocab_size)), self.model.vocab_size)
 
     @torch.inference_mode()
     def decode(self, inputs: ModelInputs) -> ModelOutput:
         """Run a decode step of B rows of W tokens each and return the logits of all B · W tokens.
         The layers write what they keep of these tokens into the caches."""
         hidden = self.hidden_states(inputs)
-        return ModelOutput(self.compute_logits(hidden), inputs.positions, hidden)
+        return ModelOutput(self.divided_logits(hidden), inputs.positions, hidden)
 
     def filled_rows(self, num_rows: int, width: int) -> int:
         """Return how many rows a decode forward may have that costs no more than one of `num_rows`.
@@ -220,10 +226,15 @@ class ModelRunner:
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [R, vocab_size] in the model's dtype from states [R, hidden_size]."""
-        rows = len(hidden)
+        return self.divided_logits(hidden).whole()
+
+    @torch.inference_mode()
+    def divided_logits(self, hidden: Tensor) -> Logits:
+        """Compute the logits of R hidden states [R, hidden_size], on each rank its columns."""
+        rows, model = len(hidden), self.model
         if missing := -rows % self._token_multiple:
             hidden = F.pad(hidden, (0, 0, 0, missing))
-        return self.model.compute_logits(hidden)[:rows]
+        return Logits(model.own_logits(hidden)[:rows], model.vocab_size, model.parallel)
 
     @torch.inference_mode()
     def mixed(self, decode: ModelInputs, prefill: PrefillInputs) -> tuple[ModelOutput, ModelOutput]:
@@ -243,7 +254,7 @@ class ModelRunner:
             ending = hidden[last]
         else:
             decoded, ending = self._mixed_states(decode, prefill, last)
-        logits = self.compute_logits(torch.cat((decoded, ending)))
+        logits = self.divided_logits(torch.cat((decoded, ending)))
         if hidden is not None:
             hidden = hidden[: len(inputs.input_ids)]
         return (

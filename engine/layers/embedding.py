@@ -16,8 +16,8 @@ from batchgen.engine.parallel.tensor_parallel import (
     Stream,
     TensorParallel,
 )
-from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.layers.embedding import embedding, embedding_share
+from batchgen.kernels.sampling.sampling_triton import CHUNK
 
 
 class Embedding(nn.Module):
@@ -58,7 +58,7 @@ class Embedding(nn.Module):
 class LogitsLayer(Linear):
     """The linear layer that computes a logit for each token id.
 
-    Each rank of tensor parallelism computes consecutive ids, and then has the logits of all.
+    Each rank of tensor parallelism computes consecutive ids (`Logits`).
     """
 
     def __init__(
@@ -73,19 +73,23 @@ class LogitsLayer(Linear):
         self._vocab_size, self._parallel = vocab_size, where.parallel
         _clear_padding(self.weight, vocab_size, where.parallel)
 
-    def forward(self, x: Tensor | FP8Rows) -> Tensor:
-        """Compute logits [R, vocab_size] from hidden states [R, hidden_size]."""
-        logits = self._parallel.gather(super().forward(x))
-        return logits[:, : self._vocab_size].contiguous()
-
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slot of the weight."""
         yield vocab_slot(f"{path}.weight", self.weight, self._vocab_size, self._parallel)
 
 
+_FEWEST_CHUNKS = 4
+"""Ranks have whole chunks of the sampler if each has so many, of which rounding up wastes few."""
+
+
 def rows_of_rank(vocab_size: int, parallel: TensorParallel) -> int:
-    """Return for how many token ids each rank has rows; the last ones may be for no id."""
-    return -(-vocab_size // parallel.size)
+    """Return for how many token ids each rank has rows; the last ones may be for no id. Of a large
+    vocabulary a rank has whole chunks of the sampler, so that ranks can draw (`can_divide`)."""
+    rows = -(-vocab_size // parallel.size)
+    chunks = -(-rows // CHUNK) * CHUNK
+    few = rows < _FEWEST_CHUNKS * CHUNK
+    has_all = chunks * (parallel.size - 1) < vocab_size  # the last rank has some, too
+    return rows if parallel.size == 1 or few or not has_all else chunks
 
 
 def vocab_slot(name: str, weight: Tensor, vocab_size: int, parallel: TensorParallel) -> WeightSlot:

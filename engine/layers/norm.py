@@ -100,6 +100,8 @@ class RMSNorm(nn.Module):
             yield WeightSlot(self.weight, (name,), (name,), lambda w: self._own(w[name]), dummy=1.0)
 
     def _own(self, weight: Tensor) -> Tensor:
-        """Make the parameter's values of a checkpoint's weight."""
+        """Make the parameter's values of a checkpoint's weight; the loader refuses other shapes."""
+        if weight.shape != self.weight.shape:
+            return weight
         ordered = weight if self._order is None else weight[self._order]
         return ordered.to(self.weight.dtype) + self._shift

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from batchgen.engine.loading.model_keys import check_keys, unknown_keys
 from batchgen.engine.loading.safetensors_files import are_equal, read_json, tensor_names
 from batchgen.engine.loading.tokenizer import load_tokenizer
-from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM
+from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM, full_name
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.models.model_registry import model_class
 
@@ -47,6 +48,7 @@ def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
     values = read_json(file)
     _check_values(file, values)
     model = _class_of(file, values)
+    check_keys(file, values, model.hf_config().model_type)
     if model.is_diffusion and values.get("mask_token_id") is None:
         values["mask_token_id"] = _mask_token_id(path)
     try:
@@ -55,11 +57,20 @@ def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
         raise ValueError(f"{file}: {error}") from error
     looked_at = load_format != "dummy" and any(path.glob("*.safetensors"))
     if config.tie_word_embeddings and looked_at:
-        names = {model.piece_name(name, config): name for name in tensor_names(path)}
+        names = {model.piece_name(full_name(name), config): name for name in tensor_names(path)}
         if names.keys() >= {EMBEDDING, LM_HEAD}:
             tied = are_equal(path, names[EMBEDDING], names[LM_HEAD])
             config = replace(config, tie_word_embeddings=tied, untied=not tied)
     return config
+
+
+def strange_keys(path: Path) -> list[str]:
+    """The keys in the config.json of a folder that nothing knows; none of a GGUF file."""
+    file = path / "config.json"
+    if not file.is_file():
+        return []
+    values = read_json(file)
+    return unknown_keys(values, _class_of(file, values).hf_config())
 
 
 def _check_values(file: Path, values: Mapping[str, Any]) -> None:

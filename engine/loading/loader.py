@@ -26,7 +26,7 @@ from batchgen.engine.loading.safetensors_files import (
     tensors,
     tensors_with_scales,
 )
-from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM
+from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM, full_name
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
@@ -112,7 +112,7 @@ def chosen_form(
 
 def _check_copies(model: CausalLM, path: Path) -> None:
     """Refuse a checkpoint in which a head has an embedding or a layer for logits of its own."""
-    names = {model.piece_name(name, model.config): name for name in tensor_names(path)}
+    names = {model.piece_name(full_name(name), model.config): name for name in tensor_names(path)}
     for copy, piece in model.copies.items():
         if names.keys() >= {copy, piece} and not are_equal(path, names[copy], names[piece]):
             raise ValueError(
@@ -127,7 +127,7 @@ def _with_embedding(
     """Yield a checkpoint's weights, and the shared embedding if only the logits' layer names it."""
     shared: dict[str, Tensor | FP8Weight] = {}
     for given, tensor in weights:
-        name = model.piece_name(given, model.config)
+        name = model.piece_name(full_name(given), model.config)
         if name in (EMBEDDING, LM_HEAD):
             shared[name] = tensor
         yield given, tensor
@@ -151,7 +151,7 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor | FP8Weight]], pa
         if (part := model.skipped_part(given)) is not None:
             skipped.add(part)
             continue
-        name = model.piece_name(given, model.config)
+        name = model.piece_name(full_name(given), model.config)
         found = by_source.pop(name, [])
         if not found and not model.is_derived(name) and not _is_no_bias(name, tensor):
             unexpected.append(given)

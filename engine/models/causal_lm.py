@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -81,6 +82,15 @@ class Decoder(nn.Module):
         return hidden
 
 
+_BARE = re.compile(r"embed_tokens\.|layers\.\d|norm\.weight$")
+
+
+def full_name(name: str) -> str:
+    """The name of a checkpoint's tensor with the prefix `model.`, which files of a decoder without
+    its head leave out."""
+    return f"model.{name}" if _BARE.match(name) else name
+
+
 class CausalLM(TokenModel):
     """A decoder and the linear layer that computes logits from its hidden states.
 
@@ -117,7 +127,7 @@ class CausalLM(TokenModel):
         self.device, self.dtype = device, dtype
         self.form = form
         if form is not None:
-            excluded = (self.piece_name(name, config) for name in form.excluded)
+            excluded = (self.piece_name(full_name(name), config) for name in form.excluded)
             self.form = replace(form, excluded=tuple(excluded))
         self.skipped_parts: tuple[str, ...] = ()
         self.visual = self._vision_tower() if vision else None
@@ -242,8 +252,8 @@ class CausalLM(TokenModel):
         hidden: Tensor = self.model(input_ids, positions, ctx)
         return hidden
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [R, vocab_size] in the model's dtype from states [R, hidden_size]."""
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Compute this rank's columns of logits, as `TokenModel.own_logits` says."""
         logits: Tensor = self.lm_head(hidden)
         return logits
 

@@ -180,9 +180,9 @@ class DenseForCausalLM(CausalLM):
         scale, positions = self.family.query_scale, self.config.max_position_embeddings
         return None if scale is None else scale.table(positions).to(self.device)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [R, vocab_size] in the model's dtype from states [R, hidden_size]."""
-        logits, cap = super().compute_logits(hidden), self.family.logit_cap
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Compute this rank's columns of logits, as `TokenModel.own_logits` says."""
+        logits, cap = super().own_logits(hidden), self.family.logit_cap
         if self.family.logit_divisor != 1:
             logits = logits / self.family.logit_divisor
         return logits if cap is None else soft_cap(logits, cap)

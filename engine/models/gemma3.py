@@ -51,6 +51,7 @@ class Gemma3ForCausalLM(DenseForCausalLM):
         check_positive(query_pre_attn_scalar=hf.query_pre_attn_scalar)
         ropes = {kind: rope_from_parameters(hf.rope_parameters[kind]) for kind in (FULL, WINDOW)}
         bias: bool = hf.attention_bias
+        windows = layer_windows(hf)  # refuses unknown kinds of layers
         return dense_config(
             hf,
             cls,
@@ -60,7 +61,7 @@ class Gemma3ForCausalLM(DenseForCausalLM):
             mlp_bias=False,
             rope=ropes[FULL],
             layer_ropes=[ropes[kind] for kind in hf.layer_types],
-            layer_windows=layer_windows(hf),
+            layer_windows=windows,
             attention_scale=hf.query_pre_attn_scalar**-0.5,
             gate="gelu",
             logit_cap=hf.final_logit_softcapping,

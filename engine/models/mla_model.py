@@ -13,7 +13,7 @@ from batchgen.engine.layers.mixers.mla import LatentAttention, LatentShape
 from batchgen.engine.layers.rotary import YarnRope
 from batchgen.engine.models.deepseek_moe import DeepseekMoEForCausalLM
 from batchgen.engine.models.dense import dense_config
-from batchgen.engine.models.model_config import ModelConfig, check_positive
+from batchgen.engine.models.model_config import ModelConfig, check_positive, extra_value
 from batchgen.engine.models.moe_model import MoEConfig, extended
 
 if TYPE_CHECKING:
@@ -92,6 +92,11 @@ def latent_config(
 
     Raises ValueError if the engine lacks something it needs, which the message names.
     """
+    if (size := extra_value(hf, "head_dim", int, hf.qk_rope_head_dim)) != hf.qk_rope_head_dim:
+        raise ValueError(
+            f"head_dim is {size}, and must be qk_rope_head_dim, {hf.qk_rope_head_dim}: it is the "
+            "number of values that rotate"
+        )
     if hf.attention_bias and hf.q_lora_rank is None:
         raise ValueError("attention_bias without q_lora_rank is not supported")
     if not 0 < router.form.scale < math.inf:

@@ -84,6 +84,6 @@ class MTPHead(TokenModel):
         hidden, _ = self.norm.of_stream(layer(self.fc(merged), cos_sin, ctx, ctx.outputs))
         return hidden
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def own_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self._shared[2](hidden)
         return logits

@@ -41,6 +41,8 @@ class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
 def decoder_config(text: PretrainedConfig, model: type[DenseForCausalLM]) -> ModelConfig:
     """Make the configuration of a decoder, without experts, from its part of a Qwen3-VL model's."""
     rope, rotary_dim = partial_rope(text.rope_parameters, text.head_dim, MROPE_KEYS)
+    if rotary_dim != text.head_dim:  # transformers passes over it, or not, by the kind of rope
+        raise ValueError("partial_rotary_factor is not supported in this model: it must be 1")
     bias: bool = text.attention_bias
     return dense_config(
         text,
@@ -50,5 +52,4 @@ def decoder_config(text: PretrainedConfig, model: type[DenseForCausalLM]) -> Mod
         output_bias=bias,
         mlp_bias=False,
         rope=rope,
-        rotary_dim=rotary_dim,
     )

@@ -19,6 +19,7 @@ from batchgen.engine.caches.forward_context import ForwardContext
 from batchgen.engine.models.packing import pack_layers
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
+from batchgen.engine.sampling.logits import Logits
 from batchgen.engine.vision.vision_tower import VisionTower
 from batchgen.kernels.mxfp4.mxfp4_layout import WORD_VALUES
 from batchgen.kernels.rules import BY_BATCH, BitRules
@@ -86,15 +87,20 @@ class TokenModel(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Compute the hidden states from which `compute_logits` computes logits.
+        """Compute the hidden states from which `own_logits` computes logits.
 
         The tokens [T] int64 stand at absolute positions [T] in their rows. Returns [T, hidden_size]
         in the model's dtype, or [R, hidden_size] if `ctx.outputs` names R tokens.
         """
 
     @abstractmethod
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Compute this rank's columns of logits (`Logits.own`), in the model's dtype, from states
+        [R, hidden_size]."""
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [R, vocab_size] in the model's dtype from states [R, hidden_size]."""
+        """Compute all logits [R, vocab_size]."""
+        return Logits(self.own_logits(hidden), self.vocab_size, self.parallel).whole()
 
     def pack(self, rules: BitRules = BY_BATCH) -> None:
         """Convert the loaded weights to the layout for computing; they cannot be loaded again.

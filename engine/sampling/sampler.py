@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.interface.outputs import OutputColumn, StepOutput
+from batchgen.engine.sampling.logits import Logits
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.kernels.sampling import filter_triton, sampling_triton, top_logprobs_triton
 from batchgen.kernels.sampling import sampling as kernels
+from batchgen.kernels.sampling.sampling_triton import Share
 from batchgen.kernels.sampling.token_mask import TokenMask, apply_token_mask
 
 LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
@@ -131,13 +133,23 @@ def _float_copy(logits: Tensor) -> Tensor:
 
 
 def sample(
-    logits: Tensor, sampling: SamplingInputs, positions: Tensor, *, mask: TokenMask | None = None
+    logits: Tensor | Logits,
+    sampling: SamplingInputs,
+    positions: Tensor,
+    *,
+    mask: TokenMask | None = None,
 ) -> StepOutput:
     """Sample one token for each row of logits, with the columns that any row asks for.
 
     The step has R rows with W = 1. Rows that failed or whose mask left no token have none. Top
     log-probabilities are as wide as the batch's largest K; what a row did not ask for is undefined.
     """
+    if isinstance(logits, Logits):
+        share = None if mask is not None else logits.share_for(sampling)
+        if share is not None:
+            drawn = _draw_fused(logits.own, sampling, positions, share=share)
+            return _step_output(drawn)
+        logits = logits.whole()
     return _step_output(draw(logits, sampling, positions, mask=mask))
 
 
@@ -223,7 +235,7 @@ def score_fused(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
 ) -> StepOutput:
     """`score` with the fused Triton kernels, on any device."""
-    drawn = _draw_fused(logits, sampling, positions, None, False, None, token_ids)
+    drawn = _draw_fused(logits, sampling, positions, given=token_ids)
     return _scored(token_ids, drawn.failed, drawn.columns)
 
 
@@ -258,19 +270,22 @@ def draw_fused(
     ban or a mask copy them. The host never waits. Tokens differ from `draw`'s only if two scores
     are so close that rounding decides.
     """
-    return _draw_fused(logits, sampling, positions, draws, confidence, mask, None)
+    return _draw_fused(logits, sampling, positions, draws, confidence, mask)
 
 
 def _draw_fused(
     logits: Tensor,
     sampling: SamplingInputs,
     positions: Tensor,
-    draws: Tensor | None,
-    confidence: bool,
-    mask: TokenMask | None,
-    given: Tensor | None,
+    draws: Tensor | None = None,
+    confidence: bool = False,
+    mask: TokenMask | None = None,
+    *,
+    given: Tensor | None = None,
+    share: Share | None = None,
 ) -> Drawn:
-    """`draw_fused`, or with `given` [R] the same of these tokens in place of drawn ones."""
+    """`draw_fused`, or with `given` [R] the same of these tokens in place of drawn ones. With a
+    `share` the logits are the columns of this rank (`Logits.share_for`)."""
     left, empty = _exclude(logits, sampling, positions, mask)
     threshold = None
     if sampling.any_filters:
@@ -289,6 +304,7 @@ def _draw_fused(
         draws=draws,
         confidence=confidence,
         given=given,
+        share=share,
     )
     columns: dict[str, Tensor] = {}
     if drawn.logprobs is not None:

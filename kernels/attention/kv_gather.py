@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.attention.kv_cache import KVCache
+from batchgen.kernels.row_indices import row_indices
 
 PIECE = 64
 """Tokens of a row that one program copies, for one KV head."""
@@ -62,7 +63,7 @@ def plan_gather(context_lens: Sequence[int], device: torch.device | str) -> Gath
     lens = torch.tensor(context_lens, dtype=torch.int64)
     places = lens.cumsum(0) - lens
     counts = (lens + PIECE - 1) // PIECE
-    row = torch.repeat_interleave(counts)
+    row = row_indices(counts)
     first = (torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]) * PIECE
     tokens = (lens[row] - first).clamp(max=PIECE)
     pieces = torch.stack((row, first, places[row] + first, tokens), 1)

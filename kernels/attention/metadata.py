@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.attention.kv_gather import upload
+from batchgen.kernels.row_indices import row_indices
 from batchgen.kernels.rules import BY_BATCH, BitRules
 
 MOST_ROWS = 256
@@ -66,7 +67,7 @@ def are_replayed(query_lens: Sequence[int], replayed: Sequence[int]) -> Tensor:
     `replayed` [B] of their rows."""
     again = torch.tensor(replayed)
     counts = torch.stack((torch.tensor(query_lens) - again, again), 1).flatten()
-    return torch.tensor([False, True]).repeat(len(again)).repeat_interleave(counts)
+    return row_indices(counts) % 2 == 1
 
 
 def in_forms(meta: AttentionMetadata) -> list[Form]:
@@ -90,7 +91,7 @@ def _divided(meta: AttentionMetadata, replayed: tuple[int, ...]) -> list[Form]:
         rows = (lens > again).nonzero().flatten()
         tokens = (~is_again).nonzero().flatten()
         found.append(_part(meta, tokens, rows, lens - again, contexts - again, None))
-    rows = torch.arange(len(again)).repeat_interleave(again // length)
+    rows = row_indices(again // length)
     widths, tokens = torch.full_like(again, length), is_again.nonzero().flatten()
     for start in range(0, len(rows), MOST_ROWS):
         some = slice(start, start + MOST_ROWS)

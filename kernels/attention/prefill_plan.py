@@ -15,6 +15,7 @@ from batchgen.kernels.attention.kv_gather import (
     plan_gather,
     upload,
 )
+from batchgen.kernels.row_indices import row_indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ def cut_tiles(
     lens = torch.tensor(query_lens, dtype=torch.int64)
     contexts = lens if context_lens is None else torch.tensor(context_lens, dtype=torch.int64)
     counts = (lens + size - 1) // size
-    row = torch.repeat_interleave(counts)
+    row = row_indices(counts)
     offset = (torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]) * size
     remaining = lens[row] - offset
     first = (lens.cumsum(0) - lens)[row] + offset

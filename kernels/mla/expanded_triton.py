@@ -19,6 +19,7 @@ from torch import Tensor
 from batchgen.kernels.attention.kv_cache import slot_mapping
 from batchgen.kernels.attention.kv_gather import upload
 from batchgen.kernels.attention.prefill_plan import cut_tiles
+from batchgen.kernels.row_indices import row_indices
 
 _MOST_CONTEXT = 4
 """The context tokens per new token up to which expanding pays: it costs what it saves when some 170
@@ -78,7 +79,7 @@ def plan_expanded(
     device = block_tables.device
     lens = torch.tensor(context_lens, dtype=torch.int64)
     places = lens.cumsum(0) - lens
-    rows = torch.repeat_interleave(lens)
+    rows = row_indices(lens)
     positions = torch.arange(len(rows)) - places[rows]
     tiles = cut_tiles(query_lens, config.block_m, context_lens)
     slots = slot_mapping(

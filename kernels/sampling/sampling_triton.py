@@ -4,10 +4,14 @@ A program of the first kernel reads one chunk of one row and leaves the chunk's 
 sums; a second, tiny kernel joins a row's chunks. A chunk's scores are shifted by its own maximum,
 so the second kernel computes the best tokens' scores again with the row's. Noise is computed only
 where it can matter: not in greedy rows, nor in chunks wholly below the threshold.
+
+Ranks that have some of the columns each run the first kernel on their own, send each other what it
+leaves, and all join the chunks of all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,12 +33,31 @@ ROW_ARGUMENTS = [
 alignment varies with R. Kernels do not specialise on it, or Triton would compile them again in the
 middle of a job."""
 
-_CHUNK = 4096
+CHUNK = 4096
 """Columns of a chunk. It is fixed, as the number of warps is, so that a row's sums do not depend on
 how many rows there are."""
-_PLANES = 4
+_PLANES = tl.constexpr(6)
 """Numbers that the first kernel leaves per chunk: the maxima of the logits and of the raw logits,
-and the sums of the exponentials of the raw logits and of the processed ones."""
+the sums of the exponentials of the raw logits and of the processed ones, and the logit and the bits
+of the column of the best token."""
+
+
+def can_divide(vocab: int, columns: int, ranks: int) -> bool:
+    """Whether `ranks` that have `columns` each draw what one draws that has all, to the bit: they
+    have whole chunks, which are then joined in the same order."""
+    whole, divided = triton.cdiv(vocab, CHUNK), ranks * triton.cdiv(columns, CHUNK)
+    same_order = triton.next_power_of_2(whole) == triton.next_power_of_2(divided)
+    return columns % CHUNK == 0 and same_order
+
+
+class Share(NamedTuple):
+    """Consecutive columns of logits that this rank has; others have as many each, in order
+    (`can_divide`)."""
+
+    first: int  # the number of the first one
+    vocab: int  # the columns of all ranks; this one's last ones may be past them
+    ranks: int
+    gather: Callable[[Tensor], Tensor]  # from [R, C] of each rank to [R, ranks · C]
 
 
 class Draw(NamedTuple):
@@ -59,20 +82,26 @@ def draw(
     draws: Tensor | None = None,  # [R]: earlier draws of the position; None: 0
     confidence: bool = False,
     given: Tensor | None = None,  # [R] int64: take these tokens instead of drawing any
+    share: Share | None = None,  # of the columns, which the logits are; None: they have all
 ) -> Draw:
     """Draw one token per row: argmax(processed logits + Gumbel noise), of equal scores the first.
 
     A token's processed logit is `processed_logit` if its logit is at or above the threshold, else
     -inf. The processed distribution is the softmax of these. Greedy rows have temperature 1 and no
     noise. `processed_logprobs` [R] chooses each row's log-probability: of the processed
-    distribution or of softmax(raw); None leaves them out.
+    distribution or of softmax(raw); None leaves them out. With a `share` all ranks call this with
+    equal options, of which they allow no other logits, threshold, confidence or given tokens.
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1 and raw.stride(1) == 1 and raw.shape == logits.shape
-    chunks = triton.cdiv(vocab, _CHUNK)
+    chunks, first, ranks = triton.cdiv(vocab, CHUNK), 0, 1
     device = logits.device
-    partials = torch.empty((_PLANES, rows, chunks), dtype=torch.float32, device=device)
-    winners = torch.empty((rows, chunks), dtype=torch.int32, device=device)
+    if share is not None:
+        assert raw is logits and threshold is None and given is None and not confidence
+        assert can_divide(share.vocab, vocab, share.ranks)
+        first, ranks = share.first, share.ranks
+        vocab = min(vocab, share.vocab - first)
+    found = torch.empty((rows, _PLANES.value * chunks), dtype=torch.float32, device=device)
     token_ids = torch.empty(rows, dtype=torch.int64, device=device)
     failed = torch.empty(rows, dtype=torch.bool, device=device)
     logprobs = probabilities = None
@@ -87,9 +116,9 @@ def draw(
         greedy = torch.ones_like(greedy)  # no noise
     arguments = (
         logits, raw, temperature, limits, modes, seeds, positions,
-        positions if draws is None else draws, greedy, partials, winners,
-        logits.stride(0), raw.stride(0), vocab, rows,
+        positions if draws is None else draws, greedy,
     )  # fmt: skip
+    strides = (logits.stride(0), raw.stride(0))
     flags = {
         "FILTERED": threshold is not None,
         "LOGPROBS": logprobs is not None,
@@ -100,14 +129,20 @@ def draw(
         "NVIDIA": logits.is_cuda,
         "STREAM": int(stream),
     }
-    _draw_chunk[(rows, chunks)](*arguments, **flags, CHUNK=_CHUNK, num_warps=8)
+    _draw_chunk[(rows, chunks)](
+        *arguments, found, *strides, vocab, first, **flags, CHUNK=CHUNK, num_warps=8
+    )
+    if share is not None:
+        found = share.gather(found)
     results = (
         token_ids, failed, failed if logprobs is None else logprobs,
         failed if probabilities is None else probabilities,
         token_ids if given is None else given,
     )  # fmt: skip
-    width = triton.next_power_of_2(chunks)
-    _join_chunks[(rows,)](*arguments, chunks, *results, **flags, CHUNKS=width, num_warps=1)
+    _join_chunks[(rows,)](
+        *arguments, found, *strides, vocab if share is None else share.vocab, chunks, ranks,
+        *results, **flags, CHUNKS=triton.next_power_of_2(ranks * chunks), num_warps=1,
+    )  # fmt: skip
     return Draw(token_ids, logprobs, failed, probabilities)
 
 
@@ -126,10 +161,10 @@ def load_logits(ptr, columns, size):
     return tl.where(values != values, float("inf"), values)
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=ROW_ARGUMENTS)
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=ROW_ARGUMENTS)
 def _draw_chunk(
     logits_ptr, raw_ptr, temperature_ptr, threshold_ptr, mode_ptr, seeds_ptr, positions_ptr,
-    draws_ptr, greedy_ptr, partials_ptr, winners_ptr, stride, raw_stride, vocab, rows,
+    draws_ptr, greedy_ptr, found_ptr, stride, raw_stride, vocab, first,
     FILTERED: tl.constexpr, LOGPROBS: tl.constexpr, CONFIDENCE: tl.constexpr, DRAWS: tl.constexpr,
     GIVEN: tl.constexpr, SAME: tl.constexpr, NVIDIA: tl.constexpr, STREAM: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -154,7 +189,7 @@ def _draw_chunk(
         number = 0
         if DRAWS:
             number = tl.load(draws_ptr + row).to(tl.uint32)
-        noise = chunk_noise(seed, position, start, STREAM, CHUNK, NVIDIA, number)
+        noise = chunk_noise(seed, position, first + start, STREAM, CHUNK, NVIDIA, number)
         # A shift does not change the order of scores, so it need not be the row's maximum.
         shift = tl.where((temperature == 1) | (tl.abs(top) == float("inf")), 0.0, top)
         scores = (logits - shift) * (1 / temperature) + noise
@@ -166,32 +201,34 @@ def _draw_chunk(
     winner = tl.min(tl.where((scores == best) & (logits >= limit), index, CHUNK - 1), axis=0)
 
     chunks = tl.num_programs(1)
-    plane = rows.to(tl.int64) * chunks
-    out = partials_ptr + row * chunks + chunk
-    tl.store(winners_ptr + row * chunks + chunk, tl.minimum(start + winner, vocab - 1))
+    out = found_ptr + row * (_PLANES * chunks) + chunk
     tl.store(out, top)
+    logit = tl.max(tl.where(index == winner, logits, -float("inf")), axis=0)
+    tl.store(out + 4 * chunks, logit)
+    column = first + tl.minimum(start + winner, vocab - 1)
+    tl.store(out + 5 * chunks, column.to(tl.int32).to(tl.float32, bitcast=True))
     raw = logits
     raw_top = top
     if not SAME:
         raw = load_logits(raw_ptr + row * raw_stride, start + index, vocab)
         raw_top = tl.max(raw, axis=0)
-        tl.store(out + plane, raw_top)
+        tl.store(out + chunks, raw_top)
     if CONFIDENCE:
-        tl.store(out + 3 * plane, _processed_sum(logits, top, temperature, limit))
+        tl.store(out + 3 * chunks, _processed_sum(logits, top, temperature, limit))
     if LOGPROBS:
         if tl.load(mode_ptr + row) == 0:
             weights = tl.exp(raw - tl.where(raw_top == -float("inf"), 0.0, raw_top))
-            tl.store(out + 2 * plane, tl.sum(weights, axis=0))
+            tl.store(out + 2 * chunks, tl.sum(weights, axis=0))
         else:
             if not CONFIDENCE:
-                tl.store(out + 3 * plane, _processed_sum(logits, top, temperature, limit))
+                tl.store(out + 3 * chunks, _processed_sum(logits, top, temperature, limit))
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=ROW_ARGUMENTS)
+@triton.jit(do_not_specialize_on_alignment=ROW_ARGUMENTS)
 def _join_chunks(
     logits_ptr, raw_ptr, temperature_ptr, threshold_ptr, mode_ptr, seeds_ptr, positions_ptr,
-    draws_ptr, greedy_ptr, partials_ptr, winners_ptr, stride, raw_stride, vocab, rows,
-    chunks, tokens_ptr, failed_ptr, logprobs_ptr, confidence_ptr, given_ptr,
+    draws_ptr, greedy_ptr, found_ptr, stride, raw_stride, vocab, chunks, ranks,
+    tokens_ptr, failed_ptr, logprobs_ptr, confidence_ptr, given_ptr,
     FILTERED: tl.constexpr, LOGPROBS: tl.constexpr, CONFIDENCE: tl.constexpr, DRAWS: tl.constexpr,
     GIVEN: tl.constexpr, SAME: tl.constexpr, NVIDIA: tl.constexpr, STREAM: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -200,17 +237,18 @@ def _join_chunks(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     index = tl.arange(0, CHUNKS)
-    here = index < chunks
-    plane = rows.to(tl.int64) * chunks
-    place = partials_ptr + row * chunks + index
-    columns = tl.load(winners_ptr + row * chunks + index, mask=here, other=0)
+    here = index < ranks * chunks
+    found_ptr += row * (ranks * _PLANES * chunks)
+    place = found_ptr + index // chunks * (_PLANES * chunks) + index % chunks
     tops = tl.load(place, mask=here, other=-float("inf"))
     top = tl.max(tops, axis=0)
-    logits = tl.load(logits_ptr + columns, mask=here, other=-float("inf")).to(tl.float32)
+    best = tl.load(place + 4 * chunks, mask=here, other=-float("inf"))
+    columns = tl.load(place + 5 * chunks, mask=here, other=0.0).to(tl.int32, bitcast=True)
+    kept = best
     if FILTERED:
-        logits = tl.where(logits >= tl.load(threshold_ptr + row), logits, -float("inf"))
+        kept = tl.where(best >= tl.load(threshold_ptr + row), best, -float("inf"))
     temperature = tl.load(temperature_ptr + row)
-    scores = processed_logit(logits, top, temperature)
+    scores = processed_logit(kept, top, temperature)
     if tl.load(greedy_ptr + row) == 0:
         seed = tl.load(seeds_ptr + row)
         position = tl.load(positions_ptr + row)
@@ -223,34 +261,37 @@ def _join_chunks(
         scores += gumbel(words, NVIDIA)
     if GIVEN:
         token = tl.load(given_ptr + row)
+        logit = tl.load(logits_ptr + token).to(tl.float32)
     else:
         token = tl.min(tl.where(scores == tl.max(scores, axis=0), columns, vocab - 1), axis=0)
+        logit = tl.max(tl.where(columns == token, best, -float("inf")), axis=0)
     tl.store(tokens_ptr + row, token.to(tl.int64))
 
     raw_tops = tops
     raw_top = top
     if not SAME:
-        raw_tops = tl.load(place + plane, mask=here, other=-float("inf"))
+        raw_tops = tl.load(place + chunks, mask=here, other=-float("inf"))
         raw_top = tl.max(raw_tops, axis=0)
     tl.store(failed_ptr + row, tl.abs(raw_top) == float("inf"))
     if CONFIDENCE:
-        value = (tl.load(logits_ptr + token).to(tl.float32) - top) / temperature
-        sums = tl.load(place + 3 * plane, mask=here, other=0.0)
+        value = (logit - top) / temperature
+        sums = tl.load(place + 3 * chunks, mask=here, other=0.0)
         # The most likely token adds 1 to the total, so no probability is above 1.
         total = _processed_total(sums, tops, top, temperature)
         tl.store(confidence_ptr + row, tl.div_rn(tl.exp(value), total))
     if LOGPROBS:
         if tl.load(mode_ptr + row) == 0:
-            value = tl.load(raw_ptr + row * raw_stride + token).to(tl.float32) - raw_top
-            sums = tl.load(place + 2 * plane, mask=here, other=0.0)
+            raw = logit
+            if not SAME:
+                raw = tl.load(raw_ptr + row * raw_stride + token).to(tl.float32)
+            value = raw - raw_top
+            sums = tl.load(place + 2 * chunks, mask=here, other=0.0)
             total = tl.sum(sums * tl.exp(raw_tops - raw_top), axis=0)
         else:
-            logit = tl.load(logits_ptr + token).to(tl.float32)
             value = (logit - top) / temperature
             if GIVEN and FILTERED:  # a drawn token is never below the threshold
-                kept = logit >= tl.load(threshold_ptr + row)
-                value = tl.where(kept, value, -float("inf"))
-            sums = tl.load(place + 3 * plane, mask=here, other=0.0)
+                value = tl.where(logit >= tl.load(threshold_ptr + row), value, -float("inf"))
+            sums = tl.load(place + 3 * chunks, mask=here, other=0.0)
             total = _processed_total(sums, tops, top, temperature)
         tl.store(logprobs_ptr + row, value - tl.log(total))
 

@@ -1,7 +1,8 @@
-"""Measure what a job costs beside its engine: rows and grading.
+"""Measure what a job costs beside its engine: rows, grading, and workers beside each other.
 
 python scripts/bench/bench_job_layer.py job [--rows 200000] [--grade] [--report] [--rounds 3]
 python scripts/bench/bench_job_layer.py grading [--integers 100000] [--math 4000]
+python scripts/bench/bench_job_layer.py workers [--workers 1,4] -- +experiment=nano_hybrid
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from measuring import Mode, run_mode
+from modes import workers
 from synthetic_job import InstantEngine, instant_job, integer_steps, must_be_flat
 
 from batchgen.evals.graders.extract import Extract
@@ -199,6 +201,7 @@ def run_grading(options: argparse.Namespace) -> list[Any]:
 MODES = {
     "job": Mode(add_job_arguments, run_jobs),
     "grading": Mode(add_grading_arguments, run_grading),
+    "workers": Mode(workers.add_arguments, workers.run),
 }
 
 

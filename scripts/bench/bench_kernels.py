@@ -1,12 +1,8 @@
 """Time kernels beside the floor of the bytes that they move and of their operations.
 
     python scripts/bench/bench_kernels.py decode,prefill [--width 4] [--block-length 32]
-    python scripts/bench/bench_kernels.py latent [--shape glm] [--width 1,4]
-    python scripts/bench/bench_kernels.py delta [--rows 4,32,256] [--width 1,4]
     python scripts/bench/bench_kernels.py experts [--shape 35b-a3b] [--tokens 1,256,8192]
-    python scripts/bench/bench_kernels.py fp8 [--tokens 16,256] [--expert-tokens 256,8192]
     python scripts/bench/bench_kernels.py mxfp4 [--shape gpt-oss-120b] [--tokens 1,256] [--tune]
-    python scripts/bench/bench_kernels.py sampling
     python scripts/bench/bench_kernels.py experts --tune
 
 Each time is that of a launch in a CUDA graph. `--tune` tries the tiles of a list instead, compiled
@@ -26,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cases import attention, delta, experts, fp8, latent, mxfp4, sampling
+from cases import attention, experts, mxfp4
 from measuring import (
     DEVICE,
     Case,
@@ -55,21 +51,15 @@ class Section(NamedTuple):
     groups: Callable[[argparse.Namespace], Iterator[Group]] | None = None
     shape: str = ""
     tokens: str = ""
-    rows: str = ""
 
 
 _EXPERT_TOKENS = "1,4,32,64,128,256,512,1024,4096,8192,16384"
 _MXFP4_TOKENS = "1,8,32,128,256,1024,8192"
-_FP8_TOKENS = "1,16,64,256,2048,16384"
 SECTIONS = {
     "decode": Section(attention.decode_cases),
     "prefill": Section(attention.prefill_cases),
-    "latent": Section(latent.latent_cases, shape="v2-lite"),
-    "delta": Section(delta.delta_cases, shape="35b-a3b", rows="4,32,64,256"),
     "experts": Section(experts.expert_cases, experts.expert_groups, "30b-a3b", _EXPERT_TOKENS),
-    "fp8": Section(fp8.fp8_cases, None, "30b-a3b", _FP8_TOKENS),
     "mxfp4": Section(mxfp4.mxfp4_cases, mxfp4.mxfp4_groups, "gpt-oss-20b", _MXFP4_TOKENS),
-    "sampling": Section(sampling.sampling_cases, rows="1,32,256,512"),
 }
 
 
@@ -156,8 +146,6 @@ def run_section(name: str, options: argparse.Namespace, rates: Rates | None) -> 
     defaults: dict[str, Any] = {
         "shape": "tiny" if options.tiny else section.shape,
         "tokens": commas(int)("3" if options.tiny else section.tokens),
-        "rows": commas(int)("2" if options.tiny else section.rows),
-        "expert_tokens": commas(int)("3" if options.tiny else "256,512,8192"),
     }
     given = {key: value for key, value in vars(options).items() if value is not None}
     options = argparse.Namespace(**vars(options) | defaults | given)
@@ -172,13 +160,10 @@ def run_section(name: str, options: argparse.Namespace, rates: Rates | None) -> 
 def main(arguments: list[str] | None = None) -> list[Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sections", type=commas(str, SECTIONS), help=", ".join(SECTIONS))
-    parser.add_argument("--shape", help="of latent, delta, experts, fp8 and mxfp4")
+    parser.add_argument("--shape", help="of experts and mxfp4")
     parser.add_argument("--tokens", type=commas(int), help="comma separated")
-    parser.add_argument("--expert-tokens", type=commas(int), help="fp8: of a layer of experts")
-    parser.add_argument("--rows", type=commas(int), help="delta, sampling: comma separated")
     parser.add_argument("--width", type=commas(int), help="tokens of a decoding row")
     parser.add_argument("--block-length", type=int, default=1, help="positions that see each other")
-    parser.add_argument("--vocab", type=int, default=151_936, help="sampling")
     parser.add_argument("--tune", action="store_true", help="try tiles, print the fastest")
     parser.add_argument("--tiny", action="store_true", help="sizes to try this on a CPU")
     parser.add_argument("--json", type=Path, help="write all figures here")

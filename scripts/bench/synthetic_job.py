@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.vision.image import Image
 from batchgen.inputs.dataset.source import Row
 from batchgen.inputs.prompts.row_prompts import Prompt
-from batchgen.jobs.run.job_parts import JobParts, job_parts
+from batchgen.jobs.resolve.opened_job import resolve_job
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.util.request_id import RequestId
 
 LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
@@ -124,7 +125,7 @@ class ReadyPrompt(Prompt):
 
 def instant_job(
     folder: Path, engine: InstantEngine, values: Mapping[str, Any]
-) -> tuple[JobConfig, JobParts]:
+) -> tuple[JobConfig, ResolvedJob]:
     """The job that `values` make of a shipped model, for `run_job`, with this engine and the output
     in the folder. Prompts are ready-made if rows have no images."""
     common = {
@@ -136,6 +137,8 @@ def instant_job(
         "output.report": False,
     }
     config = compose({**common, **values})
-    parts = replace(job_parts(config), build_engine=lambda: engine, strategy=None)
+    job = resolve_job(config)
+    own = {each.name: getattr(job, each.name) for each in fields(ResolvedJob)}
+    parts = ResolvedJob(**{**own, "port": lambda: engine, "strategy": None})
     engine.columns = {name: _VALUES[name] for name in config.output.columns}
     return config, parts if parts.images else replace(parts, prompt=ReadyPrompt())

@@ -43,7 +43,7 @@ ADDITIONS = (
     ("a post step", "ParseScore"),
     ("a row step", "OrderChoices"),
     ("a paradigm", "DLLMStrategy"),
-    ("a launcher", "SlurmLauncher"),
+    ("a launcher", "RayLauncher"),
     ("a verb", "batchgen.cli.verbs.validate"),
     ("a sampling option", "min_p"),
 )

@@ -24,4 +24,4 @@ class ARStrategy(Strategy):
 
     def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
         mask = None if guide is None else guide.mask(output.logits)
-        return sample(output.logits, self.step_inputs.sampling, output.positions + 1, mask=mask)
+        return sample(output.divided, self.step_inputs.sampling, output.positions + 1, mask=mask)

@@ -166,9 +166,9 @@ def draft_one_by_one(
     sampling, drafts, laws = state.sampling, [], []
     positions = state.positions_ahead(1 + k).T.contiguous()
     for j in range(k):
-        logits, drawn = runner.compute_logits(hidden), positions[j] + 1
+        logits, drawn = runner.divided_logits(hidden), positions[j] + 1
         if own_law:
-            processed = process(logits, sampling, drawn)
+            processed = process(logits.whole(), sampling, drawn)
             token_ids, law = draw_drafts(processed, sampling.seeds, drawn, sampling.greedy)
             laws.append(law)
         else:

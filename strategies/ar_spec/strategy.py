@@ -239,7 +239,7 @@ class ARSpecStrategy(Strategy):
         elif guide is not None:
             mask = guide.mask_drafts(output.logits, *state.drafts_on_host)
         if drafts is None:
-            step = sample(output.logits, state.sampling, output.positions + 1, mask=mask)
+            step = sample(output.divided, state.sampling, output.positions + 1, mask=mask)
         else:
             step = self._verify(state, output, drafts, mask)
         self._proposer.verified(state, output, step)

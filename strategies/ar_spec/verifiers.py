@@ -31,7 +31,7 @@ def pathwise(
     any temperature and with every option. A draft that was not drawn from a distribution, such as
     an n-gram's, is accepted as often as by rejection."""
     width = 1 + drafts.token_ids.shape[1]
-    step = sample(output.logits, state.repeated(width), output.positions + 1, mask=mask)
+    step = sample(output.divided, state.repeated(width), output.positions + 1, mask=mask)
     return keep_held(step, drafts)
 
 

@@ -19,6 +19,7 @@ from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch
 from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.sampling.logits import Logits
 from batchgen.engine.sampling.sampler import Drawn, draw
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.admission import Ints
@@ -266,7 +267,8 @@ class DLLMStrategy(Strategy):
         hidden = runner.hidden_states(inputs)[:count]
         logits = runner.compute_logits(hidden)
         logits[:, self.step_inputs.mask_token_id] = -torch.inf
-        return ModelOutput(logits, inputs.positions[:count], hidden), None
+        whole = Logits(logits, logits.shape[1])
+        return ModelOutput(whole, inputs.positions[:count], hidden), None
 
     def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
         """Unmask positions of the rows' blocks. The step yields the tokens of the blocks that it

@@ -7,6 +7,7 @@ import bench_job_layer
 import bench_kernels
 import pytest
 from measuring import DEVICE, run_mode
+from modes.workers import of_attempts
 
 ON_CPU = pytest.mark.skipif(DEVICE.type == "cuda", reason="the sizes are for a CPU")
 SMALL = ["--kv-cache-gib", "0.02"]
@@ -68,6 +69,27 @@ def test_modes_of_the_job_layer(mode: str) -> None:
 
 
 @pytest.mark.quick(2)
+def test_figures_of_workers() -> None:
+    attempts = [
+        {
+            "started": f"2026-11-27T09:16:2{8 + late}+0000", "rows": rows, "wall_s": 10.0,
+            "start_s": 2.0 + late, "generate_s": 5.0, "engine": {"generated_tokens": 100 * rows},
+        }
+        for late, rows in ((0, 12), (1, 9), (0, 0))
+    ]  # fmt: skip
+    figures = of_attempts(attempts, 20)
+    assert figures.pop("computed_twice") == pytest.approx(1 / 20)
+    assert figures == {"start_seconds": 3.0, "tokens_per_s": 420.0, "tail_seconds": 1.0}
+
+
+@pytest.mark.slow
+def test_workers_beside_each_other() -> None:
+    job = ["+experiment=nano_hybrid", "engine.device=cpu", "dataset.limit=6"]
+    one, two = run_mode("", bench_job_layer.MODES, ["workers", "--workers", "1,2", "--", *job])
+    assert one["times"] == 1 and one["computed_twice"] == 0
+    assert two["tokens_per_s"] > 0 and two["computed_twice"] <= 1
+
+
 @ON_CPU
 @pytest.mark.parametrize("section", bench_kernels.SECTIONS)
 def test_kernels(section: str) -> None:
@@ -80,5 +102,5 @@ def test_kernels(section: str) -> None:
 def test_tiles_are_tried() -> None:
     found = bench_kernels.main(["experts", "--tiny", "--tune"])
     assert found and all(group["best"] != "[]" for group in found)
-    with pytest.raises(SystemExit, match="fp8 has no tiles to try: choose experts or mxfp4"):
-        bench_kernels.main(["fp8", "--tiny", "--tune"])
+    with pytest.raises(SystemExit, match="decode has no tiles to try: choose experts or mxfp4"):
+        bench_kernels.main(["decode", "--tiny", "--tune"])

@@ -36,11 +36,14 @@ def run_configured(config: JobConfig) -> Result:
         file=sys.stderr,
         flush=True,
     )
+    from batchgen.jobs.resolve.early_checks import check_early
+
+    check_early(config, folder=True)
     # Each import takes seconds: torch and transformers come with the first one, datasets and
     # pyarrow with the second, and a mistake in the model is found before.
-    from batchgen.jobs.run.job_parts import job_parts
+    from batchgen.jobs.resolve.opened_job import resolve_job
 
-    parts = job_parts(config)
+    parts = resolve_job(config)
     from batchgen.jobs.run.run_job import run_job
 
     return run_job(config, parts)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from batchgen.api.python.configured_job import Result
 from batchgen.config.compose.compose_config import compose
 from batchgen.config.groups.job_config import JobConfig
-from batchgen.config.groups.launcher_config import job_launcher
-from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.errors import JobError
 from batchgen.util.paths import folder_here
 
 if TYPE_CHECKING:
@@ -77,20 +76,15 @@ def run_job(job: Mapping[str, Any], overrides: Sequence[str] = ()) -> CompleteJo
     """
     config = compose(job, overrides)
     folder_here(config.output.dir, "run_job")
-    if (launcher := job_launcher(config)) is not None:
+    if config.launcher is not None:
         from batchgen.jobs.launchers.launch import launch
 
-        if not launcher.wait:
-            raise ConfigError(
-                "launcher.wait must be true: run_job returns a complete job; the command batchgen "
-                "submits one and does not wait"
-            )
         return _completed(config, launch(config))
     # These load torch and datasets, which a mistake in the configuration need not wait for.
-    from batchgen.jobs.run.job_parts import job_parts
+    from batchgen.jobs.resolve.opened_job import resolve_job
     from batchgen.jobs.run.run_job import run_job as run
 
-    return _completed(config, run(config, job_parts(config)))
+    return _completed(config, run(config, resolve_job(config)))
 
 
 def _completed(config: JobConfig, result: Result) -> CompleteJob:

@@ -57,6 +57,9 @@ def _plan(arguments: list[str]) -> int:
     config = composed(options)
     model, data = config.model.path, config.dataset.shown
     print(f"batchgen: reading model {model} and data set {data} …", file=sys.stderr, flush=True)
+    from batchgen.jobs.resolve.early_checks import check_early
+
+    check_early(config, folder=False)
     from batchgen.jobs.planning.planner import make_plan  # this takes seconds: hence the line above
 
     plan = make_plan(config, settings)

@@ -42,7 +42,6 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
     "launcher": {
         "local": "batchgen.jobs.launchers.local:LocalLauncher",
         "ray": "batchgen.jobs.launchers.ray_launcher:RayLauncher",
-        "slurm": "batchgen.jobs.launchers.slurm:SlurmLauncher",
     },
 }
 """By the key under which they stand: short name → where the class is, as `module:Class`."""
@@ -76,6 +75,8 @@ _PATHS = {
 }
 _SHORT = {path: name for name, path in _PATHS.items()}
 _SHORT |= {OWN + path: name for name, path in _FIRST_PATHS.items()}
+GONE = "slurm"
+"""A launcher of version 0.1.0."""
 _WITHOUT = {"OrderChoices", *CLASSES["post"]} & _FIRST_PATHS.keys()
 """Steps that had no short names in identities of version 0.1.0."""
 
@@ -133,7 +134,9 @@ def with_short_names(groups: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(groups)
     for key in ("strategy", "launcher"):
         if _names_class(group := found.get(key)):
-            found[key] = {**group, "_target_": short_name(group["_target_"])}
+            name = short_name(group["_target_"])
+            # What started the workers of a folder of version 0.1.0 is asked no more.
+            found[key] = {"_target_": None} if name == GONE else {**group, "_target_": name}
     for key in ("rows", "post"):
         if isinstance(steps := found.get(key), list):
             found[key] = [step_values(step) if _names_class(step) else step for step in steps]

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+from batchgen.config.groups.class_names import GONE, short_name
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.named_code import named_code, strategy_options
 from batchgen.util.errors import ConfigError
@@ -29,7 +30,6 @@ class Launcher(ABC):
     package: ClassVar[str | None] = None  # needed from elsewhere, as the extra `batchgen[name]`
     # Keys that run something, or say who is given what runs: a stranger's file may not set them.
     running_keys: ClassVar[tuple[str, ...]] = ()
-    wait: bool = True  # for the end of the job
 
     @abstractmethod
     def launch(self, config: JobConfig) -> Launched:
@@ -62,6 +62,12 @@ def job_launcher(config: JobConfig) -> Launcher | None:
 
 def launcher_class(target: str) -> type[Launcher]:
     """The class at an import path; ConfigError if it is no launcher."""
+    if short_name(target) == GONE:
+        raise ConfigError(
+            "launcher=slurm is gone: let Hydra submit the workers (batchgen -m "
+            "hydra/launcher=submitit_slurm +worker='range(0,16)' …), or run the command as a job "
+            "array of your own"
+        )
     cls = named_code(target, "launcher._target_")
     if not (isinstance(cls, type) and issubclass(cls, Launcher)):
         raise ConfigError(f"launcher._target_: {target} is no launcher")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from huggingface_hub import DatasetCard
 from huggingface_hub.utils import logging as hub_logging
 
 from batchgen.config.groups.dataset_config import AUTO, STDIN, DatasetConfig, is_usual
+from batchgen.inputs.dataset.dataset_paths import check_formats, find_files, local_path
 from batchgen.inputs.tables.json_tables import JsonColumns
 from batchgen.inputs.tables.local_files import check_reading, local_rows
 from batchgen.inputs.tables.read_errors import READ_ERRORS, unreadable
@@ -25,8 +25,6 @@ from batchgen.inputs.tables.stdin_table import called_stdin, spooled_stdin
 from batchgen.inputs.tables.table_formats import SUPPORTED, TEXT_FORMATS, format_of, reason
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import content_digests, fingerprint_text
-from batchgen.util.package_files import PACKAGE_SCHEME, find_in_package
-from batchgen.util.paths import short_user_path
 
 _READING_VERSION = 2
 """Another number where the same files give other rows than in an older version of batchgen."""
@@ -65,7 +63,7 @@ def load_split(config: DatasetConfig) -> LoadedDataset:
         if config.path == STDIN:
             with called_stdin(file := spooled_stdin(_cache_dir("stdin"))):
                 return _load_files([file], config, _pick_split(["train"], config))
-        path = DEMO if config.kind == "demo" else _local_path(str(config.path))
+        path = DEMO if config.kind == "demo" else local_path(str(config.path))
         if path.is_dir():
             if config.name is None and (path / "dataset_dict.json").is_file():
                 split = _pick_split(_saved_splits(path), config)
@@ -75,7 +73,7 @@ def load_split(config: DatasetConfig) -> LoadedDataset:
             return _load_folder(path, config)
         if config.name is not None:
             raise ConfigError(f"dataset.name is for hub data sets and folders, {path} is neither")
-        return _load_files(_find_files(path), config, _pick_split(["train"], config))
+        return _load_files(find_files(path), config, _pick_split(["train"], config))
 
 
 @contextmanager
@@ -95,57 +93,8 @@ def quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _local_path(path: str) -> Path:
-    if path.startswith(PACKAGE_SCHEME):
-        return find_in_package(path, "dataset.path:")
-    return short_user_path(path, "dataset.path")
-
-
-def _find_files(path: Path) -> list[Path]:
-    if path.is_file():
-        files = [path]
-    elif glob.has_magic(str(path)):
-        files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
-        files = [file for file in files if file.is_file()]
-        if not files:
-            raise ConfigError(f"dataset.path: no file matches {path} (from {Path.cwd()})")
-    else:
-        where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        hub = "; for a data set of the hub use dataset=hub" if _like_hub_name(str(path)) else ""
-        raise ConfigError(f"dataset.path: {path} does not exist{where}{hub}")
-    _check_formats(files)
-    return files
-
-
-def _like_hub_name(path: str) -> bool:
-    return (
-        path.count("/") <= 1 and not path.startswith((".", "/")) and format_of(Path(path)) is None
-    )
-
-
-def _check_formats(files: Sequence[Path]) -> str:
-    """The format that all files have."""
-    by_format: dict[str | None, Path] = {}
-    for file in files:
-        by_format.setdefault(format_of(file), file)
-    if None in by_format:
-        raise ConfigError(
-            f"dataset.path: {by_format[None]} is of no known format: use {SUPPORTED} "
-            "(those of text also with .gz)"
-        )
-    if len(by_format) > 1:
-        examples = ", ".join(f"{kind} ({file.name})" for kind, file in by_format.items())
-        raise ConfigError(
-            f"dataset.path: files of several formats, {examples}: choose one with a glob such as "
-            f"'{files[0].parent}/*{files[0].suffix}'"
-        )
-    (kind,) = by_format
-    assert kind is not None
-    return kind
-
-
 def _load_files(files: Sequence[Path], config: DatasetConfig, split: str) -> LoadedDataset:
-    kind = _check_formats(files)
+    kind = check_formats(files)
     check_reading(config, kind)
     fingerprint = _content(split, files, kind, config)
     try:
@@ -180,7 +129,7 @@ def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
     # Beside rows of another format .txt files are notes.
     files = [f for f in files if format_of(f) != "txt"] or files
     if declared == "nothing":
-        _check_formats(files)
+        check_formats(files)
     try:
         path = str(folder.absolute())
         used = datasets.load_dataset_builder(path, config.name).config.data_files

@@ -19,7 +19,7 @@ from batchgen.engine.layers.fp8_format import has_fp8_units
 from batchgen.engine.layers.mxfp4_format import WeightFormat, format_name
 from batchgen.engine.layers.packed_format import PackedFormat
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.config_file import LoadFormat, load_config
+from batchgen.engine.loading.config_file import LoadFormat, load_config, strange_keys
 from batchgen.engine.loading.loader import Quantization, chosen_form, load_model
 from batchgen.engine.loading.safetensors_files import safetensors_files
 from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
@@ -29,6 +29,7 @@ from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.engine.replicas import Leader
 from batchgen.engine.strategy import Strategy
 from batchgen.inputs.model.model_source import resolve_model
+from batchgen.util.shorten import some_names
 
 DeviceName = Literal["auto", "cuda", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -206,6 +207,13 @@ def open_model(
     if load_format == "gguf" and path.suffix != ".gguf":
         raise ValueError(f"load_format is gguf, but {path} is not a .gguf file")
     config, tokenizer = load_config(path, load_format), load_tokenizer(path)
+    if strange := strange_keys(path):
+        print(
+            f"model: {path}/config.json has keys that neither transformers nor the engine knows, "
+            f"and which are passed over: {some_names(strange)}",
+            file=sys.stderr,
+            flush=True,
+        )
     if config.untied:
         print(
             f"model: {path}/config.json says tie_word_embeddings, and the weights of the embedding "

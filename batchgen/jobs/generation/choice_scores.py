@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.inputs.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
 
 SCORED = SamplingParams(max_new_tokens=0)
 """What is asked of a choice: a request of its own that shares the row's prompt."""
-
-
-def choice_ids(
-    constraint: Constraint | None, encode: Callable[[str], list[int]], end: int | None
-) -> list[list[int]]:
-    """Return the token ids of each choice of a row's constraint, with the id `end` behind them if
-    it is given; none for a row without choices."""
-    if constraint is None or constraint.kind != "choice":
-        return []
-    behind = [] if end is None else [end]
-    return [encode(choice) + behind for choice in json.loads(constraint.text)]
 
 
 def with_scores(ended: Sequence[RequestOutput]) -> RequestOutput:

@@ -11,10 +11,10 @@ from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.inputs.dataset.seed_stream import stream_of
 from batchgen.inputs.dataset.source import Row, Source
 from batchgen.inputs.images.row_images import without_pixels
+from batchgen.inputs.model.job_engine import Engine
 from batchgen.inputs.prompts.row_request import RowRequest
 from batchgen.jobs.generation.choice_scores import SCORED, with_scores
 from batchgen.jobs.generation.fail_fast import FailFast
-from batchgen.jobs.generation.job_engine import Engine
 from batchgen.jobs.generation.progress import Progress
 from batchgen.jobs.generation.sample_waves import EverySample
 from batchgen.jobs.generation.shard_queue import ShardQueue

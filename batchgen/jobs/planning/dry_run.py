@@ -39,13 +39,16 @@ def show(config: JobConfig) -> int:
     """
     model, data = config.model.path, config.dataset.shown
     print(f"batchgen: reading model {model} and data set {data} …", file=sys.stderr, flush=True)
+    from batchgen.jobs.resolve.early_checks import check_early
+
+    check_early(config, folder=False)
     from batchgen.jobs.launchers.launch import (
         check_launcher,  # these take seconds: hence the line above
     )
     from batchgen.jobs.planning.planner import opened_rows, output_folder
 
     launcher = check_launcher(config, here=True)
-    with opened_rows(config) as (opened, _, reading):
+    with opened_rows(config) as (opened, reading):
         folder, refusal = output_folder(config, opened)
         scan = _show_rows(config, opened, reading)
         lines = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +16,6 @@ from batchgen.jobs.forecast.samples_per_row import MeasuredSamples
 from batchgen.jobs.run.changed_row import changed_row
 from batchgen.jobs.run.checked_rows import job_manifest, most_rows, output_schema
 from batchgen.jobs.run.image_files import content_of
-from batchgen.jobs.run.job_parts import parts_of
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.refused_folder import (
     has_rows,
@@ -118,5 +118,5 @@ def _manifest(config: JobConfig, opened: OpenedJob, old: Manifest) -> Manifest:
         for name, text in old.fingerprints.items()
         if name != "dataset" and not name.startswith(READ_JOB)
     }
-    parts = parts_of(opened, config, models)
+    parts = replace(opened, fingerprints=models)
     return job_manifest(config, parts, output_schema(config, parts))

@@ -18,7 +18,6 @@ from batchgen.jobs.reuse.key_log import read_keys
 from batchgen.jobs.reuse.row_key import RowKeys
 from batchgen.jobs.reuse.row_reuse import OlderJobs
 from batchgen.jobs.run.checked_rows import output_schema, row_request
-from batchgen.jobs.run.job_parts import parts_of
 from batchgen.storage.folder.refused_folder import written_manifest
 from batchgen.storage.stores.open_storage import open_storage
 
@@ -44,15 +43,15 @@ def planned_reuse(config: JobConfig, opened: OpenedJob, scan: Scan) -> PlannedRe
     Answers that the job's own folder has already do not count."""
     if not config.output.reuse:
         return None
-    parts = parts_of(opened, config, opened.fingerprints(config))
-    schema = output_schema(config, parts)
+    opened = opened.with_fingerprints()
+    schema = output_schema(config, opened)
     with closing(OlderJobs(config.output.reuse, schema, only_there=True)) as older:
         if not len(older):
             return None
         copied = _Copied(
             config,
-            RowKeys(config, parts.fingerprints, parts.max_model_len),
-            row_request(config, parts),
+            RowKeys(config, opened.fingerprints, opened.max_model_len),
+            row_request(config, opened),
             older,
             stream_of(config.sampling.stream, opened.source.jobs),
         )

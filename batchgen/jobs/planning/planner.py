@@ -27,7 +27,6 @@ from batchgen.jobs.planning.plan_checks import compiled_constraints, rows_and_di
 from batchgen.jobs.planning.plan_settings import PlanSettings
 from batchgen.jobs.planning.plan_text import row_title, shown_prompt
 from batchgen.jobs.planning.planned_reuse import planned_reuse
-from batchgen.jobs.run.job_parts import parts_of
 from batchgen.kernels.compile_ahead import have_compiled
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
@@ -39,27 +38,25 @@ if TYPE_CHECKING:
     from batchgen.jobs.planning.disk import DiskUse
     from batchgen.jobs.planning.folder_state import FolderState
     from batchgen.jobs.resolve.opened_job import OpenedJob
-    from batchgen.jobs.run.job_parts import JobParts
 
 SHOWN_PROMPTS = 2
 
 
 @contextmanager
-def opened_rows(config: JobConfig) -> Iterator[tuple[OpenedJob, JobParts, Reading]]:
+def opened_rows(config: JobConfig) -> Iterator[tuple[OpenedJob, Reading]]:
     """What a job runs on and how its rows are read; ConfigError for what a run refuses before it
     looks into its folder."""
     from batchgen.jobs.resolve.opened_job import open_job
     from batchgen.jobs.run.checked_rows import check_rows
 
-    opened = open_job(config)
-    with closing(parts_of(opened, config, {})) as parts:
-        check_rows(config, parts)
+    with closing(open_job(config)) as opened:
+        check_rows(config, opened)
         from batchgen.jobs.planning.folder_state import (
             find_rows,  # it loads the libraries of the data
         )
 
         find_rows(config, opened.source)
-        yield opened, parts, job_reading(config, opened)
+        yield opened, job_reading(config, opened)
 
 
 def output_folder(config: JobConfig, opened: OpenedJob) -> tuple[FolderState, ConfigError | None]:
@@ -83,8 +80,8 @@ def make_plan(config: JobConfig, settings: PlanSettings) -> Plan:
     if settings.device is not None:  # the job's own device need not be here
         config = replace(config, engine=replace(config.engine, device="auto"))
     check_launcher(config)
-    with opened_rows(config) as (opened, parts, reading):
-        return _Planner(config, settings, opened, parts, reading).plan(started)
+    with opened_rows(config) as (opened, reading):
+        return _Planner(config, settings, opened, reading).plan(started)
 
 
 class _Planner:
@@ -93,11 +90,10 @@ class _Planner:
         config: JobConfig,
         settings: PlanSettings,
         opened: OpenedJob,
-        parts: JobParts,
         reading: Reading,
     ) -> None:
         self._config, self._settings, self._opened = config, settings, opened
-        self._parts, self._reading = parts, reading
+        self._reading = reading
         self._errors: list[str] = []
         self._warnings: list[str] = []
 
@@ -236,7 +232,7 @@ class _Planner:
         config = self._config
         answers = round((scan.num_rows or scan.looked_at) * self._samples.number.likely) - done
         return disk_use(
-            output_schema(config, self._parts).columns,
+            output_schema(config, self._opened).columns,
             # Answers that are copied are taken to be as long as those that are computed.
             expected.generated.times(max(answers, 1) / max(answers - reused, 1)),
             float(scan.lengths.mean()),

@@ -8,30 +8,32 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from math import lcm
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from batchgen.config.compose.load_config import identity
-from batchgen.config.groups.constraint_config import constraint_column
+from batchgen.config.groups.constraint_config import ChoiceConstraintConfig, constraint_column
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.model_sampling import recommendation
 from batchgen.config.groups.prompt_config import ChatPromptConfig, TextPromptConfig, answer_key
 from batchgen.config.groups.sampling_config import copies_warning
 from batchgen.engine.constraint.compiler import GrammarCompiler
+from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.model_registry import model_class
-from batchgen.engine.requests import check_params
+from batchgen.engine.requests import check_params, output_columns
+from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.prefill_policy import check_chunk_sizes
 from batchgen.engine.strategy import Strategy
 from batchgen.evals.graders.build_steps import check_fields, post_steps
-from batchgen.inputs.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
+from batchgen.inputs.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES, choice_ids
 from batchgen.inputs.images.row_images import RowImages
 from batchgen.inputs.model.engine_recipe import EngineRecipe
 from batchgen.inputs.model.open_model import OpenedModel, device_of
 from batchgen.inputs.model.other_models import open_others, strategy_heads
-from batchgen.inputs.prompts.answer_text import Answer, build_answer
+from batchgen.inputs.prompts.answer_text import build_answer
 from batchgen.inputs.prompts.row_prompts import Prompt, build_prompt, constant_prompt_refusal
 from batchgen.jobs.resolve.answer_columns import (
     check_columns,
@@ -49,6 +51,8 @@ from batchgen.jobs.resolve.job_model import (
     open_job_model,
 )
 from batchgen.jobs.resolve.likely_rows import likely_row_tokens
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
+from batchgen.pages.tokens.decode_tokens import decode_with
 from batchgen.storage.stores.manifest import CONTRACT
 from batchgen.util.errors import ConfigError, mistakes_in
 
@@ -57,73 +61,83 @@ if TYPE_CHECKING:
 
     from batchgen.evals.graders.step import PostStep
     from batchgen.inputs.dataset.source import Source
+    from batchgen.inputs.model.job_engine import Engine
     from batchgen.inputs.upstream.followed_job import Promise
-    from batchgen.pages.tokens.channels import HarmonyChannels
-    from batchgen.pages.tokens.reasoning import ReasoningMarkers
 
 
-@dataclasses.dataclass(frozen=True)
-class OpenedJob:
-    """All that a job runs on, opened and checked, before a file of weights is read.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenedJob(ResolvedJob):
+    """A job with its models, opened and checked, before a file of weights is read.
 
     Attributes:
+        config: with which it was opened.
         model: the target.
         others: the strategy's other models that have checkpoints of their own, by name.
         context_columns: the columns of context scope that the job asks for.
         compiler: compiles the rows' constraints; None if there are none.
-        source: the rows.
-        prompt: makes the token ids of a row.
-        answer: makes those of the answer that is scored; None if rows generate.
         dtype: that of weights and activations.
-        max_model_len: how many tokens prompt and answer may have together.
         step_fingerprints: versions of the steps of `rows`, and digests of what they read.
-        reasoning: tells answers from what the model says besides; None if the text is all of it.
-        images: makes the images of rows; None if these have none.
         row_tokens: the fewest and the most tokens that rows are likely to have, for models with
             sliding windows; None for others, and where nobody can know.
     """
 
+    config: JobConfig
     model: OpenedModel
     others: Mapping[str, OpenedModel]
     strategy: Strategy
     context_columns: Sequence[OutputColumn]
     compiler: GrammarCompiler | None
-    source: Source
-    prompt: Prompt
     dtype: torch.dtype
-    max_model_len: int
-    step_fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    reasoning: ReasoningMarkers | HarmonyChannels | None = None
-    answer: Answer | None = None
-    images: RowImages | None = None
-    row_tokens: tuple[int, int] | None = None
+    step_fingerprints: Mapping[str, str]
+    row_tokens: tuple[int, int] | None
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise ValueError if parameters of a row cannot be honoured; the message names one."""
+        """See `ResolvedJob`."""
         model = self.model
         vocab_size, columns = model.config.vocab_size, self.context_columns
         check_params(params, self.strategy, vocab_size, model.tokenizer, columns)
         if params.constraint is not None and self.compiler is None:
             model.grammar_compiler()  # says why there is none
 
-    def fingerprints(self, config: JobConfig) -> dict[str, str]:
-        """Digests of what decides the answers besides configuration and data set. Every file of the
-        models is read, unless its digest is known from before."""
+    def choices(self, constraint: Constraint | None) -> list[list[int]]:
+        """See `ResolvedJob`."""
+        of_job, tokenizer = self.config.constraint, self.model.tokenizer
+        if not isinstance(of_job, ChoiceConstraintConfig) or not of_job.scores:
+            return []
+        assert tokenizer is not None
+        end = self.model.eos_token_ids[0] if of_job.scores_end else None
+        encode = partial(tokenizer.encode, add_special_tokens=False, verbose=False)
+        return choice_ids(constraint, encode, end)
+
+    def with_fingerprints(self) -> Self:
+        """The job with its fingerprints. Every file of the models is read, unless its digest is
+        known from before."""
+        config = self.config
         found = model_fingerprints(config, self.model, self.others, self.dtype)
         if self.images is not None:
             found["images"] = self.images.fingerprint
         if config.engine.deterministic and device_of(config.engine.device).type == "cuda":
-            found |= {f"{CONTRACT}{name}": text for name, text in self.contract(config).items()}
-        return {**found, **self.step_fingerprints}
+            found |= {f"{CONTRACT}{name}": text for name, text in self.contract().items()}
+        return dataclasses.replace(self, fingerprints={**found, **self.step_fingerprints})
 
-    def contract(self, config: JobConfig) -> dict[str, str]:
-        """What decides the bits of rows besides models, data and configuration, by name."""
-        return self.recipe(config).contract()
+    def contract(self) -> Mapping[str, str]:
+        """See `ResolvedJob`."""
+        return self.recipe(self.config).contract()
 
-    def build_engine(self, config: JobConfig) -> LLMEngine:
+    def close(self) -> None:
+        """See `ResolvedJob`."""
+        if self.compiler is not None:
+            self.compiler.close()
+        super().close()
+
+    def build_engine(self) -> Engine:
+        """Load the weights of all models and make the engine, unless there is a port."""
+        return self.load() if self.port is None else self.port()
+
+    def load(self) -> LLMEngine:
         """Load the weights of all models and make the engine."""
         with mistakes_in("engine"):
-            ranks = self.recipe(config).start()
+            ranks = self.recipe(self.config).start()
         recipe = ranks.recipe
         with ranks.starting():
             with recipe.compiling_kernels():
@@ -170,6 +184,11 @@ class OpenedJob:
             config.engine.device,
             tuple(column.name for column in self.context_columns),
         )
+
+
+def resolve_job(config: JobConfig) -> OpenedJob:
+    """Open and check all that a job runs on, except the weights: those load when rows need them."""
+    return open_job(config, wait=True).with_fingerprints()
 
 
 def open_job(
@@ -223,21 +242,29 @@ def open_job(
     )
     others = open_others(strategy, model, max_model_len)
     windows = any(getattr(model.config.family, "layer_windows", ()))
+    tokenizer, is_scored = model.tokenizer, config.scores_choices
+    of_tokens = output_columns(params, strategy, context_columns)
     job = OpenedJob(
-        model,
-        others,
-        strategy,
-        context_columns,
-        compiler,
-        source,
-        prompt,
-        dtype,
-        max_model_len,
-        of_steps,
-        reasoning,
-        answer,
-        images,
-        likely_row_tokens(config, source, prompt, answer)
+        config=config,
+        model=model,
+        others=others,
+        strategy=strategy,
+        context_columns=context_columns,
+        columns=(*of_tokens, *((CHOICE_LOGPROBS, CHOICE_SCORES) if is_scored else ())),
+        compiler=compiler,
+        source=source,
+        prompt=prompt,
+        answer=answer,
+        images=images,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        bos_id=None if tokenizer is None else tokenizer.bos_token_id,
+        step_fingerprints=of_steps,
+        reasoning=reasoning,
+        model_sampling=model_sampling(model.path),
+        decode=None if tokenizer is None else partial(decode, tokenizer),
+        decode_all=None if tokenizer is None else decode_with(tokenizer),
+        row_tokens=likely_row_tokens(config, source, prompt, answer)
         if windows and not source.follows
         else None,
     )

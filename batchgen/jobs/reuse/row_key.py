@@ -40,7 +40,7 @@ class RowKeys:
     def __init__(
         self, config: JobConfig, fingerprints: Mapping[str, str], max_model_len: int
     ) -> None:
-        """Digest what all rows share; `fingerprints` are those of `JobParts`."""
+        """Digest what all rows share; `fingerprints` are those of `ResolvedJob`."""
         models = [name for name in fingerprints if name.endswith("_model")]
         groups, output = identity(config, models), config.output
         deciding = {

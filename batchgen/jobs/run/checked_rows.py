@@ -19,7 +19,7 @@ from batchgen.inputs.dataset.source import Row
 from batchgen.inputs.prompts.row_prompts import fit_prompt, prompt_room
 from batchgen.inputs.prompts.row_request import RowRequest
 from batchgen.jobs.generation.valid_samples import ValidWhere
-from batchgen.jobs.run.job_parts import JobParts
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.storage.shards.enough import Enough
 from batchgen.storage.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.storage.shards.parsed_column import ParsedColumn
@@ -35,7 +35,7 @@ class CheckedRows(NamedTuple):
     where: ValidWhere | None  # which samples are valid, if rows are sampled until enough are
 
 
-def check_rows(config: JobConfig, parts: JobParts) -> CheckedRows:
+def check_rows(config: JobConfig, parts: ResolvedJob) -> CheckedRows:
     """Make what is needed for each row; this refuses what can be refused without the folder.
 
     Raises:
@@ -51,7 +51,7 @@ def most_rows(config: JobConfig, num_rows: int | None) -> int | None:
     return config.dataset.limit if num_rows is None else num_rows
 
 
-def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
+def output_schema(config: JobConfig, parts: ResolvedJob) -> OutputSchema:
     """The columns of the job's output files."""
     columns, constraint = config.output.columns, config.constraint
     parsed, until = None, config.sampling.until
@@ -75,7 +75,7 @@ def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
     )
 
 
-def row_request(config: JobConfig, parts: JobParts) -> Callable[[Row], RowRequest]:
+def row_request(config: JobConfig, parts: ResolvedJob) -> Callable[[Row], RowRequest]:
     """A function from a row to its prompt and its parameters, which raises RequestError for a row
     that has none. A prompt is cut or refused so that the longest answer has room: otherwise an
     answer could end at the model's limit, and nobody would see why.
@@ -95,7 +95,7 @@ def row_request(config: JobConfig, parts: JobParts) -> Callable[[Row], RowReques
         if row.failure is not None:
             raise row.failure
         params = own.sampling(row)
-        answer = None if parts.answer is None else parts.answer(row)
+        answer = None if parts.answer is None else parts.answer.token_ids(row)
         behind = params.max_new_tokens if answer is None else len(answer)
         params = own.constrained(row, params)
         choices = parts.choices(params.constraint)
@@ -108,7 +108,7 @@ def row_request(config: JobConfig, parts: JobParts) -> Callable[[Row], RowReques
     return request
 
 
-def dated(config: JobConfig, parts: JobParts) -> JobConfig:
+def dated(config: JobConfig, parts: ResolvedJob) -> JobConfig:
     """The configuration with the day that the job's prompts name, which it keeps from then on."""
     if parts.prompt.day is None:
         return config
@@ -116,7 +116,7 @@ def dated(config: JobConfig, parts: JobParts) -> JobConfig:
     return replace(config, prompt=replace(config.prompt, date=parts.prompt.day))
 
 
-def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Manifest:
+def job_manifest(config: JobConfig, parts: ResolvedJob, schema: OutputSchema) -> Manifest:
     """The manifest of a job as it is asked for, without digests of its rows."""
     config = dated(config, parts)
     from batchgen.jobs.run.image_files import (

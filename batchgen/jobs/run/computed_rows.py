@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 
+from batchgen.inputs.model.job_engine import Engine
 from batchgen.jobs.generation.generation import Generation
-from batchgen.jobs.generation.job_engine import Engine
 from batchgen.jobs.generation.progress import Progress, show_memory
 from batchgen.jobs.generation.sample_waves import EverySample, SampleWaves
 from batchgen.jobs.generation.turns import Turns
@@ -55,7 +55,7 @@ def compute_rows(attempt: JobAttempt) -> Turns[JobResult | None]:
         resumed_errors=metrics.tally.totals.error_rows,
         longest=parts.max_model_len if of_rows else config.sampling.max_new_tokens,
         batch_share=_GPU_SHARE if engine.memory.total is not None else _CPU_SHARE,
-        title=parts.title,
+        title=parts.name,
     )
     metrics.begin()
 

@@ -14,9 +14,9 @@ from batchgen.jobs.generation.fail_fast import AllRowsFailed
 from batchgen.jobs.generation.shard_queue import ShardQueue
 from batchgen.jobs.generation.spending import Spending
 from batchgen.jobs.generation.worker import Worker
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.checked_rows import CheckedRows
 from batchgen.jobs.run.job_end import JobResult, new_tally
-from batchgen.jobs.run.job_parts import JobParts
 from batchgen.storage.folder.job_folder import JobFolder
 from batchgen.storage.metrics.job_metrics import Metrics
 from batchgen.storage.shards.output_writer import OutputWriter
@@ -30,7 +30,7 @@ class JobAttempt:
     def __init__(
         self,
         config: JobConfig,
-        parts: JobParts,
+        parts: ResolvedJob,
         rows: CheckedRows,
         folder: JobFolder,
         worker: Worker,

@@ -9,8 +9,8 @@ from batchgen.config.compose.load_config import resolved
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.evals.scores.samples import Samples
 from batchgen.jobs.generation.turns import Turns
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.graded_job import graded_card, save_scores, scores_of
-from batchgen.jobs.run.job_parts import JobParts
 from batchgen.pages.report.write_report import REPORT, is_up_to_date, try_report
 from batchgen.storage.costs.chain_costs import all_steps
 from batchgen.storage.folder.dataset_card import dataset_card
@@ -46,7 +46,7 @@ class JobResult:
         return 3 if self.error_rows else 0
 
 
-def completed_elsewhere(storage: Storage, parts: JobParts, rows: int) -> JobResult | None:
+def completed_elsewhere(storage: Storage, parts: ResolvedJob, rows: int) -> JobResult | None:
     """How the job ended if another worker has completed it, while this one computed `rows` rows;
     else None."""
     content = storage.read(storage.path / "metrics.json")
@@ -66,7 +66,7 @@ def completed_elsewhere(storage: Storage, parts: JobParts, rows: int) -> JobResu
 
 def complete(
     config: JobConfig,
-    parts: JobParts,
+    parts: ResolvedJob,
     folder: JobFolder,
     schema: OutputSchema,
     metrics: Metrics,
@@ -112,7 +112,7 @@ def _name(storage: Storage) -> str:
 
 
 def already_complete(
-    config: JobConfig, parts: JobParts, folder: JobFolder, signals: StopSignals
+    config: JobConfig, parts: ResolvedJob, folder: JobFolder, signals: StopSignals
 ) -> Turns[JobResult]:
     storage = folder.storage
     folder.remove_journal()
@@ -134,14 +134,14 @@ def already_complete(
     return JobResult(totals.error_rows, None, message + table)
 
 
-def _report(parts: JobParts, folder: JobFolder) -> str | None:
+def _report(parts: ResolvedJob, folder: JobFolder) -> str | None:
     """Make the job's report; returns what people call it, None if it could not be made."""
     shown = folder.storage.shown
     made = try_report(folder.path, parts.decode_all, shown)
     return None if made is None else f"{shown}/{REPORT}"
 
 
-def _count_shards(config: JobConfig, parts: JobParts, folder: JobFolder) -> Tally:
+def _count_shards(config: JobConfig, parts: ResolvedJob, folder: JobFolder) -> Tally:
     """The counts over all rows of a complete job, as its shards have them."""
     tally, storage = new_tally(config, parts), folder.storage
     for path in shard_files(folder.data, storage.names(folder.data)).values():
@@ -149,7 +149,7 @@ def _count_shards(config: JobConfig, parts: JobParts, folder: JobFolder) -> Tall
     return tally
 
 
-def new_tally(config: JobConfig, parts: JobParts) -> Tally:
+def new_tally(config: JobConfig, parts: ResolvedJob) -> Tally:
     names = [count.name for count in parts.counts]
     until = config.sampling.until is not None
     channels = any(column.name == CHANNEL for column in parts.beside)

@@ -9,11 +9,11 @@ from functools import partial
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.inputs.dataset.row_digest import rows_digest
 from batchgen.jobs.generation.worker import How, Worker, others_run
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.changed_row import changed_row
 from batchgen.jobs.run.checked_rows import job_manifest, most_rows
 from batchgen.jobs.run.image_files import content_of
 from batchgen.jobs.run.job_end import completed_elsewhere
-from batchgen.jobs.run.job_parts import JobParts
 from batchgen.storage.folder.job_folder import JobFolder
 from batchgen.storage.folder.refused_folder import finished_rows, refuse_shrinking
 from batchgen.storage.leases.file_store import FolderGone
@@ -29,7 +29,7 @@ _OPENING_SECONDS, _INDEX_SECONDS = 60.0, 86400.0
 whose steps choose among the rows, which are gone through then."""
 
 
-def open_job_folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFolder:
+def open_job_folder(config: JobConfig, parts: ResolvedJob, schema: OutputSchema) -> JobFolder:
     """The job's folder, locked, once it is sure that it is this job's, or can become it."""
     storage, source = open_storage(config.output.dir, config.workers), parts.source
     data, indexed = source.data, source.data is not source
@@ -88,7 +88,7 @@ def worker_in(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
 
 
 def writer_in(
-    config: JobConfig, parts: JobParts, folder: JobFolder, schema: OutputSchema, worker: Worker
+    config: JobConfig, parts: ResolvedJob, folder: JobFolder, schema: OutputSchema, worker: Worker
 ) -> OutputWriter:
     """The writer of this worker's rows, or FolderGone if the others have completed the job
     meanwhile."""

@@ -12,12 +12,12 @@ from batchgen.evals.scores.samples import Samples
 from batchgen.jobs.generation.shard_queue import ShardQueue
 from batchgen.jobs.generation.turns import Turns, alone, between
 from batchgen.jobs.generation.worker import Worker
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.checked_rows import check_rows, dated, job_manifest
 from batchgen.jobs.run.computed_rows import compute_rows
 from batchgen.jobs.run.graded_job import scores_of
 from batchgen.jobs.run.job_attempt import JobAttempt, how_to_resume
 from batchgen.jobs.run.job_end import JobResult, already_complete, complete, completed_elsewhere
-from batchgen.jobs.run.job_parts import JobParts
 from batchgen.jobs.run.join_folder import open_job_folder, worker_in, writer_in
 from batchgen.pages.report.write_report import REPORT
 from batchgen.storage.folder.dataset_card import unfinished_card
@@ -28,7 +28,7 @@ from batchgen.util.errors import JobError
 from batchgen.util.signals import JobStopped, StopSignals
 
 
-def run_job(config: JobConfig, parts: JobParts) -> JobResult:
+def run_job(config: JobConfig, parts: ResolvedJob) -> JobResult:
     """Run a job to its end, or go on with one that was stopped or killed.
 
     Everything that can be refused is refused before the weights load. A first SIGINT or SIGTERM
@@ -44,7 +44,7 @@ def run_job(config: JobConfig, parts: JobParts) -> JobResult:
         return alone(job_turns(config, parts, signals))
 
 
-def job_turns(config: JobConfig, parts: JobParts, signals: StopSignals) -> Turns[JobResult]:
+def job_turns(config: JobConfig, parts: ResolvedJob, signals: StopSignals) -> Turns[JobResult]:
     """The turns of `run_job`, in which `signals` say when to stop. All that can be refused without
     the weights is refused in the first turn."""
     config = dated(config, parts)

@@ -10,8 +10,8 @@ from functools import partial
 
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.jobs.generation.turns import Turns
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.job_parts import JobParts
 from batchgen.jobs.run.run_job import job_turns
 from batchgen.jobs.run.shared_engine import DivisibleEngine, SharedEngine
 from batchgen.util.signals import JobStopped, StopSignals
@@ -19,11 +19,11 @@ from batchgen.util.signals import JobStopped, StopSignals
 
 @dataclass(frozen=True)
 class SharingJob:
-    """A job that runs in the engine of others; its own `parts.build_engine` is not called. `around`
+    """A job that runs in the engine of others; its own engine is not built. `around`
     may do more around its turns."""
 
     config: JobConfig
-    parts: JobParts
+    parts: ResolvedJob
     around: Callable[[Turns[JobResult]], Turns[JobResult]] = lambda turns: turns
 
 
@@ -50,7 +50,7 @@ def run_jobs(
         def begin(jobs: Mapping[str, SharingJob]) -> None:
             for name, job in jobs.items():
                 stack.callback(job.parts.close)
-                parts = replace(job.parts, name=name, build_engine=partial(shared.port, name))
+                parts = replace(job.parts, name=name, port=partial(shared.port, name))
                 running[name] = job.around(job_turns(job.config, parts, signals))
 
         results: dict[str, JobResult] = {}

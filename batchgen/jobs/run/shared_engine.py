@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.engine.interface.outputs import RequestOutput
-from batchgen.jobs.generation.job_engine import Engine
+from batchgen.inputs.model.job_engine import Engine
 from batchgen.util.request_id import RequestId
 
 if TYPE_CHECKING:

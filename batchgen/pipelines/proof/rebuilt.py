@@ -9,9 +9,10 @@ from pathlib import Path
 
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.inputs.dataset.row_digest import rows_digest
+from batchgen.jobs.resolve.opened_job import resolve_job
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.checked_rows import job_manifest, output_schema
 from batchgen.jobs.run.image_files import content_of
-from batchgen.jobs.run.job_parts import JobParts, job_parts
 from batchgen.jobs.run.run_job import run_job
 from batchgen.pipelines.proof.folder_proof import FolderDigests, folder_digests, without_places
 from batchgen.pipelines.proof.lock_file import StepProof
@@ -56,12 +57,14 @@ def rebuild(jobs: LockedJobs, say: Callable[[str], None]) -> Iterator[RebuiltSte
 
 
 @contextmanager
-def opened(config: JobConfig, name: str, proof: StepProof) -> Iterator[tuple[JobConfig, JobParts]]:
+def opened(
+    config: JobConfig, name: str, proof: StepProof
+) -> Iterator[tuple[JobConfig, ResolvedJob]]:
     """A job and what it runs on, if models and data are those of the lock; ConfigError if not."""
     if proof.dataset_rows is not None and config.dataset.kind in ("files", "hub", "demo"):
         # Rows that were added since are not of the set.
         config = replace(config, dataset=replace(config.dataset, limit=proof.dataset_rows))
-    parts = job_parts(config)
+    parts = resolve_job(config)
     try:
         manifest = job_manifest(config, parts, output_schema(config, parts))
         found = without_places(manifest.fingerprints)
@@ -81,7 +84,7 @@ def opened(config: JobConfig, name: str, proof: StepProof) -> Iterator[tuple[Job
         parts.close()
 
 
-def _other_data(parts: JobParts, proof: StepProof, fingerprint: str | None) -> Iterator[str]:
+def _other_data(parts: ResolvedJob, proof: StepProof, fingerprint: str | None) -> Iterator[str]:
     """How the rows that a step reads differ from those of the lock; of other jobs only the rows
     that this one makes are compared."""
     source = content_of(parts.source, parts.prompt)

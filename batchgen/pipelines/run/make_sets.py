@@ -20,7 +20,6 @@ from batchgen.evals.grades.visible_columns import VisibleColumns
 from batchgen.inputs.upstream.followed_job import FollowedJob, Promise
 from batchgen.jobs.resolve.opened_job import open_job
 from batchgen.jobs.run.checked_rows import job_manifest, output_schema
-from batchgen.jobs.run.job_parts import parts_of
 from batchgen.pipelines.publish.data_folder import request_digest
 from batchgen.pipelines.publish.finished_rows import FinishedRows, open_rows
 from batchgen.pipelines.publish.trainers.text_export import check_columns, export_text, format_of
@@ -182,11 +181,10 @@ def _of_step(opened: OpenPipeline, name: str, promises: dict[str, Promise]) -> P
             more += columns.values() if isinstance(columns, Mapping) else columns
         kept = [one for place, one in enumerate(config.rows) if place not in step.tables]
         job = replace(job, rows=tuple(kept), prompt=TextPromptConfig(text="-", constant=True))
-    made = open_job(job, promises)
-    parts = parts_of(made, job, made.fingerprints(job))
-    schema = output_schema(job, parts)
+    made = open_job(job, promises).with_fingerprints()
+    schema = output_schema(job, made)
     folder = opened.folder(name)
-    promise = Promise.of(job, job_manifest(job, parts, schema), schema.arrow)
+    promise = Promise.of(job, job_manifest(job, made, schema), schema.arrow)
     promises[folder] = promise
     followed = FollowedJob(Path(folder), name, promise)
     return PromisedRows(f"step {name}", followed, resolved(config), more)

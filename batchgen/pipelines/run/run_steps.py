@@ -16,7 +16,6 @@ from batchgen.jobs.generation.turns import Turns, between
 from batchgen.jobs.resolve.opened_job import OpenedJob, open_job
 from batchgen.jobs.run.checked_rows import job_manifest, output_schema
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.job_parts import parts_of
 from batchgen.jobs.run.run_jobs import SharingJob, run_jobs
 from batchgen.pipelines.run.bad_steps import ErrorWatch
 from batchgen.pipelines.run.open_pipeline import OpenPipeline
@@ -101,8 +100,8 @@ class _Run:
                 compiled = (self._known[name].compiler for name in jobs)
                 compiler = next((one for one in compiled if one is not None), None)
                 configs = [self._opened.config(name) for name in names]
-                shared = replace(self._known[first].shared(configs), compiler=compiler)
-                return shared.build_engine(config)
+                shared = self._known[first].shared(configs)
+                return replace(shared, config=config, compiler=compiler).load()
 
             def ended(name: str, result: JobResult) -> Mapping[str, SharingJob]:
                 self._results[name] = result
@@ -132,10 +131,8 @@ class _Run:
         watch = ErrorWatch(name, storage, opened.pipeline.most_errors)
         try:
             self._known[name] = job = open_job(config, self._promised)
-            parts = parts_of(job, config, job.fingerprints(config))
             parts = replace(
-                parts,
-                title=name,
+                job.with_fingerprints(),
                 watch=watch.look,
                 elsewhere=partial(opened.attempts_elsewhere, name),
                 grades_at_once=self._groups.is_followed(name),

@@ -150,7 +150,7 @@ class Manifest:
 
     def grown(self, new: "Manifest") -> list[str]:
         """A line `key: old → new` for everything that may change and has changed."""
-        olds, news = _flat(self.growing), _flat(new.growing)
+        olds, news = flat(self.growing), flat(new.growing)
         lines = [
             f"{key}: {olds.get(key, '(not set)')} → {value}"
             for key, value in news.items()
@@ -203,7 +203,7 @@ class Manifest:
     def _compared(self) -> dict[str, str]:
         others = {name: text for name, text in self.fingerprints.items() if name != _DATASET}
         columns = {f"column {name}": kind for name, kind in self.columns.items()}
-        return _flat(with_short_names(self.identity)) | _flat(others, "fingerprint.") | columns
+        return flat(with_short_names(self.identity)) | flat(others, "fingerprint.") | columns
 
     def _changed_rows(
         self, new: "Manifest", digests: RowDigests, changed_row: ChangedRow
@@ -270,12 +270,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """From `group.key` to the JSON text of its value. Values are compared by that text."""
-    flat: dict[str, str] = {}
+    found: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = json.dumps(value, sort_keys=True, ensure_ascii=False)
-    return flat
+            found[f"{prefix}{key}"] = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return found

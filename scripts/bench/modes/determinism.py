@@ -302,14 +302,12 @@ def first_difference(tape: Tape, reference: Result, found: Result, prompt: int) 
     tokens, others = (np.array(each.tokens) for each in (reference, found))
     equal = int(np.cumprod(tokens == others).sum())
     common = prompt + min(equal, len(tokens) - 1)
-    for (layer, name, _), place in sorted(tape.operations.items(), key=lambda o: (o[0][0], o[1])):
-        a, b = reference.digests[place, :common], found.digests[place, :common]
-        differs = ((a != b) & (a != 0) & (b != 0)).nonzero()
-        if len(differs):
-            where = "prompt" if int(differs[0]) < prompt else "generated"
-            return f"{name} of layer {layer}, {where}"
-    before, now = (np.array(each.logprobs) for each in (reference, found))
-    differing = ((before != now) | (tokens != others)).nonzero()[0].tolist()
+    before, now = (each.digests[:, :common] for each in (reference, found))
+    if (operation := tape.first_difference(before, now)) is not None:
+        name, token = operation
+        return f"{name}, {'prompt' if token < prompt else 'generated'}"
+    scores, others_scores = (np.array(each.logprobs) for each in (reference, found))
+    differing = ((scores != others_scores) | (tokens != others)).nonzero()[0].tolist()
     if not differing:
         return None
     return f"last layer, head or sampler, {'later' if differing[0] else 'first'} token"

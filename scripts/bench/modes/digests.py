@@ -59,6 +59,18 @@ class Tape:
         self._seen: Counter[str] = Counter()
         self._whole = True
 
+    def first_difference(self, one: Tensor, other: Tensor) -> tuple[str, int] | None:
+        """Name the first operation, in the order of the layers, whose digests [operations, tokens]
+        differ at tokens of which both are known, and the first such token; None if there is
+        none."""
+        order = sorted(self.operations.items(), key=lambda found: (found[0][0], found[1]))
+        for (layer, name, _), place in order:
+            a, b = one[place], other[place]
+            differs = ((a != b) & (a != 0) & (b != 0)).nonzero()
+            if len(differs):
+                return f"{name} of layer {layer}", int(differs[0])
+        return None
+
     @contextmanager
     def watching(self, model: CausalLM) -> Iterator[None]:
         """Note the operations of the model's layers within the context."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,28 @@ def test_dllm(
         cut += len(wanted.ids) > len(prompt) + len(wanted.token_ids)
     assert cut, "no row ended within a block"
     assert bool(engine.stats.preemptions) == (kind == "overfull")
+
+
+def test_counts_of_diffusion_depend_on_the_row_alone(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether commits find room or not, and after a preemption."""
+    expect_short_rows(monkeypatch)
+    requests = rows(stop_token_ids=tuple(range(3, 12)))
+
+    def counts(**config: Any) -> list[Mapping[str, int]]:
+        strategy = DLLMStrategy(4, confidence_threshold=0.05)
+        engine = make_engine(tiny_model, strategy, "sdar_moe", **config)
+        found = [output.counts for output in run(engine, requests)]
+        assert bool(engine.stats.preemptions) == (config == TIGHT)
+        return found
+
+    expected = counts()
+    assert {each["num_commit_forwards"] for each in expected} == {0, 1}
+    assert counts(**TIGHT) == expected
+    draws = random.Random(0)
+    monkeypatch.setattr(DLLMStrategy, "_room", lambda self, rows: draws.choice((0, 0, 1, rows)))
+    assert counts(overlap=True) == expected
 
 
 @pytest.mark.parametrize("experts", [256, 257])

@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from batchgen.engine.layers.embedding import rows_of_rank, vocab_slot
 from batchgen.engine.loading.config_file import LoadFormat
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.parallel.shard import Shard
-from batchgen.engine.parallel.tensor_parallel import TensorParallel
+from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from tests.support.engine.engine_rows import weights
 
 TinyModel = Callable[..., Path]
@@ -55,6 +56,24 @@ def test_the_ranks_hold_every_value_once(
         assert (one + two if is_divided else one) == pytest.approx(expected, rel=1e-6)
         divided += is_divided
     assert divided > len(whole) // 3
+
+
+@pytest.mark.parametrize(
+    ("vocab", "size", "rows"), [(151_936, 4, 40_960), (131_080, 8, 16_385), (32_001, 2, 16_001)]
+)
+def test_ranks_have_whole_chunks_of_a_large_vocabulary(vocab: int, size: int, rows: int) -> None:
+    taken = []
+    for rank in range(size):
+        parallel = TensorParallel(rank, size)
+        assert rows_of_rank(vocab, parallel) == rows
+        weight = torch.empty((rows, 1))
+        slot = vocab_slot("lm_head.weight", weight, vocab, parallel)
+        assert slot.shard is not None
+        ((start, end),) = slot.shard.ranges
+        assert slot.parameter.shape == (end - start, 1) and start == rank * rows < end
+        taken += [start, end]
+    assert taken[0] == 0 and taken[-1] == vocab and taken[1:-1:2] == taken[2::2]
+    assert rows_of_rank(vocab, ALONE) == vocab
 
 
 def test_ranks_without_a_key_head_of_their_own_have_the_same(tiny_model: TinyModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,7 @@ from batchgen.kernels.sampling.history import (
 )
 from batchgen.kernels.sampling.penalties_triton import apply_ban, apply_penalties
 from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox
-from batchgen.kernels.sampling.sampling_triton import Draw, draw
+from batchgen.kernels.sampling.sampling_triton import CHUNK, Draw, Share, can_divide, draw
 from batchgen.kernels.sampling.top_logprobs_triton import top_logprobs
 
 INF = float("inf")
@@ -200,6 +201,66 @@ def test_extreme_temperatures_and_logits_give_numbers() -> None:
             assert out.logprobs is not None
             assert out.logprobs.isfinite().all() and not out.failed.any()
             assert (batch.logits.gather(1, out.token_ids.unsqueeze(1)) > -INF).all()
+
+
+def run_ranks(batch: Batch, ranks: int, logprobs: bool) -> list[Draw]:
+    """The draws of ranks which have some of the columns each, and random ones past the last."""
+    vocab = batch.logits.shape[1]
+    width = -(-vocab // ranks // CHUNK) * CHUNK
+    padded = torch.randn((len(batch.logits), ranks * width), device=DEVICE) + 100
+    padded[:, :vocab] = batch.logits
+    shares = padded.to(batch.logits.dtype).split(width, 1)
+    sent: list[Tensor] = []
+
+    def draw_on(rank: int, gather: Callable[[Tensor], Tensor]) -> Draw:
+        own = shares[rank].contiguous()
+        return draw(
+            own, own, batch.temperature, None, batch.seeds, batch.positions, batch.greedy,
+            batch.processed if logprobs else None,
+            share=Share(rank * width, vocab, ranks, gather),
+        )  # fmt: skip
+
+    def note(own: Tensor) -> Tensor:
+        sent.append(own)
+        return own.repeat(1, ranks)
+
+    for rank in range(ranks):
+        draw_on(rank, note)
+    gathered = torch.cat(sent, 1)
+    return [draw_on(rank, lambda _: gathered) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "vocab", "dtype"),
+    [(2, 8192, torch.float32), (2, 15001, torch.bfloat16), (4, 12290, torch.float32)],
+)
+def test_ranks_draw_from_their_columns_what_one_draws(
+    ranks: int, vocab: int, dtype: torch.dtype
+) -> None:
+    batch = make_batch(vocab + ranks, 5, vocab, dtype)
+    whole = run_draw(batch, None)
+    for out in run_ranks(batch, ranks, True):
+        assert torch.equal(out.token_ids, whole.token_ids)
+        assert torch.equal(out.failed, whole.failed)
+        assert out.logprobs is not None and whole.logprobs is not None
+        assert torch.equal(out.logprobs, whole.logprobs)
+    (out, *_) = run_ranks(batch, ranks, False)
+    assert out.logprobs is None and torch.equal(out.token_ids, whole.token_ids)
+
+
+def test_a_row_that_is_broken_on_one_rank_fails_on_all() -> None:
+    batch = make_batch(3, 4, 9000, torch.float32)
+    batch.logits[1, 8999] = float("nan")
+    batch.logits[2] = -INF
+    for out in run_ranks(batch, 2, True):
+        assert out.failed.tolist() == [False, True, True, False]
+        assert ((out.token_ids >= 0) & (out.token_ids < 9000)).all()
+
+
+def test_ranks_draw_only_what_one_would() -> None:
+    assert can_divide(151_936, 10 * CHUNK, 4) and can_divide(151_936, 19 * CHUNK, 2)
+    assert not can_divide(151_936, 37_984, 4)
+    assert not can_divide(64 * CHUNK, 22 * CHUNK, 3), "66 chunks are joined as 128 are"
 
 
 # --- filters --------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.vision.image import Image
 from batchgen.inputs.dataset.source import Row, Source
 from batchgen.inputs.prompts.row_prompts import Prompt
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.job_parts import JobParts
 from batchgen.jobs.run.run_job import run_job
 from batchgen.util.request_id import RequestId
 
@@ -121,15 +121,15 @@ class FakeJob:
             progress=ProgressConfig(show=self.show),
         )
 
-    def parts(self) -> JobParts:
-        return JobParts(
+    def parts(self) -> ResolvedJob:
+        return ResolvedJob(
             source=FakeSource(self.rows, self.limit, self.changed),
             prompt=FakePrompt(self.bad),
             bos_id=None,
             max_model_len=1024,
             columns=(LOGPROBS, TOP_LOGPROBS),
             fingerprints={"model": "fake"},
-            build_engine=lambda: FakeEngine(self, batch_dependence=self.batch_dependence or None),
+            port=lambda: FakeEngine(self, batch_dependence=self.batch_dependence or None),
         )
 
     def run(self) -> JobResult:

@@ -17,7 +17,7 @@ from batchgen.inputs.prompts.row_prompts import Prompt
 from batchgen.inputs.row_index.open_rows import behind_steps
 from batchgen.inputs.upstream.followed_job import Promise
 from batchgen.inputs.upstream.open_source import open_source
-from batchgen.jobs.run.job_parts import JobParts
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from tests.support.jobs.fake_job import FakeEngine, FakeJob
 
 EXTRACT = StepConfig(
@@ -53,7 +53,7 @@ class FollowingJob:
         rows = step_configs(self.steps, "rows")
         return replace(fake.config(), dataset=data, prompt=prompt, rows=rows, post=self.post)
 
-    def parts(self, promised: dict[str, Promise] | None = None) -> JobParts:
+    def parts(self, promised: dict[str, Promise] | None = None) -> ResolvedJob:
         config = self.config()
         data = open_source(config, promised)
         source, found = behind_steps(data, config.rows, identity(config)["dataset"], None)
@@ -63,8 +63,7 @@ class FollowingJob:
             source=source,
             prompt=TextPrompt(),
             fingerprints={"model": "fake", **found},
-            build_engine=lambda: FakeEngine(fake),
-            close=source.close,
+            port=lambda: FakeEngine(fake),
         )
 
 

@@ -25,8 +25,9 @@ from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.vision.image import Image
+from batchgen.jobs.resolve.opened_job import resolve_job
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.job_parts import JobParts, job_parts
 from batchgen.jobs.run.run_job import run_job
 from batchgen.util.request_id import RequestId
 
@@ -149,9 +150,9 @@ def arguments(model: Path, rows: Path, out: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def opened(given: Sequence[str], engine: DecodingEngine) -> JobParts:
+def opened(given: Sequence[str], engine: DecodingEngine) -> ResolvedJob:
     config = compose({}, list(given))
-    return dataclasses.replace(job_parts(config), build_engine=lambda: engine)
+    return dataclasses.replace(resolve_job(config), port=lambda: engine)
 
 
 def run(given: Sequence[str], engine: DecodingEngine | None = None) -> JobResult:

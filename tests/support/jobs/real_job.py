@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from batchgen.config.compose.compose_config import compose
+from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.job_parts import job_parts
 from batchgen.jobs.run.run_job import run_job
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -44,7 +44,7 @@ def overrides(model: Path, rows: Path, out: Path, *more: str) -> list[str]:
 
 def run(arguments: list[str]) -> JobResult:
     config = compose({}, arguments)
-    return run_job(config, job_parts(config))
+    return run_job(config, resolve_job(config))
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.workers_config import WorkersConfig
-from batchgen.jobs.generation.job_engine import Engine
+from batchgen.inputs.model.job_engine import Engine
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.jobs.run.run_job import run_job
 from tests.support.jobs.fake_job import FakeJob
@@ -50,7 +50,7 @@ def in_threads(jobs: Sequence[FakeJob]) -> list[JobResult | Exception]:
             return parts.build_engine()
 
         try:
-            found.append(run_job(job.config(), replace(parts, build_engine=build_engine)))
+            found.append(run_job(job.config(), replace(parts, port=build_engine)))
         except Exception as error:
             found.append(error)
             traceback.print_exc()

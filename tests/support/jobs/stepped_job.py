@@ -24,8 +24,8 @@ from batchgen.inputs.dataset.row_source import open_dataset
 from batchgen.inputs.dataset.source import Row
 from batchgen.inputs.prompts.row_prompts import Prompt
 from batchgen.inputs.row_index.open_rows import behind_steps
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.job_parts import JobParts
 from batchgen.jobs.run.run_job import run_job
 from tests.support.jobs.fake_job import FakeEngine, FakeJob
 
@@ -82,15 +82,14 @@ class SteppedJob:
         source, found = behind_steps(
             open_dataset(config.dataset), config.rows, identity(config)["dataset"], None
         )
-        parts = JobParts(
+        parts = ResolvedJob(
             source=source,
             prompt=QuestionPrompt(),
             bos_id=None,
             max_model_len=1024,
             columns=(),
             fingerprints={"model": "fake", **found},
-            build_engine=lambda: engine,
-            close=source.close,
+            port=lambda: engine,
         )
         return run_job(config, parts)
 

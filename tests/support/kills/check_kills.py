@@ -56,8 +56,8 @@ from typing import TYPE_CHECKING, Any
 from batchgen.config.compose.compose_config import compose
 from batchgen.config.compose.load_config import step_configs
 from batchgen.config.groups.workers_config import WorkersConfig
+from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.job_parts import job_parts
 from batchgen.jobs.run.run_job import run_job
 from batchgen.storage.leases.object_store import connect
 from tests.support.jobs.fake_job import FakeJob
@@ -122,7 +122,7 @@ def arguments(out: object, rows: Path, grade: str | None = None) -> list[str]:
 
 def run_real(command: list[str]) -> JobResult:
     config = compose({}, command)
-    return run_job(config, job_parts(config))
+    return run_job(config, resolve_job(config))
 
 
 def check_workers(check: Check, server: FaultyS3 | None = None, url: str = "") -> None:

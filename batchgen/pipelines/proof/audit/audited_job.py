@@ -13,9 +13,10 @@ import pyarrow.compute as pc
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.inputs.dataset.row_digest import rows_digest
 from batchgen.inputs.model.open_model import device_of
+from batchgen.jobs.resolve.opened_job import resolve_job
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.checked_rows import job_manifest, output_schema
 from batchgen.jobs.run.image_files import content_of
-from batchgen.jobs.run.job_parts import JobParts, job_parts
 from batchgen.pipelines.proof.audit.first_difference import first_difference
 from batchgen.pipelines.proof.audit.rows_again import compute_again
 from batchgen.storage.shards.row_order import KEYS
@@ -36,10 +37,10 @@ class AuditedRow:
     difference: str | None
 
 
-def open_parts(config: JobConfig, found: Manifest, shown: str) -> JobParts:
+def open_parts(config: JobConfig, found: Manifest, shown: str) -> ResolvedJob:
     """What a job runs on, if it is the job of a manifest; ConfigError with what differs if it is
     not."""
-    parts = job_parts(config)
+    parts = resolve_job(config)
     try:
         asked = job_manifest(config, parts, output_schema(config, parts))
         source = content_of(parts.source, parts.prompt)
@@ -65,7 +66,7 @@ def open_parts(config: JobConfig, found: Manifest, shown: str) -> JobParts:
 
 def audit_rows(
     config: JobConfig,
-    parts: JobParts,
+    parts: ResolvedJob,
     stored: Mapping[int, pa.Table],
     storage: Storage | None,
 ) -> list[AuditedRow]:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.config.groups.job_config import JobConfig
-from batchgen.jobs.run.job_parts import JobParts
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.pipelines.proof.audit.audited_job import AuditedRow, open_parts
 from batchgen.pipelines.proof.audit.drawn_places import drawn_places
 from batchgen.pipelines.proof.audit.first_difference import first_difference
@@ -87,7 +87,7 @@ def audit_set_rows(
     return [_audited(row, again, text, text_as) for row in rows]
 
 
-def _numbers(parts: JobParts, ids: set[str]) -> Mapping[str, int]:
+def _numbers(parts: ResolvedJob, ids: set[str]) -> Mapping[str, int]:
     """The numbers of rows in their data set, by their ids."""
     source = parts.source
     source.find_index(None)

@@ -14,8 +14,9 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.workers_config import BudgetConfig
 from batchgen.inputs.dataset.source import Left, ReadJob, Row, Source
 from batchgen.inputs.images.row_images import RowImage
+from batchgen.inputs.prompts.answer_text import Answer
 from batchgen.inputs.prompts.row_prompts import Prompt
-from batchgen.jobs.run.job_parts import JobParts
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.run_job import run_job
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.stores.job_storage import Storage
@@ -111,6 +112,16 @@ class _PromptOfTaken(Prompt):
         return self.prompt.asked(_given(row))
 
 
+@dataclasses.dataclass(frozen=True)
+class _AnswerOfTaken:
+    """The answers of rows as the job scored them."""
+
+    answer: Answer
+
+    def token_ids(self, row: Row) -> list[int]:
+        return self.answer.token_ids(_given(row))
+
+
 def _given(row: Row) -> Row:
     assert isinstance(row, _Taken)
     return row.given
@@ -118,7 +129,7 @@ def _given(row: Row) -> Row:
 
 def compute_again(
     config: JobConfig,
-    parts: JobParts,
+    parts: ResolvedJob,
     indices: Sequence[int],
     folder: Path,
     storage: Storage | None,
@@ -135,12 +146,11 @@ def compute_again(
         JobError: a signal came, or the rows cannot be written.
     """
     taken = TakenRows(parts.source, indices, storage)
-    answer = parts.answer
     own = dataclasses.replace(
         parts,
         source=taken,
         prompt=_PromptOfTaken(parts.prompt),
-        answer=None if answer is None else lambda row: answer(_given(row)),
+        answer=None if parts.answer is None else _AnswerOfTaken(parts.answer),
     )
     output = dataclasses.replace(
         config.output, dir=str(folder), report=False, retry_errors=False, on_all_errors="continue"

@@ -19,8 +19,8 @@ from batchgen.config.groups.config_keys import choice_values, choices
 from batchgen.config.groups.job_config import EngineGroup, JobConfig, ModelGroup
 from batchgen.engine.sampling import sampling_params
 from batchgen.inputs.prompts.row_request import RowRequest
+from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.reuse.row_key import RowKeys
-from batchgen.jobs.run.job_parts import job_parts
 from batchgen.jobs.run.run_job import run_job
 from batchgen.pipelines.run.addresses import addresses
 from batchgen.pipelines.run.pipeline import Step
@@ -128,7 +128,7 @@ def computed(out: Path, *overrides: str) -> pa.Table:
             "engine.kv_cache_gib=0.01", "engine.max_num_seqs=4", *overrides,
         ],
     )  # fmt: skip
-    run_job(config, job_parts(config))
+    run_job(config, resolve_job(config))
     return pq.read_table(out / "data/part-00000.parquet").replace_schema_metadata()
 
 

@@ -63,13 +63,10 @@ NAMING: dict[str, dict[str, Any]] = {
     "a reference": {"model": {"choice": "nano_hybrid", "name": "strangers_code.Step"},
                     "post": [{"_target_": "${model.name}"}]},
     "what batchgen imports": {"rows": [{"_target_": "strangers_code.os.system"}]},
-    "lines of shell": {"launcher": {"choice": "slurm", "workers": 1, "setup": ["touch ran"]}},
-    "options of sbatch": {"launcher": {"choice": "slurm", "workers": 1,
-                                       "parameters": {"wrap": "touch ran"}}},
     "a runtime": {"launcher": {"choice": "ray", "runtime_env": {"pip": ["strangers_code"]}}},
     "a launcher": {"launcher": {"_target_": "strangers_code.Step"}},
-    "keys of a launcher": {"launcher": {"_target_": "batchgen.launchers.slurm.SlurmLauncher",
-                                        "workers": 1, "setup": ["touch ran"]}},
+    "keys of a launcher": {"launcher": {"_target_": "batchgen.launchers.ray_launcher.RayLauncher",
+                                        "address": "ray://strangers_code:1"}},
     "a cluster": {"launcher": {"choice": "ray", "address": "ray://strangers_code:1"}},
 }  # fmt: skip
 
@@ -186,10 +183,10 @@ def test_what_is_typed_is_the_users_word(here: Path) -> None:
     assert load_config(groups, both).post[1].options["function"] == FUNCTION
     with pytest.raises(ConfigError, match="strangers_code"):
         load_config(groups, Trust.of([file], [], ["strategy._target_=another.Strategy"]))
-    slurm = ["launcher=slurm", "launcher.workers=1", "launcher.setup=[module load cuda]"]
-    load_config(compose_groups({}, slurm).groups, Trust.of([file], [], slurm))
-    with pytest.raises(ConfigError, match="module load cuda"):
-        load_config(compose_groups({}, slurm).groups, Trust.of([file], [], slurm[:2]))
+    ray = ["launcher=ray", "launcher.address=ray://here:1"]
+    load_config(compose_groups({}, ray).groups, Trust.of([file], [], ray))
+    with pytest.raises(ConfigError, match="ray://here:1"):
+        load_config(compose_groups({}, ray).groups, Trust.of([file], [], ray[:1]))
 
 
 def test_what_comes_with_batchgen_is_its_own() -> None:

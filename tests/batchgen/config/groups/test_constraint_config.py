@@ -28,7 +28,7 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.vision.image import Image
 from batchgen.inputs.constraint.row_constraints import RowConstraints
 from batchgen.inputs.dataset.source import Row
-from batchgen.jobs.run.job_parts import job_parts
+from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.run.run_job import run_job
 from batchgen.storage.stores.manifest import Manifest
 from batchgen.util.errors import ConfigError
@@ -332,7 +332,7 @@ class RecordingEngine(FakeEngine):
 
 def _run(job: FakeJob) -> tuple[dict[RequestId, Constraint | None], list[dict[str, Any]], str]:
     engine = RecordingEngine(job)
-    result = run_job(job.config(), replace(job.parts(), build_engine=lambda: engine))
+    result = run_job(job.config(), replace(job.parts(), port=lambda: engine))
     return engine.asked, pq.read_table(Path(job.out) / "data").to_pylist(), result.message
 
 
@@ -436,7 +436,7 @@ def test_the_column_must_be_there(tmp_path: Path) -> None:
 
 
 def _parts(model: Path, rows: Path, *options: str) -> Any:
-    return job_parts(loaded(*overrides(model, rows, rows.parent / "out", *options)))
+    return resolve_job(loaded(*overrides(model, rows, rows.parent / "out", *options)))
 
 
 def _without(model: Path, folder: Path, name: str) -> Path:
@@ -456,7 +456,7 @@ def test_a_constraint_needs_a_tokenizer_and_eos(model: Path, rows: Path, tmp_pat
     tokens = ("prompt=tokens", "prompt.token_ids_column=q", "~prompt.user")
     options = [o for o in overrides(bare, rows, tmp_path / "out") if "prompt.user" not in o]
     with pytest.raises(ConfigError, match=r"^constraint: a constraint is about text, and the mode"):
-        job_parts(loaded(*options, *tokens[:2], "constraint=json"))
+        resolve_job(loaded(*options, *tokens[:2], "constraint=json"))
     endless = _without(model, tmp_path / "b", "generation_config.json")
     with pytest.raises(ConfigError, match=r"^constraint: a constrained row ends with EOS, and nei"):
         _parts(endless, rows, "constraint=json")

@@ -152,6 +152,6 @@ def test_an_engine_that_fails_every_row(tmp_path: Path) -> None:
             return [replace(o, finish_reason="error", error=error) for o in super().step()]
 
     job = FakeJob(str(tmp_path), rows=300, bad=False)
-    parts = replace(job.parts(), build_engine=lambda: Broken(job))
+    parts = replace(job.parts(), port=lambda: Broken(job))
     with pytest.raises(AllRowsFailed, match="no_answer: all values are NaN"):
         run_job(job.config(), parts)

@@ -16,8 +16,8 @@ import pytest
 
 from batchgen.config.groups.sampling_config import SamplingConfig, UntilConfig
 from batchgen.engine.interface.outputs import RequestError, RequestOutput
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.job_parts import JobParts
 from batchgen.jobs.run.run_job import run_job
 from batchgen.pages.report.write_report import report_html
 from batchgen.pages.viewer import overview
@@ -91,7 +91,7 @@ class _FailingEngine(FakeEngine):
 
 
 def _run(job: UntilJob, engine: type[FakeEngine] = FakeEngine) -> JobResult:
-    parts = replace(job.parts(), build_engine=lambda: engine(job))
+    parts = replace(job.parts(), port=lambda: engine(job))
     return run_job(job.config(), parts)
 
 
@@ -222,7 +222,7 @@ def test_kills_of_two_workers(tmp_path: Path) -> None:
 
 def test_parts_without_until_have_no_more_columns(tmp_path: Path) -> None:
     job = UntilJob(str(tmp_path / "out"), rows=3, where="", most=2)
-    parts: JobParts = job.parts()
+    parts: ResolvedJob = job.parts()
     run_job(job.config(), parts)
     assert not {"valid", "outcome", "num_valid", "num_samples"} & set(rows_of(job.out)[0])
 

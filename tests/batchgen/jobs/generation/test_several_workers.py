@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 import pytest
 
 from batchgen.engine.interface.outputs import RequestOutput
-from batchgen.jobs.generation.job_engine import Engine
+from batchgen.inputs.model.job_engine import Engine
 from batchgen.jobs.generation.worker import Worker
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.job_end import JobResult, completed_elsewhere
-from batchgen.jobs.run.job_parts import JobParts
 from batchgen.jobs.run.run_job import run_job
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.leases.lease_files import lease_name
@@ -57,13 +57,13 @@ class _Together(SharedJob):
     gate = threading.Barrier(4)
     engines: ClassVar[list[FakeEngine]] = []
 
-    def parts(self) -> JobParts:
+    def parts(self) -> ResolvedJob:
         def build() -> Engine:
             self.gate.wait(100)
             self.engines.append(FakeEngine(self))
             return self.engines[-1]
 
-        return replace(super().parts(), build_engine=build)
+        return replace(super().parts(), port=build)
 
 
 def test_four_workers_make_the_data_of_one(whole: SharedJob, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_first_rows_that_all_fail_end_every_worker(tmp_path: Path) -> None:
 
     def run() -> None:
         try:
-            run_job(job.config(), replace(job.parts(), build_engine=lambda: Broken(job)))
+            run_job(job.config(), replace(job.parts(), port=lambda: Broken(job)))
         except RuntimeError as error:
             results.append(error)
 
@@ -165,7 +165,7 @@ def test_a_shard_that_ends_workers_is_put_in_quarantine(tmp_path: Path) -> None:
 
     def run(build: type[FakeEngine]) -> None:
         try:
-            run_job(job.config(), replace(job.parts(), build_engine=lambda: build(job)))
+            run_job(job.config(), replace(job.parts(), port=lambda: build(job)))
         except (RuntimeError, JobError) as error:
             ends.append(str(error))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
-from batchgen import run_job
+from batchgen.__main__ import run_command
 from batchgen.config.compose.compose_config import compose
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.launcher_config import Launched, Launcher, job_launcher
@@ -15,26 +16,23 @@ from batchgen.jobs.launchers import shown as shown_module
 from batchgen.jobs.launchers.launch import check_launcher, described, launch
 from batchgen.jobs.launchers.launched import LaunchedFolder, make_logs, remove_logs
 from batchgen.jobs.launchers.shown import Shown
+from batchgen.storage.folder.open_folder import open_job
 from batchgen.storage.folder.refused_folder import refuse_foreign_files
 from batchgen.storage.stores.job_storage import FolderStorage
 from batchgen.util.errors import ConfigError
+from tests.support.jobs.fake_job import FakeJob
 
-SLURM = {"launcher": "slurm", "launcher.workers": 2}
 
-
-@pytest.mark.parametrize("job", [{"launcher": "ray"}, SLURM, {"launcher": "local"}])
+@pytest.mark.parametrize("job", [{"launcher": "ray"}, {"launcher": "local"}])
 def test_rows_from_standard_input_are_refused(job: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"cannot read rows from standard input: .*dataset\.path"):
         launch(compose({**job, "dataset.path": "-"}))
 
 
-@pytest.mark.parametrize(("job", "name"), [({"launcher": "ray"}, "ray"), (SLURM, "slurm")])
-def test_a_package_that_is_not_installed(
-    job: dict[str, object], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda package: None)
-    with pytest.raises(ConfigError, match=rf"not installed: pip install 'batchgen\[{name}\]'"):
-        launch(compose(job))
+    with pytest.raises(ConfigError, match=r"not installed: pip install 'batchgen\[ray\]'"):
+        launch(compose({"launcher": "ray"}))
 
 
 def test_the_launcher_in_words() -> None:
@@ -42,10 +40,6 @@ def test_the_launcher_in_words() -> None:
     assert described(compose({"launcher.workers": 1})) == "local: 1 worker"
     ray = {"launcher": "ray", "launcher.address": "auto"}
     assert described(compose(ray)) == "ray: a worker on each GPU, address auto"
-    slurm = {**SLURM, "launcher.qos": "low", "launcher.parameters": {"exclusive": True}}
-    assert described(compose(slurm)) == (
-        "slurm: 2 workers, 240 minutes at a time, qos=low, exclusive=True"
-    )
 
 
 def test_keys_that_say_which_launcher_is_meant() -> None:
@@ -54,10 +48,7 @@ def test_keys_that_say_which_launcher_is_meant() -> None:
         return None if launcher is None else launcher.name
 
     assert name({"launcher.workers": 2}) == "local"
-    assert name({"launcher.workers": 2, "launcher.partition": "gpu"}) == "slurm"
     assert name({"launcher.placement": "pack"}) == "ray"
-    with pytest.raises(ConfigError, match=r"launcher\.workers has no value"):
-        compose({"launcher": "slurm"})
 
 
 class OwnLauncher(Launcher):
@@ -87,10 +78,19 @@ def test_a_launcher_of_the_users_own() -> None:
         compose({"launcher": {"_target_": f"{__name__}.Path"}})
 
 
-def test_python_waits_for_its_job() -> None:
-    pytest.importorskip("submitit")
-    with pytest.raises(ConfigError, match=r"launcher\.wait must be true: run_job"):
-        run_job({**SLURM, "launcher.wait": False})
+def test_the_launcher_that_is_gone(tmp_path: Path) -> None:
+    """Folders that it has started are read; a job that names it is told what to type."""
+    for target in ("slurm", "batchgen.launchers.slurm.SlurmLauncher"):
+        with pytest.raises(ConfigError, match="hydra/launcher=submitit_slurm"):
+            compose({"launcher": {"_target_": target, "workers": 2}})
+        FakeJob(str(tmp_path / "out"), rows=3, bad=False).run()
+        file = tmp_path / "out/config.yaml"
+        values = yaml.safe_load(file.read_text())
+        values["launcher"] = {"_target_": target, "workers": 2}
+        file.write_text(yaml.safe_dump(values))
+        assert open_job(str(tmp_path / "out")).config["launcher"] == {"_target_": None}
+        steps = "post=[{Extract: {methods: [last_number]}}]"
+        assert run_command(["grade", str(tmp_path / "out"), steps]) == 0
 
 
 def test_the_folder_of_logs(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_the_folder_of_logs(tmp_path: Path) -> None:
         make_logs(out, "ray")
     assert [path.name for path in out.iterdir()] == ["thesis.tex"]
     with pytest.raises(ConfigError, match="cannot be written"):
-        make_logs(out / "thesis.tex", "slurm")
+        make_logs(out / "thesis.tex", "ray")
     check_launcher(compose({"dataset.path": "-"}))
 
 

@@ -24,8 +24,7 @@ from batchgen.jobs.planning.job_plan import Plan
 from batchgen.jobs.planning.plan_settings import PlanSettings
 from batchgen.jobs.planning.plan_text import plan_text
 from batchgen.jobs.planning.planner import make_plan
-from batchgen.jobs.resolve.opened_job import open_job
-from batchgen.jobs.run.job_parts import job_parts
+from batchgen.jobs.resolve.opened_job import open_job, resolve_job
 from batchgen.storage.stores.manifest import Manifest
 from batchgen.util.errors import ConfigError
 from batchgen.util.request_id import RequestId
@@ -48,7 +47,7 @@ def config(model: Path, rows: Path, tmp_path: Path) -> JobConfig:
 def test_a_plan_says_what_the_job_then_is(config: JobConfig) -> None:
     plan = planned(config)
     assert not Path(config.output.dir).exists()
-    engine = job_parts(config).build_engine()
+    engine = resolve_job(config).build_engine()
     assert plan.memory == engine.memory
     assert plan.engine.settings == engine.config  # type: ignore[attr-defined]
     assert plan.scan.num_rows == 11 and plan.answers == 22
@@ -61,7 +60,7 @@ def test_a_plan_says_what_the_job_then_is(config: JobConfig) -> None:
 
 
 def test_the_engine_knows_how_long_its_rows_are(config: JobConfig) -> None:
-    engine = job_parts(config).build_engine()
+    engine = resolve_job(config).build_engine()
     params = replace(config.params, max_new_tokens=9, ignore_eos=True)
     for row, prompt in enumerate(([1, 2, 3], [4])):
         engine.add_request(RequestId("", row, 0), prompt, params)
@@ -145,7 +144,7 @@ def test_what_is_on_the_disk_is_about_what_was_planned(
     assert plan.disk is not None
     from batchgen.jobs.run.run_job import run_job
 
-    run_job(config, job_parts(config))
+    run_job(config, resolve_job(config))
     shards = sum(path.stat().st_size for path in Path(config.output.dir, "data").glob("*.parquet"))
     # Three shards of four rows: mostly footers, of which the plan has one for all.
     assert shards / 4 < plan.disk.output.likely < shards * 1.5
@@ -156,7 +155,7 @@ def test_a_job_says_how_long_those_like_it_take(
 ) -> None:
     from batchgen.jobs.run.run_job import run_job
 
-    run_job(config, job_parts(config))
+    run_job(config, resolve_job(config))
     folder = Path(config.output.dir)
     attempt = json.loads((folder / "metrics.json").read_text())["attempts"][-1]
     assert 0 < attempt["start_s"] < attempt["wall_s"]

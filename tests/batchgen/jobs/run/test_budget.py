@@ -63,7 +63,7 @@ def test_a_spent_budget_loads_no_weights(tmp_path: Path) -> None:
         raise AssertionError("the engine was built")
 
     config = replace(fake.config(), budget=BudgetConfig(tokens=100))
-    assert run_job(config, replace(fake.parts(), build_engine=no_engine)).exit_code == 4
+    assert run_job(config, replace(fake.parts(), port=no_engine)).exit_code == 4
     assert finished_rows(tmp_path) == rows > 0
 
 

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from batchgen.config.groups.job_config import EngineGroup
 from batchgen.engine.device.contract import contract, sources_digest
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.reuse.row_key import RowKeys
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.jobs.run.run_job import run_job
@@ -27,10 +29,10 @@ def run(job: FakeJob, found: Mapping[str, str] | None) -> JobResult:
     config = job.config()
     engine = EngineGroup(max_num_seqs=job.max_num_seqs, deterministic=found is not None)
     prints = {f"{CONTRACT}{name}": text for name, text in (found or {}).items()}
-    parts = replace(
-        job.parts(), fingerprints={"model": "fake", **prints}, contract=lambda: found or H100
-    )
-    return run_job(replace(config, engine=engine), parts)
+    fingerprints = {"model": "fake", **prints}
+    with patch.object(ResolvedJob, "contract", lambda self: found or H100):
+        parts = replace(job.parts(), fingerprints=fingerprints)
+        return run_job(replace(config, engine=engine), parts)
 
 
 def manifest(out: Path) -> Manifest:

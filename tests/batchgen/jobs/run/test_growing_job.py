@@ -122,7 +122,7 @@ def _not_built() -> FakeEngine:
 
 
 def _unbuilt(job: FakeJob) -> JobResult:
-    return run_job(job.config(), replace(job.parts(), build_engine=_not_built))
+    return run_job(job.config(), replace(job.parts(), port=_not_built))
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +215,7 @@ def test_metrics_count_while_the_job_runs_and_after_a_kill(
 
     job = FakeJob(str(tmp_path), rows=60, rows_per_shard=7)
     for _ in range(2):
-        parts = replace(job.parts(), build_engine=lambda: Watched(job))
+        parts = replace(job.parts(), port=lambda: Watched(job))
         with pytest.raises(KeyboardInterrupt):
             run_job(job.config(), parts)
     assert {found["status"] for found in seen} == {"running"}

@@ -130,7 +130,7 @@ def test_a_machine_that_is_lost(
 
     job = ObjectJob(URL, rows=60)
     with pytest.raises(Lost):
-        run_job(job.config(), replace(job.parts(), build_engine=lambda: Engine(job)))
+        run_job(job.config(), replace(job.parts(), port=lambda: Engine(job)))
     monkeypatch.undo()
     use(monkeypatch, files)
     storage = open_storage(URL, FAST)

@@ -19,8 +19,8 @@ from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.requests import derive_seed
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.inputs.prompts.row_prompts import Prompt
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.job_parts import JobParts
 from batchgen.jobs.run.run_job import run_job
 from batchgen.storage.shards.journal import Journal
 from batchgen.util.errors import ConfigError, JobError
@@ -42,7 +42,7 @@ def _job(out: Path, **fields: Any) -> FakeJob:
 
 
 def _run(job: FakeJob, build: Callable[[], FakeEngine]) -> JobResult:
-    return run_job(job.config(), replace(job.parts(), build_engine=build))
+    return run_job(job.config(), replace(job.parts(), port=build))
 
 
 def _not_built() -> FakeEngine:
@@ -209,7 +209,7 @@ def test_prompts_leave_room_for_the_answer(tmp_path: Path) -> None:
     job = _job(tmp_path / "a", rows=3, bad=False, on_all_errors="continue")
     run_job(job.config(), replace(job.parts(), max_model_len=16 + 2))  # prompts have 3 tokens
     assert {row["error"]["type"] for row in _rows(tmp_path / "a")} == {"prompt_too_long"}
-    parts = replace(job.parts(), max_model_len=16, build_engine=_not_built)
+    parts = replace(job.parts(), max_model_len=16, port=_not_built)
     with pytest.raises(ConfigError, match=r"sampling\.max_new_tokens=16 leaves no room"):
         run_job(job.config(), parts)
 
@@ -268,7 +268,7 @@ def test_a_broken_engine_stops_the_job_and_loses_nothing(tmp_path: Path) -> None
 def test_refused_before_the_weights_load(tmp_path: Path, refused: str) -> None:
     out = tmp_path / "out"
     job = _job(out, rows=20)
-    parts = replace(job.parts(), build_engine=_not_built)
+    parts = replace(job.parts(), port=_not_built)
     if refused in ("seed", "dataset"):
         job.run()
     before = _rows(out) if (out / "data").exists() else None
@@ -379,7 +379,7 @@ def test_finished_rows_are_safe_when_the_disk_fills_up(
     assert len(computed) - len(set(computed)) <= job.max_num_seqs < before
 
 
-def _peak_rss(parts: JobParts, job: FakeJob) -> tuple[float, float]:
+def _peak_rss(parts: ResolvedJob, job: FakeJob) -> tuple[float, float]:
     """Highest resident MiB in the first tenth of the rows and over all of them."""
     peaks: list[float] = []
 
@@ -390,7 +390,7 @@ def _peak_rss(parts: JobParts, job: FakeJob) -> tuple[float, float]:
                 peaks.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
             return super().step()
 
-    run_job(job.config(), replace(parts, build_engine=lambda: Sampled(job)))
+    run_job(job.config(), replace(parts, port=lambda: Sampled(job)))
     return max(peaks[: len(peaks) // 10]), max(peaks)
 
 

@@ -22,15 +22,15 @@ from tests.support.jobs.pipeline_job import EXTRACT, STEPS, composed, folders, r
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The steps in the order of their requests, and `engine` where an engine is made."""
     found: list[str] = []
-    add, build = EnginePort.add_request, OpenedJob.build_engine
+    add, build = EnginePort.add_request, OpenedJob.load
 
     def added(self: EnginePort, *args: Any, **more: Any) -> None:
         found.append(self.name)
         add(self, *args, **more)
 
-    def built(self: OpenedJob, *args: Any) -> Any:
+    def built(self: OpenedJob) -> Any:
         found.append("engine")
-        return build(self, *args)
+        return build(self)
 
     def slow(self: SharedEngine) -> None:  # so that shards are there before all rows are
         time.sleep(0.02)
@@ -41,7 +41,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr("batchgen.evals.grades.grading_queue._LOOK_SECONDS", 0.0)
     monkeypatch.setattr("batchgen.inputs.upstream.job_source._LOOK_SECONDS", 0.0)
     monkeypatch.setattr(EnginePort, "add_request", added)
-    monkeypatch.setattr(OpenedJob, "build_engine", built)
+    monkeypatch.setattr(OpenedJob, "load", built)
     return found
 
 

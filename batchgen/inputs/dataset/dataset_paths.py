@@ -1,0 +1,63 @@
+"""The files that `dataset.path` names. It loads none of the libraries of the data."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+
+from batchgen.inputs.tables.table_formats import SUPPORTED, format_of
+from batchgen.util.errors import ConfigError
+from batchgen.util.package_files import PACKAGE_SCHEME, find_in_package
+from batchgen.util.paths import short_user_path
+
+
+def local_path(path: str) -> Path:
+    """The file, folder or glob that a path names, also inside a package."""
+    if path.startswith(PACKAGE_SCHEME):
+        return find_in_package(path, "dataset.path:")
+    return short_user_path(path, "dataset.path")
+
+
+def find_files(path: Path) -> list[Path]:
+    """The files of a path that is no folder, of one known format; ConfigError without any."""
+    if path.is_file():
+        files = [path]
+    elif glob.has_magic(str(path)):
+        files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+        files = [file for file in files if file.is_file()]
+        if not files:
+            raise ConfigError(f"dataset.path: no file matches {path} (from {Path.cwd()})")
+    else:
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        hub = "; for a data set of the hub use dataset=hub" if _like_hub_name(str(path)) else ""
+        raise ConfigError(f"dataset.path: {path} does not exist{where}{hub}")
+    check_formats(files)
+    return files
+
+
+def _like_hub_name(path: str) -> bool:
+    return (
+        path.count("/") <= 1 and not path.startswith((".", "/")) and format_of(Path(path)) is None
+    )
+
+
+def check_formats(files: Sequence[Path]) -> str:
+    """The format that all files have."""
+    by_format: dict[str | None, Path] = {}
+    for file in files:
+        by_format.setdefault(format_of(file), file)
+    if None in by_format:
+        raise ConfigError(
+            f"dataset.path: {by_format[None]} is of no known format: use {SUPPORTED} "
+            "(those of text also with .gz)"
+        )
+    if len(by_format) > 1:
+        examples = ", ".join(f"{kind} ({file.name})" for kind, file in by_format.items())
+        raise ConfigError(
+            f"dataset.path: files of several formats, {examples}: choose one with a glob such as "
+            f"'{files[0].parent}/*{files[0].suffix}'"
+        )
+    (kind,) = by_format
+    assert kind is not None
+    return kind

@@ -1,0 +1,127 @@
+"""Finds the usual mistakes of a job before torch and the libraries of the data are loaded.
+
+All of it is checked again when the job is opened, and more exactly. So what cannot be told here in
+moments is left to that.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from batchgen.config.compose.load_config import identity
+from batchgen.config.groups.dataset_config import STDIN
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.prompt_config import ChatPromptConfig, TextPromptConfig
+from batchgen.inputs.dataset.dataset_paths import find_files, local_path
+from batchgen.inputs.tables.table_formats import format_of
+from batchgen.storage.stores.manifest import Manifest, flat
+from batchgen.util.errors import ConfigError
+from batchgen.util.package_files import PACKAGE_SCHEME
+from batchgen.util.paths import is_url
+from batchgen.util.shorten import some_names
+from batchgen.util.templates.row_templates import RowTemplate
+
+_MOST_BYTES = 8 * 2**20
+"""Of a file whose columns are looked for."""
+_COMPARED = ("model", "prompt", "sampling", "constraint")
+_LATER = ("prompt.date", "sampling.stream", "sampling.until")
+"""Keys of these groups that a manifest has otherwise than the configuration."""
+
+
+def check_early(config: JobConfig, *, folder: bool) -> None:
+    """Raise ConfigError for a model or a data file that is not there, a column that the file does
+    not have, and, if `folder`, for an output folder with rows of a job with other keys."""
+    _check_model(config)
+    _check_data(config)
+    if folder and not config.output.overwrite and not is_url(config.output.dir):
+        check_folder(config, Path(config.output.dir))
+
+
+def _check_model(config: JobConfig) -> None:
+    path = config.model.path
+    if not path.startswith(PACKAGE_SCHEME) and path.count("/") == 1 and path[0] not in "/.~":
+        return  # it may be on the hub
+    from batchgen.inputs.model.model_source import resolve_model
+
+    resolve_model(path, config.model.revision, weights=False)
+
+
+def _check_data(config: JobConfig) -> None:
+    data = config.dataset
+    if data.kind != "files" or data.path == STDIN:
+        return
+    path = local_path(str(data.path))
+    if path.is_dir():
+        return
+    files = find_files(path)
+    if len(files) > 1 or config.rows or data.rename or data.reading:
+        return
+    if (names := _columns(files[0])) is None:
+        return
+    if (column := data.id_column) is not None and column.partition(".")[0] not in names:
+        known = some_names(names, column)
+        raise ConfigError(f"dataset.id_column: no column {column!r}: choose among {known}")
+    for key, template in _templates(config):
+        RowTemplate(key, template, names)
+
+
+def _templates(config: JobConfig) -> list[tuple[str, str]]:
+    prompt, found = config.prompt, []
+    if isinstance(prompt, TextPromptConfig):
+        found.append(("prompt.text", prompt.text))
+    elif isinstance(prompt, ChatPromptConfig):
+        by_template = prompt.messages is None and prompt.messages_column is None
+        found += [("prompt.user", prompt.user)] if by_template else []
+        found.append(("prompt.system", prompt.system))
+    return [(key, template) for key, template in found if template is not None]
+
+
+def _columns(file: Path) -> list[str] | None:
+    """The columns of a file; None where it takes longer to tell."""
+    try:
+        if file.stat().st_size > _MOST_BYTES or file.suffix == ".gz":
+            return None
+        if format_of(file) == "csv":
+            with file.open(encoding="utf-8-sig", newline="") as lines:
+                header = next(csv.reader(lines), [])
+            plain = all(name == name.strip() and name.isprintable() and name for name in header)
+            return header if len(header) > 1 and plain else None
+        if file.suffix != ".jsonl":
+            return None
+        names: dict[str, None] = {}
+        with file.open(encoding="utf-8-sig") as lines:
+            for line in lines:
+                if line.strip():
+                    row: Mapping[str, Any] = json.loads(line)
+                    names |= dict.fromkeys(row.keys())
+        return list(names) or None
+    except (OSError, ValueError, AttributeError, RecursionError, csv.Error):
+        return None
+
+
+def check_folder(config: JobConfig, folder: Path) -> None:
+    """Raise ConfigError if a folder on this machine has rows of a job with other keys."""
+    try:
+        if next((folder / "data").glob("part-*.parquet"), None) is None:
+            return  # where no shard is there, rows may be in journals, or none
+        found = Manifest.read(folder / "manifest.json")
+        old = flat({name: found.identity[name] for name in _COMPARED if name in found.identity})
+    except (OSError, ConfigError, LookupError, TypeError, AttributeError):
+        return
+    asked = Manifest.build(identity(config), {}).identity
+    new = flat({name: asked[name] for name in _COMPARED if name in asked})
+    lines = [
+        f"{key}: {old.get(key, '(not set)')} → {new.get(key, '(not set)')}"
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key) and not key.startswith(_LATER)
+    ]
+    if lines:
+        raise ConfigError(
+            f"output.dir={config.output.dir} holds the output of a different job:\n  "
+            + "\n  ".join(lines)
+            + "\nuse another output.dir, or output.overwrite=true to delete that output"
+        )

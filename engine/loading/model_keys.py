@@ -1,0 +1,112 @@
+"""Which keys of a config.json change a model: they are honoured by its family's `config_from_hf`,
+without effect here (`INERT`), or refused (`FIXED`).
+
+tests/engine/loading/test_model_keys.py holds that each key which the modelling files of the tested
+transformers read is one of the three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_TRAINING = "of training alone"
+_TOWERS = "of towers, which are read from their own part or not loaded"
+INERT: Mapping[str, str] = {
+    **dict.fromkeys(
+        [
+            *("attention_dropout", "resid_pdrop", "residual_dropout", "embd_pdrop"),
+            *("initializer_range", "router_jitter_noise", "router_aux_loss_coef"),
+        ],
+        _TRAINING,
+    ),
+    **dict.fromkeys(
+        [
+            *("vision_config", "audio_config", "image_token_id", "image_token_index"),
+            *("video_token_id", "audio_token_id", "mm_tokens_per_image", "vision_feature_layer"),
+            *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
+        ],
+        _TOWERS,
+    ),
+    "output_router_logits": "what a forward returns besides logits",
+    "pad_token_id": "rows are not padded",
+    "use_cache": "there is always a cache",
+    "text_config": "the decoder's part, whose keys count by themselves",
+}
+"""Keys that modelling files read and that make no difference here, each with the reason."""
+_NO_WINDOW = "layer_types says which layers have a window, and those are refused"
+_NO_EXPERTS = "read where enable_moe_block is true"
+INERT_OF: Mapping[str, Mapping[str, str]] = {
+    **{
+        kind: {"sliding_window": _NO_WINDOW, "use_sliding_window": _NO_WINDOW}
+        for kind in ("dots1", "qwen2", "qwen2_moe", "qwen3", "sdar", "smollm3")
+    },
+    "deepseek_v2": dict.fromkeys(["n_group", "topk_group"], "read where topk_method has groups"),
+    **{
+        kind: {
+            "num_experts": _NO_EXPERTS,
+            "top_k_experts": _NO_EXPERTS,
+            "moe_intermediate_size": _NO_EXPERTS,
+            "vocab_size_per_layer_input": "read where hidden_size_per_layer_input is over 0",
+            "kv_sharing_modes": "what num_kv_shared_layers comes to",
+        }
+        for kind in ("gemma4", "gemma4_text")
+    },
+    "qwen3_vl": {"layer_types": "kept, and all layers have the same mask"},
+    "qwen3_vl_moe": {"layer_types": "kept, and all layers have the same mask"},
+    "exaone4": {"sliding_window_pattern": "layer_types has what it says"},
+    "phi3": {"original_max_position_embeddings": "rope_parameters has it, too"},
+}
+"""Further keys of that sort, by the kind of model, each with the reason."""
+FIXED: Mapping[str, tuple[object, ...]] = {
+    "is_causal": (None, True),
+    "per_layer_config": (None, {}),
+    "mtp_per_layer_config": (None, {}),
+    "attention_chunk_size": (None,),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+}
+"""Keys of any family that change the model, and the values that the engine has."""
+_HONOURED = {"per_layer_config": ("gemma4", "gemma4_text")}  # FIXED keys, by kinds of models
+_OF_FILES = {
+    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "model_type"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "tokenizer_class"),
+    *("quantization_config", "attn_output_gate", "mtp_num_hidden_layers", "num_mtp_layers"),
+    *("num_nextn_predict_layers", "moe_layer_freq", "first_k_dense_replace", "num_experts"),
+    *("num_local_experts", "head_dim"),
+}
+"""Keys that families read though no class of transformers declares them, and those of all files."""
+
+
+def check_keys(file: Path, values: Mapping[str, Any], model_type: str) -> None:
+    """Refuse keys of a config.json, and of its text_config, that change the model in a way that the
+    engine does not have. Raises ValueError, which names the key."""
+    for place, part in _parts(values):
+        for key, allowed in FIXED.items():
+            if model_type in _HONOURED.get(key, ()) or (value := part.get(key)) in allowed:
+                continue
+            raise ValueError(
+                f"{file}: {place}{key} is {value!r:.60}, and the engine has "
+                f"{' or '.join(map(repr, allowed))} alone: it changes the model"
+            )
+
+
+def unknown_keys(values: Mapping[str, Any], kind: type[PretrainedConfig]) -> list[str]:
+    """The keys of a config.json, and of its text_config, that neither transformers' class of the
+    model nor a family of the engine knows."""
+    found = []
+    for place, part in _parts(values):
+        # A part may be of any class, which it names itself.
+        known = type(kind.from_dict(dict(values)).text_config) if place else kind
+        names = {*known().to_dict(), *known.attribute_map, *_OF_FILES, *INERT, *FIXED}
+        found += [place + key for key in part if key not in names and not key.startswith("_")]
+    return found
+
+
+def _parts(values: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    text = values.get("text_config")
+    return [("", values), *([("text_config.", text)] if isinstance(text, dict) else [])]
