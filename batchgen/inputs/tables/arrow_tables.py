@@ -186,6 +186,8 @@ def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray | pa.Array:
         if kind.extension_name == "arrow.uuid":
             return pa.array([None if v is None else str(v) for v in column.to_pylist()])
     plain = storage_type(kind)
-    if plain == kind or pa.types.is_string_view(kind) or pa.types.is_dictionary(kind):
+    if plain == kind:  # a cast to the same type may cut nulls in lists of structs
+        return column
+    if pa.types.is_string_view(kind) or pa.types.is_dictionary(kind):
         return column.cast(plain)
     return pa.array(column.to_pylist(), plain)  # Arrow cannot cast all of them

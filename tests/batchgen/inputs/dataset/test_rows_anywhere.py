@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchgen.engine.interface.outputs import RequestError
@@ -130,6 +130,10 @@ def test_rows_of_json(rows: Rows, seed: int, streaming: bool) -> None:
     shutil.rmtree(at)
 
 
+NULLS = {"role": "user", "content": None}
+
+
+@example([{"i": "a", "v": [], "w": None}, {"i": "b", "v": [NULLS, NULLS], "w": None}], 0, False)
 @SOME
 @given(rows=several_rows(), seed=st.integers(0, 9), streaming=st.booleans())
 def test_rows_of_parquet(rows: Rows, seed: int, streaming: bool) -> None:
