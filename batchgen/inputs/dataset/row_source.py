@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pyarrow as pa
@@ -280,7 +280,8 @@ class RowSource(Source):
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:
         try:
-            with quiet():
+            # What lies in Arrow files is read without a word, and silence is dear at each batch.
+            with quiet() if self.num_rows is None else nullcontext():
                 yield
         except READ_ERRORS as error:
             if self._files:

@@ -254,7 +254,8 @@ WRONG: list[tuple[str, Callable[[], object], dict[str, Any], str]] = [
         "unknown split",
         rows_of("a.jsonl", [{"a": 1}]),
         {"path": "a.jsonl", "split": "val"},
-        r"dataset.split: a.jsonl has no 'val', only train",
+        r"dataset.split=val: a.jsonl has no splits: leave dataset.split out, and name the file "
+        r"with the rows that you mean",
     ),
     (
         "name of a file",
