@@ -59,7 +59,7 @@ def test_two_ranks() -> None:
         assert rank["kinds"]["decode"]["collectives"]["add_sum_norm"] == 5 * steps
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", JOBS)
 def test_modes_of_the_job_layer(mode: str) -> None:
     try:

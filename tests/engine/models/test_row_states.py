@@ -184,7 +184,7 @@ def test_the_loop_computes_the_model() -> None:
     assert len(np.unique(recorded)) > 8
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("batched", "prefix_caching", "overlap"),
     some_slow(

@@ -363,7 +363,7 @@ def test_a_perfect_draft_is_accepted_whole(
             assert output.counts["num_accepted_tokens"] == output.counts["num_draft_tokens"]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("seed", "hard"),
     some_slow(itertools.product(range(4), (False, True)), quick=((1, True), (2, False))),

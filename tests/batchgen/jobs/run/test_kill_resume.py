@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import thorough
 from tests.support.jobs.fake_job import FakeJob
 from tests.support.jobs.forked import fork_server
 from tests.support.jobs.job_comparison import attempts, compare_outputs, finished_rows
@@ -23,9 +24,9 @@ def _run(job: FakeJob) -> None:
     os._exit(job.run().exit_code)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
-    ("rows_per_shard", "seed"), [(16, 0), (3, 1), pytest.param(1000, 2, marks=pytest.mark.slow)]
+    ("rows_per_shard", "seed"),
+    [(3, 1), *thorough((16, 0)), pytest.param(1000, 2, marks=pytest.mark.slow)],
 )
 def test_killed_again_and_again(tmp_path: Path, rows_per_shard: int, seed: int) -> None:
     rng = random.Random(seed)
