@@ -36,6 +36,8 @@ INERT: Mapping[str, str] = {
     "pad_token_id": "rows are not padded",
     "use_cache": "there is always a cache",
     "text_config": "the decoder's part, whose keys count by themselves",
+    "full_attention_interval": "layer_types has what it says",
+    "mamba_ssm_dtype": "states of recurrent layers are always in float32",
 }
 """Keys that modelling files read and that make no difference here, each with the reason."""
 _NO_WINDOW = "layer_types says which layers have a window, and those are refused"
@@ -68,6 +70,7 @@ FIXED: Mapping[str, tuple[object, ...]] = {
     "mtp_per_layer_config": (None, {}),
     "attention_chunk_size": (None,),
     "is_encoder_decoder": (None, False),
+    "mtp_use_dedicated_embeddings": (None, False),
     "add_cross_attention": (None, False),
 }
 """Keys of any family that change the model, and the values that the engine has."""

@@ -29,7 +29,7 @@ def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
 
 
 def mark_all_but_quick(items: list[pytest.Item]) -> None:
-    """Of the cases of a test that is marked quick(n), mark all but n as thorough."""
+    """Mark as thorough all cases but n of each test that is marked quick(n)."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         apart = item.get_closest_marker("slow") or item.get_closest_marker("gpu")
@@ -45,7 +45,7 @@ def mark_all_but_quick(items: list[pytest.Item]) -> None:
 
 
 def _spread(count: int, number: int) -> set[int]:
-    """So many of the indices below count, far apart and in no pattern, so that parametrizations of
+    """Indices below count, as many as `number`, far apart and in no pattern, so that parameters of
     one test that vary together all vary: multiples of the golden ratio, modulo 1."""
     golden, chosen, multiples = (5**0.5 - 1) / 2, set[int](), itertools.count()
     while len(chosen) < min(count, number):

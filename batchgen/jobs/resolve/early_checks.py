@@ -18,6 +18,7 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.prompt_config import ChatPromptConfig, TextPromptConfig
 from batchgen.inputs.dataset.dataset_paths import find_files, local_path
 from batchgen.inputs.tables.table_formats import format_of
+from batchgen.storage.leases.own_files import refuse_links
 from batchgen.storage.stores.manifest import Manifest, flat
 from batchgen.util.errors import ConfigError
 from batchgen.util.package_files import PACKAGE_SCHEME
@@ -26,7 +27,7 @@ from batchgen.util.shorten import some_names
 from batchgen.util.templates.row_templates import RowTemplate
 
 _MOST_BYTES = 8 * 2**20
-"""Of a file whose columns are looked for."""
+"""The size of a file from which on its columns are not read here."""
 _COMPARED = ("model", "prompt", "sampling", "constraint")
 _LATER = ("prompt.date", "sampling.stream", "sampling.until")
 """Keys of these groups that a manifest has otherwise than the configuration."""
@@ -104,7 +105,10 @@ def _columns(file: Path) -> list[str] | None:
 
 
 def check_folder(config: JobConfig, folder: Path) -> None:
-    """Raise ConfigError if a folder on this machine has rows of a job with other keys."""
+    """Raise ConfigError if a folder on this machine has rows of a job with other keys, or a link in
+    the place of a file of its own."""
+    if folder.is_dir():
+        refuse_links(folder)
     try:
         if next((folder / "data").glob("part-*.parquet"), None) is None:
             return  # where no shard is there, rows may be in journals, or none

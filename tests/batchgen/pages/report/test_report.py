@@ -371,8 +371,8 @@ def test_the_page_opens_on_what_is_wrong(tmp_path: Path) -> None:
     html, page = read(finished_job(tmp_path / "job", rows, graded=True))
     said = " ".join(page.text.split())
     assert (
-        "Of 8 answers: 1 ended with an error, 1 wrong or partly wrong, 2 cut at their longest "
-        "length." in said
+        "Of 8 answers: 1 ended with an error, 1 wrong or partly wrong, 2 cut at max_new_tokens."
+        in said
     )
     order = re.findall(r'class="row" id="row-(\d-\d)"', html)
     assert order == ["1-1", "2-0", "3-1", "0-0", "0-1", "1-0", "2-1", "3-0"]

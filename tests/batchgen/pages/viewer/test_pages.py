@@ -108,7 +108,7 @@ def test_lists_and_their_links(pair: list[Path]) -> None:
     first = read(pages, "rows")
     assert "Rows 0 to 49 (of 60, from 0)" in first.text
     later = read(pages, next(link for link in first.links if link.startswith("rows?from=")))
-    assert "Rows 50 to 59 of 60" in later.text and "rows?from=0" in later.links
+    assert "Rows 50 to 59 (of 60, from 0)" in later.text and "rows?from=0" in later.links
     wrong = read(pages, "rows?mark=wrong&text=SCRIPT")
     assert "searched 120 answers from row 0 to the end" in wrong.text
     row = next(link for link in wrong.links if link.startswith("row?"))
