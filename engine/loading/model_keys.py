@@ -80,7 +80,8 @@ _OF_FILES = {
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "tokenizer_class"),
     *("quantization_config", "attn_output_gate", "mtp_num_hidden_layers", "num_mtp_layers"),
     *("num_nextn_predict_layers", "moe_layer_freq", "first_k_dense_replace", "num_experts"),
-    *("num_local_experts", "head_dim"),
+    *("num_local_experts", "head_dim", "tie_word_embeddings"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id"),
 }
 """Keys that families read though no class of transformers declares them, and those of all files."""
 

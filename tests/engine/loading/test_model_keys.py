@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
+import batchgen.data
 from batchgen.engine.loading.config_file import load_config, strange_keys
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.model_keys import FIXED, INERT, INERT_OF
@@ -228,3 +229,8 @@ def test_names_of_weights_without_their_prefix_load(
     one, two = (load_model(path, device=torch.device("cpu")) for path in (source, folder))
     pairs = zip(one.state_dict().items(), two.state_dict().items(), strict=True)
     assert all(name == other and (x == y).all() for (name, x), (other, y) in pairs)
+
+
+@pytest.mark.parametrize("name", ["nano_hybrid", "nano_sdar", "nano_vl"])
+def test_no_key_of_the_shipped_models_is_strange(name: str) -> None:
+    assert strange_keys(Path(batchgen.data.__path__[0]) / name) == []
