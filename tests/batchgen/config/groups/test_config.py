@@ -87,6 +87,9 @@ def test_every_choice_loads(choice: Path) -> None:
         overrides += ["dataset.limit=3"] if choice.stem == "count" else REQUIRED[group]
     if group == "constraint" and choice.stem in HAS_OWN_COLUMN:
         overrides.append("constraint.column=c")
+    if overrides == ["sampling=model"]:
+        off = ("temperature=1", "top_k=0", "top_p=1", "min_p=0", "repetition_penalty=1")
+        overrides += [f"sampling.{key}" for key in off]  # the default model recommends none
     if choice.stem == "synth":
         overrides += REQUIRED["dataset"]
     assert isinstance(loaded(*overrides), JobConfig)
