@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from batchgen.engine.layers.feed_forward.moe import Router
 from batchgen.engine.models.dense import dense_config, head_size
+from batchgen.engine.models.mixtral import common_expert_name
 from batchgen.engine.models.model_config import ModelConfig, partial_rope
 from batchgen.engine.models.moe_model import MoEConfig, MoEForCausalLM, extended
 from batchgen.kernels.moe.router.router_form import RouterForm
@@ -23,8 +23,6 @@ _FIXED: tuple[tuple[str, Any], ...] = (
     ("shared_intermediate_size", 0),
     ("sliding_window", None),
 )
-_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.(w[123])\.")
-_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _CORRECTION = ".mlp.e_score_correction_bias"
 
 
@@ -74,7 +72,5 @@ class MiniMaxM2ForCausalLM(MoEForCausalLM):
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
         """Give the published names, which are those of Mixtral, the ones that other models have."""
-        name = name.replace(".block_sparse_moe.", ".mlp.", 1)
-        if name.endswith(_CORRECTION):
-            return name.replace(_CORRECTION, ".mlp.gate.e_score_correction_bias")
-        return _EXPERT.sub(lambda m: f".mlp.experts.{m[1]}.{_PARTS[m[2]]}.", name)
+        name = common_expert_name(name)
+        return name.replace(_CORRECTION, ".mlp.gate.e_score_correction_bias")
