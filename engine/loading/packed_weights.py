@@ -15,15 +15,13 @@ Each quantised module holds several tensors, whose names and types say in which 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from batchgen.engine.layers.packed_format import PackedFormat
-from batchgen.engine.loading.safetensors_files import open_safetensors, safetensors_files
+from batchgen.engine.loading.safetensors_files import open_by_name
 
 _FP8 = torch.float8_e4m3fn
 _WORDS = (".qweight", ".weight_packed")
@@ -48,11 +46,7 @@ def dequantised(folder: Path, form: PackedFormat) -> Iterator[tuple[str, Tensor]
 
     Raises ValueError if one of a module's tensors is missing, or does not fit the others.
     """
-    where: dict[str, Any] = {}
-    with ExitStack() as stack:
-        for file in safetensors_files(folder):
-            found = stack.enter_context(open_safetensors(file))
-            where |= dict.fromkeys(found.keys(), found)
+    with open_by_name(folder) as where:
         for name in where:
             module, _, last = name.rpartition(".")
             if last in _BESIDE or name.endswith(_UNUSED):

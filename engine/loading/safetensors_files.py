@@ -22,7 +22,7 @@ _SCALES = "_scale_inv"
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and values of each tensor in a folder's safetensors files."""
     for file in safetensors_files(folder):
-        with open_safetensors(file) as found:
+        with _opened(file) as found:
             for name in found.keys():
                 yield name, found.get_tensor(name)
 
@@ -39,15 +39,13 @@ def tensors_with_scales(folder: Path) -> Iterator[tuple[str, Tensor | FP8Weight]
 
     Raises ValueError if a weight has no scales, or some of a wrong shape or type.
     """
-    where = {name: file for file in safetensors_files(folder) for name in _names(file)}
-    with ExitStack() as stack:
-        opened = {file: stack.enter_context(open_safetensors(file)) for file in set(where.values())}
+    with open_by_name(folder) as where:
         used: set[str] = set()
         scales_last = sorted(where, key=lambda name: name.endswith(_SCALES))
         for name in scales_last:
             if name in used:
                 continue
-            tensor, of_scales = opened[where[name]].get_tensor(name), name + _SCALES
+            tensor, of_scales = where[name].get_tensor(name), name + _SCALES
             if tensor.dtype != FP8:
                 yield name, tensor
                 continue
@@ -57,7 +55,7 @@ def tensors_with_scales(folder: Path) -> Iterator[tuple[str, Tensor | FP8Weight]
                     "FP8"
                 )
             used.add(of_scales)
-            scales = opened[where[of_scales]].get_tensor(of_scales)
+            scales = where[of_scales].get_tensor(of_scales)
             yield name, _scaled(folder, of_scales, tensor, scales)
 
 
@@ -74,7 +72,7 @@ def _scaled(folder: Path, name: str, values: Tensor, scales: Tensor) -> FP8Weigh
 
 
 def _names(file: Path) -> list[str]:
-    with open_safetensors(file) as found:
+    with _opened(file) as found:
         return list(found.keys())
 
 
@@ -87,7 +85,7 @@ def tensor_names(folder: Path) -> list[str]:
 
 
 @contextmanager
-def open_safetensors(file: Path) -> Iterator[Any]:
+def _opened(file: Path) -> Iterator[Any]:
     """Open a safetensors file, memory-mapped; refuse a damaged one. `safe_open` has no types."""
     from safetensors import SafetensorError, safe_open  # dummy weights and GGUF files need none
 
@@ -96,6 +94,17 @@ def open_safetensors(file: Path) -> Iterator[Any]:
             yield found
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged or cut off: {error}") from error
+
+
+@contextmanager
+def open_by_name(folder: Path) -> Iterator[dict[str, Any]]:
+    """Open all safetensors files of a folder: the open file of each tensor, by its name."""
+    with ExitStack() as stack:
+        where: dict[str, Any] = {}
+        for file in safetensors_files(folder):
+            found = stack.enter_context(_opened(file))
+            where |= dict.fromkeys(found.keys(), found)
+        yield where
 
 
 def safetensors_files(folder: Path) -> list[Path]:
