@@ -19,7 +19,7 @@ from batchgen.config.groups.prompt_config import ChatPromptConfig, TextPromptCon
 from batchgen.inputs.dataset.dataset_paths import find_files, local_path
 from batchgen.inputs.tables.table_formats import format_of
 from batchgen.storage.leases.own_files import refuse_links
-from batchgen.storage.stores.manifest import Manifest, flat
+from batchgen.storage.stores.manifest import DifferentJob, Manifest, flat
 from batchgen.util.errors import ConfigError
 from batchgen.util.package_files import PACKAGE_SCHEME
 from batchgen.util.paths import is_url
@@ -124,8 +124,4 @@ def check_folder(config: JobConfig, folder: Path) -> None:
         if old.get(key) != new.get(key) and not key.startswith(_LATER)
     ]
     if lines:
-        raise ConfigError(
-            f"output.dir={config.output.dir} holds the output of a different job:\n  "
-            + "\n  ".join(lines)
-            + "\nuse another output.dir, or output.overwrite=true to delete that output"
-        )
+        raise DifferentJob(str(config.output.dir), lines)

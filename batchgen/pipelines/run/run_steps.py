@@ -20,7 +20,7 @@ from batchgen.jobs.run.run_jobs import SharingJob, run_jobs
 from batchgen.pipelines.run.bad_steps import ErrorWatch
 from batchgen.pipelines.run.open_pipeline import OpenPipeline
 from batchgen.pipelines.run.step_groups import StepGroups
-from batchgen.storage.folder.refused_folder import DifferentJob
+from batchgen.storage.stores.manifest import DifferentJob
 from batchgen.storage.stores.open_storage import open_storage
 from batchgen.util.errors import ConfigError, JobError
 

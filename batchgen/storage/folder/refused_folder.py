@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Sequence
 
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.leases.lease_files import DATA, JOURNAL
@@ -13,19 +12,11 @@ from batchgen.storage.leases.own_files import LOCK, LOCKS, LOGS, MANIFEST, refus
 from batchgen.storage.shards.journal import journal_files
 from batchgen.storage.shards.shard_files import shard_files
 from batchgen.storage.stores.job_storage import Storage, names_in
-from batchgen.storage.stores.manifest import ChangedRow, Manifest, RowDigests
+from batchgen.storage.stores.manifest import ChangedRow, DifferentJob, Manifest, RowDigests
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.temporary import is_temporary_of
 
 MIN_FREE_BYTES = 32 * 2**20
-
-
-class DifferentJob(ConfigError):
-    """A folder holds rows of another job; `differences` are lines that say in what it differs."""
-
-    def __init__(self, message: str, differences: Sequence[str]) -> None:
-        super().__init__(message)
-        self.differences = differences
 
 
 def unusable(storage: Storage, error: OSError | JobError) -> ConfigError:
@@ -93,12 +84,7 @@ def refuse_other_job(
     """
     differences = found.differences(asked, digests, changed_row)
     if differences and not overwrite and has_rows(storage):
-        raise DifferentJob(
-            f"output.dir={storage.shown} holds the output of a different job:\n  "
-            + "\n  ".join(differences)
-            + "\nuse another output.dir, or output.overwrite=true to delete that output",
-            differences,
-        )
+        raise DifferentJob(storage.shown, differences)
     return differences
 
 

@@ -31,6 +31,19 @@ _BLOCK = (
 _CONTRACT_KEY = f"fingerprint.{CONTRACT}"
 _GOES_ON = "engine.deterministic=false takes rows as they come"
 
+
+class DifferentJob(ConfigError):
+    """A folder holds rows of another job; `differences` are lines that say in what it differs."""
+
+    def __init__(self, folder: str, differences: Sequence[str]) -> None:
+        super().__init__(
+            f"output.dir={folder} holds the output of a different job:\n  "
+            + "\n  ".join(differences)
+            + "\nuse another output.dir, or output.overwrite=true to delete that output"
+        )
+        self.differences = differences
+
+
 RowDigests = Callable[[int], list[str] | None]
 """Digests of some first rows of the data set; `batchgen.inputs.dataset.row_digest` makes them."""
 ChangedRow = Callable[[int, int], str | None]

@@ -9,7 +9,7 @@ import pytest
 
 from batchgen.config.compose.compose_config import compose
 from batchgen.jobs.resolve.early_checks import check_early, check_folder
-from batchgen.storage.folder.refused_folder import DifferentJob
+from batchgen.storage.stores.manifest import DifferentJob
 from batchgen.util.errors import ConfigError
 from tests.support.jobs.fake_job import FakeJob
 
