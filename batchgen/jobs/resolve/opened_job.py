@@ -328,7 +328,7 @@ def _open_rows(
 ) -> tuple[Source, Mapping[str, str]]:
     """The rows behind their steps, with the columns that post steps read, and the digests of what
     the steps read."""
-    from batchgen.evals.graders.build_steps import check_scored
+    from batchgen.evals.graders.build_steps import check_machine, check_scored
     from batchgen.inputs.row_index.open_rows import behind_steps
     from batchgen.inputs.upstream.open_source import open_source
 
@@ -338,4 +338,5 @@ def _open_rows(
     scores = [CHOICE_LOGPROBS.name, CHOICE_SCORES.name] if config.scores_choices else []
     check_fields(post, [*source.schema.names, *scores])
     check_scored(post, config.score, source.schema.names)
+    check_machine(post)
     return source, of_steps
