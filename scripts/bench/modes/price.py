@@ -47,8 +47,6 @@ class Timed:
             keep_one_order()
         changes = fewer_layers(self.model, self.layers) if self.layers else {}
         model = dummy_model(self.model, DEVICE, **changes)
-        if expert_layers(model):
-            set_routing(model, "uniform")
         config = EngineConfig(
             max_num_seqs=256,
             max_model_len=2304,
@@ -59,6 +57,8 @@ class Timed:
         if model.config.diffusion is not None:
             strategy = DLLMStrategy(4, unmasking="low_confidence_static", denoising_steps=2)
         engine = LLMEngine(model, None, (), strategy, config)
+        if expert_layers(model):
+            set_routing(model, "uniform")  # behind the engine's check of its products
         engine.capture_graphs()
         for workload in self.workloads:
             run_rows(engine, self._rows(workload, engine.vocab_size, 0))
@@ -85,7 +85,8 @@ class Process:
     def __init__(self, timed: Timed, deterministic: bool) -> None:
         context = get_context("spawn")
         self._calls, theirs = context.Pipe()
-        self._process = context.Process(target=timed.serve, args=(deterministic, theirs))
+        arguments = deterministic, theirs
+        self._process = context.Process(target=timed.serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 
