@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from string import ascii_uppercase
 from typing import Any
@@ -44,7 +44,7 @@ def _row_values(row: ArmRow, x: str | None) -> dict[str, Any]:
         "folders": list(arm.folders),
         "seeds": list(arm.seeds),
         "settings": dict(arm.settings),
-        **({} if x is None else {x: arm.metrics.get(x)}),
+        **({} if x is None else {x: arm.number(x)}),
         "questions": row.questions,
         "answers": row.answers,
         "score": None if row.score is None else asdict(row.score),
@@ -92,7 +92,7 @@ def table_cells(table: ArmTable, x: str | None = None) -> Cells:
             _difference(table, row.difference),
             _difference_bounds(table, row.difference),
             "" if row.p_holm is None or math.isnan(row.p_holm) else _p(row.p_holm),
-            *([] if x is None else [number(row.arm.metrics.get(x))]),
+            *([] if x is None else [number(row.arm.number(x))]),
             _what(row),
         )
         for place, row in enumerate(table.rows)
@@ -157,17 +157,18 @@ def _p(value: float) -> str:
 
 
 def _value(table: ArmTable, score: Interval | None) -> str:
-    return "–" if score is None else _shown(table)(score.estimate)
+    return "–" if score is None else shown_value(table.column)(score.estimate)
 
 
-def _shown(table: ArmTable) -> Any:
-    return percent if table.column == MARK else number
+def shown_value(column: str) -> Callable[[float | None], str]:
+    """What writes a value of a column: marks in percent, other numbers as they are."""
+    return percent if column == MARK else number
 
 
 def _bounds(table: ArmTable, score: Interval | None) -> str:
     if score is None or math.isnan(score.low):
         return ""
-    shown = _shown(table)
+    shown = shown_value(table.column)
     return f"{shown(score.low)} to {shown(score.high)}"
 
 

@@ -53,6 +53,11 @@ class Arm:
     metrics: Mapping[str, float] = field(default_factory=dict)
     alone: bool = True
 
+    def number(self, key: str) -> float | None:
+        """One of its metrics; None if it has none, or such a time is not its own."""
+        is_time = key.endswith("_s")
+        return None if is_time and not self.alone else self.metrics.get(key)
+
 
 @dataclass(frozen=True)
 class ArmRow:
