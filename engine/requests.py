@@ -109,6 +109,7 @@ class Requests:
         tokenizer: decodes the output to text; None leaves texts empty and refuses stop strings and
             constraints.
         images: how prompts hold images; None if the model reads none.
+        adapters: the names of the adapters that requests may ask for, in the order of their slots.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Requests:
         cache_capacity: int,
         context_columns: abc.Sequence[OutputColumn] = (),
         images: ImageLimits | None = None,
+        adapters: abc.Sequence[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._strategy = strategy
@@ -129,6 +131,10 @@ class Requests:
         self._max_model_len = max_model_len
         self._cache_capacity = cache_capacity
         self._images = images
+        self._lora_slots: dict[str | None, int] = {
+            None: 0,
+            **{name: slot for slot, name in enumerate(adapters, 1)},
+        }
         self._context_columns = tuple(context_columns)
         self._eos = {token_id: self._token_text(token_id) for token_id in eos_token_ids}
 
@@ -152,6 +158,7 @@ class Requests:
         )
         if (answer is not None) != params.scores_answer:
             raise ValueError(_ANSWER_OR_TOKENS[answer is None])
+        slot = self._lora_slot(params.lora)
         self._check_prompt(prompt, answer, params)
         spans = self._spans(prompt, images, answer)
         rule = self._stop_rule(prompt, params)
@@ -164,8 +171,19 @@ class Requests:
         answer = answer or []
         never = () if self._images is None else self._images.rules.never_sampled
         return Sequence(
-            request_id, prompt + answer, params, rule, columns, len(answer), spans, never
+            request_id, prompt + answer, params, rule, columns, len(answer), spans, never, slot
         )
+
+    def _lora_slot(self, name: str | None) -> int:
+        """Return the slot of an adapter. Raises RequestError if there is none of this name."""
+        if name not in self._lora_slots:
+            known = ", ".join(repr(known) for known in self._lora_slots if known is not None)
+            raise RequestError(
+                "unknown_adapter",
+                f"there is no adapter {name!r}: "
+                + (f"choose among {known}" if known else "the engine was made without adapters"),
+            )
+        return self._lora_slots[name]
 
     def _spans(
         self, prompt: list[int], images: abc.Sequence[Image], answer: list[int] | None
