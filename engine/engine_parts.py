@@ -84,7 +84,7 @@ class EngineParts:
             cache_capacity=manager.capacity,
             context_columns=uses[TARGET].columns,
             images=limits_of_images,
-            adapters=() if model.lora is None else model.lora.names,
+            lora=model.lora,
         )
         self.runners = {name: self._runner(use) for name, use in uses.items()}
         self.scheduler = self._scheduler(manager, model, uses[TARGET])

@@ -18,6 +18,8 @@ from batchgen.kernels.lora.lora import LoRAPart, LoRAProducts, StackedFactors, a
 from batchgen.kernels.lora.lora_tokens import LoRATokens
 from batchgen.kernels.lora.lora_triton import BLOCK_N
 
+BASE = "base"
+"""The name under which rows ask for the model without an adapter."""
 _FEWEST_RANKS = 16
 """The least rank that matrix units of a GPU multiply; smaller ones are filled up with zeros."""
 
@@ -63,13 +65,21 @@ class LoRAState:
     Attributes:
         names: the adapters; adapter i is in slot i + 1.
         ranks: the highest rank of each.
+        default: the adapter of rows that ask for none; None: they have none.
         tokens: which adapters the tokens have; None if no token has any.
     """
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
+    default: str | None = None
     num_bytes: int = 0
     tokens: LoRATokens | None = field(default=None, repr=False)
+
+    @property
+    def slots(self) -> dict[str | None, int]:
+        """The slot of each adapter by the name that rows ask for it by."""
+        own: dict[str | None, int] = {name: slot for slot, name in enumerate(self.names, 1)}
+        return {None: 0 if self.default is None else own[self.default], BASE: 0, **own}
 
 
 class ChoosesProduct(Protocol):

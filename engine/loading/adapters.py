@@ -56,16 +56,20 @@ def _check_complete(adapter: AdapterFile, adapted: set[str], names: list[str]) -
             )
 
 
-def add_adapters(model: CausalLM, adapters: Mapping[str, AdapterFile]) -> None:
+def add_adapters(
+    model: CausalLM, adapters: Mapping[str, AdapterFile], default: str | None = None
+) -> None:
     """Read adapters, by their names, and put them beside a model's layers, before it is packed.
-    Raises ValueError as `check_adapter` does."""
+
+    Rows that ask for no adapter have `default`. Raises ValueError as `check_adapter` does.
+    """
     factors: list[dict[str, Factors]] = []
     for adapter in adapters.values():
         check_adapter(adapter, model)
         read = adapter.read()
         factors.append({_piece_name(module, model): own for module, own in read.items()})
     ranks = tuple(max(one.rank for one in own.values()) for own in factors)
-    model.lora = state = LoRAState(tuple(adapters), ranks)
+    model.lora = state = LoRAState(tuple(adapters), ranks, default)
     for layer, path in _layers(model):
         layer.add_lora(path, factors, state)
         if layer.lora is not None:

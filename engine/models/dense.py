@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchgen.engine.caches.cache_specs import KVSpec
 from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward, Mixer, NormPlaces
-from batchgen.engine.layers.feed_forward.mlp import GatedMLP
+from batchgen.engine.layers.feed_forward.mlp import GatedMLP, PlainMLP
 from batchgen.engine.layers.mixers.attention import Attention, NormScope
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import DefaultRope, QueryScale, RotaryTable
@@ -23,7 +23,7 @@ from batchgen.engine.models.model_config import (
     common_config,
     rope_from_parameters,
 )
-from batchgen.kernels.layers.activation import GateFunction, soft_cap
+from batchgen.kernels.layers.activation import GateFunction, PlainFunction, soft_cap
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -52,6 +52,7 @@ class DenseConfig(FamilyConfig):
     query_scale: QueryScale | None = None  # by which queries are multiplied after rotation
     attention_scale: float | None = None  # by which scores are multiplied; None: 1/√head_dim
     gate: GateFunction = "silu"  # of the MLP
+    plain: PlainFunction | None = None  # the function of an MLP without a gate
     logit_cap: float | None = None  # logits l become cap · tanh(l / cap)
     logit_divisor: float = 1.0  # logits are divided by it
     embedding_scale: float = 1.0  # embeddings of tokens are multiplied by it
@@ -160,6 +161,14 @@ class DenseForCausalLM(CausalLM):
 
     def make_mlp(self, index: int) -> FeedForward:
         """Make the feed-forward part of the layer with this index."""
+        if (plain := self.family.plain) is not None:
+            return PlainMLP(
+                self.config.hidden_size,
+                self.family.intermediate_size,
+                bias=self.family.mlp_bias,
+                function=plain,
+                where=self.where,
+            )
         return GatedMLP(
             self.config.hidden_size,
             self.family.intermediate_size,
@@ -218,6 +227,7 @@ def dense_config(
     query_scale: QueryScale | None = None,
     attention_scale: float | None = None,
     gate: GateFunction = "silu",
+    plain: PlainFunction | None = None,
     logit_cap: float | None = None,
     logit_divisor: float = 1.0,
     embedding_scale: float = 1.0,
@@ -229,8 +239,9 @@ def dense_config(
 
     Raises ValueError if the engine lacks something it needs, which the message names.
     """
-    if gate == "silu" and hf.hidden_act != "silu":
-        raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported, only 'silu'")
+    activation = plain or "silu"
+    if gate == "silu" and hf.hidden_act != activation:
+        raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported, only {activation!r}")
     rope = rope or rope_from_parameters(hf.rope_parameters)
     family = DenseConfig(
         num_heads=hf.num_attention_heads,
@@ -246,6 +257,7 @@ def dense_config(
         query_scale=query_scale,
         attention_scale=attention_scale,
         gate=gate,
+        plain=plain,
         logit_cap=logit_cap,
         logit_divisor=logit_divisor,
         embedding_scale=embedding_scale,

@@ -42,6 +42,7 @@ from batchgen.engine.loading.config_file import LoadFormat
 from batchgen.engine.loading.loader import Quantization
 from batchgen.engine.requests import sample_params
 from batchgen.engine.strategy import Strategy
+from batchgen.inputs.model.adapters import LoRA, with_adapters
 from batchgen.inputs.model.engine_recipe import EngineRecipe
 from batchgen.inputs.model.open_model import DeviceName, DtypeName, open_model
 from batchgen.inputs.model.other_models import open_others
@@ -74,6 +75,9 @@ class LLM:
         images: whether a model that reads images is loaded with its vision tower.
         max_pixels: the most pixels of an image, to which larger ones are scaled down; None allows
             what makes 1,280 tokens, or less where the model says so.
+        lora: adapters that stand beside the weights, as PEFT writes them: a folder or hub name,
+            which all rows then have; or several of them, or a mapping of names to them, of which a
+            row has the one that its parameters name (`lora`), and otherwise none.
         **engine: single keys of `EngineConfig`, such as `max_model_len`, `max_num_seqs` and
             `gpu_memory_utilization`; they go before those of `config`. Names that vLLM has for
             them are taken, too, and its other names are refused with a word on what to do.
@@ -100,6 +104,7 @@ class LLM:
         context_columns: Sequence[str] = (),
         images: bool = True,
         max_pixels: int | None = None,
+        lora: LoRA = None,
         **engine: Any,
     ) -> None:
         config = engine_config(config, engine)
@@ -109,6 +114,7 @@ class LLM:
         opened = open_model(model, revision, load_format, quantization)
         self._images = images_of(opened, max_pixels) if images else None
         opened = replace(opened, with_vision=self._images is not None)
+        opened = with_adapters(opened, lora, only=isinstance(lora, str))
         strategy = ARStrategy() if strategy is None else copy.deepcopy(strategy)
         longest = config.model_len(opened.config.max_position_embeddings)
         max_model_len = strategy.model_len(longest, opened.config)

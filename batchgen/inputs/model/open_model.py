@@ -49,6 +49,7 @@ class OpenedModel:
         quantization: what is done to the weights while they load, as for `load_model`.
         with_vision: whether the tower that reads images is loaded, too.
         adapters: those that stand beside the weights, by their names.
+        default_adapter: that of rows which ask for none; None: they have none.
     """
 
     path: Path
@@ -59,6 +60,7 @@ class OpenedModel:
     quantization: Quantization | None = None
     with_vision: bool = False
     adapters: Mapping[str, AdapterFile] = field(default_factory=dict)
+    default_adapter: str | None = None
 
     def dtype(self, name: DtypeName, device: DeviceName) -> torch.dtype:
         """The dtype of weights and activations on a device, or ValueError if the machine lacks the
@@ -135,7 +137,7 @@ class OpenedModel:
             vision=self.with_vision,
         )
         if self.adapters:
-            add_adapters(model, self.adapters)
+            add_adapters(model, self.adapters, self.default_adapter)
         return model
 
     def load_beside(self, model: CausalLM) -> CausalLM:

@@ -117,9 +117,9 @@ def already_complete(
     storage = folder.storage
     folder.remove_journal()
     wants_report = config.output.report and not is_up_to_date(storage)
-    with storage.local_copy(needed=bool(config.post) or wants_report):
+    with storage.local_copy(needed=config.is_scored or wants_report):
         score = yield from scores_of(Samples(folder.path, config.score), config, signals)
-        if config.post:
+        if config.is_scored:
             save_scores(folder.path, score, storage.shown)
         totals = _count_shards(config, parts, folder).totals
         wants_report = config.output.report and not is_up_to_date(storage)  # scores may be new

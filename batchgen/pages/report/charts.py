@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -52,9 +52,22 @@ def label(name: str, most: int = LABEL) -> str:
     return both_ends(name, most)
 
 
-def bars(title: str, counts: Mapping[str, int], name: str, note: str = "") -> Chart:
-    """Counts of kinds, the largest first."""
-    items = sorted(counts.items(), key=lambda item: -item[1])[:20]
+def bars(
+    title: str,
+    counts: Mapping[str, float],
+    name: str,
+    note: str = "",
+    *,
+    unit: str = "answers",
+    number: Callable[[float], str] = "{:,}".format,
+    ranked: bool = True,
+) -> Chart:
+    """Counts of kinds, or other amounts that `number` says in words, the largest first if they are
+    `ranked`; the first 20."""
+    items = list(counts.items())
+    if ranked:
+        items.sort(key=lambda item: -item[1])
+    items = items[:20]
     total, most = sum(counts.values()) or 1, max(counts.values(), default=1) or 1
     start = 14 + 6.8 * max((len(label(kind)) for kind, _ in items), default=0)
     scale = Scale(0, most, start, WIDTH - 96)
@@ -64,12 +77,12 @@ def bars(title: str, counts: Mapping[str, int], name: str, note: str = "") -> Ch
         parts.append(text(label(kind), start - 8, y + 15, "label", "end"))
         width = max(scale(count) - start, 1)
         parts.append(tag("rect", x=start, y=y + 3, width=width, height=LINE - 8, class_="bar"))
-        number = f"{count:,} ({percent(count / total)})"
-        parts.append(text(number, start + width + 6, y + 15, "tick"))
-    said = f"{title}: " + ", ".join(f"{kind} {count:,}" for kind, count in items)
-    rows = [(kind, f"{count:,}", percent(count / total)) for kind, count in items]
+        beside = f"{number(count)} ({percent(count / total)})"
+        parts.append(text(beside, start + width + 6, y + 15, "tick"))
+    said = f"{title}: " + ", ".join(f"{kind} {number(count)}" for kind, count in items)
+    rows = [(kind, number(count), percent(count / total)) for kind, count in items]
     svg = drawing(parts, said, 8 + LINE * len(items))
-    return Chart(title, note, svg, (name, "rows", "share"), rows)
+    return Chart(title, note, svg, (name, unit, "share"), rows)
 
 
 def histogram(title: str, lengths: Lengths, name: str, note: str = "") -> Chart:
