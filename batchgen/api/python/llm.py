@@ -24,6 +24,7 @@ from batchgen.api.python.given_prompts import (
     read_prompts,
 )
 from batchgen.api.python.llm_arguments import (
+    AdapterName,
     Arguments,
     Params,
     arguments_of,
@@ -42,8 +43,8 @@ from batchgen.engine.loading.config_file import LoadFormat
 from batchgen.engine.loading.loader import Quantization
 from batchgen.engine.requests import sample_params
 from batchgen.engine.strategy import Strategy
-from batchgen.inputs.model.adapters import LoRA, with_adapters
 from batchgen.inputs.model.engine_recipe import EngineRecipe
+from batchgen.inputs.model.model_adapters import LoRA, with_adapters
 from batchgen.inputs.model.open_model import DeviceName, DtypeName, open_model
 from batchgen.inputs.model.other_models import open_others
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -143,6 +144,7 @@ class LLM:
         params: SamplingParams | None = None,
         n: int | None = None,
         *,
+        lora: AdapterName = None,
         progress: bool | None = None,
         **others: Any,
     ) -> list[Output]: ...
@@ -154,6 +156,7 @@ class LLM:
         params: Params = None,
         n: int | None = None,
         *,
+        lora: AdapterName = None,
         progress: bool | None = None,
         **others: Any,
     ) -> list[list[Output]]: ...
@@ -164,6 +167,7 @@ class LLM:
         params: Params = None,
         n: int | None = None,
         *,
+        lora: AdapterName = None,
         progress: bool | None = None,
         **others: Any,
     ) -> list[Output] | list[list[Output]]:
@@ -185,8 +189,10 @@ class LLM:
             prompts: one prompt, or many.
             params: the parameters for all prompts, or one for each.
             n: the number of outputs of each prompt; None takes it from the parameters.
+            lora: the name of the adapter of all prompts, or vLLM's `LoRARequest`; `base` is the
+                model without one, and None leaves it to the parameters.
             progress: whether to show a bar on stderr; None shows it in a terminal.
-            **others: the names `sampling_params` and `use_tqdm` of vLLM.
+            **others: the names `sampling_params`, `lora_request` and `use_tqdm` of vLLM.
 
         Returns:
             The outputs of one prompt in the order of its samples; of many prompts a list of such
@@ -195,7 +201,7 @@ class LLM:
         Raises:
             ValueError: the parameters cannot be honoured, or an argument is wrong.
         """
-        given = {"params": params, "n": n, "progress": progress}
+        given = {"params": params, "n": n, "lora": lora, "progress": progress}
         return self._generate(prompts, arguments_of("LLM.generate", given, others))
 
     @overload
@@ -205,6 +211,7 @@ class LLM:
         params: SamplingParams | None = None,
         n: int | None = None,
         *,
+        lora: AdapterName = None,
         template_kwargs: Mapping[str, Any] | None = None,
         progress: bool | None = None,
         **others: Any,
@@ -217,6 +224,7 @@ class LLM:
         params: Params = None,
         n: int | None = None,
         *,
+        lora: AdapterName = None,
         template_kwargs: Mapping[str, Any] | None = None,
         progress: bool | None = None,
         **others: Any,
@@ -228,6 +236,7 @@ class LLM:
         params: Params = None,
         n: int | None = None,
         *,
+        lora: AdapterName = None,
         template_kwargs: Mapping[str, Any] | None = None,
         progress: bool | None = None,
         **others: Any,
@@ -244,9 +253,11 @@ class LLM:
                 text stands for a conversation of one message of the user.
             params: as for `generate`.
             n: as for `generate`.
+            lora: as for `generate`.
             template_kwargs: options of the model's chat template.
             progress: as for `generate`.
-            **others: the names `sampling_params`, `use_tqdm` and `chat_template_kwargs` of vLLM.
+            **others: the names `sampling_params`, `lora_request`, `use_tqdm` and
+                `chat_template_kwargs` of vLLM.
 
         Returns:
             The outputs, nested as those of `generate`.
@@ -257,7 +268,13 @@ class LLM:
         """
         call = arguments_of(
             "LLM.chat",
-            {"params": params, "n": n, "progress": progress, "template_kwargs": template_kwargs},
+            {
+                "params": params,
+                "n": n,
+                "lora": lora,
+                "progress": progress,
+                "template_kwargs": template_kwargs,
+            },
             others,
         )
         if isinstance(messages, str):
@@ -270,6 +287,8 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         params: Params = None,
         n: int | None = None,
+        *,
+        lora: AdapterName = None,
         **others: Any,
     ) -> Iterator[Output]:
         """Generate n outputs for each prompt and yield them as they finish.
@@ -285,13 +304,14 @@ class LLM:
             prompts: as for `generate`.
             params: as for `generate`.
             n: as for `generate`.
-            **others: the name `sampling_params` of vLLM.
+            lora: as for `generate`.
+            **others: the names `sampling_params` and `lora_request` of vLLM.
 
         Raises:
             ValueError: as `generate`, at once if an argument is wrong, and at the first output if
                 the engine cannot honour the parameters.
         """
-        call = arguments_of("LLM.stream", {"params": params, "n": n}, others)
+        call = arguments_of("LLM.stream", {"params": params, "n": n, "lora": lora}, others)
         read, _ = read_prompts(prompts)
         return self._stream(
             read, call.params_of(len(read)), PromptIds(self.tokenizer, {}, self._images)

@@ -51,8 +51,8 @@ def adapter_places(given: LoRA) -> dict[str, str]:
             )
         if re.fullmatch(r"[\w.+:-]+", name) is None:
             raise ValueError(
-                f"lora: an adapter's name has letters, digits, _, ., +, : and -, got {name!r}: name "
-                "it, as in {name: PATH}"
+                f"lora: an adapter's name has letters, digits, _, ., +, : and -, got {name!r}: "
+                "name it, as in {name: PATH}"
             )
         if (name == BASE) != (place == BASE):
             raise ValueError(
@@ -125,12 +125,11 @@ def _check_tokenizer(name: str, folder: Path, model: OpenedModel) -> None:
         return
     whole = _read(folder / "tokenizer.json")
     if whole is not None:
-        own = _vocabulary(whole)
-        theirs = {text: i for text, i in model.tokenizer.get_vocab().items() if i in own.values()}
-        if other := sorted(set(own.items()) - set(theirs.items())):
+        if other := sorted(_vocabulary(whole).items() - model.tokenizer.get_vocab().items()):
             raise ValueError(
-                f"adapter {name}: {folder / 'tokenizer.json'} has another vocabulary than the model "
-                f"(token {other[0][0]!r}): merge the adapter into the model with its tokenizer"
+                f"adapter {name}: {folder}/tokenizer.json has another vocabulary than the "
+                f"model (token {other[0][0]!r}): merge the adapter into the model, and give the "
+                "result its tokenizer"
             )
     template = _template(folder)
     if template is not None and template.strip() != _own_template(model).strip():
