@@ -44,7 +44,7 @@ def test_the_list_names_each_job_and_leads_to_its_pages(outputs: Path) -> None:
     found = links(outputs)
     assert set(found.values()) <= set(listed.links)
     first = read(pages, found["sweep/day/7"])
-    assert "../" in first.links and "complete, 40 answers" in first.text
+    assert "../" in first.links and "complete, 20 questions, 40 answers" in first.text
     assert "What is 3 plus 0?" in read(pages, found["sweep/day/7"] + "row?n=3").text
     assert get(pages, found["first"] + "view.css").kind.startswith("text/css")
 
