@@ -152,7 +152,10 @@ class OpenedJob(ResolvedJob):
                 with mistakes_in("strategy"):
                     others = recipe.load_others(weights)
             with mistakes_in("engine"):
-                return recipe.engine(weights, others, self.compiler, ranks.leader)
+                engine = recipe.engine(weights, others, self.compiler, ranks.leader)
+        # How memory is divided decides how many rows run at once.
+        print(f"memory: {engine.memory}", file=sys.stderr, flush=True)
+        return engine
 
     def shared(self, others: Sequence[JobConfig]) -> OpenedJob:
         """What the engine of this job is made of if it serves other jobs as well, with the same
