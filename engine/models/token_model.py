@@ -16,6 +16,7 @@ from batchgen.engine.caches.cache_specs import (
     longest_window,
 )
 from batchgen.engine.caches.forward_context import ForwardContext
+from batchgen.engine.layers.lora import LoRAState
 from batchgen.engine.models.packing import pack_layers
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
@@ -44,6 +45,7 @@ class TokenModel(nn.Module, ABC):
     num_parameters: int  # on this rank; shared ones count once, scales do not
     weight_bytes: int  # on this rank, with scales
     parallel: TensorParallel = ALONE
+    lora: LoRAState | None = None  # the adapters beside the layers; None without any
     # Whether tokens may be turned by other positions than their own (`rope_positions`).
     turns_by_axes: bool = False
     # Once packed: why a token's bits depend on its batch, in words for the user; None if they do
