@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.interface.outputs import OutputColumn, RequestError, RequestOutput
+from batchgen.engine.interface.outputs import Begun, OutputColumn, RequestError, RequestOutput
+from batchgen.engine.layers.lora import LoRAState
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import IncrementalDecoder, StopRule, decode
 from batchgen.engine.sampling.sampler import requested_columns
@@ -109,6 +110,7 @@ class Requests:
         tokenizer: decodes the output to text; None leaves texts empty and refuses stop strings and
             constraints.
         images: how prompts hold images; None if the model reads none.
+        lora: the adapters that requests may ask for; None for a model without any.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class Requests:
         cache_capacity: int,
         context_columns: abc.Sequence[OutputColumn] = (),
         images: ImageLimits | None = None,
+        lora: LoRAState | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._strategy = strategy
@@ -129,6 +132,8 @@ class Requests:
         self._max_model_len = max_model_len
         self._cache_capacity = cache_capacity
         self._images = images
+        slots: dict[str | None, int] = {} if lora is None else lora.slots
+        self._lora_slots = {None: 0, **slots}
         self._context_columns = tuple(context_columns)
         self._eos = {token_id: self._token_text(token_id) for token_id in eos_token_ids}
 
@@ -139,9 +144,10 @@ class Requests:
         params: SamplingParams,
         answer: list[int] | None = None,
         images: abc.Sequence[Image] = (),
+        begun: Begun | None = None,
     ) -> Sequence:
         """Make the row of a request, whose `answer` is scored if there is one, and whose prompt has
-        these `images`.
+        these `images`. It goes on from what was `begun`, if it can.
 
         Raises:
             RequestError: the request can never be served; its `type` says why.
@@ -152,6 +158,7 @@ class Requests:
         )
         if (answer is not None) != params.scores_answer:
             raise ValueError(_ANSWER_OR_TOKENS[answer is None])
+        slot = self._lora_slot(params.lora)
         self._check_prompt(prompt, answer, params)
         spans = self._spans(prompt, images, answer)
         rule = self._stop_rule(prompt, params)
@@ -163,9 +170,44 @@ class Requests:
         columns = output_columns(params, self._strategy, self._context_columns)
         answer = answer or []
         never = () if self._images is None else self._images.rules.never_sampled
-        return Sequence(
-            request_id, prompt + answer, params, rule, columns, len(answer), spans, never
+        seq = Sequence(
+            request_id, prompt + answer, params, rule, columns, len(answer), spans, never, slot
         )
+        if begun is not None and self._can_go_on(seq, begun):
+            seq.go_on_from(begun)
+        return seq
+
+    def _can_go_on(self, seq: Sequence, begun: Begun) -> bool:
+        """Whether a new row can have these tokens and go on behind them, with all its columns. Its
+        text is then known to its stop rule."""
+        ids, rule = begun.token_ids, seq.stop
+        if not 0 < len(ids) < rule.max_new_tokens:
+            return False
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            return False
+        if not rule.stop_ids.keys().isdisjoint(ids[max(rule.min_new_tokens - 1, 0) :]):
+            return False
+        for column in seq.requested_columns:
+            values, known = begun.columns.get(column.name), len(ids)
+            if column.scope == "context":
+                known += seq.num_prompt_tokens - 1
+            if values is None or values.shape != (known, *column.tail_shape):
+                return False
+        if rule.strings and rule.find_string(ids, 0) is not None:
+            seq.stop = self._stop_rule(seq.token_ids, seq.params)
+            return False
+        return True
+
+    def _lora_slot(self, name: str | None) -> int:
+        """Return the slot of an adapter. Raises RequestError if there is none of this name."""
+        if name not in self._lora_slots:
+            known = ", ".join(repr(known) for known in self._lora_slots if known is not None)
+            raise RequestError(
+                "unknown_adapter",
+                f"there is no adapter {name!r}: "
+                + (f"choose among {known}" if known else "the engine was made without adapters"),
+            )
+        return self._lora_slots[name]
 
     def _spans(
         self, prompt: list[int], images: abc.Sequence[Image], answer: list[int] | None

@@ -127,6 +127,7 @@ class OutputConfig:
     on_all_errors: Literal["stop", "continue"] = "stop"
     report: bool = True
     reuse: tuple[str, ...] | None = None
+    begun_every: float = 120.0
 
     def __post_init__(self) -> None:
         check(bool(self.dir), "output.dir", "a folder", self.dir)
@@ -152,6 +153,8 @@ class OutputConfig:
         check(bool(self.text_column), "output.text_column", "a name", self.text_column)
         check(1 <= self.top_logprobs <= 256, "output.top_logprobs", "1 to 256", self.top_logprobs)
         check(self.rows_per_shard >= 1, "output.rows_per_shard", "at least 1", self.rows_per_shard)
+        allowed = "0 (never) or a number of seconds"
+        check(0 <= self.begun_every < math.inf, "output.begun_every", allowed, self.begun_every)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +178,10 @@ class ScoreConfig:
 
     workers: int | None = None
     seconds: float = 10.0
+    column: str = "mark"
     subset: str | None = None
     cluster: str | None = None
+    choices: str | None = None
     ks: tuple[int, ...] | None = None
     cut_texts: CutTexts = "as_marked"
 
@@ -187,6 +192,11 @@ class ScoreConfig:
         check(workers is None or 1 <= workers <= 1024, "score.workers", allowed, workers)
         check(0 < self.seconds < math.inf, "score.seconds", "a number above 0", self.seconds)
         check(ks is None or (bool(ks) and min(ks) >= 1), "score.ks", "numbers from 1 on", ks)
+        if self.column != "mark" and self.cut_texts == "wrong":
+            raise ConfigError(
+                f"score.cut_texts=wrong counts cut texts with the mark 0, and scores are of the "
+                f"column {self.column} (score.column): choose as_marked or left_out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: `params` is kept in the object's __dict__
@@ -276,6 +286,11 @@ class JobConfig:
                 raise ConfigError(
                     f"{what} what is generated, and with {key} nothing is: leave it out"
                 )
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether scores are made when the job ends: of marks, or of numbers that rows have."""
+        return bool(self.post) or self.score.column != "mark"
 
     @property
     def constrained(self) -> bool:
