@@ -72,3 +72,10 @@ def short_user_path(given: str | os.PathLike[str], key: str) -> Path:
     # pyarrow reads a leading ~ (of ./~/x) as the home folder, and a colon as the mark of a URL.
     odd = short.startswith("~") or ":" in short
     return path if odd or os.path.isabs(short) else Path(short)
+
+
+def user_cache() -> Path:
+    """batchgen's folder in the cache of this user, $XDG_CACHE_HOME or ~/.cache."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = given if given.is_absolute() else Path(os.path.expanduser("~/.cache"))
+    return base / "batchgen"

@@ -51,6 +51,7 @@ class DenseConfig(FamilyConfig):
     layer_windows: tuple[int | None, ...] = ()
     query_scale: QueryScale | None = None  # by which queries are multiplied after rotation
     attention_scale: float | None = None  # by which scores are multiplied; None: 1/√head_dim
+    attention_cap: float | None = None  # scores s become cap · tanh(s / cap)
     gate: GateFunction = "silu"  # of the MLP
     plain: PlainFunction | None = None  # the function of an MLP without a gate
     logit_cap: float | None = None  # logits l become cap · tanh(l / cap)
@@ -153,6 +154,7 @@ class DenseForCausalLM(CausalLM):
             interleaved=family.interleaved,
             query_scales=self._query_scales,
             scale=family.attention_scale,
+            score_cap=family.attention_cap,
             zero_centred=self.zero_centred,
             norms_in_float=self.norms_in_float,
             **self.attention_options,
@@ -226,6 +228,7 @@ def dense_config(
     layer_windows: Sequence[int | None] = (),  # empty: no layer has one
     query_scale: QueryScale | None = None,
     attention_scale: float | None = None,
+    attention_cap: float | None = None,
     gate: GateFunction = "silu",
     plain: PlainFunction | None = None,
     logit_cap: float | None = None,
@@ -256,6 +259,7 @@ def dense_config(
         layer_windows=tuple(layer_windows),
         query_scale=query_scale,
         attention_scale=attention_scale,
+        attention_cap=attention_cap,
         gate=gate,
         plain=plain,
         logit_cap=logit_cap,

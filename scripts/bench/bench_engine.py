@@ -7,6 +7,7 @@
         --routing uniform [--columns routed_experts] [--quantization none,fp8] [--requests 128]
     TRITON_CACHE_DIR=$(mktemp -d) python scripts/bench/bench_engine.py start-up --model qwen3-8b
     python scripts/bench/bench_engine.py determinism [--models qwen3-0.6b] [--schedules 200]
+    python scripts/bench/bench_engine.py price --models qwen3-8b,gpt-oss-20b [--layers 12]
     python scripts/bench/bench_engine.py tensor-parallel [--model qwen3-30b-a3b] [--ranks 1,2,4] \\
         [--chunk-tokens 256,0] [--runs 2] [--profile]
 
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 import triton
 from measuring import Mode, Rates, commas, measure_rates, process_age, run_mode
-from modes import determinism, tensor_parallel
+from modes import determinism, price, tensor_parallel
 from modes.engine_runs import Bench, Run
 from modes.routing import ROUTINGS
 from shapes import MODELS
@@ -217,6 +218,7 @@ MODES = {
     "throughput": Mode(add_throughput_arguments, run_throughput),
     "start-up": Mode(add_model_arguments, run_start_up),
     "determinism": Mode(determinism.add_arguments, determinism.run),
+    "price": Mode(price.add_arguments, price.run),
     "tensor-parallel": Mode(tensor_parallel.add_arguments, tensor_parallel.run),
 }
 

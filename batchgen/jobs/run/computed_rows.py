@@ -6,11 +6,13 @@ from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 
 from batchgen.inputs.model.job_engine import Engine
+from batchgen.jobs.generation.begun_answers import BegunAnswers
 from batchgen.jobs.generation.generation import Generation
-from batchgen.jobs.generation.progress import Progress, show_memory
+from batchgen.jobs.generation.progress import Progress
 from batchgen.jobs.generation.sample_waves import EverySample, SampleWaves
 from batchgen.jobs.generation.turns import Turns
 from batchgen.jobs.generation.valid_samples import Judge
+from batchgen.jobs.reuse.row_key import RowKeys
 from batchgen.jobs.reuse.row_reuse import row_reuse
 from batchgen.jobs.run.job_attempt import JobAttempt
 from batchgen.jobs.run.job_end import JobResult
@@ -43,6 +45,12 @@ def compute_rows(attempt: JobAttempt) -> Turns[JobResult | None]:
         waves,
         attempt.spending,
         CostRecorder(storage, config.output.rows_per_shard, attempt.worker.number),
+        BegunAnswers(
+            engine,
+            writer,
+            RowKeys(config, parts.fingerprints, parts.max_model_len),
+            config.output.begun_every,
+        ),
         reuse,
         parts.name,
     )
@@ -82,17 +90,16 @@ def _waves(attempt: JobAttempt) -> EverySample:
 
 
 def _note_engine(attempt: JobAttempt, engine: Engine) -> None:
-    """Record what the answers depend on in writer, metrics and manifest; show the memory."""
-    # A GPU may round sums differently in batches of another size, and so do other numbers of ranks,
-    # which workers may have; and drafts may come about otherwise.
-    options = attempt.config.engine
-    keeps_bits = engine.memory.total is None or options.deterministic
-    alone = options.tensor_parallel == 1 and not attempt.parts.by_schedule
-    attempt.writer.set_exact(keeps_bits and alone and engine.batch_dependence is None)
+    """Record what the answers depend on in writer, metrics and manifest."""
+    # A GPU may round sums differently in batches of another size. So do other numbers of ranks,
+    # which workers on CPUs may have.
+    options, on_gpu = attempt.config.engine, engine.memory.total is not None
+    keeps_bits = options.deterministic if on_gpu else options.tensor_parallel == 1
+    exact = keeps_bits and engine.batch_dependence is None
+    attempt.writer.set_exact(exact, attempt.parts.by_schedule)
     attempt.metrics.attempt.memory = asdict(engine.memory)
     attempt.metrics.attempt.contract = attempt.parts.contract()
     attempt.metrics.attempt.batch_dependence = engine.batch_dependence
-    show_memory(engine.memory)
     if engine.batch_dependence is not None:
         folder = attempt.folder
         folder.update(replace(folder.manifest, batch_dependence=engine.batch_dependence))

@@ -97,17 +97,17 @@ def histogram(title: str, lengths: Lengths, name: str, note: str = "") -> Chart:
     end = first + max(len(starts), _LEAST_BINS) * width
     frame = Frame.of((first, end), (0, float(sums.max()) * 1.05))
     gap = 0.5 * (end - first) / (frame.x(end) - frame.x(first))
-    parts = frame.draw(name, "rows", whole, whole)
+    parts = frame.draw(name, "answers", whole, whole)
     parts += [frame.column(start + gap, start + width - gap, count) for start, count in bins]
     quantiles = {"median": 0.5, "90%": 0.9, "99%": 0.99, "longest": 1.0}
     facts = [f"{kind} {lengths.quantile(share):,}" for kind, share in quantiles.items()]
     said = ", ".join([f"mean {lengths.mean:,.1f}", *facts])
-    svg = drawing(parts, f"{title}, {lengths.total:,} rows: {said}")
+    svg = drawing(parts, f"{title}, {lengths.total:,} answers: {said}")
     rows = [
         (f"{start:,}–{start + width - 1:,}" if width > 1 else f"{start:,}", f"{count:,}")
         for start, count in bins
     ]
-    return Chart(title, f"{said}. {note}".strip(), svg, (name, "rows"), rows)
+    return Chart(title, f"{said}. {note}".strip(), svg, (name, "answers"), rows)
 
 
 def numbers(
@@ -180,7 +180,7 @@ def experts(counts: Ints, layers: Sequence[int], note: str) -> Chart:
 
 
 def timeline_charts(points: Sequence[Sequence[Any]]) -> list[Chart]:
-    """Tokens per second and finished rows over time, if there are enough points."""
+    """Tokens per second and finished answers over time, if there are enough points."""
     if len(points) < 3:
         return []
     if points[0][0] > 0:
@@ -195,7 +195,7 @@ def timeline_charts(points: Sequence[Sequence[Any]]) -> list[Chart]:
         for before, after in pairwise(thin)
     ]
     rows = [(point[0], point[1]) for point in points]
-    charts = [over_time("Rows over time", rows, "rows done")] if rows[-1][0] > 0 else []
+    charts = [over_time("Answers over time", rows, "answers done")] if rows[-1][0] > 0 else []
     if len(speeds) > 1:
         charts.insert(0, over_time("Speed over time", speeds, "tokens per second"))
     return charts

@@ -92,7 +92,7 @@ def report_html(reader: JobFolderReader, decode: Decode | None = None) -> str:
 
 def _html(reader: JobFolderReader, decode: Decode | None) -> str:
     metrics, data = reader.metrics, JobData(reader)
-    job = JobSummary.of(metrics, reader.config, reader.row_facts)
+    job = JobSummary.of(metrics, reader.config, reader.row_facts, questions=reader.questions)
     cut_texts = (job.score or {}).get("cut_texts", "as_marked")
     found = collect(data, cut_texts, job.group("score").get("subset"))
     tokens = token_facts(data)

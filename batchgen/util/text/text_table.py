@@ -17,10 +17,13 @@ _NAME = 32
 _UNKNOWN = "unknown (all samples of a question agree)"
 
 
-def table(lines: Sequence[Line]) -> str:
-    """The lines with their values in one column."""
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+def table(*parts: Sequence[Line]) -> str:
+    """The lines with their values in one column, and an empty line between the parts."""
+    width = max(len(name) for part in parts for name, _ in part)
+    made = [
+        "\n".join(f"{name:<{width}}  {value}" for name, value in part) for part in parts if part
+    ]
+    return "\n\n".join(made)
 
 
 def columns(rows: Sequence[Sequence[str]], *, numbers: bool = True) -> list[str]:
@@ -38,6 +41,12 @@ def columns(rows: Sequence[Sequence[str]], *, numbers: bool = True) -> list[str]
 def counted(number: int, noun: str) -> str:
     """A number of things, as in `1 error` and `2 errors`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def answers_text(questions: int | None, answers: int) -> str:
+    """`20 questions, 160 answers`; the answers alone where nobody knows the questions."""
+    found = [] if questions is None else [counted(questions, "question")]
+    return ", ".join([*found, counted(answers, "answer")])
 
 
 def row_name(row_id: str, sample_index: int) -> str:

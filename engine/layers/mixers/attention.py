@@ -45,11 +45,12 @@ class Attention(nn.Module):
     heads of a token together. With `norms_follow_rotation`, each head is normalised behind it.
     `query_scales` [P] float32 multiplies queries after rotation by a factor of their position. With
     `interleaved`, checkpoints rotate neighbouring values of a head together (`rotary_order`).
-    Scores are multiplied by `scale`, by default 1/√head_dim. With `value_norm`, the heads of values
-    are normalised without a weight; with `keys_are_values`, they are those of keys, as they are
-    before the norm and the rotation of keys. With `reads_only`, the keys and values are those that
-    an earlier layer has written under the index `layer`. With `sinks`, a score of the checkpoint
-    stands in the softmax of each head beside those of tokens.
+    Scores are multiplied by `scale`, by default 1/√head_dim; with a `score_cap`, a score s becomes
+    cap · tanh(s / cap). With `value_norm`, the heads of values are normalised without a weight;
+    with `keys_are_values`, they are those of keys, as they are before the norm and the rotation of
+    keys. With `reads_only`, the keys and values are those that an earlier layer has written under
+    the index `layer`. With `sinks`, a score of the checkpoint stands in the softmax of each head
+    beside those of tokens.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Attention(nn.Module):
         norm_eps: float = 0.0,
         query_scales: Tensor | None = None,
         scale: float | None = None,
+        score_cap: float | None = None,
         rotary_dim: int | None = None,
         interleaved: bool = False,
         output_gate: bool = False,
@@ -85,6 +87,7 @@ class Attention(nn.Module):
         self.cache_spec: CacheSpec | None = None if reads_only else shape
         self._own_kv_heads = 0 if reads_only else shape.num_kv_heads
         self.scale = shape.head_dim**-0.5 if scale is None else scale
+        self._score_cap = score_cap
         heads, head_dim = shape.num_heads, shape.head_dim
         self.sinks: nn.Parameter | None = None
         self._own_heads = parallel.shard(0, whole.num_heads) if parallel.size > 1 else None
@@ -195,7 +198,7 @@ class Attention(nn.Module):
         if self._ones is not None:
             q = (q * self._late_weight()).to(q.dtype)
         attended = paged_attention(
-            q, cache, attention, self.scale, self.shape.window, self.sinks
+            q, cache, attention, self.scale, self.shape.window, self.sinks, self._score_cap
         ).flatten(1)
         if self._gate_size:
             attended = mul_sigmoid(attended, gate)

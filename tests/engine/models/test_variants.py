@@ -66,6 +66,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo as long as its window": ("olmo3", {"sliding_window": len(IDS)}),
     "olmo sees itself": ("olmo3", {"sliding_window": 1}),
     "olmo without windows": ("olmo3", ALL_FULL | {"sliding_window": 7}),
+    "gemma 2": ("gemma2", {}),
+    "gemma 2 without caps": ("gemma2", ALL_FULL | {
+        "attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma": ("gemma3_text", {}),
     "gemma with a tower": ("gemma3", {}),
     "gemma untied": ("gemma3_text", {"tie_word_embeddings": False, "attention_bias": True}),
@@ -218,6 +221,9 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
     "OLMoE-1B-7B": (
         "olmoe", sizes(2048, 1024, 16, 16, 16, 50304) | {
             "num_experts": 64, "num_experts_per_tok": 8}, 6.92e9),
+    "gemma-2-27b": (
+        "gemma2", sizes(4608, 36864, 46, 32, 16, 256000) | HEAD | {
+            "query_pre_attn_scalar": 144}, 27.23e9),
     "ERNIE-4.5-21B-A3B": ("ernie4_5_moe", sizes(2560, 12288, 28, 20, 4, 103424), 21.83e9),
 }  # fmt: skip
 
@@ -455,6 +461,7 @@ def test_a_router_in_float32_stays_so(tiny_model: TinyModel) -> None:
         ("olmo3", {"layer_types": ["full_attention"]}, "layer"),
         ("olmo3", {"sliding_window": 0}, "sliding_window is 0"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping is -1.0"),
         ("gemma3_text", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
         ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation 'silu'"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),

@@ -117,6 +117,17 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5_moe": ("Ernie4_5_Moe", _ERNIE),
     "exaone4": ("Exaone4", {"sliding_window": 24, "sliding_window_pattern": 2}),
     "exaone_moe": ("ExaoneMoe", _EXAONE_MOE),
+    "gemma2": (
+        "Gemma2",
+        {
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 5,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 9.0,
+            "attn_implementation": "eager",
+            "pad_token_id": 0,
+        },
+    ),
     "glm": ("Glm", {}),
     "glm4": ("Glm4", {}),
     "granite": ("Granite", _GRANITE),
@@ -177,8 +188,8 @@ def random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         model = _causal("Qwen3", values)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):  # ones and zeros would hide a weight that is not loaded
-            # Gemma 3 has the weights minus 1, and Gemma 4 multiplies no score by less than 1.
-            low = {"gemma3": -0.5, "gemma4": 0.1}.get(kind[:6], 0.5)
+            # Gemma 2 and 3 have the weights minus 1; Gemma 4 multiplies no score by less than 1.
+            low = {"gemma2": -0.5, "gemma3": -0.5, "gemma4": 0.1}.get(kind[:6], 0.5)
             parameter.data.uniform_(low, low + 1)
         elif name.endswith("bias"):  # of experts, too
             parameter.data.normal_(0, 0.3)
@@ -227,7 +238,7 @@ def _random_variant(kind: str, config: dict[str, Any]) -> PreTrainedModel:
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
         }
         return _causal("Olmo3", {"sliding_window": 24} | layers | values)
-    if kind.startswith("gemma"):
+    if kind.startswith(("gemma3", "gemma4")):
         return _random_gemma(kind, values)
     if kind == "glm4_moe":
         return _causal("Glm4Moe", _MOE_V3 | values)

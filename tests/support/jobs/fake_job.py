@@ -32,7 +32,7 @@ from batchgen.config.groups.job_config import (
 )
 from batchgen.config.groups.prompt_config import ChatPromptConfig
 from batchgen.config.groups.sampling_config import SamplingConfig
-from batchgen.engine.interface.outputs import OutputColumn, RequestError, RequestOutput
+from batchgen.engine.interface.outputs import Begun, OutputColumn, RequestError, RequestOutput
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.vision.image import Image
@@ -95,6 +95,11 @@ class FakeJob:
     show: float = 0.0
     report: bool = False
 
+    def engine(self) -> FakeEngine:
+        """The engine, which says that it is there, as those that load weights do."""
+        print(f"memory: {MEMORY}", file=sys.stderr, flush=True)
+        return FakeEngine(self, batch_dependence=self.batch_dependence or None)
+
     def config(self) -> JobConfig:
         asked = {"prompt_token_ids": self.prompt_token_ids, "parsed": self.parsed}
         columns = ("logprobs", *(name for name, wanted in asked.items() if wanted))
@@ -129,7 +134,7 @@ class FakeJob:
             max_model_len=1024,
             columns=(LOGPROBS, TOP_LOGPROBS),
             fingerprints={"model": "fake"},
-            port=lambda: FakeEngine(self, batch_dependence=self.batch_dependence or None),
+            port=self.engine,
         )
 
     def run(self) -> JobResult:
@@ -214,13 +219,21 @@ class FakeEngine:
         params: SamplingParams,
         answer_token_ids: list[int] | None = None,
         images: Sequence[Image] = (),
-    ) -> None:
+        begun: Begun | None = None,
+    ) -> bool:
         assert request_id not in self._running
         if self.job.bad and prompt_token_ids[0] % BAD_REQUEST == 0:
             raise RequestError("kv_cache_too_small", f"request {request_id} can never run")
         self._running[request_id] = _Running(
             request_id, prompt_token_ids, params, 1 + params.seed % 5
         )
+        return False
+
+    def begun_lengths(self) -> dict[RequestId, int]:
+        return {}
+
+    def begun(self, request_id: RequestId, start: int = 0) -> Begun | None:
+        return None
 
     @property
     def num_running(self) -> int:

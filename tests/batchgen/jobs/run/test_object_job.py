@@ -233,7 +233,8 @@ def test_who_joins_when_the_job_is_complete_says_how_it_ended(
     monkeypatch.setattr(ObjectLock, "_take", join)
     result = job.run()
     assert result.exit_code == 3
-    assert result.message.startswith("The job is complete; this worker has computed 0 rows of it.")
+    said = "The job is complete; this worker has computed 0 of its answers."
+    assert result.message.startswith(said)
     assert f"output            {URL}" in result.message
     assert files.store == before
 

@@ -58,7 +58,7 @@ def test_a_job_on_s3_and_the_verbs(
     capsys.readouterr()
     assert run_command(["status", URL]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"{URL}: failed, ") and " of 30 rows" in said
+    assert said.startswith(f"{URL}: failed, ") and " of 30 answers" in said
     assert "\n1 " in said and " failed " in said.splitlines()[2]  # the worker, as it ended
     assert run_command(["show", URL, "--rows", "1"]) == 0
     assert "id" in capsys.readouterr().out
