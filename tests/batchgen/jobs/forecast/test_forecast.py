@@ -27,6 +27,7 @@ SIZES = ModelSizes(
     row_bytes=0,
     dtype=torch.bfloat16,
     weight_dtype=torch.bfloat16,
+    dense_bytes=2,
     expert_bytes=2,
 )
 WORK = Work(
