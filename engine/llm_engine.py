@@ -17,7 +17,7 @@ from batchgen.engine.device.step_timing import StepTimer
 from batchgen.engine.engine_parts import EngineParts
 from batchgen.engine.engine_stats import EngineStats
 from batchgen.engine.interface.engine_config import EngineConfig
-from batchgen.engine.interface.outputs import HostCopy, RequestOutput
+from batchgen.engine.interface.outputs import Begun, HostCopy, RequestOutput
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.replicas import Abort, Add, Leader, Step, tokens_digest
 from batchgen.engine.rows.compile_queue import CompileQueue
@@ -136,8 +136,9 @@ class LLMEngine:
         params: SamplingParams,
         answer_token_ids: abc.Sequence[int] | None = None,
         images: abc.Sequence[Image] = (),
-    ) -> None:
-        """Queue a request.
+        begun: Begun | None = None,
+    ) -> bool:
+        """Queue a request. Returns whether it goes on from what was `begun`.
 
         Args:
             answer_token_ids: tokens behind the prompt that are scored instead of generating any:
@@ -145,6 +146,8 @@ class LLMEngine:
                 `params.max_new_tokens` is 0, and not otherwise.
             images: the pictures of the prompt, in order. For each the prompt has as many of the
                 model's image tokens as the picture takes.
+            begun: what another engine has generated of the request. The request begins again if
+                that cannot be: if a column is missing, or it would have ended there.
 
         Raises:
             RequestError: the request can never be served; its `type` says why.
@@ -154,7 +157,7 @@ class LLMEngine:
             raise ValueError(f"request {request_id!r} is already running: ids must be unique")
         answer = None if answer_token_ids is None else list(answer_token_ids)
         prompt = list(prompt_token_ids)
-        seq = self._requests.sequence(request_id, prompt, params, answer, images)
+        seq = self._requests.sequence(request_id, prompt, params, answer, images, begun)
         if params.constraint is None:
             self.scheduler.add(seq)
         else:
@@ -162,7 +165,35 @@ class LLMEngine:
         self._live[request_id] = seq
         if self._leader is not None:
             known = [image.without_pixels() for image in images]
-            self._leader.post(Add(request_id, prompt, params, answer, known))
+            self._leader.post(Add(request_id, prompt, params, answer, known, begun))
+        return seq.resumed
+
+    def begun_lengths(self) -> dict[Any, int]:
+        """How many tokens each request that has not ended has generated so far, by its id, of those
+        that have some."""
+        running, lengths = self.scheduler.running, {}
+        for request_id, seq in self._live.items():
+            slot = seq.batch_slot
+            known = seq.num_tokens if slot is None else int(running.num_tokens[slot])
+            if seq.finish_reason is None and known > seq.num_prompt_tokens:
+                lengths[request_id] = known - seq.num_prompt_tokens
+        return lengths
+
+    @torch.inference_mode()
+    def begun(self, request_id: Hashable, start: int = 0) -> Begun | None:
+        """What one of these requests has generated from the token `start` on, as far as steps were
+        read. It waits for columns of context scope alone. None if some of those are not there yet,
+        as in a row that is computed again."""
+        seq = self._live[request_id]
+        counts = self.scheduler.flush(seq)
+        known = seq.num_prompt_tokens + start - 1 if start else 0
+        if seq.context_columns and seq.context.num_tokens < seq.num_tokens - 1:
+            return None
+        columns = {name: buffer.array(start) for name, buffer in seq.columns.items()}
+        for column in seq.requested_columns:
+            if column.scope == "context":
+                columns[column.name] = seq.context.array(column, known)
+        return Begun(seq.token_ids[seq.num_prompt_tokens + start :], columns, dict(counts))
 
     def abort(self, request_id: Hashable) -> bool:
         """Drop a request. Returns False if there is no unfinished request with this id."""

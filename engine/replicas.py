@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from batchgen.engine.interface.outputs import HostOutput
+from batchgen.engine.interface.outputs import Begun, HostOutput
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.vision.image import Image
 
@@ -32,6 +32,7 @@ class Add(NamedTuple):
     params: SamplingParams
     answer_token_ids: list[int] | None
     images: list[Image]
+    begun: Begun | None
 
 
 class Abort(NamedTuple):
@@ -110,7 +111,8 @@ class Follower(Protocol):
         params: SamplingParams,
         answer_token_ids: list[int] | None,
         images: Sequence[Image],
-    ) -> None: ...
+        begun: Begun | None,
+    ) -> bool: ...
 
     def abort(self, request_id: Hashable) -> bool: ...
 

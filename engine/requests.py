@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.interface.outputs import OutputColumn, RequestError, RequestOutput
+from batchgen.engine.interface.outputs import Begun, OutputColumn, RequestError, RequestOutput
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import IncrementalDecoder, StopRule, decode
 from batchgen.engine.sampling.sampler import requested_columns
@@ -139,9 +139,10 @@ class Requests:
         params: SamplingParams,
         answer: list[int] | None = None,
         images: abc.Sequence[Image] = (),
+        begun: Begun | None = None,
     ) -> Sequence:
         """Make the row of a request, whose `answer` is scored if there is one, and whose prompt has
-        these `images`.
+        these `images`. It goes on from what was `begun`, if it can.
 
         Raises:
             RequestError: the request can never be served; its `type` says why.
@@ -163,9 +164,33 @@ class Requests:
         columns = output_columns(params, self._strategy, self._context_columns)
         answer = answer or []
         never = () if self._images is None else self._images.rules.never_sampled
-        return Sequence(
+        seq = Sequence(
             request_id, prompt + answer, params, rule, columns, len(answer), spans, never
         )
+        if begun is not None and self._can_go_on(seq, begun):
+            seq.go_on_from(begun)
+        return seq
+
+    def _can_go_on(self, seq: Sequence, begun: Begun) -> bool:
+        """Whether a new row can have these tokens and go on behind them, with all its columns. Its
+        text is then known to its stop rule."""
+        ids, rule = begun.token_ids, seq.stop
+        if not 0 < len(ids) < rule.max_new_tokens:
+            return False
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            return False
+        if not rule.stop_ids.keys().isdisjoint(ids[max(rule.min_new_tokens - 1, 0) :]):
+            return False
+        for column in seq.requested_columns:
+            values, known = begun.columns.get(column.name), len(ids)
+            if column.scope == "context":
+                known += seq.num_prompt_tokens - 1
+            if values is None or values.shape != (known, *column.tail_shape):
+                return False
+        if rule.strings and rule.find_string(ids, 0) is not None:
+            seq.stop = self._stop_rule(seq.token_ids, seq.params)
+            return False
+        return True
 
     def _spans(
         self, prompt: list[int], images: abc.Sequence[Image], answer: list[int] | None

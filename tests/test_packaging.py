@@ -78,8 +78,7 @@ def test_one_version() -> None:
 def test_every_import_is_declared_and_every_dependency_imported() -> None:
     used = {canonicalize_name(OTHER_NAMES.get(name, name)) for name in _imported()}
     declared = {canonicalize_name(one.name) for one in _requirements(*OPTIONAL)}
-    # s3fs is what fsspec reads s3:// with.
-    assert used | {"s3fs"} == declared
+    assert used == declared
 
 
 def test_constraints_have_the_oldest_versions_and_tested_ones() -> None:

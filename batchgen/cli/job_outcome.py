@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from batchgen.api.python.configured_job import Result
 from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.text.colours import allows_colour, coloured_table
 
 
 def report(run: Callable[[], Result]) -> int:
@@ -26,7 +27,8 @@ def report(run: Callable[[], Result]) -> int:
     if result.stopped_by is not None or result.exit_code == 4:
         print(result.message, file=sys.stderr)
     else:
-        print(result.message)
+        is_coloured = allows_colour(sys.stdout)
+        print(coloured_table(result.message) if is_coloured else result.message)
     return result.exit_code
 
 

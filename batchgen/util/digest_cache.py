@@ -8,6 +8,7 @@ import time
 from hashlib import blake2b
 from pathlib import Path
 
+from batchgen.util.paths import user_cache
 from batchgen.util.temporary import temporary_name
 
 _SETTLED_NS = 2 * 10**9
@@ -24,9 +25,7 @@ class DigestCache:
 
     def __init__(self) -> None:
         """The cache of this user, in $XDG_CACHE_HOME or ~/.cache."""
-        given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        base = given if given.is_absolute() else Path(os.path.expanduser("~/.cache"))
-        self._folder = base / "batchgen" / "digests"
+        self._folder = user_cache() / "digests"
 
     def get(self, file: Path, stat: os.stat_result) -> str | None:
         """The digest of the file as it is now, None if it is not known."""

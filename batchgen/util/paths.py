@@ -7,9 +7,6 @@ from pathlib import Path
 
 from batchgen.util.errors import ConfigError
 
-SCHEMES = ("s3", "memory")
-"""URL schemes of the object stores in which jobs can be."""
-
 
 def is_url(given: str | os.PathLike[str]) -> bool:
     """Whether what a user gives for a job's folder is in an object store."""
@@ -23,7 +20,7 @@ def user_folder(given: str | os.PathLike[str], key: str) -> str:
         return str(short_user_path(given, key))
     scheme, _, rest = os.fspath(given).partition("://")
     rest = rest.strip("/")
-    if scheme not in SCHEMES or not rest:
+    if scheme != "s3" or not rest:
         raise ConfigError(
             f"{key}={given}: give a folder, or s3://BUCKET/NAME for an object store that speaks "
             "S3 (its endpoint in AWS_ENDPOINT_URL, if it is not Amazon's)"
@@ -75,3 +72,10 @@ def short_user_path(given: str | os.PathLike[str], key: str) -> Path:
     # pyarrow reads a leading ~ (of ./~/x) as the home folder, and a colon as the mark of a URL.
     odd = short.startswith("~") or ":" in short
     return path if odd or os.path.isabs(short) else Path(short)
+
+
+def user_cache() -> Path:
+    """batchgen's folder in the cache of this user, $XDG_CACHE_HOME or ~/.cache."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = given if given.is_absolute() else Path(os.path.expanduser("~/.cache"))
+    return base / "batchgen"

@@ -35,6 +35,12 @@ def both_ends(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - tail - 1]}…{text[-tail:]}"
 
 
+def short_name(path: str) -> str:
+    """The last part of a path, a URL or a name of the hub, by which people call a model or a data
+    set: `SmolLM2-135M-Instruct.Q4_1` for a GGUF file of that name."""
+    return path.rstrip("/").rpartition("/")[2].removesuffix(".gguf") or path
+
+
 def some_names(names: Iterable[str], meant: str = "") -> str:
     """Names in one line, for a message that says which there are: all, or of many the ones most
     like what was meant, then the first, and how many more there are."""

@@ -19,8 +19,13 @@ class ContextRows:
         num_tokens: the number of the row's first tokens whose values were read.
     """
 
-    def __init__(self) -> None:
-        self.num_tokens = 0
+    def __init__(
+        self, known: Mapping[str, npt.NDArray[Any]] | None = None, num_tokens: int = 0
+    ) -> None:
+        """Begin with the values [num_tokens, *tail] of each column, by name, if some are known."""
+        self.num_tokens = num_tokens
+        self._known = known or {}
+        self._lengths = [num_tokens]  # of what is known, and then of each part
         self._parts: list[Mapping[str, Download]] = []
 
     def add(self, part: Mapping[str, Download], num_tokens: int) -> None:
@@ -30,9 +35,18 @@ class ContextRows:
             part: maps each column's name to its values, [num_tokens, *tail].
         """
         self._parts.append(part)
+        self._lengths.append(num_tokens)
         self.num_tokens += num_tokens
 
-    def array(self, column: OutputColumn) -> npt.NDArray[Any]:
-        """Return one column as [num_tokens, *tail], waiting for what is still on its way."""
+    def array(self, column: OutputColumn, start: int = 0) -> npt.NDArray[Any]:
+        """Return one column from a token on as [num_tokens - start, *tail], waiting for what is
+        still on its way."""
         none = np.empty((0, *column.tail_shape), column.dtype)
-        return np.concatenate([none, *(part[column.name].wait() for part in self._parts)])
+        found, end = [none], 0
+        for number, length in enumerate(self._lengths):
+            end += length
+            if end > start:
+                values = self._parts[number - 1][column.name].wait() if number else None
+                values = self._known[column.name] if values is None else values
+                found.append(values[max(length - (end - start), 0) :])
+        return np.concatenate(found)

@@ -188,6 +188,19 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return torch.empty(0, dtype=dtype).numpy().dtype
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What a request has generated from some token on, before it has ended. If that is the first
+    token, another engine can go on from there."""
+
+    token_ids: list[int]
+    # Maps the name of each requested column to its values [N, *tail], one for each of these tokens.
+    # Columns of context scope have those of the prompt before them, and none for the last token.
+    columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    # Maps the name of each of the strategy's counts to its value from the first token on.
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
 class RequestError(ValueError):
     """A request cannot be served. The job makes an error row of it and goes on.
 

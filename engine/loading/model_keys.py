@@ -60,7 +60,10 @@ INERT_OF: Mapping[str, Mapping[str, str]] = {
     },
     "qwen3_vl": {"layer_types": "kept, and all layers have the same mask"},
     "qwen3_vl_moe": {"layer_types": "kept, and all layers have the same mask"},
-    "exaone4": {"sliding_window_pattern": "layer_types has what it says"},
+    **{
+        kind: {"sliding_window_pattern": "layer_types has what it says"}
+        for kind in ("exaone4", "exaone_moe")
+    },
     "phi3": {"original_max_position_embeddings": "rope_parameters has it, too"},
 }
 """Further keys of that sort, by the kind of model, each with the reason."""

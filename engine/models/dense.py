@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchgen.engine.caches.cache_specs import KVSpec
 from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward, Mixer, NormPlaces
-from batchgen.engine.layers.feed_forward.mlp import GatedMLP
+from batchgen.engine.layers.feed_forward.mlp import GatedMLP, PlainMLP
 from batchgen.engine.layers.mixers.attention import Attention, NormScope
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import DefaultRope, QueryScale, RotaryTable
@@ -23,7 +23,7 @@ from batchgen.engine.models.model_config import (
     common_config,
     rope_from_parameters,
 )
-from batchgen.kernels.layers.activation import GateFunction, soft_cap
+from batchgen.kernels.layers.activation import GateFunction, PlainFunction, soft_cap
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -51,7 +51,9 @@ class DenseConfig(FamilyConfig):
     layer_windows: tuple[int | None, ...] = ()
     query_scale: QueryScale | None = None  # by which queries are multiplied after rotation
     attention_scale: float | None = None  # by which scores are multiplied; None: 1/√head_dim
+    attention_cap: float | None = None  # scores s become cap · tanh(s / cap)
     gate: GateFunction = "silu"  # of the MLP
+    plain: PlainFunction | None = None  # the function of an MLP without a gate
     logit_cap: float | None = None  # logits l become cap · tanh(l / cap)
     logit_divisor: float = 1.0  # logits are divided by it
     embedding_scale: float = 1.0  # embeddings of tokens are multiplied by it
@@ -152,6 +154,7 @@ class DenseForCausalLM(CausalLM):
             interleaved=family.interleaved,
             query_scales=self._query_scales,
             scale=family.attention_scale,
+            score_cap=family.attention_cap,
             zero_centred=self.zero_centred,
             norms_in_float=self.norms_in_float,
             **self.attention_options,
@@ -160,6 +163,14 @@ class DenseForCausalLM(CausalLM):
 
     def make_mlp(self, index: int) -> FeedForward:
         """Make the feed-forward part of the layer with this index."""
+        if (plain := self.family.plain) is not None:
+            return PlainMLP(
+                self.config.hidden_size,
+                self.family.intermediate_size,
+                bias=self.family.mlp_bias,
+                function=plain,
+                where=self.where,
+            )
         return GatedMLP(
             self.config.hidden_size,
             self.family.intermediate_size,
@@ -217,7 +228,9 @@ def dense_config(
     layer_windows: Sequence[int | None] = (),  # empty: no layer has one
     query_scale: QueryScale | None = None,
     attention_scale: float | None = None,
+    attention_cap: float | None = None,
     gate: GateFunction = "silu",
+    plain: PlainFunction | None = None,
     logit_cap: float | None = None,
     logit_divisor: float = 1.0,
     embedding_scale: float = 1.0,
@@ -229,8 +242,9 @@ def dense_config(
 
     Raises ValueError if the engine lacks something it needs, which the message names.
     """
-    if gate == "silu" and hf.hidden_act != "silu":
-        raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported, only 'silu'")
+    activation = plain or "silu"
+    if gate == "silu" and hf.hidden_act != activation:
+        raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported, only {activation!r}")
     rope = rope or rope_from_parameters(hf.rope_parameters)
     family = DenseConfig(
         num_heads=hf.num_attention_heads,
@@ -245,7 +259,9 @@ def dense_config(
         layer_windows=tuple(layer_windows),
         query_scale=query_scale,
         attention_scale=attention_scale,
+        attention_cap=attention_cap,
         gate=gate,
+        plain=plain,
         logit_cap=logit_cap,
         logit_divisor=logit_divisor,
         embedding_scale=embedding_scale,

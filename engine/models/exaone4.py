@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchgen.engine.models.dense import (
     WINDOW,
@@ -28,10 +28,6 @@ class Exaone4ForCausalLM(DenseForCausalLM):
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        windows = layer_windows(hf)
-        rope = rope_from_parameters(hf.rope_parameters)
-        mixed = hf.sliding_window is not None
-        ropes = [rope if kind == WINDOW else None for kind in hf.layer_types] if mixed else ()
         return dense_config(
             hf,
             cls,
@@ -39,7 +35,14 @@ class Exaone4ForCausalLM(DenseForCausalLM):
             qkv_bias=False,
             output_bias=False,
             mlp_bias=False,
-            rope=rope,
-            layer_ropes=ropes,
-            layer_windows=windows,
+            **windows_and_ropes(hf),
         )
+
+
+def windows_and_ropes(hf: PretrainedConfig) -> dict[str, Any]:
+    """Return what `dense_config` takes of windows and ropes, which EXAONE's models share."""
+    windows = layer_windows(hf)  # refuses unknown kinds of layers
+    rope = rope_from_parameters(hf.rope_parameters)
+    mixed = hf.sliding_window is not None
+    ropes = [rope if kind == WINDOW else None for kind in hf.layer_types] if mixed else ()
+    return {"rope": rope, "layer_ropes": ropes, "layer_windows": windows}

@@ -44,10 +44,8 @@ class Gemma3ForCausalLM(DenseForCausalLM):
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         check_gemma(hf)
-        if hf.attn_logit_softcapping is not None:
-            raise ValueError(
-                "capped scores of attention (attn_logit_softcapping) are not supported"
-            )
+        if hf.attn_logit_softcapping is not None:  # transformers passes over it in this family
+            raise ValueError("attn_logit_softcapping is not supported here: it must be null")
         check_positive(query_pre_attn_scalar=hf.query_pre_attn_scalar)
         ropes = {kind: rope_from_parameters(hf.rope_parameters[kind]) for kind in (FULL, WINDOW)}
         bias: bool = hf.attention_bias
@@ -105,6 +103,7 @@ def check_gemma(hf: PretrainedConfig) -> None:
             f"use_bidirectional_attention {hf.use_bidirectional_attention!r:.60} is not supported: "
             "attention of text must be causal"
         )
-    cap = hf.final_logit_softcapping
-    if cap is not None and not (isinstance(cap, int | float) and 0 < cap < 1e6):
-        raise ValueError(f"final_logit_softcapping is {cap!r:.60}, and must be a number over 0")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        cap = hf.to_dict().get(key)
+        if cap is not None and not (isinstance(cap, int | float) and 0 < cap < 1e6):
+            raise ValueError(f"{key} is {cap!r:.60}, and must be a number over 0")

@@ -19,12 +19,16 @@ class ModelEntry(NamedTuple):
 
 
 MODELS: Mapping[str, ModelEntry] = {
+    "ApertusForCausalLM": ModelEntry("batchgen.engine.models.apertus"),
+    "ArceeForCausalLM": ModelEntry("batchgen.engine.models.arcee"),
     "DeepseekV2ForCausalLM": ModelEntry("batchgen.engine.models.deepseek_v2"),
     "DeepseekV3ForCausalLM": ModelEntry("batchgen.engine.models.deepseek_v3"),
     "Dots1ForCausalLM": ModelEntry("batchgen.engine.models.dots1"),
     "Ernie4_5_MoeForCausalLM": ModelEntry("batchgen.engine.models.ernie4_5_moe"),
     "Ernie4_5ForCausalLM": ModelEntry("batchgen.engine.models.ernie4_5"),
     "Exaone4ForCausalLM": ModelEntry("batchgen.engine.models.exaone4"),
+    "ExaoneMoeForCausalLM": ModelEntry("batchgen.engine.models.exaone_moe"),
+    "Gemma2ForCausalLM": ModelEntry("batchgen.engine.models.gemma2"),
     "Gemma3ForCausalLM": ModelEntry("batchgen.engine.models.gemma3"),
     "Gemma3ForConditionalGeneration": ModelEntry("batchgen.engine.models.gemma3"),
     "Gemma4ForCausalLM": ModelEntry("batchgen.engine.models.gemma4"),
@@ -36,6 +40,8 @@ MODELS: Mapping[str, ModelEntry] = {
     "GptOssForCausalLM": ModelEntry("batchgen.engine.models.gpt_oss"),
     "GraniteForCausalLM": ModelEntry("batchgen.engine.models.granite"),
     "GraniteMoeForCausalLM": ModelEntry("batchgen.engine.models.granitemoe"),
+    "HunYuanDenseV1ForCausalLM": ModelEntry("batchgen.engine.models.hunyuan_v1_dense"),
+    "HunYuanMoEV1ForCausalLM": ModelEntry("batchgen.engine.models.hunyuan_v1_moe"),
     "InternLM3ForCausalLM": ModelEntry("batchgen.engine.models.internlm3"),
     "LlamaForCausalLM": ModelEntry("batchgen.engine.models.llama", gguf="llama"),
     "MiniMaxM2ForCausalLM": ModelEntry("batchgen.engine.models.minimax_m2"),
@@ -45,6 +51,7 @@ MODELS: Mapping[str, ModelEntry] = {
     "MixtralForCausalLM": ModelEntry("batchgen.engine.models.mixtral"),
     "Olmo2ForCausalLM": ModelEntry("batchgen.engine.models.olmo2"),
     "Olmo3ForCausalLM": ModelEntry("batchgen.engine.models.olmo3"),
+    "OlmoeForCausalLM": ModelEntry("batchgen.engine.models.olmoe"),
     "Phi3ForCausalLM": ModelEntry("batchgen.engine.models.phi3"),
     "Qwen2ForCausalLM": ModelEntry("batchgen.engine.models.qwen2", gguf="qwen2"),
     "Qwen2MoeForCausalLM": ModelEntry("batchgen.engine.models.qwen2_moe"),
@@ -66,21 +73,15 @@ MODELS: Mapping[str, ModelEntry] = {
 
 _MAMBA = "states of Mamba layers"
 _CENTRED_NORMS = "norms that subtract the mean (LayerNorm)"
-_LATER_NORMS = "norms of queries and keys behind their rotation"
 _BIDIRECTIONAL = "attention in both directions over the whole row"
 RELATIVES: Mapping[str, tuple[str, str]] = {
-    "ApertusForCausalLM": ("Qwen3ForCausalLM", "MLPs without a gate (xIELU)"),
-    "ArceeForCausalLM": ("LlamaForCausalLM", "MLPs without a gate (squared ReLU)"),
     "BambaForCausalLM": ("LlamaForCausalLM", _MAMBA),
     "CohereForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
     "Cohere2ForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
     "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "attention to chosen tokens (DSA)"),
     "DreamModel": ("SDARForCausalLM", _BIDIRECTIONAL),
     "FalconH1ForCausalLM": ("LlamaForCausalLM", _MAMBA),
-    "Gemma2ForCausalLM": ("Gemma3ForCausalLM", "capped scores of attention"),
     "GraniteMoeHybridForCausalLM": ("GraniteMoeForCausalLM", _MAMBA),
-    "HunYuanDenseV1ForCausalLM": ("Qwen3ForCausalLM", _LATER_NORMS),
-    "HunYuanMoEV1ForCausalLM": ("Qwen3MoeForCausalLM", _LATER_NORMS),
     "JambaForCausalLM": ("MixtralForCausalLM", _MAMBA),
     "KimiLinearForCausalLM": ("DeepseekV3ForCausalLM", "Kimi delta attention"),
     "LLaDAModelLM": ("SDARForCausalLM", _BIDIRECTIONAL),

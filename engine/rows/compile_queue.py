@@ -95,10 +95,23 @@ def _start(seq: Sequence, compiled: Future[Grammar]) -> None:
     error = compiled.exception()
     if error is None:
         try:
-            seq.matcher = Matcher(compiled.result(), seq.stop.stop_ids, seq.token_ids)
+            seq.matcher = _matcher(seq, compiled.result())
             return
         except ConstraintError as refused:
             error = refused
     if not isinstance(error, ConstraintError):
         raise error
     seq.fail(RequestError("bad_constraint", str(error)))
+
+
+def _matcher(seq: Sequence, grammar: Grammar) -> Matcher:
+    """The matcher of a row, behind what an earlier engine has generated of it. If this grammar does
+    not allow that, as one of another version of xgrammar may not, the row begins again."""
+    count = seq.num_prompt_tokens
+    prompt, generated = seq.token_ids[:count], seq.token_ids[count:]
+    matcher = Matcher(grammar, seq.stop.stop_ids, prompt)
+    if generated and matcher.walk(generated) < len(generated):
+        seq.begin_again()
+        return Matcher(grammar, seq.stop.stop_ids, prompt)
+    matcher.commit(generated)
+    return matcher

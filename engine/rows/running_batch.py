@@ -157,15 +157,21 @@ class RunningBatch:
         tokens that the models have read to its Sequence."""
         slot = seq.batch_slot
         assert slot is not None and self._seqs[slot] is seq
-        self._logs.flush(slot, seq)
+        counts = self.flush(seq)
         if not seq.is_prefilling:
             seq.num_computed_tokens = max(seq.num_tokens - int(self._unread[slot]), 0)
-        for name, values in self._counts.items():
-            seq.counts[name] = seq.counts.get(name, 0) + int(values[slot])
+        seq.counts = counts
         self._seqs[slot] = seq.batch_slot = None
         self.occupied[slot] = False
         self.epochs[slot] += 1
         self._free.append(slot)
+
+    def flush(self, seq: Sequence) -> dict[str, int]:
+        """Move the newest committed tokens of a row to its Sequence. Returns the row's counts."""
+        slot = seq.batch_slot
+        assert slot is not None
+        self._logs.flush(slot, seq)
+        return {n: seq.counts.get(n, 0) + int(values[slot]) for n, values in self._counts.items()}
 
     def ends_by_length(self, slots: BatchSlots, least_tokens: int = 1) -> Mask:
         """[B] bool, which of the rows at these slots [B] surely reach their last token by the steps

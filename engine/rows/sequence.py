@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from batchgen.engine.caches.context_columns import ContextRows
 from batchgen.engine.constraint.matcher import Matcher
-from batchgen.engine.interface.outputs import FinishReason, OutputColumn, RequestError
+from batchgen.engine.interface.outputs import Begun, FinishReason, OutputColumn, RequestError
 from batchgen.engine.rows.stopping import StopRule
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.vision.image_span import ImageSpan
@@ -43,9 +43,9 @@ class ColumnBuffer:
     def __len__(self) -> int:
         return self._length
 
-    def array(self) -> npt.NDArray[Any]:
-        """Return a copy of the values, [n, *tail]."""
-        return self._data[: self._length].copy()
+    def array(self, start: int = 0) -> npt.NDArray[Any]:
+        """Return a copy of the values from a token on, [n - start, *tail]."""
+        return self._data[start : self._length].copy()
 
 
 @dataclass(eq=False)
@@ -101,9 +101,12 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)
+        self.columns = self._empty_columns()
         requested = self.requested_columns
-        self.columns = {c.name: ColumnBuffer(c) for c in requested if c.scope != "context"}
         self.context_columns = tuple(c.name for c in requested if c.scope == "context")
+
+    def _empty_columns(self) -> dict[str, ColumnBuffer]:
+        return {c.name: ColumnBuffer(c) for c in self.requested_columns if c.scope != "context"}
 
     @property
     def num_tokens(self) -> int:
@@ -135,7 +138,8 @@ class Sequence:
 
     @property
     def resumed(self) -> bool:
-        """Whether the row has generated tokens before it is admitted again after a preemption."""
+        """Whether the row has generated tokens before it is admitted: after a preemption, or in an
+        earlier engine."""
         return self.num_generated > 0
 
     @property
@@ -161,6 +165,21 @@ class Sequence:
         for name, buffer in self.columns.items():
             buffer.extend(columns[name])
             assert len(buffer) == self.num_generated, f"column {name} lost step with the tokens"
+
+    def go_on_from(self, begun: Begun) -> None:
+        """Have in a new row what an earlier engine has generated of it, as a preempted row has."""
+        self.append(begun.token_ids, begun.columns)
+        self.num_computed_tokens = 0
+        self.counts = dict(begun.counts)
+        if self.context_columns:
+            self.context = ContextRows(begun.columns, self.num_tokens - 1)
+
+    def begin_again(self) -> None:
+        """Forget all that was generated of a row that does not run."""
+        del self.token_ids[self.num_prompt_tokens :]
+        self.columns, self.counts, self.context = self._empty_columns(), {}, ContextRows()
+        if self.stop.decoder is not None:
+            self.stop.decoder.clear()
 
     def add_scores(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
         """Take the values [n, *tail] of each column of answer scope, of the next n tokens."""

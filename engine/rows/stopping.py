@@ -33,6 +33,10 @@ class IncrementalDecoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all tokens."""
         self._ids: list[int] = []
         self._context = 0  # the first token that is decoded again with each new one
         self._read = 0  # how many tokens have all their text in `text`

@@ -57,7 +57,8 @@ class Scheduler:
     Args:
         chunk_multiple: every chunk of a prefill but a row's last has a multiple of this many
             tokens, and of `pacing.prefill_multiple`.
-        before_free: called with each row that ends or is preempted, while it still owns its blocks.
+        before_free: called with each row that ends or is preempted, while it still owns its
+            blocks, and with one that is flushed.
         images: the images that rows are about to read; None if the model reads none.
     """
 
@@ -123,6 +124,15 @@ class Scheduler:
             self._images.drop(seq)
         # The guide of a launched batch still names the row, and passes over rows without a matcher.
         seq.matcher = None
+
+    def flush(self, seq: Sequence) -> dict[str, int]:
+        """Move all that is committed of an unfinished row to its Sequence, and begin to read its
+        columns of context scope. Returns the row's counts."""
+        if seq.batch_slot is None:
+            return seq.counts
+        counts = self.running.flush(seq)
+        self._before_free(seq)
+        return counts
 
     def schedule(self) -> ScheduledBatch | None:
         """Plan the next batch, which the caller must launch before it calls anything else here.
@@ -230,7 +240,7 @@ class Scheduler:
         self.running.add(seq, self.block_manager.room_of(seq))
         self.num_cached_tokens += seq.num_computed_tokens
         if not seq.num_preemptions:
-            seq.num_cached_tokens = seq.num_computed_tokens
+            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
         return seq
 
     def _decode_batch(self, width: int) -> DecodeBatch | None:

@@ -63,13 +63,15 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Compute softmax(q·kᵀ·scale)·v for each query q [T, num_heads, head_dim] over its row's
     context.
 
     With a `window` a query sees only the last `window` tokens up to its own, and attention must be
     causal. `sinks` [num_heads] are scores that stand in each head's softmax beside those of the
-    tokens, for which nothing is added.
+    tokens, for which nothing is added. With a `cap`, a token's score s becomes cap · tanh(s / cap)
+    (Gemma 2, arXiv 2408.00118).
 
     The cache already holds the T new tokens; on a CPU key and value may be one tensor. Each part of
     the tokens, one after another, is computed by itself, so decoding rows and rows of prefill are
@@ -82,7 +84,7 @@ def paged_attention(
     for part in parts:
         assert window is None or part.block_length == 1
         tokens = slice(start, start := start + len(part.positions))
-        run(q[tokens], cache, part, scale, out[tokens], window, sinks)
+        run(q[tokens], cache, part, scale, out[tokens], window, sinks, cap)
     assert start == len(q)
     return out
 
@@ -95,14 +97,15 @@ def attend_part_triton(
     out: Tensor,
     window: int | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> None:
     """Compute `paged_attention` of one part with Triton, into `out`."""
     for index, form in in_forms(meta):
         if index is None:
-            _attend_form(q, cache, form, scale, out, window, sinks)
+            _attend_form(q, cache, form, scale, out, window, sinks, cap)
         else:
             found = torch.empty((len(index), *q.shape[1:]), dtype=q.dtype, device=q.device)
-            _attend_form(q[index], cache, form, scale, found, window, sinks)
+            _attend_form(q[index], cache, form, scale, found, window, sinks, cap)
             out[index] = found
 
 
@@ -114,6 +117,7 @@ def _attend_form(
     out: Tensor,
     window: int | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> None:
     kv_heads, _, block_size, head_dim = cache.key.shape
     num_heads = q.shape[1]
@@ -122,7 +126,8 @@ def _attend_form(
         meta.plans[shape] = _make_triton_plan(q, cache, meta, window)
     plan, tables = meta.plans[shape]
     arguments = (q, cache, meta.positions, tables, scale, plan)
-    options: dict[str, Any] = {"window": window, "sinks": sinks, "block_length": meta.block_length}
+    options: dict[str, Any] = {"window": window, "sinks": sinks, "cap": cap}
+    options["block_length"] = meta.block_length
     if isinstance(plan, PrefillPlan):
         paged_attention_prefill(*arguments, out=out, **options)
     else:
@@ -169,13 +174,14 @@ def _attend_part_reference(
     out: Tensor,
     window: int | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> None:
     shape = (q.shape[1], *cache.key.shape, window or 0)
     plan = meta.plans.get(shape)
     if plan is None:
         plan = meta.plans[shape] = _make_plan(q.shape[1], cache, meta, window)
     for group in plan.groups:
-        out[group.tokens] = _attend(q[group.tokens], cache, plan, group, scale, window, sinks)
+        out[group.tokens] = _attend(q[group.tokens], cache, plan, group, scale, window, sinks, cap)
 
 
 def cpu_row_multiple(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int | None:
@@ -255,6 +261,7 @@ def _attend(
     scale: float,
     window: int | None,
     sinks: Tensor | None,
+    cap: float | None,
 ) -> Tensor:
     """q [rows · width, num_heads, D] → the same shape."""
     kv_heads, _, _, head_dim = cache.key.shape
@@ -278,6 +285,8 @@ def _attend(
         if cache.value is not cache.key:
             value = _gather(cache.value, blocks, plan.values)
         score = row_batches(qs, key.transpose(1, 2))
+        if cap is not None:
+            score.div_(cap).tanh_().mul_(cap)
         context = torch.arange(number * CHUNK, (number + 1) * CHUNK, device=q.device)
         limits = group.limits.unsqueeze(-1)
         if group.starts is not None and window is not None:

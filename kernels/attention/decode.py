@@ -23,6 +23,7 @@ from torch import Tensor
 from batchgen.kernels.attention.decode_plan import UNIT_FIELDS, DecodePlan
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.split_combine import (
+    capped_score,
     combine_splits,
     partial_results,
     sink_share,
@@ -59,14 +60,15 @@ def paged_attention_decode(
     block_length: int = 1,  # 1: causal
     window: int | None = None,  # of the plan
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Compute softmax(q·kᵀ·scale)·v for W queries per row over the rows' cached contexts.
 
     The cache already holds the queries' own tokens. A query sees its row up to the end of its own
     block of positions, and none past the row's last query. A query that sees a NaN key becomes NaN,
-    and no other does; values must be finite, as `KVCache` ensures. `window` and `sinks` are as for
-    `paged_attention`; tokens before what the first query of a row sees are not read. Returns out
-    [B · W, num_heads, head_dim] in q's dtype; scores and sums are float32.
+    and no other does; values must be finite, as `KVCache` ensures. `window`, `sinks` and `cap` are
+    as for `paged_attention`; tokens before what the first query of a row sees are not read. Returns
+    out [B · W, num_heads, head_dim] in q's dtype; scores and sums are float32.
     """
     tokens, num_heads, head_dim = q.shape
     kv_heads, _, block_size, _ = cache.key.shape
@@ -87,7 +89,7 @@ def paged_attention_decode(
     _decode_kernel[(device_programs(q.device, config.programs_per_sm),)](
         q, *cache, positions, block_tables, plan.units, plan.count, out, partial, log_sums, sinks,
         scale, q.stride(0), q.stride(1), cache.key.stride(0), block_tables.stride(0),
-        block_length, **sizes, BLOCKED=blocked, WINDOW=window,
+        block_length, **sizes, BLOCKED=blocked, WINDOW=window, CAP=cap,
         QUERIES_PAD=max(16, triton.next_power_of_2(queries)), DIM_PAD=dim_pad,
         BLOCK_SIZE=block_size, BLOCK_N=config.block_n,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", INTERPRETED=not q.is_cuda,
@@ -116,7 +118,7 @@ def _decode_kernel(
     q, key, value, positions, tables, units, count, out, partial, log_sums, sinks,
     scale, q_token_stride, q_head_stride, kv_head_stride, table_stride, block_length,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCKED: tl.constexpr, WINDOW: tl.constexpr, QUERIES_PAD: tl.constexpr,
+    BLOCKED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, QUERIES_PAD: tl.constexpr,
     DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -152,7 +154,7 @@ def _decode_kernel(
             queries = tl.load(q + source[:, None] + dim[None, :], mask=real, other=0.0)
             top, total_weight, sums = _attend_unit(
                 queries, limit, key + head * kv_head_stride, value + head * kv_head_stride,
-                tables + row * table_stride, start, stop, lowest, scale, WINDOW,
+                tables + row * table_stride, start, stop, lowest, scale, WINDOW, CAP,
                 HEAD_DIM, QUERIES_PAD, DIM_PAD, BLOCK_SIZE, BLOCK_N, PRECISION, INTERPRETED,
             )  # fmt: skip
             # A query that sees no token of a unit gets the result 0 with weight 0.
@@ -176,7 +178,7 @@ def _decode_kernel(
 @triton.jit
 def _attend_unit(
     queries, limit, key, value, table, start, stop, lowest, scale, WINDOW: tl.constexpr,
-    HEAD_DIM: tl.constexpr, QUERIES_PAD: tl.constexpr, DIM_PAD: tl.constexpr,
+    CAP: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES_PAD: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -221,6 +223,8 @@ def _attend_unit(
             keys = keys.to(tl.float32)
             values = values.to(tl.float32)
         score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+        if CAP is not None:
+            score = capped_score(score, CAP)
         # The score is replaced, not added to: the key of an unseen token may be NaN.
         seen = cached[None, :] & (position[None, :] <= limit[:, None])
         if WINDOW is not None:

@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.kv_gather import gather_context
 from batchgen.kernels.attention.prefill_plan import PrefillPlan
-from batchgen.kernels.attention.split_combine import sink_share
+from batchgen.kernels.attention.split_combine import capped_score, sink_share
 
 
 def paged_attention_prefill(
@@ -42,14 +42,15 @@ def paged_attention_prefill(
     block_length: int = 1,  # 1: causal
     window: int | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Compute softmax(q·kᵀ·scale)·v for each query over the cached context of its row.
 
     The cache already holds the T new tokens, with finite values (`KVCache`). A query sees its row
-    up to the end of its own block of positions, and none past the row's last query. `window` and
-    `sinks` are as for `attention.paged_attention`. Returns out in q's dtype; scores and sums are
-    float32, and a query that sees a NaN key is NaN. Raises ValueError for a plan of another number
-    of tokens or heads.
+    up to the end of its own block of positions, and none past the row's last query. `window`,
+    `sinks` and `cap` are as for `attention.paged_attention`. Returns out in q's dtype; scores and
+    sums are float32, and a query that sees a NaN key is NaN. Raises ValueError for a plan of
+    another number of tokens or heads.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, _, block_size, _ = cache.key.shape
@@ -76,7 +77,7 @@ def paged_attention_prefill(
     _prefill_kernel[(num_kv_heads * len(plan.tiles),)](
         q, key, value, out, positions, tables, plan.tiles, sinks, table_stride, q.stride(0),
         cache.key.stride(0), gathered, scale * math.log2(math.e), block_length,
-        BLOCKED=block_length > 1, WINDOW=window, GATHERED=plan.gather is not None,
+        BLOCKED=block_length > 1, WINDOW=window, CAP=cap, GATHERED=plan.gather is not None,
         NUM_HEADS=num_heads, GROUP=plan.group, HEAD_DIM=head_dim,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, INTERPRETED=not q.is_cuda,
@@ -114,6 +115,7 @@ def _attend_tile(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
     GATHERED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -146,6 +148,9 @@ def _attend_tile(
             k = tl.load(key + place)
             v = tl.load(value + place)
     score = _dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), INTERPRETED)
+    if CAP is not None:
+        score = capped_score(score * scale_log2, CAP)
+        scale_log2 = 1.0
     if MASKED:
         # Masked before the scaling: so the fused multiply-subtract below rounds as without MASKED.
         seen = n[None, :] <= last_seen[:, None]
@@ -181,6 +186,7 @@ def _prefill_kernel(
     block_length,
     BLOCKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
     GATHERED: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -245,13 +251,15 @@ def _prefill_kernel(
         for start in tl.range(begin, whole, BLOCK_N):
             acc, top, total, block = _attend_tile(
                 acc, top, total, q, key, value, table, block, start, last_seen, limit, scale_log2,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, GATHERED, INTERPRETED,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, CAP, GATHERED,
+                INTERPRETED,
             )  # fmt: skip
         begin = whole
     for start in tl.range(begin, full, BLOCK_N):
         acc, top, total, block = _attend_tile(
             acc, top, total, q, key, value, table, block, start, None, limit, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, WINDOW, GATHERED, INTERPRETED,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, WINDOW, CAP, GATHERED,
+                INTERPRETED,
         )  # fmt: skip
     # This is loaded only here because the loop above has no registers to spare.
     last_seen = tl.load(positions_ptr + first + token, mask=token < size, other=0).to(tl.int32)
@@ -261,7 +269,8 @@ def _prefill_kernel(
     for start in tl.range(full, limit, BLOCK_N):
         acc, top, total, block = _attend_tile(
             acc, top, total, q, key, value, table, block, start, last_seen, limit, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, GATHERED, INTERPRETED,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, CAP, GATHERED,
+                INTERPRETED,
         )  # fmt: skip
 
     out_place = (first + token) * (NUM_HEADS * HEAD_DIM) + head

@@ -58,6 +58,14 @@ def combine_splits(
 
 
 @triton.jit
+def capped_score(score, CAP: tl.constexpr):
+    """Return cap · tanh(score / cap) for scores times log₂ e, as is the cap here."""
+    cap: tl.constexpr = CAP * 1.4426950408889634
+    # tanh(x) = 1 - 2 / (1 + exp(2x)), whose exponential may overflow to infinity, or vanish.
+    return cap - 2 * cap / (1 + tl.exp(score * (2 / cap)))
+
+
+@triton.jit
 def sink_share(sinks, heads, mask, log_sum):
     """Return what share of a softmax its tokens keep beside a sink: sigmoid(log_sum - sink), where
     `log_sum` is the logarithm of the tokens' weights to the base of 2."""

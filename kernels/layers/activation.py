@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.layers.elementwise import silu, times_sigmoid
+from batchgen.kernels.layers.elementwise import expm1, silu, softplus, times_sigmoid
 
 GateFunction = Literal["silu", "gelu"]
 """The function of an MLP's gate: SiLU, or GELU as it is approximated by tanh."""
+PlainFunction = Literal["relu2", "xielu"]
+"""The function of an MLP without a gate: max(x, 0)², or xIELU (`xielu`)."""
 _TWICE_ROOT = 1.5957691216057308
 """2 · √(2/π), of GELU's approximation."""
 _CHUNK = 1024
@@ -51,6 +53,26 @@ def gelu_reference(gate_up: Tensor) -> Tensor:
     wide = gate.float()
     inner = (wide + 0.044715 * wide * wide * wide) * _TWICE_ROOT
     return times_sigmoid(wide, inner).to(gate.dtype) * up
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """Compute max(x, 0)² of each value (So et al. 2021, arXiv 2109.08668), in x's dtype."""
+    return torch.relu(x).square_()
+
+
+def xielu(x: Tensor, shape: Tensor) -> Tensor:
+    """Compute xIELU of each value (Huang & Schlag 2024, arXiv 2411.13010), in float32:
+    p·x² + b·x where x > 0, and n·(exp(min(x, e)) - 1 - x) + b·x elsewhere.
+
+    `shape` [4] float32 holds p and n as checkpoints do, before softplus(p) and b + softplus(n),
+    then b and e. The result has x's dtype.
+    """
+    wide = x.float()
+    alpha_p, alpha_n = softplus(shape[:2])
+    beta, eps = shape[2], shape[3]
+    above = alpha_p * wide * wide
+    below = (expm1(torch.minimum(wide, eps)) - wide) * (beta + alpha_n)
+    return (torch.where(wide > 0, above, below) + beta * wide).to(x.dtype)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:

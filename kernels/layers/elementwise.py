@@ -41,6 +41,11 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return _in_vectors(partial(torch.ops.aten.gelu.out, approximate="tanh"), x)
 
 
+def expm1(x: Tensor) -> Tensor:
+    """Compute exp(x) - 1 without the loss of digits near 0."""
+    return torch.expm1(x) if x.is_cuda else _in_vectors(torch.ops.aten.expm1.out, x)
+
+
 def times_sigmoid(x: Tensor | float, gate: Tensor) -> Tensor:
     """Compute x · sigmoid(gate) as x / (1 + exp(-gate)), which is rounded once less."""
     return x / torch.exp(-gate).add_(1)

@@ -166,7 +166,7 @@ def family_table() -> str:
         source = inspect.getsource(import_module(entry.module))
         imports_experts = re.search(r"^from \S*(moe|expert)", source, re.MULTILINE)
         has_experts = "Moe" in architecture or imports_experts is not None
-        has_head = "mtp" in source
+        has_head = "mtp_layers" in source
         mixer = "attention"
         if issubclass(model, LatentForCausalLM):
             mixer = "latent attention"

@@ -55,7 +55,7 @@ def test_a_signal_stops_cleanly(tmp_path: Path, number: int, code: int) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
     done = finished_rows(tmp_path / "out")
-    assert f"Stopped with {done} rows done." in errors
+    assert f"Stopped with {done} answers done." in errors
     assert f"in {tmp_path / 'out'}; run the same command to go on" in errors
     assert "Traceback" not in errors
     assert attempts(tmp_path / "out")[0]["status"] == "stopped"
@@ -104,7 +104,7 @@ def test_what_a_user_sees_without_a_terminal(tmp_path: Path) -> None:
     found = _new_process(tmp_path, "-m", "tests.support.jobs.fake_job", json.dumps(asdict(job)))
     assert found.returncode == 0
     assert re.fullmatch(r"memory: weights .* GiB, KV cache .* GiB \(.* tokens\)\n", found.stderr)
-    assert re.search(r"^rows +6$", found.stdout, re.MULTILINE)
+    assert re.search(r"^answers +3 questions, 6 answers$", found.stdout, re.MULTILINE)
     assert re.search(rf"^output +{re.escape(str(tmp_path))}/out$", found.stdout, re.MULTILINE)
 
 

@@ -1,91 +1,134 @@
-"""`batchgen compare A B`: two graded jobs of one exam, question by question."""
+"""`batchgen compare A B C …`: graded jobs of one exam in one table, question by question."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batchgen.cli.job_outcome import verb
 from batchgen.cli.verb_table import Parser
-from batchgen.evals.scores.compared_jobs import compared, comparison_lines
-from batchgen.evals.scores.graded_folder import GradedJob
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
-    from batchgen.evals.scores.paired_comparison import Comparison, Question
+    from batchgen.evals.scores.arms import ArmRow, ArmTable
+    from batchgen.evals.scores.paired_comparison import Question
 
 SHOWN = 10
+FORMATS = ("text", "markdown", "json", "csv")
 _ABOUT = """\
-Compare two graded jobs over the questions that both have. Jobs whose prompts or targets differ are
-refused, because their scores are not of one exam; --anyway compares them and says what differs.
+Compare graded jobs of one exam: the score of each, and its difference to the first over the
+questions that both have. A sweep's folder stands for its jobs. Jobs that differ in sampling.seed
+alone are one arm, whose answers count together; with --by COLUMN the values of a column of the rows
+are the arms. Jobs whose prompts or targets differ from those of the first are not compared, because
+their scores are not of one exam; --anyway compares them.
 
-Differences are B minus A, in points (percent of the questions); intervals are of 95%. "New
-questions" tells whether B would be better at other questions of the kind, "same questions" whether
-anything but chance changed in these; the latter needs several samples that differ. p is below 0.05
-exactly where the interval beside it leaves out 0. The smallest difference that would be noticed
-(5%, in four of five cases) is of new questions.
+Differences are in points (percent of the questions); intervals are of 95%. p is by Holm over all
+arms. Of two jobs the flipped rows are listed, and "same questions" tells whether anything but
+chance changed in these, which needs several samples that differ. p is below 0.05 exactly where the
+interval beside it leaves out 0. The smallest difference that would be noticed (5%, in four of five
+cases) is of new questions.
+
+  batchgen compare A B C
+  batchgen compare SWEEP
+  batchgen compare BASE SWEEP score.column=score
+  batchgen compare SWEEP --x tokens_per_forward
 """
 
 
 @verb
 def main(arguments: Sequence[str]) -> int:
     parser = Parser("compare", _ABOUT)
-    parser.add_argument("a", metavar="A", help="output.dir of the first job")
-    parser.add_argument("b", metavar="B", nargs="?", help="output.dir of the second job")
-    parser.add_argument("override", metavar="KEY=VALUE", nargs="*", help="score.cluster=… of both")
-    parser.add_argument("--anyway", action="store_true", help="compare other exams, too")
     parser.add_argument(
-        "--rows", type=int, default=SHOWN, help=f"flipped rows to list; default: {SHOWN}"
+        "given",
+        metavar="OUT",
+        nargs="+",
+        help="output.dir of a job, or a folder of jobs; score.KEY=… of all of them",
     )
-    parser.add_argument("--json", action="store_true", help="print everything, as JSON")
+    parser.add_argument("--anyway", action="store_true", help="compare other exams, too")
+    parser.add_argument("--by", metavar="COLUMN", help="arms are the values of a column")
+    parser.add_argument(
+        "--x",
+        metavar="METRIC",
+        help="show the score against a number of metrics.json or of the configuration",
+    )
+    parser.add_argument(
+        "--rows", type=int, default=SHOWN, help=f"flipped rows of two jobs; default: {SHOWN}"
+    )
+    parser.add_argument("--format", choices=FORMATS, default="text", help="default: text")
+    parser.add_argument(
+        "--json", action="store_const", const="json", dest="format", help="as --format json"
+    )
     given = parser.parse_intermixed_args(arguments)
     if given.rows < 0:
         raise ConfigError(f"compare --rows must be at least 0, got {given.rows}")
-    if given.b is None:
-        raise ConfigError(f"compare takes two jobs: compare {given.a} B, the folder of another one")
-    if more := [word for word in given.override if "=" not in word or Path(word).is_dir()]:
+    names = [word for word in given.given if not _is_key(word)]
+    overrides = [word for word in given.given if _is_key(word)]
+    from batchgen.evals.scores.arms import arm_table
+    from batchgen.evals.scores.job_arms import arm_folders, job_arms, refuse_nothing
+
+    folders = arm_folders(names)
+    if len(folders) < 2 and given.by is None and not any(one.listed for one in folders):
         raise ConfigError(
-            f"compare takes two jobs, and {', '.join(more)} would be more: compare them by pairs; "
-            "`batchgen view FOLDER` lists the scores of all jobs below a folder"
+            f"compare takes two jobs or more, or a sweep's folder: compare {' '.join(names)} B, "
+            "the folder of another one"
         )
-    jobs = GradedJob(given.a, "compare"), GradedJob(given.b, "compare")
-    for job in jobs:
-        job.warn_of_copies()
-    comparison, found = compared(jobs, given.override, anyway=given.anyway)
-    if given.json:
-        print(json.dumps(_plain({**asdict(comparison), "differs": list(found)}), indent=2))
-        return 0
-    if found:
-        print("Not one exam:", *found, sep="\n  ")
-    print(_text(comparison, given.rows))
+    arms, column = job_arms(folders, overrides, by=given.by, anyway=given.anyway)
+    table = arm_table(arms, column)
+    refuse_nothing(table, folders)
+    print(_text(table, given.format, given.x, given.rows))
     return 0
 
 
-def _text(found: Comparison, rows: int) -> str:
-    from batchgen.util.text.text_table import table
+def _is_key(word: str) -> bool:
+    """Whether a word is an argument, and not a folder, whose name may have `=` in it, too."""
+    return "=" in word and not Path(word).expanduser().is_dir()
 
-    text = [table(comparison_lines(found))]
-    for what, flipped in (("better", found.wins), ("worse", found.losses)):
-        if flipped and rows:
-            text += ["", f"B is {what} in:", *_listed(flipped, rows)]
+
+def _text(table: ArmTable, form: str, x: str | None, rows: int) -> str:
+    from batchgen.evals.scores.arm_values import (
+        markdown,
+        remarks,
+        table_cells,
+        table_csv,
+        table_lines,
+        table_values,
+    )
+
+    if form == "json":
+        return json.dumps(table_values(table, x), indent=2, ensure_ascii=False)
+    if form == "csv":
+        return table_csv(table, x)
+    if form == "markdown":
+        return "\n".join([markdown(table_cells(table, x)), "", *(f"- {r}" for r in remarks(table))])
+    text = table_lines(table, x)
+    if len(table.rows) == 2:
+        text += _details(table.rows[1], table.column, rows)
     return "\n".join(text)
 
 
-def _listed(flipped: Sequence[Question], rows: int) -> list[str]:
-    lines = [f"  {q.row_id}  {100 * q.a:.1f}% → {100 * q.b:.1f}%" for q in flipped[:rows]]
+def _details(row: ArmRow, column: str, rows: int) -> list[str]:
+    """What is told of two arms alone."""
+    from batchgen.evals.scores.compared_jobs import comparison_lines
+    from batchgen.util.text.text_table import table
+
+    found = row.comparison
+    if found is None:
+        return []
+    text = ["", table(comparison_lines(found, column))]
+    better, worse = ("better", "worse") if column == "mark" else ("higher", "lower")
+    for what, flipped in ((better, found.wins), (worse, found.losses)):
+        if flipped and rows:
+            text += ["", f"B is {what} in:", *_listed(flipped, column, rows)]
+    return text
+
+
+def _listed(flipped: Sequence[Question], column: str, rows: int) -> list[str]:
+    from batchgen.util.text.text_table import number, percent
+
+    shown = percent if column == "mark" else number
+    lines = [f"  {q.row_id}  {shown(q.a)} → {shown(q.b)}" for q in flipped[:rows]]
     if len(flipped) > rows:
         lines.append(f"  … {len(flipped) - rows:,} more: --rows N shows them")
     return lines
-
-
-def _plain(value: Any) -> Any:
-    """The value with null for NaN, as JSON has none."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value

@@ -13,7 +13,7 @@ from batchgen.util.paths import folder_here, user_path
 _ABOUT = """\
 Write OUT/report.html: scores, lengths, speed, configuration and about 200 rows with their tokens,
 in one file that needs nothing else. A job writes it when it is complete. Of a pipeline's folder it
-is the table of its steps, with links to their reports.
+has the steps as a graph with counts, what each cost, some rows of each, and links to their reports.
 
   batchgen report OUT
 """
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments).out
     out = user_path(folder_here(given, "batchgen report"), "OUT")
     if is_pipeline(str(out)):
-        from batchgen.pages.report.told_pipeline import write_report
+        from batchgen.pages.report.pipeline_report import write_report
 
         print(write_report(out, given))
         return 0

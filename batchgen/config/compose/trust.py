@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from batchgen.config.compose.overrides import parse_override
-from batchgen.config.groups.class_names import is_own
+from batchgen.config.groups.class_names import is_own, short_name
 from batchgen.config.groups.config_keys import (
     EXPERIMENT,
     GROUPS,
@@ -26,6 +26,8 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_path
 
 _TARGET = "_target_"
+_RUNNING_KEYS = {"RunTests": ("python",)}
+"""Keys of steps whose values are run."""
 
 Named = tuple[str, str]
 """A place in a configuration, and what it names to be run: an import path, or the value of a key of
@@ -92,6 +94,7 @@ def foreign_code(groups: Mapping[str, Any]) -> Iterator[Named]:
         for below, target in _targets(values, place):
             if below != f"{place}.{_TARGET}" or not is_own(target):
                 yield below, target
+        yield from _run_by(values, place)
     # What a stranger's class does with its keys is not known.
     own = is_own(str(starter))
     for key in launcher_class(starter).running_keys if own else launcher:
@@ -112,6 +115,20 @@ def _targets(value: Any, place: str) -> Iterator[Named]:
             yield from _targets(item, f"{place}[{number}]")
 
 
+def _run_by(value: Any, place: str) -> Iterator[Named]:
+    """What steps of batchgen run, in a value: a step by its short name or with `_target_`."""
+    if isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _run_by(item, f"{place}[{number}]")
+    if not isinstance(value, Mapping):
+        return
+    for name, keys in _RUNNING_KEYS.items():
+        options = value if short_name(str(value.get(_TARGET))) == name else value.get(name)
+        for key in keys:
+            if isinstance(options, Mapping) and options.get(key):
+                yield f"{place}.{key}", repr(options[key])
+
+
 def _typed(overrides: Sequence[str]) -> Iterator[str]:
     """What typed arguments name to be run."""
     for argument in overrides:
@@ -127,6 +144,7 @@ def _typed(overrides: Sequence[str]) -> Iterator[str]:
         elif override.group == "launcher":
             yield repr(value)
         yield from (what for _, what in _targets(value, override.key))
+        yield from (what for _, what in _run_by(value, override.key))
 
 
 def _of_conf() -> Collection[Named]:

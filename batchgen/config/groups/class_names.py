@@ -31,6 +31,7 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
         "Extract": "batchgen.evals.graders.extract:Extract",
         "Grade": "batchgen.evals.graders.grade:Grade",
         "Instructions": "batchgen.evals.graders.instructions:Instructions",
+        "RunTests": "batchgen.evals.graders.run_tests:RunTests",
         "ParseScore": "batchgen.evals.graders.parse_score:ParseScore",
         "ChoiceScore": "batchgen.evals.graders.parse_score:ChoiceScore",
     },

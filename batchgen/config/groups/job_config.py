@@ -175,8 +175,10 @@ class ScoreConfig:
 
     workers: int | None = None
     seconds: float = 10.0
+    column: str = "mark"
     subset: str | None = None
     cluster: str | None = None
+    choices: str | None = None
     ks: tuple[int, ...] | None = None
     cut_texts: CutTexts = "as_marked"
 
@@ -187,6 +189,11 @@ class ScoreConfig:
         check(workers is None or 1 <= workers <= 1024, "score.workers", allowed, workers)
         check(0 < self.seconds < math.inf, "score.seconds", "a number above 0", self.seconds)
         check(ks is None or (bool(ks) and min(ks) >= 1), "score.ks", "numbers from 1 on", ks)
+        if self.column != "mark" and self.cut_texts == "wrong":
+            raise ConfigError(
+                f"score.cut_texts=wrong counts cut texts with the mark 0, and scores are of the "
+                f"column {self.column} (score.column): choose as_marked or left_out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: `params` is kept in the object's __dict__
@@ -276,6 +283,11 @@ class JobConfig:
                 raise ConfigError(
                     f"{what} what is generated, and with {key} nothing is: leave it out"
                 )
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether scores are made when the job ends: of marks, or of numbers that rows have."""
+        return bool(self.post) or self.score.column != "mark"
 
     @property
     def constrained(self) -> bool:

@@ -14,7 +14,7 @@ from batchgen.config.groups.job_config import ScoreConfig, StepConfig
 from batchgen.config.groups.named_code import named_code, strategy_options
 from batchgen.evals.graders.choices import RowStep
 from batchgen.evals.graders.grade_rows import StepChain
-from batchgen.evals.graders.step import MARK, PostStep
+from batchgen.evals.graders.step import MARK, PostStep, SelfTimedStep
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
@@ -64,6 +64,13 @@ def check_fields(steps: Sequence[PostStep], columns: Sequence[str]) -> None:
                     f"rows of the output do not have: choose among {some_names(columns)}, or have "
                     "it copied (dataset.columns)"
                 )
+
+
+def check_machine(steps: Sequence[PostStep]) -> None:
+    """Check that this machine can run the steps."""
+    for step in steps:
+        if isinstance(step, SelfTimedStep):
+            step.check_machine()
 
 
 def _made(key: str, number: int, config: StepConfig, protocol: type) -> Any:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from batchgen.engine.constraint.json_schema.json_text import NotJson, parse_json
+from batchgen.evals.graders.code_blocks import code_spans
 from batchgen.evals.graders.latex import Span, boxes, stripped
 from batchgen.evals.graders.letters import letter_spans
 from batchgen.evals.graders.step import AnswerRow, AnswerRows, Column, GradeFailure, TextStep
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
     from batchgen.evals.graders.boxed_fast import LoneBoxes
 
-Method = Literal["boxed", "last_number", "letter", "regex", "json_path", "whole"]
-METHODS = ("boxed", "last_number", "letter", "regex", "json_path", "whole")
+Method = Literal["boxed", "last_number", "letter", "regex", "json_path", "code", "whole"]
+METHODS = ("boxed", "last_number", "letter", "regex", "json_path", "code", "whole")
 Which = Literal["first", "last"]
 
 _SPACED = r"\d{1,3}(?:(?:[\u00a0\u2009\u202f]\d{3})+|(?: \d{3}){2,}| 0\d{2})(?!\d)"
@@ -52,6 +53,7 @@ class Extract(TextStep):
     - `json_path`: the value at `path`, such as `$.result[0].answer`, in the JSON that the answer
       is or holds. Strings are taken as they are, other values as JSON text. Its span is that of the
       whole JSON.
+    - `code`: what stands in a block of code, between lines of three backticks.
     - `whole`: all of it.
 
     Attributes:
@@ -199,7 +201,8 @@ class Extract(TextStep):
                     return found
             elif (span := self._span(method, text)) is not None:
                 whole = text[span[0] : span[1]]
-                if answer := whole.strip():
+                # The first line of a program may be indented as the others are.
+                if answer := whole.strip("\n").rstrip() if method == "code" else whole.strip():
                     start = span[0] + whole.find(answer)
                     return answer, (start, start + len(answer))
         return None
@@ -213,6 +216,8 @@ class Extract(TextStep):
             return self._letter(text)
         if method == "regex":
             return self._regex(text)
+        if method == "code":
+            return self._pick(code_spans(text))
         return 0, len(text)
 
     def _pick(self, spans: list[Span]) -> Span | None:

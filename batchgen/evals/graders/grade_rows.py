@@ -18,6 +18,7 @@ from batchgen.evals.graders.step import (
     ColumnStep,
     GradeFailure,
     PostStep,
+    SelfTimedStep,
 )
 from batchgen.util.errors import ConfigError
 
@@ -167,7 +168,8 @@ def run_steps(steps: Sequence[PostStep], row: AnswerRow) -> _Values:
 
 class Grader:
     """Grades a stream of rows. A context manager, because it may own worker processes: `workers` of
-    them, each with `memory_bytes` and `seconds` for a row."""
+    them, each with `memory_bytes` and `seconds` for a row, beside those of steps that have their
+    own."""
 
     def __init__(
         self,
@@ -179,12 +181,13 @@ class Grader:
     ) -> None:
         self.chain = StepChain(tuple(steps))
         self._pool: WorkerPool[AnswerRow, _Values] | None = None
+        own = sum(step.most_seconds for step in steps if isinstance(step, SelfTimedStep))
         if any(step.isolated for step in steps):
             self._pool = WorkerPool(
                 self.chain.finish,
                 prepare=self.chain.prepare,
                 workers=workers,
-                seconds=seconds,
+                seconds=seconds + own,
                 memory_bytes=memory_bytes,
             )
 

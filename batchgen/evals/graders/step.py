@@ -146,6 +146,18 @@ class ColumnStep(PostStep, Protocol):
         """
 
 
+@runtime_checkable
+class SelfTimedStep(PostStep, Protocol):
+    """A step that ends by itself what takes too long, and that not every machine can run."""
+
+    @property
+    def most_seconds(self) -> float:
+        """The longest time of `apply`; `score.seconds` is for the other steps."""
+
+    def check_machine(self) -> None:
+        """Raise ConfigError if the step cannot run on this machine. Called before a job begins."""
+
+
 def arrow_schema(columns: Sequence[Column]) -> pa.Schema:
     """The Arrow schema of columns; the metadata of a field says what it means."""
     import pyarrow as pa

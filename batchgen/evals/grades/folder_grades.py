@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from batchgen.config.groups.job_config import ScoreConfig, StepConfig
 from batchgen.engine.device.host_limits import usable_cores
-from batchgen.evals.graders.build_steps import check_fields, described, post_steps
+from batchgen.evals.graders.build_steps import check_fields, check_machine, described, post_steps
 from batchgen.evals.graders.grade_rows import Grader, StepChain
 from batchgen.evals.grades.changed_marks import ChangedMarks
 from batchgen.evals.grades.grade_files import ROW_KEYS, STEPS_KEY, Part, bytes_digest, made_of
@@ -153,6 +153,7 @@ class JobGrades:
         pending = [part for part in self.parts(shards) if not self._is_made(part, made)]
         if pending:
             check_fields(steps, read_schema(pending[0].shard).names)
+            check_machine(steps)
         self._steps = made
         with contextlib.suppress(OSError):  # it is of no use, and harms nobody here
             (self.path / _STEPS_FILE).unlink(missing_ok=True)

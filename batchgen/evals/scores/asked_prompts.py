@@ -3,33 +3,71 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.evals.scores.graded_folder import GradedJob
+from batchgen.evals.scores.job_score import job_targets
+from batchgen.evals.scores.paired_comparison import Exam, row_differences
 from batchgen.storage.shards.image_column import PROMPT_IMAGES
 from batchgen.util.templates.row_templates import RowTemplate
 from batchgen.util.templates.used_columns import COLUMN_KEYS, prompt_templates, used_columns
 from batchgen.util.text.row_json import json_text
 
+_DATASET = "dataset"
+"""The fingerprint of a job's data set."""
 _KEYS = ("row_id", "row_index", "sample_index")
 
 
-def prompt_digests(jobs: Sequence[GradedJob]) -> list[dict[str, str]]:
-    """For each job a digest of every row's prompt, by the row's id.
+class AskedExam:
+    """What a job asked and was marked against, which is read when it is first compared."""
 
-    The prompts are rendered again from the columns that the jobs have copied, without the model's
-    chat format: two models that are asked the same have the same prompts. Where a job lacks a
-    column of its prompts, the templates and the fingerprint of its data set stand for them.
+    def __init__(self, job: GradedJob) -> None:
+        self._job = job
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the job has copied all columns of its prompts."""
+        return set(used_columns(self._job.config["prompt"])) <= set(self._job.columns)
+
+    @property
+    def may_change(self) -> bool:
+        """Whether prompts can differ with the same configuration: they have pictures, whose files
+        may be others by now, or the data set is not known."""
+        return PROMPT_IMAGES in self._job.columns or _DATASET not in self._job.fingerprints
+
+    @cached_property
+    def rendered(self) -> dict[str, str]:
+        """A digest of every row's prompt, by the row's id. The prompts are rendered again from the
+        columns that the job has copied, without the model's chat format: two models that are asked
+        the same have the same prompts."""
+        return _rendered(self._job)
+
+    @cached_property
+    def by_configuration(self) -> tuple[str, dict[str, str]]:
+        """One digest of the templates, the steps and the fingerprint of the data set, which stands
+        for every row's prompt."""
+        return _by_configuration(self._job)
+
+    @cached_property
+    def targets(self) -> dict[str, str]:
+        """What the answers to each row were compared with, where that is known."""
+        return job_targets(self._job.path)
+
+
+def exam_differences(a: AskedExam, b: AskedExam) -> tuple[str, ...]:
+    """What differs between the exams of two jobs, a sentence each; empty if nothing does.
+
+    Where a job lacks a column of its prompts, the templates and the fingerprint of its data set
+    stand for them; where these are equal, no prompt need be rendered unless it `may_change`.
     """
-    whole = all(set(_wanted(job)) <= set(job.columns) for job in jobs)
-    return [_rendered(job) if whole else _by_configuration(job) for job in jobs]
-
-
-def _wanted(job: GradedJob) -> list[str]:
-    return used_columns(job.config["prompt"])
+    (same_a, prompts_a), (same_b, prompts_b) = a.by_configuration, b.by_configuration
+    if (same_a != same_b or a.may_change) and a.is_whole and b.is_whole:
+        prompts_a, prompts_b = a.rendered, b.rendered
+    return row_differences(Exam(prompts_a, a.targets), Exam(prompts_b, b.targets))
 
 
 def _rendered(job: GradedJob) -> dict[str, str]:
@@ -55,12 +93,14 @@ def _rendered(job: GradedJob) -> dict[str, str]:
     return digests
 
 
-def _by_configuration(job: GradedJob) -> dict[str, str]:
+def _by_configuration(job: GradedJob) -> tuple[str, dict[str, str]]:
     given = job.config["prompt"]
     prompt = [prompt_templates(given), [given.get(key) for key in COLUMN_KEYS]]
-    same = json.dumps([prompt, job.config.get("rows"), job.fingerprints["dataset"]], sort_keys=True)
+    same = json.dumps(
+        [prompt, job.config.get("rows"), job.fingerprints.get(_DATASET)], sort_keys=True
+    )
     digest = _digest(same)
-    return {row["row_id"]: digest for row in job.rows(["row_id"])}
+    return digest, {row["row_id"]: digest for row in job.rows(["row_id"])}
 
 
 def _digest(text: str) -> str:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from batchgen.evals.graders.step import MARK
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.util.errors import ConfigError
+from batchgen.util.text.text_table import number, percent
 
 if TYPE_CHECKING:
     from batchgen.evals.scores.intervals import Interval
@@ -23,52 +25,45 @@ def compared(
         ConfigError: a job lacks grades, an argument (`score.KEY=…`) is wrong, or they are different
             exams and not to be compared `anyway`.
     """
+    from batchgen.evals.scores.asked_prompts import AskedExam, exam_differences
     from batchgen.evals.scores.job_score import job_marks
     from batchgen.evals.scores.paired_comparison import compare
 
     configs = [scoring(job, overrides).score for job in jobs]
     a, b = (job_marks(job.path, config) for job, config in zip(jobs, configs, strict=True))
-    found = _differences(jobs)
+    found = exam_differences(*map(AskedExam, jobs))
     if configs[0].cut_texts != configs[1].cut_texts:
         values = " and ".join(config.cut_texts for config in configs)
         found += (f"texts that were cut count differently (score.cut_texts is {values})",)
     if found and not anyway:
         names = " and ".join(job.given for job in jobs)
         raise ConfigError(f"{names} are not one exam: {'; '.join(found)}: --anyway compares them")
-    return compare(a, b), found
+    return compare(a, b, bounded=configs[0].column == MARK), found
 
 
-def _differences(jobs: Sequence[GradedJob]) -> tuple[str, ...]:
-    """What makes two jobs different exams, a sentence each."""
-    from batchgen.evals.scores.asked_prompts import prompt_digests
-    from batchgen.evals.scores.job_score import job_targets
-    from batchgen.evals.scores.paired_comparison import Exam, exam_differences
-
-    prompts = prompt_digests(jobs)
-    targets = [job_targets(job.path) for job in jobs]
-    exams = [Exam(p, t) for p, t in zip(prompts, targets, strict=True)]
-    return exam_differences(*exams)
-
-
-def comparison_lines(found: Comparison) -> list[tuple[str, str]]:
-    """A name and a value for each line that tells what a comparison found."""
+def comparison_lines(found: Comparison, column: str = MARK) -> list[tuple[str, str]]:
+    """A name and a value for each line that tells what a comparison found; `column` is what the
+    scores are of."""
     questions = (*found.wins, *found.ties, *found.losses)
     count = len(questions)
-    a, b = (sum(getattr(q, side) for q in questions) / count for side in "ab")
+    means = (sum(getattr(q, side) for q in questions) / count for side in "ab")
+    a, b = (percent(mean) if column == MARK else number(mean) for mean in means)
     lines = [
         ("questions", f"{count:,} in both{_alone(found)}"),
-        ("A", f"{100 * a:.1f}%"),
-        ("B", f"{100 * b:.1f}%"),
-        ("B − A", f"{_tested(found.difference, found.p)} (new questions)"),
+        ("A", a),
+        ("B", b),
+        ("B − A", f"{_tested(found.difference, found.p, column)} (new questions)"),
     ]
     if found.same_questions is not None:
         assert found.same_questions_p is not None
-        tested = _tested(found.same_questions, found.same_questions_p)
+        tested = _tested(found.same_questions, found.same_questions_p, column)
         lines.append(("", f"{tested} (same questions)"))
     if not math.isnan(found.detectable):
-        lines.append(("noticeable", f"differences of {100 * found.detectable:.1f} points or more"))
+        least = f"{_size(found.detectable, column)}{' points' if column == MARK else ''}"
+        lines.append(("noticeable", f"differences of {least} or more"))
     wins, ties, losses = (f"{len(x):,}" for x in (found.wins, found.ties, found.losses))
-    lines.append(("rows", f"B is better in {wins}, equal in {ties}, worse in {losses}"))
+    better, worse = ("better", "worse") if column == MARK else ("higher", "lower")
+    lines.append(("rows", f"B is {better} in {wins}, equal in {ties}, {worse} in {losses}"))
     return lines
 
 
@@ -77,21 +72,34 @@ def _alone(found: Comparison) -> str:
     return "".join(f", {number:,} only in {job}" for job, number in alone.items() if number)
 
 
-def _tested(interval: Interval, p: float) -> str:
-    """A difference in points, with its interval and p where these can be told."""
-    difference = f"{100 * interval.estimate:+.1f} points"
+def _tested(interval: Interval, p: float, column: str) -> str:
+    """A difference, of marks in points, with its interval and p where these can be told."""
+    text = difference(interval.estimate, column) + (" points" if column == MARK else "")
     if math.isnan(p):
-        return f"{difference}, how sure cannot be told"
-    low, high = _bound(100 * interval.low), _bound(100 * interval.high)
-    return f"{difference}, {low} to {high}, p {_p(p)}"
+        return f"{text}, how sure cannot be told"
+    low, high = bound(interval.low, column), bound(interval.high, column)
+    return f"{text}, {low} to {high}, p {p_value(p)}"
 
 
-def _bound(points: float) -> str:
-    """A bound with a digit behind the point, or as many as show on which side of 0 it lies."""
-    return f"{points:+.1f}" if abs(points) >= 0.05 or not round(points, 4) else f"{points:+.1g}"
+def difference(value: float, column: str = MARK) -> str:
+    """A difference with its sign: of marks in points, with one digit behind the point."""
+    sign = "-" if value < 0 else "+"
+    return f"{100 * value:+.1f}" if column == MARK else sign + number(abs(value))
 
 
-def _p(value: float) -> str:
+def bound(value: float, column: str = MARK) -> str:
+    """A bound of a difference, with as many digits as show on which side of 0 it lies."""
+    points = 100 * value
+    if column == MARK and abs(points) < 0.05 and round(points, 4):
+        return f"{points:+.1g}"
+    return difference(value, column)
+
+
+def _size(value: float, column: str) -> str:
+    return f"{100 * value:.1f}" if column == MARK else number(value)
+
+
+def p_value(value: float) -> str:
     """p with three digits behind the point, or as many as show whether it is below 0.05."""
     if value < 0.001:
         return "< 0.001"

@@ -83,6 +83,29 @@ def population_interval(values: Floats, clusters: Ints) -> Interval | None:
     return _on_log_odds(mean, se, t)
 
 
+def mean_interval(values: Floats, clusters: Ints) -> Interval | None:
+    """The mean of numbers of any size, and where it would be with other questions of the same kind:
+    mean ± t·SE, of `cluster_se` and C − 1 degrees of freedom.
+
+    Args:
+        values: [Q]; NaN is left out.
+        clusters: [Q].
+
+    Returns:
+        None if there is no value. The bounds are NaN if there is one cluster or no two values
+        differ: how far they scatter cannot be told then.
+    """
+    known = np.isfinite(values)
+    values, clusters = values[known], clusters[known]
+    if not len(values):
+        return None
+    mean, se = float(values.mean()), cluster_se(values, clusters)
+    if math.isnan(se) or se == 0:
+        return Interval(mean, se, math.nan, math.nan)
+    reach = t_quantile((1 + LEVEL) / 2, len(np.unique(clusters)) - 1) * se
+    return Interval(mean, se, mean - reach, mean + reach)
+
+
 @dataclass(frozen=True)
 class SampleError:
     """How much a mean mark would differ if the same questions were sampled again.
@@ -129,12 +152,13 @@ def sample_error(marks: Marks) -> SampleError | None:
     return SampleError(float(parts.sum()), float(square.sum()))
 
 
-def same_questions_interval(marks: Marks) -> Interval | None:
+def same_questions_interval(marks: Marks, *, bounded: bool = True) -> Interval | None:
     """The mean mark, and where it would be if the same questions were sampled again.
 
     The error is sqrt(Σ v/k) / Q as of `sample_error`; for right and wrong that is
     sqrt(Σ p(1−p)/(k−1)) / Q. The interval has t quantiles with Satterthwaite's degrees of freedom
-    and is made on the scale of log-odds, as that of `population_interval`.
+    and is made on the scale of log-odds, as that of `population_interval`, or without it where
+    numbers are not `bounded` by 0 and 1.
 
     Returns:
         None if no question has two marks. The error and the bounds are NaN if all marks of each
@@ -147,8 +171,10 @@ def same_questions_interval(marks: Marks) -> Interval | None:
     mean = float(means[np.isfinite(means)].mean())
     if not error.variance:
         return Interval(mean, math.nan, math.nan, math.nan)
-    t = t_quantile((1 + LEVEL) / 2, error.df)
-    return _on_log_odds(mean, math.sqrt(error.variance), t)
+    t, se = t_quantile((1 + LEVEL) / 2, error.df), math.sqrt(error.variance)
+    return (
+        _on_log_odds(mean, se, t) if bounded else Interval(mean, se, mean - t * se, mean + t * se)
+    )
 
 
 def _on_log_odds(mean: float, se: float, t: float) -> Interval:

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from batchgen.config.groups.job_config import ScoreConfig
+from batchgen.evals.graders.step import MARK
 from batchgen.evals.scores.marks import Marks
 from batchgen.evals.scores.samples import Samples, graded_rows
 from batchgen.evals.scores.scores import score
@@ -25,7 +28,12 @@ def job_marks(job: Path, config: ScoreConfig) -> Marks:
             `config`.
         JobError: a file is damaged.
     """
-    return Marks.of_table(Samples(job, config).table()).counting_cut_texts(config.cut_texts)
+    return config_marks(Samples(job, config).table(), config).counting_cut_texts(config.cut_texts)
+
+
+def config_marks(samples: pa.Table, config: ScoreConfig) -> Marks:
+    """The marks in a table of samples, or the numbers that `config` scores in their place."""
+    return Marks.of_table(samples, bounded=config.column == MARK)
 
 
 def job_targets(job: Path) -> dict[str, str]:
@@ -58,7 +66,7 @@ def sample_score(samples: Samples) -> dict[str, Any]:
         ConfigError, JobError: as of `job_marks`.
     """
     config = samples.config
-    return score(Marks.of_table(samples.table()), config.ks, config.cut_texts)
+    return score(config_marks(samples.table(), config), config.ks, config.cut_texts, config.column)
 
 
 def save_score(job: Path, scores: Mapping[str, Any] | None) -> None:

@@ -29,7 +29,8 @@ class Sample(NamedTuple):
     """What scoring needs of one graded sample.
 
     Attributes:
-        mark: from 0 to 1; None if it is not known (`error` or `grade_error`).
+        mark: from 0 to 1, or a number of another column (`score.column`); None if it is not known
+            (`error` or `grade_error`).
         key: the answer in the normal form in which votes are counted; None without an answer.
         truncated: whether the text ended because it reached its greatest length.
         error: the type of the row's own error.
@@ -37,6 +38,7 @@ class Sample(NamedTuple):
         subset: the name of the part of the exam that the question belongs to.
         cluster: what questions that are not independent have in common, such as the text that
             they are about; None if the question stands alone.
+        choices: how many choices the question offers; None if it is not answered by a choice.
     """
 
     row_id: str
@@ -48,6 +50,7 @@ class Sample(NamedTuple):
     grade_error: str | None = None
     subset: str | None = None
     cluster: str | None = None
+    choices: int | None = None
 
 
 SAMPLES = {
@@ -60,6 +63,7 @@ SAMPLES = {
     "grade_error": pa.string(),
     "subset": pa.string(),
     "cluster": pa.string(),
+    "choices": pa.int64(),
 }
 """The fields of `Sample` as columns of a table."""
 
@@ -77,6 +81,7 @@ class Marks:
         present: [Q, K], whether there is such a sample.
         subsets: [Q] names; None for none.
         clusters: [Q], equal numbers are one cluster.
+        chance: [Q], the mean mark of guesses; NaN where that is not known.
     """
 
     row_ids: tuple[str, ...]
@@ -86,10 +91,11 @@ class Marks:
     present: Bools
     subsets: tuple[str | None, ...]
     clusters: Ints
+    chance: Floats
 
     @staticmethod
-    def of(samples: Iterable[Sample]) -> Marks:
-        """The table of samples that come in any order.
+    def of(samples: Iterable[Sample], *, bounded: bool = True) -> Marks:
+        """The table of samples that come in any order, `bounded` as for `of_table`.
 
         Raises:
             ConfigError: there is no sample, one comes twice, or a mark is not from 0 to 1.
@@ -99,11 +105,15 @@ class Marks:
         if not given:
             raise ConfigError(_NOTHING)
         table = {name: pa.array(given[name], kind) for name, kind in SAMPLES.items()}
-        return Marks.of_table(pa.table(table, schema=pa.schema(SAMPLES.items())))
+        rows = pa.table(table, schema=pa.schema(SAMPLES.items()))
+        return Marks.of_table(rows, bounded=bounded)
 
     @staticmethod
-    def of_table(samples: pa.Table) -> Marks:
+    def of_table(samples: pa.Table, *, bounded: bool = True) -> Marks:
         """The table of samples that are rows in any order, with the columns `SAMPLES`.
+
+        Args:
+            bounded: whether marks are from 0 to 1; numbers of other columns are of any size.
 
         Raises:
             ConfigError: as of `of`.
@@ -113,7 +123,7 @@ class Marks:
         names, question = _numbers(samples["row_id"])
         index = samples["sample_index"].to_numpy()
         mark = samples["mark"].to_numpy()
-        for place in np.flatnonzero((mark < 0) | (mark > 1)):
+        for place in np.flatnonzero((mark < 0) | (mark > 1)) if bounded else ():
             raise ConfigError(
                 f"row {names[question[place]]!r} has the mark {mark[place]}: marks are from 0 to 1"
             )
@@ -151,6 +161,7 @@ class Marks:
             self.present[at],
             tuple(self.subsets[i] for i in at),
             self.clusters[at],
+            self.chance[at],
         )
 
     def counting_cut_texts(self, count_as: CutTexts) -> Marks:
@@ -201,7 +212,9 @@ def _table(
     _, clusters = _numbers(samples["cluster"].take(pa.array(first)))
     alone = clusters == NO_KEY
     clusters[alone] = len(names) + np.flatnonzero(alone)  # a cluster of its own
-    return Marks(tuple(names), marks, keys, kinds, present, tuple(subsets), clusters)
+    choices = samples["choices"].take(pa.array(first)).to_numpy()
+    chance = np.where(choices > 0, 1 / np.maximum(choices, 1), np.nan)
+    return Marks(tuple(names), marks, keys, kinds, present, tuple(subsets), clusters, chance)
 
 
 def _numbers(values: pa.ChunkedArray) -> tuple[list[str], Ints]:

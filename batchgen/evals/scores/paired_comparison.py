@@ -64,13 +64,16 @@ class Comparison:
     only_b: tuple[str, ...]
 
 
-def compare(a: Marks, b: Marks) -> Comparison:
+def compare(a: Marks, b: Marks, *, bounded: bool = True) -> Comparison:
     """Compare two runs by the ids of their rows. Clusters are those of A.
+
+    Args:
+        bounded: whether marks are from 0 to 1; numbers of other columns are of any size.
 
     Raises:
         ConfigError: no question has marks in both.
     """
-    mean_a, mean_b = _means(a), _means(b)
+    mean_a, mean_b = question_means(a), question_means(b)
     both = [row_id for row_id in mean_a if row_id in mean_b]
     if not both:
         raise ConfigError("the two jobs have no question with marks in both: nothing to compare")
@@ -82,7 +85,7 @@ def compare(a: Marks, b: Marks) -> Comparison:
     differences[np.abs(differences) < _ROUNDING] = 0.0
     questions = [Question(row_id, mean_a[row_id], mean_b[row_id]) for row_id in both]
     order = np.argsort(-np.abs(differences), kind="stable")
-    paired = paired_difference(differences, left.clusters)
+    paired = paired_difference(differences, left.clusters, most=1.0 if bounded else 0.0)
     same = _same_questions(left, right, paired.interval.estimate)
     return Comparison(
         difference=paired.interval,
@@ -112,8 +115,8 @@ class Tested:
     detectable: float
 
 
-def paired_difference(differences: Floats, clusters: Ints) -> Tested:
-    """The mean of paired differences [Q] from −1 to 1 in clusters [Q], for new questions.
+def paired_difference(differences: Floats, clusters: Ints, most: float = 1.0) -> Tested:
+    """The mean of paired differences [Q] in clusters [Q], for new questions.
 
     It is the paired t test and its interval with C − 1 degrees of freedom, after two clusters of
     mean size were added, one that B wins and one that A wins. For right and wrong answers of single
@@ -121,11 +124,15 @@ def paired_difference(differences: Floats, clusters: Ints) -> Tested:
     479; after Agresti and Min 2005). Without them the t test finds four questions of 250 that all
     changed in one way significant, which happens by chance in one of eight such cases. What is
     added differs as much as the clusters that do differ (their root mean square); where none does,
-    by 1 for each question, so that equal runs do not make the difference certain.
+    by `most` for each question, so that equal runs do not make the difference certain.
+
+    Args:
+        most: the largest difference that there can be; 0 if none is known.
 
     Returns:
         The mean and its standard error as they are; what was added changes the bounds and p. The
-        error, the bounds and p are NaN if there is one cluster.
+        error, the bounds and p are NaN if there is one cluster, and where no question differs and
+        `most` is 0.
     """
     mean, se = float(differences.mean()), cluster_se(differences, clusters)
     _, places = np.unique(clusters, return_inverse=True)
@@ -135,12 +142,50 @@ def paired_difference(differences: Floats, clusters: Ints) -> Tested:
         return _tested(Interval(mean, se, math.nan, math.nan), mean, math.nan, math.nan)
     size = len(differences) / count
     apart = sums[np.abs(sums) > _ROUNDING]
-    added = math.sqrt(float(np.square(apart).mean())) if len(apart) else size
+    added = math.sqrt(float(np.square(apart).mean())) if len(apart) else most * size
     total = len(differences) + 2 * size
     centre = float(sums.sum()) / total
     rests = np.append(sums - sizes * centre, [added - size * centre, -added - size * centre])
     error = math.sqrt((count + 2) / (count + 1) * float(np.square(rests).sum())) / total
     return _tested(Interval(mean, se, math.nan, math.nan), centre, error, count - 1)
+
+
+def unpaired_difference(a: Marks, b: Marks, *, bounded: bool = True) -> Tested:
+    """The mean mark of B minus that of A, for two runs that share no question.
+
+    It is Welch's t test (1947, Biometrika 34, 28) on the means of `cluster_se`, with the degrees of
+    freedom of Welch and Satterthwaite. If marks are `bounded` by 0 and 1, a cluster of mean size
+    that is right and one that is wrong are added to each run: for single questions the interval of
+    Agresti and Caffo (2000, Am. Stat. 54, 280). The estimate and its error are without these.
+    """
+    sides = [_one_side(run, bounded) for run in (a, b)]
+    (mean_a, se_a, at_a, var_a, df_a), (mean_b, se_b, at_b, var_b, df_b) = sides
+    both, estimate = var_a + var_b, mean_b - mean_a
+    found = Interval(estimate, math.hypot(se_a, se_b), math.nan, math.nan)
+    if math.isnan(both) or both == 0:
+        return _tested(found, estimate, math.nan, math.nan)
+    df = both**2 / (var_a**2 / df_a + var_b**2 / df_b)
+    return _tested(found, at_b - at_a, math.sqrt(both), df)
+
+
+def _one_side(run: Marks, bounded: bool) -> tuple[float, float, float, float, float]:
+    """The mean of a run and its standard error; the mean, its variance and their degrees of freedom
+    with what is added."""
+    means = avg_at(run)
+    known = np.isfinite(means)
+    values, clusters = means[known], run.clusters[known]
+    _, places = np.unique(clusters, return_inverse=True)
+    sizes, sums = np.bincount(places).astype(np.float64), np.bincount(places, values)
+    count, size = len(sizes), len(values) / len(sizes)
+    mean, se = float(values.mean()), cluster_se(values, clusters)
+    if count < 2:
+        return mean, se, mean, math.nan, math.nan
+    if bounded:
+        sizes, sums = np.append(sizes, [size, size]), np.append(sums, [size, 0.0])
+    centre = float(sums.sum() / sizes.sum())
+    squares, number = float(np.square(sums - sizes * centre).sum()), len(sizes)
+    variance = number / (number - 1) * squares / float(sizes.sum()) ** 2
+    return mean, se, centre, variance, count - 1
 
 
 def _tested(found: Interval, centre: float, error: float, df: float) -> Tested:
@@ -165,7 +210,7 @@ class Exam:
     targets: Mapping[str, str | None]
 
 
-def exam_differences(a: Exam, b: Exam) -> tuple[str, ...]:
+def row_differences(a: Exam, b: Exam) -> tuple[str, ...]:
     """What differs between two exams, a sentence each; empty if nothing does.
 
     Rows that only one run has are no difference: `Comparison` lists them.
@@ -185,7 +230,7 @@ def _first(rows: Sequence[str]) -> str:
     return ", ".join(rows[:3]) + (", …" if len(rows) > 3 else "")
 
 
-def _means(marks: Marks) -> dict[str, float]:
+def question_means(marks: Marks) -> dict[str, float]:
     """The mean mark of each question that has one."""
     pairs = zip(marks.row_ids, avg_at(marks), strict=True)
     return {row_id: float(mean) for row_id, mean in pairs if math.isfinite(mean)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchgen.config.groups.class_names import short_name
 from batchgen.config.groups.job_config import ScoreConfig
 from batchgen.evals.graders.step import MARK
 from batchgen.evals.grades.folder_grades import JobGrades
@@ -21,6 +24,7 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
 _ANSWER_KEY = "answer_key"
+_CHOICES = "choices"
 _ROWS = ("row_id", "sample_index", "finish_reason", "error")
 _MOST_KEPT = 2_000_000
 """Samples that are kept in memory (about 60 bytes each) while a job is graded."""
@@ -36,19 +40,24 @@ class Samples:
         config: how the job is scored.
     """
 
-    def __init__(self, job: Path, config: ScoreConfig) -> None:
-        self.config = config
-        self.grades = JobGrades(job, Witness(tuple(self._columns), self._keep))
+    def __init__(self, job: Path, config: ScoreConfig, *, by: str | None = None) -> None:
+        """Open the samples; `by` is a column that `table` has besides, as texts."""
+        self.config, self._by = config, by
+        witness = Witness(tuple(self._columns), self._keep) if config.column == MARK else None
+        self.grades = JobGrades(job, witness)
         self._kept: dict[Part, pa.Table] = {}
 
     @property
     def have_marks(self) -> bool:
-        """Whether the grades have marks, from which scores can be made."""
-        schema = self.grades.schema()
-        return schema is not None and MARK in schema.names
+        """Whether rows or grades have the column of which scores are made."""
+        column, schema = self.config.column, self.grades.schema()
+        if schema is not None and column in schema.names:
+            return True
+        parts = self.grades.parts() if column != MARK else iter(())
+        return any(column in read_schema(part.shard).names for part in parts)
 
     def table(self) -> pa.Table:
-        """The samples of all rows, with the columns `SAMPLES`.
+        """The samples of all rows, with the columns `SAMPLES`, and `by` where that was given.
 
         Of rows with `sampling.until` these are the first `valid` ones, which every row has. When
         the last samples come depends on their marks, so that scores of all would be biased.
@@ -58,9 +67,15 @@ class Samples:
                 `config`.
             JobError: a file is damaged.
         """
-        parts = self.grades.finished()
+        grades = self.grades
+        # Numbers that rows have themselves need no grades.
+        ungraded = self.config.column != MARK and grades.steps is None
+        parts = list(grades.parts()) if ungraded else grades.finished()
+        if not parts:
+            raise ConfigError(f"{grades.job} has no rows to score")
         found = pa.concat_tables(
-            self._kept[part] if part in self._kept else self._read(part) for part in parts
+            self._kept[part] if part in self._kept else self.part(part, graded=not ungraded)
+            for part in parts
         )
         enough = Enough.of(read_schema(parts[0].shard).metadata)
         if enough is None:
@@ -70,46 +85,97 @@ class Samples:
     @property
     def _columns(self) -> list[str]:
         """The columns of rows that are read."""
-        named = [name for name in (self.config.subset, self.config.cluster) if name is not None]
+        config = self.config
+        keys = (config.subset, config.cluster, config.choices, self._by)
+        named: list[str] = [name for name in keys if name is not None]
         return list(dict.fromkeys([*_ROWS, *named]))
 
+    @cached_property
+    def _choices(self) -> str | None:
+        """The column with the choices of a question, if the job is marked by the choice."""
+        if self.config.choices is not None or self.config.column != MARK:
+            return self.config.choices
+        steps = json.loads(self.grades.steps or "[]")
+        grade = [step for step in steps if short_name(step["_target_"]) == "Grade"]
+        return _CHOICES if any(step.get("method") == "choice" for step in grade) else None
+
     def _keep(self, part: Part, rows: pa.Table, grades: pa.Table) -> None:
-        if MARK not in grades.column_names:
+        if MARK not in grades.column_names or self._choices not in (None, self.config.choices):
             return
         if sum(map(len, self._kept.values())) + len(rows) <= _MOST_KEPT:
             self._kept[part] = self._samples(rows, grades)
 
-    def _read(self, part: Part) -> pa.Table:
-        names = read_schema(part.shard).names
-        for key, name in {"subset": self.config.subset, "cluster": self.config.cluster}.items():
+    def part(self, part: Part, *, graded: bool = True) -> pa.Table:
+        """The samples of a shard, `graded` or with numbers of its rows alone."""
+        names, config = read_schema(part.shard).names, self.config
+        for key, name in {
+            "score.subset": config.subset,
+            "score.cluster": config.cluster,
+            "score.choices": config.choices,
+            "--by": self._by,
+        }.items():
             if name is not None and name not in names:
                 raise ConfigError(
-                    f"score.{key}: the rows of {self.grades.job} have no column {name!r}: choose "
+                    f"{key}: the rows of {self.grades.job} have no column {name!r}: choose "
                     f"among {some_names(names)}"
                 )
-        rows = read_columns(part.shard, self._columns)
-        return self._samples(rows, grades_of(part, rows))
+        wanted = [*self._columns, *(n for n in (config.column, self._choices) if n in names)]
+        rows = read_columns(part.shard, list(dict.fromkeys(wanted)))
+        return self._samples(rows, grades_of(part, rows) if graded else rows.select([]))
 
     def _samples(self, rows: pa.Table, grades: pa.Table) -> pa.Table:
-        if MARK not in grades.column_names:
-            raise ConfigError(
-                f"the grades of {self.grades.job} have no column {MARK!r}: add a step that gives "
-                "marks, such as Grade"
-            )
+        values = self._values(rows, grades)
         # A judge's score has no answer to vote with, but a row that has one is not without answer.
-        key = grades[_ANSWER_KEY if _ANSWER_KEY in grades.column_names else MARK]
+        is_key = self.config.column == MARK and _ANSWER_KEY in grades.column_names
+        key = grades[_ANSWER_KEY] if is_key else values
+        errors = {"error": rows["error"], "grade_error": pa.nulls(len(rows), rows["error"].type)}
+        if "grade_error" in grades.column_names:
+            errors["grade_error"] = grades["grade_error"]
         columns = {
             "row_id": rows["row_id"],
             "sample_index": rows["sample_index"],
-            "mark": grades[MARK],
+            "mark": values,
             "key": key,
             "truncated": pc.fill_null(pc.equal(rows["finish_reason"], "length"), False),
-            "error": pc.struct_field(rows["error"], "type"),
-            "grade_error": pc.struct_field(grades["grade_error"], "type"),
+            **{name: pc.struct_field(error, "type") for name, error in errors.items()},
             "subset": _names(rows, self.config.subset),
             "cluster": _names(rows, self.config.cluster),
+            "choices": self._num_choices(rows),
         }
-        return pa.table({name: columns[name].cast(kind) for name, kind in SAMPLES.items()})
+        table = {name: columns[name].cast(kind) for name, kind in SAMPLES.items()}
+        return pa.table(table | ({} if self._by is None else {self._by: _names(rows, self._by)}))
+
+    def _values(self, rows: pa.Table, grades: pa.Table) -> pa.ChunkedArray:
+        """The marks, or the numbers in their place; null for those that are not finite."""
+        column = self.config.column
+        table = next((t for t in (grades, rows) if column in t.column_names), None)
+        if table is None and column == MARK:
+            raise ConfigError(
+                f"the grades of {self.grades.job} have no column {MARK!r}: add a step that gives "
+                "marks, such as Grade, or name another column of numbers, such as "
+                f"score.column={next(iter(_numeric(grades)), 'num_generated_tokens')}"
+            )
+        if table is None or column not in _numeric(table):
+            names = [*_numeric(grades), *_numeric(rows)]
+            why = (
+                f"have no column {column!r}" if table is None else f"have no numbers in {column!r}"
+            )
+            raise ConfigError(
+                f"score.column: the rows and grades of {self.grades.job} {why}: choose among "
+                f"{some_names(names, column)}"
+            )
+        values = table[column].cast(pa.float64())
+        return values if column == MARK else pc.if_else(pc.is_finite(values), values, None)
+
+    def _num_choices(self, rows: pa.Table) -> pa.Array | pa.ChunkedArray:
+        """How many choices each question has; null where that is not known."""
+        name = self._choices
+        if name is None or name not in rows.column_names:
+            return pa.nulls(len(rows), pa.int64())
+        kind = rows[name].type
+        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+            return pa.nulls(len(rows), pa.int64())
+        return pc.list_value_length(rows[name])
 
 
 def graded_rows(job: Path) -> Iterator[pa.Table]:
@@ -146,3 +212,9 @@ def _names(rows: pa.Table, column: str | None) -> pa.Array | pa.ChunkedArray:
         return rows[column]
     values = rows[column].to_pylist()
     return pa.array([None if value is None else str(value) for value in values], pa.string())
+
+
+def _numeric(table: pa.Table) -> list[str]:
+    """The columns of a table that hold numbers, or true and false."""
+    kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    return [field.name for field in table.schema if any(is_kind(field.type) for is_kind in kinds)]

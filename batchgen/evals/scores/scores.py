@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 
 from batchgen.config.groups.job_config import CutTexts
-from batchgen.evals.scores.intervals import Interval, population_interval, same_questions_interval
+from batchgen.evals.graders.step import MARK
+from batchgen.evals.scores.intervals import (
+    Interval,
+    mean_interval,
+    population_interval,
+    same_questions_interval,
+)
 from batchgen.evals.scores.marks import Floats, Marks
 from batchgen.evals.scores.score_metrics import avg_at, maj_at, pass_all, pass_at
 from batchgen.util.errors import ConfigError
@@ -26,7 +32,10 @@ def default_ks(marks: Marks) -> tuple[int, ...]:
 
 
 def score(
-    marks: Marks, ks: Sequence[int] | None = None, cut_texts: CutTexts = "as_marked"
+    marks: Marks,
+    ks: Sequence[int] | None = None,
+    cut_texts: CutTexts = "as_marked",
+    column: str = MARK,
 ) -> dict[str, Any]:
     """All metrics of a job and of its subsets, as JSON can hold them (null for NaN).
 
@@ -35,15 +44,20 @@ def score(
       (the same questions sampled again; its values are null where that cannot be told).
     - `pass@k`, `pass^k` and `maj@k` for each k, with the interval `population`; null where no
       question has k marks. `questions` says how many have.
+    - `chance`: the mean mark of guesses, where the choices of all questions are known.
     - `rates`: of all samples, how many have no_answer, truncated, error and grade_error. Of a text
       that was truncated the answer may be no more than the last number before the cut:
       `truncated_with_answer` says how many have one, and `cut_texts` what they count as.
     - `bounds`: the mean mark if all samples without a mark were wrong, or right.
     - `subsets`: the same for each subset, by name.
 
+    Numbers of another column than mark have no pass@k, pass^k, maj@k, chance and bounds: nobody
+    knows which of them is right. `column` names it, and `range` has the least and the largest.
+
     Args:
         ks: the sizes k; None takes `default_ks`.
         cut_texts: what texts that were truncated count as.
+        column: the column that the marks are of.
 
     Raises:
         ConfigError: a k is below 1.
@@ -52,36 +66,45 @@ def score(
     if any(k < 1 for k in sizes):
         raise ConfigError(f"k must be at least 1, got {list(sizes)}")
     marks = marks.counting_cut_texts(cut_texts)
-    values = {**_score(marks, sizes), "cut_texts": cut_texts}
-    values["subsets"] = {name: _score(part, sizes) for name, part in marks.by_subset().items()}
+    values = {**_score(marks, sizes, column), "cut_texts": cut_texts}
+    parts = marks.by_subset()
+    values["subsets"] = {name: _score(part, sizes, column) for name, part in parts.items()}
     return values
 
 
-def _score(marks: Marks, sizes: tuple[int, ...]) -> dict[str, Any]:
+def _score(marks: Marks, sizes: tuple[int, ...], column: str) -> dict[str, Any]:
+    of_marks = column == MARK
     mean = avg_at(marks)
-    values: dict[str, Any] = {
+    values: dict[str, Any] = {} if of_marks else {"column": column}
+    values |= {
         "questions": len(marks.row_ids),
         "samples": int(marks.present.sum()),
         "marked": int(marks.num_samples.sum()),
         "avg": {
-            **_metric(mean, marks),
-            "same_questions": _plain(same_questions_interval(marks)),
+            **_metric(mean, marks, bounded=of_marks),
+            "same_questions": _plain(same_questions_interval(marks, bounded=of_marks)),
         },
     }
-    for name, function in (("pass@", pass_at), ("pass^", pass_all), ("maj@", maj_at)):
-        for k in sizes:
-            values[f"{name}{k}"] = _metric(function(marks, k), marks)
+    if of_marks:
+        for name, function in (("pass@", pass_at), ("pass^", pass_all), ("maj@", maj_at)):
+            for k in sizes:
+                values[f"{name}{k}"] = _metric(function(marks, k), marks)
+        if np.isfinite(marks.chance).all():
+            values["chance"] = float(marks.chance.mean())
     total = values["samples"]
     values["rates"] = {kind: int(marks.has(kind).sum()) / total for kind in RATES}
     unanswered = marks.has("no_answer") | marks.has("error") | marks.has("grade_error")
     answered = marks.has("truncated") & ~unanswered
     values["rates"]["truncated_with_answer"] = int(answered.sum()) / total
-    values["bounds"] = [_filled_mean(marks, 0.0), _filled_mean(marks, 1.0)]
+    if of_marks:
+        values["bounds"] = [_filled_mean(marks, 0.0), _filled_mean(marks, 1.0)]
+    elif values["marked"]:
+        values["range"] = [float(np.nanmin(marks.marks)), float(np.nanmax(marks.marks))]
     return values
 
 
-def _metric(values: Floats, marks: Marks) -> dict[str, Any]:
-    interval = population_interval(values, marks.clusters)
+def _metric(values: Floats, marks: Marks, *, bounded: bool = True) -> dict[str, Any]:
+    interval = (population_interval if bounded else mean_interval)(values, marks.clusters)
     return {
         "value": None if interval is None else interval.estimate,
         "questions": int(np.isfinite(values).sum()),

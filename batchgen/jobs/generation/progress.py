@@ -19,7 +19,6 @@ from batchgen.util.shorten import beginning, end
 from batchgen.util.text.text_table import counted, row_name
 
 if TYPE_CHECKING:
-    from batchgen.engine.memory.memory_plan import MemoryPlan
     from batchgen.storage.shards.output_schema import FinishedRow
 
 LINE_SECONDS = 30.0
@@ -60,7 +59,7 @@ class Progress:
         self._is_terminal = self._stream.isatty()
         self._title = f"{title}: " if title else ""
         self._interval = 0.5 if self._is_terminal else LINE_SECONDS
-        rows = "{n:,} rows" if total is None else "{n:,}/{total:,} rows"
+        rows = "{n:,} answers" if total is None else "{n:,}/{total:,} answers"
         bar = "" if total is None else "{percentage:3.0f}%|{bar}| "
         self._bar = tqdm(
             total=total,
@@ -164,7 +163,7 @@ class Progress:
             self._bar.set_postfix_str(", ".join(facts))
             return
         done = f"{self._rows:,}" + (f"/{self._total:,}" if self._total is not None else "")
-        self._print(", ".join([f"{done} rows", *facts]))
+        self._print(", ".join([f"{done} answers", *facts]))
 
     def _seconds_left(
         self, now: float, generated_tokens: int, running: npt.NDArray[np.int64]
@@ -213,8 +212,3 @@ class _Speed:
             self._samples.popleft()
         then, before = self._samples[0]
         return (tokens - before) / max(now - then, 1e-9)
-
-
-def show_memory(plan: MemoryPlan) -> None:
-    """Say on stderr how the engine's memory is divided: that decides how many rows run at once."""
-    print(f"memory: {plan}", file=sys.stderr, flush=True)

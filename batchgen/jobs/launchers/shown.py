@@ -27,7 +27,7 @@ class Shown:
         self._bar = tqdm(
             disable=not self._is_terminal,
             dynamic_ncols=True,
-            bar_format="{percentage:3.0f}%|{bar}| {n:,}/{total:,} rows{postfix}",
+            bar_format="{percentage:3.0f}%|{bar}| {n:,}/{total:,} answers{postfix}",
             total=1,
         )
         self._begun = self._shown = time.monotonic()
@@ -54,7 +54,7 @@ class Shown:
             self._bar.set_postfix_str(", ".join(facts))
         else:
             done = f"{rows:,}" + (f"/{total:,}" if total is not None else "")
-            self.print(", ".join([f"{done} rows", *facts]))
+            self.print(", ".join([f"{done} answers", *facts]))
 
     def print(self, text: str) -> None:
         """Print above the bar, if there is one."""

@@ -189,7 +189,7 @@ class Supervisor:
         if stopped_by is not None:
             rows, _ = counted_rows(self._folder.beats())
             message = (
-                f"Stopped all workers with {rows:,} rows done. The output so far is in "
+                f"Stopped all workers with {rows:,} answers done. The output so far is in "
                 f"{self._folder.path}; run the same command to go on from there."
             )
             return Launched(128 + stopped_by, stopped_by, message)

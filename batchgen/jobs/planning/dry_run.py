@@ -171,7 +171,7 @@ def _dataset(config: JobConfig, number: int | None, measured: MeasuredSamples) -
     group = config.dataset
     where = group.shown
     samples = samples_per_row(config.sampling, measured)
-    rows = "a stream of rows" if number is None else counted(number, "row")
+    rows = "a stream of rows" if number is None else counted(number, "question")
     if samples.known_by is not None:
         return f"{where}: {rows}, {samples.known_by}"
     if number is None:

@@ -42,7 +42,7 @@ def plan_text(plan: Plan) -> str:
 
 def _entries(plan: Plan) -> Iterator[tuple[str, str]]:
     """The name and the text of each part; a text may have several lines."""
-    yield "rows", _rows(plan)
+    yield "questions", _rows(plan)
     if plan.funnel:
         yield "steps", funnel_line(plan.funnel)
     yield "prompts", _prompts(plan.scan, plan.room)
@@ -74,7 +74,7 @@ def _rows(plan: Plan) -> str:
     if scan.num_rows is None:
         text = f"a stream; the figures are of its first {counted(scan.looked_at, 'row')}"
     else:
-        text = counted(scan.num_rows, "row")
+        text = f"{scan.num_rows:,}"
     likely = "" if plan.samples.known_by is None else "likely "
     text += f" of {plan.data}, {likely}{counted(plan.answers, 'answer')} to compute"
     if plan.done:

@@ -152,7 +152,10 @@ class OpenedJob(ResolvedJob):
                 with mistakes_in("strategy"):
                     others = recipe.load_others(weights)
             with mistakes_in("engine"):
-                return recipe.engine(weights, others, self.compiler, ranks.leader)
+                engine = recipe.engine(weights, others, self.compiler, ranks.leader)
+        # How memory is divided decides how many rows run at once.
+        print(f"memory: {engine.memory}", file=sys.stderr, flush=True)
+        return engine
 
     def shared(self, others: Sequence[JobConfig]) -> OpenedJob:
         """What the engine of this job is made of if it serves other jobs as well, with the same
@@ -325,7 +328,7 @@ def _open_rows(
 ) -> tuple[Source, Mapping[str, str]]:
     """The rows behind their steps, with the columns that post steps read, and the digests of what
     the steps read."""
-    from batchgen.evals.graders.build_steps import check_scored
+    from batchgen.evals.graders.build_steps import check_machine, check_scored
     from batchgen.inputs.row_index.open_rows import behind_steps
     from batchgen.inputs.upstream.open_source import open_source
 
@@ -335,4 +338,5 @@ def _open_rows(
     scores = [CHOICE_LOGPROBS.name, CHOICE_SCORES.name] if config.scores_choices else []
     check_fields(post, [*source.schema.names, *scores])
     check_scored(post, config.score, source.schema.names)
+    check_machine(post)
     return source, of_steps

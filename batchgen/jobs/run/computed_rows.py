@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 from batchgen.inputs.model.job_engine import Engine
 from batchgen.jobs.generation.generation import Generation
-from batchgen.jobs.generation.progress import Progress, show_memory
+from batchgen.jobs.generation.progress import Progress
 from batchgen.jobs.generation.sample_waves import EverySample, SampleWaves
 from batchgen.jobs.generation.turns import Turns
 from batchgen.jobs.generation.valid_samples import Judge
@@ -82,7 +82,7 @@ def _waves(attempt: JobAttempt) -> EverySample:
 
 
 def _note_engine(attempt: JobAttempt, engine: Engine) -> None:
-    """Record what the answers depend on in writer, metrics and manifest; show the memory."""
+    """Record what the answers depend on in writer, metrics and manifest."""
     # A GPU may round sums differently in batches of another size, and so do other numbers of ranks,
     # which workers may have; and drafts may come about otherwise.
     options = attempt.config.engine
@@ -92,7 +92,6 @@ def _note_engine(attempt: JobAttempt, engine: Engine) -> None:
     attempt.metrics.attempt.memory = asdict(engine.memory)
     attempt.metrics.attempt.contract = attempt.parts.contract()
     attempt.metrics.attempt.batch_dependence = engine.batch_dependence
-    show_memory(engine.memory)
     if engine.batch_dependence is not None:
         folder = attempt.folder
         folder.update(replace(folder.manifest, batch_dependence=engine.batch_dependence))

@@ -32,7 +32,7 @@ def scores_of(
     for. If a signal comes first, JobStopped is raised, and what is graded stays.
     """
     if not config.post:
-        return None
+        return score(samples) if config.is_scored else None
     print("grading …", file=sys.stderr, flush=True)
     text = config.output.text_column
 

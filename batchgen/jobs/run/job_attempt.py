@@ -100,9 +100,9 @@ class JobAttempt:
         done = self.metrics.attempt.rows + self.metrics.attempt.rows_resumed
         shown = self.folder.storage.shown
         if self.signals.received is None and self.spending.is_spent:
-            message = f"{self.spending.text()}\nStopped with {done:,} rows done in {shown}."
+            message = f"{self.spending.text()}\nStopped with {done:,} answers done in {shown}."
             return JobResult(0, None, message, is_spent=True)
-        message = f"Stopped with {done:,} rows done. {how_to_resume(shown)}"
+        message = f"Stopped with {done:,} answers done. {how_to_resume(shown)}"
         return JobResult(0, self.signals.received, message)
 
 

@@ -23,6 +23,7 @@ from batchgen.storage.metrics.tally import Tally, Totals
 from batchgen.storage.shards.output_schema import CHANNEL, OutputSchema
 from batchgen.storage.shards.shard_files import read_columns, shard_files
 from batchgen.storage.stores.job_storage import Storage
+from batchgen.storage.stores.manifest import ROWS
 from batchgen.util.signals import StopSignals
 
 
@@ -56,7 +57,7 @@ def completed_elsewhere(storage: Storage, parts: ResolvedJob, rows: int) -> JobR
     if figures["status"] != "complete":
         return None
     totals = Totals.of(figures)
-    head = f"The job is complete; this worker has computed {rows:,} rows of it.\n"
+    head = f"The job is complete; this worker has computed {rows:,} of its answers.\n"
     steps = all_steps(figures, _name(storage))
     copied = figures.get("rows_copied", 0)
     job = JobSummary(totals, score=figures.get("score"), rows_copied=copied, costs=steps)
@@ -82,8 +83,14 @@ def complete(
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
     facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
     sampling = metrics.sampling
+    questions = folder.manifest.growing.get(ROWS)
     about = JobSummary(
-        totals, config=resolved(config), row_facts=facts, costs=steps, sampling=sampling
+        totals,
+        config=resolved(config),
+        row_facts=facts,
+        costs=steps,
+        sampling=sampling,
+        questions=questions,
     )
     funnel = [(left.choice, left.rows) for left in parts.source.data.funnel]
     card = dataset_card(about, fingerprints, schema.arrow, shown, funnel)
@@ -101,6 +108,7 @@ def complete(
         rows_copied=metrics.rows_copied,
         costs=steps,
         sampling=sampling,
+        questions=questions,
     )
     message = end_table(job, shown, parts.strategy, report)
     return JobResult(totals.error_rows, None, message)
@@ -117,9 +125,9 @@ def already_complete(
     storage = folder.storage
     folder.remove_journal()
     wants_report = config.output.report and not is_up_to_date(storage)
-    with storage.local_copy(needed=bool(config.post) or wants_report):
+    with storage.local_copy(needed=config.is_scored or wants_report):
         score = yield from scores_of(Samples(folder.path, config.score), config, signals)
-        if config.post:
+        if config.is_scored:
             save_scores(folder.path, score, storage.shown)
         totals = _count_shards(config, parts, folder).totals
         wants_report = config.output.report and not is_up_to_date(storage)  # scores may be new
@@ -129,7 +137,8 @@ def already_complete(
     facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
     figures = json.loads(storage.read(folder.path / "metrics.json") or b"{}")
     steps = all_steps(figures, _name(storage))
-    job = JobSummary(totals, score=score, row_facts=facts, costs=steps)
+    questions = folder.manifest.growing.get(ROWS)
+    job = JobSummary(totals, score=score, row_facts=facts, costs=steps, questions=questions)
     table = end_table(job, shown, parts.strategy, report)
     return JobResult(totals.error_rows, None, message + table)
 

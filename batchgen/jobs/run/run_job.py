@@ -102,7 +102,7 @@ def _turns(attempt: JobAttempt) -> Turns[JobResult]:
             data = replace(config.dataset, follow=False)
             attempt.write_config(replace(config, dataset=data))
             attempt.note_read()
-        with folder.storage.local_copy(needed=bool(config.post) or config.output.report):
+        with folder.storage.local_copy(needed=config.is_scored or config.output.report):
             metrics.score = yield from scores_of(samples, config, attempt.signals, queue)
             return complete(config, parts, folder, attempt.rows.schema, metrics)
 

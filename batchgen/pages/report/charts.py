@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -52,9 +52,22 @@ def label(name: str, most: int = LABEL) -> str:
     return both_ends(name, most)
 
 
-def bars(title: str, counts: Mapping[str, int], name: str, note: str = "") -> Chart:
-    """Counts of kinds, the largest first."""
-    items = sorted(counts.items(), key=lambda item: -item[1])[:20]
+def bars(
+    title: str,
+    counts: Mapping[str, float],
+    name: str,
+    note: str = "",
+    *,
+    unit: str = "answers",
+    number: Callable[[float], str] = "{:,}".format,
+    ranked: bool = True,
+) -> Chart:
+    """Counts of kinds, or other amounts that `number` says in words, the largest first if they are
+    `ranked`; the first 20."""
+    items = list(counts.items())
+    if ranked:
+        items.sort(key=lambda item: -item[1])
+    items = items[:20]
     total, most = sum(counts.values()) or 1, max(counts.values(), default=1) or 1
     start = 14 + 6.8 * max((len(label(kind)) for kind, _ in items), default=0)
     scale = Scale(0, most, start, WIDTH - 96)
@@ -64,12 +77,12 @@ def bars(title: str, counts: Mapping[str, int], name: str, note: str = "") -> Ch
         parts.append(text(label(kind), start - 8, y + 15, "label", "end"))
         width = max(scale(count) - start, 1)
         parts.append(tag("rect", x=start, y=y + 3, width=width, height=LINE - 8, class_="bar"))
-        number = f"{count:,} ({percent(count / total)})"
-        parts.append(text(number, start + width + 6, y + 15, "tick"))
-    said = f"{title}: " + ", ".join(f"{kind} {count:,}" for kind, count in items)
-    rows = [(kind, f"{count:,}", percent(count / total)) for kind, count in items]
+        beside = f"{number(count)} ({percent(count / total)})"
+        parts.append(text(beside, start + width + 6, y + 15, "tick"))
+    said = f"{title}: " + ", ".join(f"{kind} {number(count)}" for kind, count in items)
+    rows = [(kind, number(count), percent(count / total)) for kind, count in items]
     svg = drawing(parts, said, 8 + LINE * len(items))
-    return Chart(title, note, svg, (name, "rows", "share"), rows)
+    return Chart(title, note, svg, (name, unit, "share"), rows)
 
 
 def histogram(title: str, lengths: Lengths, name: str, note: str = "") -> Chart:
@@ -84,17 +97,17 @@ def histogram(title: str, lengths: Lengths, name: str, note: str = "") -> Chart:
     end = first + max(len(starts), _LEAST_BINS) * width
     frame = Frame.of((first, end), (0, float(sums.max()) * 1.05))
     gap = 0.5 * (end - first) / (frame.x(end) - frame.x(first))
-    parts = frame.draw(name, "rows", whole, whole)
+    parts = frame.draw(name, "answers", whole, whole)
     parts += [frame.column(start + gap, start + width - gap, count) for start, count in bins]
     quantiles = {"median": 0.5, "90%": 0.9, "99%": 0.99, "longest": 1.0}
     facts = [f"{kind} {lengths.quantile(share):,}" for kind, share in quantiles.items()]
     said = ", ".join([f"mean {lengths.mean:,.1f}", *facts])
-    svg = drawing(parts, f"{title}, {lengths.total:,} rows: {said}")
+    svg = drawing(parts, f"{title}, {lengths.total:,} answers: {said}")
     rows = [
         (f"{start:,}–{start + width - 1:,}" if width > 1 else f"{start:,}", f"{count:,}")
         for start, count in bins
     ]
-    return Chart(title, f"{said}. {note}".strip(), svg, (name, "rows"), rows)
+    return Chart(title, f"{said}. {note}".strip(), svg, (name, "answers"), rows)
 
 
 def numbers(
@@ -167,7 +180,7 @@ def experts(counts: Ints, layers: Sequence[int], note: str) -> Chart:
 
 
 def timeline_charts(points: Sequence[Sequence[Any]]) -> list[Chart]:
-    """Tokens per second and finished rows over time, if there are enough points."""
+    """Tokens per second and finished answers over time, if there are enough points."""
     if len(points) < 3:
         return []
     if points[0][0] > 0:
@@ -182,7 +195,7 @@ def timeline_charts(points: Sequence[Sequence[Any]]) -> list[Chart]:
         for before, after in pairwise(thin)
     ]
     rows = [(point[0], point[1]) for point in points]
-    charts = [over_time("Rows over time", rows, "rows done")] if rows[-1][0] > 0 else []
+    charts = [over_time("Answers over time", rows, "answers done")] if rows[-1][0] > 0 else []
     if len(speeds) > 1:
         charts.insert(0, over_time("Speed over time", speeds, "tokens per second"))
     return charts

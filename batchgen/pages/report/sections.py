@@ -16,7 +16,7 @@ from batchgen.pages.tokens.step_name import step_name
 from batchgen.storage.folder.job_summary import JobSummary
 from batchgen.storage.metrics.tally import OUTCOMES
 from batchgen.util.duration import duration
-from batchgen.util.text.text_table import COUNT_AS, percent, percent_range
+from batchgen.util.text.text_table import COUNT_AS, counted, percent, percent_range
 
 _MOST_SUBSETS = 100
 _MOST_TEXT = 300  # characters of a message or a name
@@ -48,7 +48,10 @@ def headline(job: JobSummary, found: Collected) -> list[Fact]:
     if job.score is not None and job.mean_mark is not None:
         facts.append(Fact("score", percent(job.mean_mark), _two_intervals(job.score["avg"])))
     failed = sum(found.errors.values())
-    facts.append(Fact("rows", f"{found.rows:,}", f"{failed:,} with an error" if failed else ""))
+    of = [counted(failed, "error")] if failed else []
+    if job.questions is not None:
+        of.insert(0, f"to {counted(job.questions, 'question')}")
+    facts.append(Fact("answers", f"{found.rows:,}", ", ".join(of)))
     if not job.is_begun:
         return facts
     prompts = f"from {totals.prompt_tokens:,} of prompts"
@@ -186,10 +189,10 @@ def _until(found: Collected) -> Section:
         more = outcomes["exhausted"] - len(rates.exhausted)
         names = ", ".join(map(_short, rates.exhausted)) + (f" and {more:,} more" if more else "")
         section.notes.append(f"Exhausted, with their valid samples: {names}.")
-    section.charts.append(bars("Rows", outcomes, "outcome"))
+    section.charts.append(bars("Rows", outcomes, "outcome", unit="rows"))
     if rates.rates:
         section.charts.append(
-            bars("Rows by their share of valid samples", rates.in_order(), "rows")
+            bars("Rows by their share of valid samples", rates.in_order(), "rows", unit="rows")
         )
     section.table = ("Samples of groups of rows", HEADER, rates.table())
     return section
@@ -210,7 +213,7 @@ def _outcomes(found: Collected) -> Section:
     section.charts += [bars(title, counts, "type") for title, counts in both.items() if counts]
     if found.messages:
         rows = [(k, f"{found.errors[k]:,}", _short(text)) for k, text in found.messages.items()]
-        section.table = ("First message of each type", ("type", "rows", "message"), rows[:20])
+        section.table = ("First message of each type", ("type", "answers", "message"), rows[:20])
     return section
 
 
@@ -263,7 +266,7 @@ def _steps(job: JobSummary, facts: TokenFacts) -> Section:
 
 def _some(facts: TokenFacts) -> str:
     """What a note says where only some rows were read."""
-    return "" if facts.all_rows else f" Of the first {facts.rows:,} rows."
+    return "" if facts.all_rows else f" Of the first {facts.rows:,} answers."
 
 
 def _steps_per_block(job: JobSummary) -> Counter[int]:

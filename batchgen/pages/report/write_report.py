@@ -29,6 +29,7 @@ from batchgen.storage.stores.whole_file import write_atomic
 from batchgen.util.duration import duration
 from batchgen.util.errors import JobError
 from batchgen.util.hidden import visible
+from batchgen.util.shorten import short_name
 from batchgen.util.text.safe_text import templates
 from batchgen.util.text.text_table import counted
 
@@ -91,7 +92,7 @@ def report_html(reader: JobFolderReader, decode: Decode | None = None) -> str:
 
 def _html(reader: JobFolderReader, decode: Decode | None) -> str:
     metrics, data = reader.metrics, JobData(reader)
-    job = JobSummary.of(metrics, reader.config, reader.row_facts)
+    job = JobSummary.of(metrics, reader.config, reader.row_facts, questions=reader.questions)
     cut_texts = (job.score or {}).get("cut_texts", "as_marked")
     found = collect(data, cut_texts, job.group("score").get("subset"))
     tokens = token_facts(data)
@@ -120,24 +121,28 @@ def _html(reader: JobFolderReader, decode: Decode | None) -> str:
 
 
 def _page(values: Mapping[str, Any], rows: ShownRows) -> str:
-    style = _style(rows)
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    template = templates("batchgen.pages.report").get_template("report.html.jinja")
-    return template.render(
-        values, shown=rows, style=Markup(style), policy=f"default-src 'none'; style-src "
-        f"'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'",
-    )  # fmt: skip
-
-
-def _style(rows: ShownRows) -> str:
-    """All rules of the page; one for each kind of rows hides the others."""
-    sheets = [*CSS, Path(__file__).parent / "report.css"]
-    rules = [path.read_text(encoding="utf-8") for path in sheets]
-    rules += [
+    hiding = "".join(  # each kind of rows hides the others
         f"#k-{kind}:checked ~ .list > :not(.k-{kind}) {{ display: none; }}\n"
         for kind, _, _ in rows.kinds
-    ]
-    return "".join(rules)
+    )
+    return page_html("report.html.jinja", style_sheets() + hiding, **values, shown=rows)
+
+
+def page_html(template: str, style: str, **values: Any) -> str:
+    """A page of a template, in which nothing but this style sheet and pictures are allowed."""
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    made = templates("batchgen.pages.report").get_template(template)
+    return made.render(values, style=Markup(style), policy=policy)
+
+
+def style_sheets() -> str:
+    """The rules of all reports."""
+    sheets = [*CSS, Path(__file__).parent / "report.css"]
+    return "".join(path.read_text(encoding="utf-8") for path in sheets)
 
 
 def _about(reader: JobFolderReader, job: JobSummary, data: JobData) -> dict[str, Any]:
@@ -148,8 +153,9 @@ def _about(reader: JobFolderReader, job: JobSummary, data: JobData) -> dict[str,
     if len(text) > _MOST_CONFIG:
         text = text[:_MOST_CONFIG] + f"\n… {len(text) - _MOST_CONFIG:,} characters are left out"
     return {
-        "model": job.model_name,
+        "model": short_name(job.model_name),
         "dataset": _dataset(job.group("dataset")),
+        "paths": f"{job.model_name} on {dataset_name(job.group('dataset'))}",
         "strategy": _strategy(job),
         "started": job.attempts[0].get("started", "") if job.attempts else "",
         "status": _status(job),
@@ -162,7 +168,9 @@ def _about(reader: JobFolderReader, job: JobSummary, data: JobData) -> dict[str,
 
 
 def _dataset(dataset: Mapping[str, Any]) -> str:
-    parts = [dataset_name(dataset), dataset.get("name"), dataset.get("split")]
+    """What people call a data set, with its configuration and split."""
+    path = ", ".join(map(short_name, dataset_name(dataset).split(", ")))
+    parts = [path, dataset.get("name"), dataset.get("split")]
     return " ".join(str(part) for part in parts if part)
 
 

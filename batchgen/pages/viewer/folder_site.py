@@ -8,10 +8,11 @@ from pathlib import Path
 from threading import Lock
 
 from batchgen.pages.report.funnel import HEADER
-from batchgen.pages.report.told_pipeline import pipeline_counts
+from batchgen.pages.report.pipeline_facts import PipelineFacts
 from batchgen.pages.viewer.html import NotThere, Query, answer, html_page, redirect, static_file
 from batchgen.pages.viewer.job_view import JobView
 from batchgen.pages.viewer.jobs_below import DEEPEST, JobBelow, config_fault, jobs_below
+from batchgen.pages.viewer.listed_jobs import COLUMNS, NUMBERS, listed_jobs
 from batchgen.pages.viewer.pages import Site
 from batchgen.pages.viewer.server import Response
 from batchgen.storage.folder.read_job import JobFolderReader
@@ -32,7 +33,8 @@ class FolderSite:
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
+        self._folder = folder
+        self._name = folder.resolve().name if name in (".", "./") else name
         self._lock = Lock()
         self._sites: OrderedDict[str, Site] = OrderedDict()
         self._html = partial(html_page, jobs=(), flips=None, above=None)
@@ -50,14 +52,17 @@ class FolderSite:
 
     def _list(self, query: Query) -> Response:
         found = jobs_below(self._folder)
-        keys = {job.name: job.key for job in found.jobs if not job.fault}
+        pipeline = PipelineFacts.of(self._folder)
         return self._html(
             "jobs",
             name=self._name,
             found=found,
+            listed=listed_jobs(found.jobs, query),
+            columns=COLUMNS,
+            numbers=NUMBERS,
             header=HEADER,
-            steps=pipeline_counts(str(self._folder)),
-            keys=keys,
+            pipeline=pipeline,
+            keys={job.name: job.key for job in found.jobs if not job.fault},
             deepest=DEEPEST,
             can_pair=sum(not job.fault for job in found.jobs) > 1,
             most=_SHOWN_NAMES,

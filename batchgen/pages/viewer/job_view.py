@@ -19,7 +19,6 @@ from batchgen.pages.viewer.rows.ranking import Rankings
 from batchgen.pages.viewer.rows.row_id_index import RowIds
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.shards.image_column import PROMPT_IMAGES
-from batchgen.storage.stores.manifest import ROWS
 
 if TYPE_CHECKING:
     from batchgen.pages.tokens.token_boxes import Decode
@@ -78,8 +77,7 @@ class JobView:
     @property
     def num_rows(self) -> int | None:
         """How many input rows the job has; None if that is not known."""
-        rows: int | None = self.rows.reader.manifest["growing"].get(ROWS)
-        return rows
+        return self.rows.reader.questions
 
     @property
     def report(self) -> Path | None:

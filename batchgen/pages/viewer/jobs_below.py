@@ -17,8 +17,10 @@ from batchgen.config.groups.dataset_config import dataset_name
 from batchgen.pages.viewer.overview import rows_to_come
 from batchgen.storage.folder.job_summary import JobSummary
 from batchgen.storage.folder.read_job import JobFolderReader
-from batchgen.storage.stores.manifest import Manifest
+from batchgen.storage.stores.manifest import ROWS, Manifest
 from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.shorten import short_name
+from batchgen.util.text.text_table import percent_range
 
 DEEPEST = 4
 """Folders between the given one and a job's, the job's included."""
@@ -38,9 +40,25 @@ class JobBelow:
     state: str = ""
     model: str = ""
     dataset: str = ""
-    rows: int | None = None  # that are finished
+    begun: str = ""  # the date and time (UTC), to the minute
+    questions: int | None = None  # input rows
+    rows: int | None = None  # answers that are finished
     of_rows: int | None = None  # of a job that is not complete
     score: float | None = None
+    interval: str = ""  # of 95%, for new questions
+
+    @property
+    def folder(self) -> str:
+        """The folder that the job's own lies in; empty for the given one."""
+        return self.name.rpartition("/")[0]
+
+    @property
+    def short_model(self) -> str:
+        return short_name(self.model)
+
+    @property
+    def short_dataset(self) -> str:
+        return ", ".join(map(short_name, self.dataset.split(", ")))
 
 
 @dataclass
@@ -115,14 +133,18 @@ def _job(folder: Path, name: str) -> JobBelow:
         manifest, known = Manifest.read(folder / "manifest.json"), JobSummary.of(reader.metrics)
         dataset = manifest.identity.get("dataset") or {}
         to_come, score = rows_to_come(known), known.mean_mark if known.score else None
+        questions = manifest.growing.get(ROWS)
         return replace(
             job,
             state=str(known.status),
             model=_text(manifest.growing.get("model.path")),
             dataset=dataset_name({**dataset, "path": manifest.growing.get("dataset.path")}),
+            begun=_minute(known.attempts[0].get("started")) if known.attempts else "",
+            questions=None if questions is None else int(questions),
             rows=int(known.totals.rows) if known.is_begun else None,
             of_rows=None if to_come is None else int(to_come),
             score=None if score is None else float(score),
+            interval="" if known.score is None else percent_range(known.score["avg"]["population"]),
         )
     except (ConfigError, JobError, OSError) as error:
         return replace(job, fault=str(error))
@@ -154,3 +176,8 @@ def _too_large(folder: Path) -> str:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
+
+
+def _minute(started: Any) -> str:
+    """`2026-11-27 10:46` of a time as metrics.json has it."""
+    return _text(started)[:16].replace("T", " ")

@@ -11,7 +11,7 @@ from batchgen.pages.viewer.job_view import JobView
 from batchgen.pages.viewer.rows.filters import MARKS
 from batchgen.storage.folder.job_summary import JobSummary, until_line
 from batchgen.util.duration import duration
-from batchgen.util.text.text_table import Line, percent_range, score_lines
+from batchgen.util.text.text_table import Line, answers_text, percent_range, score_lines
 
 Query = Mapping[str, str]
 """The keys of a filter."""
@@ -56,7 +56,7 @@ class Overview:
 
 def overview(job: JobView) -> Overview:
     """What is known of a job."""
-    known = JobSummary.of(job.metrics, job.config)
+    known = JobSummary.of(job.metrics, job.config, questions=job.num_rows)
     return Overview(
         job,
         _status(known),
@@ -73,8 +73,10 @@ def overview(job: JobView) -> Overview:
 def _status(job: JobSummary) -> str:
     if not job.is_begun:
         return "not begun, or killed before its first ten seconds"
-    of = "" if (total := rows_to_come(job)) is None else f" of {total:,}"
-    text = f"{job.status}, {job.totals.rows:,}{of} answers"
+    amount = answers_text(job.questions, job.totals.rows)
+    if (total := rows_to_come(job)) is not None:
+        amount = f"{job.totals.rows:,} of {total:,} answers"
+    text = f"{job.status}, {amount}"
     is_fine = job.status in ("complete", "running")
     return text if is_fine else f"{text} (the command goes on from there)"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchgen.pages.report.funnel import StepCounts, funnel, funnel_table
-from batchgen.pages.report.told_pipeline import write_report
+from batchgen.pages.report.pipeline_report import write_report
 from batchgen.pipelines.run.make_sets import make_exports, push_all, refuse_wrong_exports
 from batchgen.pipelines.run.open_pipeline import OpenPipeline
 from batchgen.pipelines.run.pipeline import Pipeline

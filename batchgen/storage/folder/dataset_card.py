@@ -19,6 +19,7 @@ from batchgen.storage.folder.how_to_read import (
 )
 from batchgen.storage.folder.job_summary import JobSummary
 from batchgen.storage.metrics.tally import OUTCOMES, Totals
+from batchgen.util.text.text_table import answers_text
 
 _MOST_SHOWN = 500
 _IN_TABLE = (b"meaning", b"scope", b"dtype", b"shape")
@@ -89,7 +90,7 @@ def dataset_card(
     revision = f", revision `{model['revision']}`" if model.get("revision") else ""
     split = f", split `{dataset['split']}`" if dataset.get("split") else ""
     facts = [
-        *_rows(totals),
+        *_rows(totals, job.questions),
         f"Model: `{model['path']}`{revision}",
         f"Dataset: `{source}`{split}",
         *(f"`{choice}`: {rows:,}" for choice, rows in funnel),
@@ -168,16 +169,16 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(header)} |", line, *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def _rows(totals: Totals) -> list[str]:
-    """How many rows and tokens there are, and how the rows ended."""
+def _rows(totals: Totals, questions: int | None) -> list[str]:
+    """How many answers and tokens there are, and how answers ended."""
     reasons = ", ".join(f"{n:,} {reason}" for reason, n in totals.finish_reasons.items())
     facts = [
-        f"{totals.rows:,} rows: {reasons or 'none'}.",
+        f"{answers_text(questions, totals.rows)}: {reasons or 'none'}.",
         f"{totals.prompt_tokens:,} prompt tokens, {totals.generated_tokens:,} generated tokens.",
     ]
     if totals.errors:
         kinds = ", ".join(f"{n:,} {kind}" for kind, n in totals.errors.items())
-        facts.append(f"{totals.error_rows:,} rows have an `error` and no text: {kinds}.")
+        facts.append(f"{totals.error_rows:,} answers have an `error` and no text: {kinds}.")
     return facts
 
 

@@ -12,7 +12,7 @@ from batchgen.storage.folder.how_to_read import how_to_read
 from batchgen.storage.metrics.tally import Totals
 from batchgen.storage.shards.enough import OUTCOMES
 from batchgen.util.duration import duration
-from batchgen.util.text.text_table import Line, counted, score_lines, table
+from batchgen.util.text.text_table import Line, answers_text, counted, score_lines, table
 
 if TYPE_CHECKING:
     from batchgen.engine.strategy import Strategy
@@ -46,6 +46,7 @@ class JobSummary:
     sampling: Mapping[str, Mapping[str, Any]] = field(
         default_factory=dict
     )  # as metrics.json has it
+    questions: int | None = None  # input rows; None if nobody knows
 
     @classmethod
     def of(
@@ -54,8 +55,9 @@ class JobSummary:
         config: Mapping[str, Any] | None = None,
         row_facts: IndexFacts | None = None,
         name: str = "this job",
+        questions: int | None = None,
     ) -> JobSummary:
-        """The summary of a folder, from what metrics.json and config.yaml hold."""
+        """The summary of a folder, from what metrics.json, config.yaml and manifest.json hold."""
         return cls(
             Totals.of(metrics),
             metrics.get("status", _NOT_BEGUN),
@@ -69,6 +71,7 @@ class JobSummary:
             metrics.get("rows_copied", 0),
             all_steps(metrics, name),
             metrics.get("sampling") or {},
+            questions,
         )
 
     @property
@@ -132,9 +135,9 @@ def status_line(reader: JobFolderReader, name: str) -> str:
     if job.status in ("killed", _NOT_BEGUN):
         rows, errors = _counted_rows(reader)
     if job.status == "complete" or total is None:
-        facts = [f"{rows:,} rows"]
+        facts = [answers_text(reader.questions if job.status == "complete" else None, rows)]
     else:
-        facts = [f"{rows:,} of {total:,} rows ({rows / max(total, 1):.0%})"]
+        facts = [f"{rows:,} of {total:,} answers ({rows / max(total, 1):.0%})"]
     if errors:
         facts.append(counted(errors, "error"))
     if job.status == "complete" and job.totals.until:
@@ -170,7 +173,7 @@ def _counted_rows(reader: JobFolderReader) -> tuple[int, int]:
 def end_table(
     job: JobSummary, folder: str, strategy: Strategy | None = None, report: str | None = None
 ) -> str:
-    """The table at the end of a job.
+    """The table at the end of a job: scores; answers; time and cost; files.
 
     Args:
         job: its attempts are only the one that completed the job; none if it was complete before.
@@ -183,8 +186,9 @@ def end_table(
         more.append(f"{resumed:,} from before")
     if job.rows_copied:
         more.append(f"{job.rows_copied:,} copied from older jobs")
+    amount = answers_text(job.questions, totals.rows) + (f" ({', '.join(more)})" if more else "")
     lines = [
-        ("rows", f"{totals.rows:,}" + (f" ({', '.join(more)})" if more else "")),
+        ("answers", amount),
         *([] if job.row_facts is None else [("steps of rows", job.row_facts.funnel)]),
         ("finish reasons", _counts(totals.finish_reasons)),
         ("errors", _counts(totals.errors)),
@@ -200,18 +204,16 @@ def end_table(
     if strategy is not None:
         stats = attempt.get("engine", {}).get("strategy", {})
         lines += strategy.summary(totals.counts, stats, totals.generated_tokens)
-    if job.score is not None:
-        lines += score_lines(job.score)
-    if attempt:
-        lines += _times(attempt)
+    scores = [] if job.score is None else score_lines(job.score)
+    times = _times(attempt) if attempt else []
     if job.cost is not None:
-        lines.append(("device", job.cost))
-    lines.append(
-        ("read with", f"{how_to_read(folder)['datasets']} (pandas, polars, duckdb: README.md)")
-    )
-    if report is not None:
-        lines.append(("report", report))
-    text = [table([*lines, ("output", folder)])]
+        times.append(("device", job.cost))
+    files = [
+        ("output", folder),
+        *([] if report is None else [("report", report)]),
+        ("read with", f"{how_to_read(folder)['datasets']} (pandas, polars, duckdb: README.md)"),
+    ]
+    text = [table(scores, lines, times, files)]
     if (why := attempt.get("batch_dependence")) is not None:
         text.append(f"A row's tokens may depend on the rows beside it: {why}.")
     if (cut := cut_remark(totals)) is not None:
@@ -229,8 +231,8 @@ def cut_remark(totals: Totals) -> str | None:
         return None
     where = _counts({name: count for name, count in totals.cut_in.items() if name != "final"})
     return (
-        f"{cut:,} of {counted(totals.rows, 'row')} ({cut / totals.rows:.0%}) were cut before the "
-        f"model began to answer ({where}): their text is null, which counts as wrong. Raise "
+        f"{cut:,} of {counted(totals.rows, 'answer')} ({cut / totals.rows:.0%}) were cut before "
+        f"the model began to answer ({where}): their text is null, which counts as wrong. Raise "
         "sampling.max_new_tokens, or let the model think less "
         "(prompt.template_kwargs.reasoning_effort=low)."
     )

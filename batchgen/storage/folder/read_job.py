@@ -29,7 +29,7 @@ from batchgen.storage.shards.journal import journal_files, read_file
 from batchgen.storage.shards.row_order import KEYS, RowsInOrder, first_key, row_keys
 from batchgen.storage.shards.shard_files import shard_files, shard_path
 from batchgen.storage.stores.job_storage import FolderStorage, Storage, names_in
-from batchgen.storage.stores.manifest import Manifest
+from batchgen.storage.stores.manifest import ROWS, Manifest
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.shorten import some_names
 from batchgen.util.text.plain_yaml import load_yaml
@@ -95,6 +95,12 @@ class JobFolderReader:
         if content is None:
             raise FileNotFoundError(errno.ENOENT, "the job is gone", str(path))
         return asdict(Manifest.parse(content, str(path)))
+
+    @property
+    def questions(self) -> int | None:
+        """How many input rows the job has; None if nobody knows."""
+        rows: int | None = self.manifest["growing"].get(ROWS)
+        return rows
 
     @property
     def row_facts(self) -> IndexFacts | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from secrets import randbelow
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from batchgen.storage.leases.file_store import FolderGone
 from batchgen.storage.leases.lease_files import DATA, LEASES, SESSION
@@ -24,47 +23,66 @@ from batchgen.storage.leases.store_operations import (
 )
 from batchgen.util.errors import ConfigError, JobError
 
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
-
 PATIENCE = 60.0
 """For how many seconds a request is repeated that the store does not answer."""
 _BLOCK = 8 * 2**20
 _MOST_PAUSE = 5.0
-_LEAST_PART = 5 * 2**20
-"""The fewest bytes that a part may have on S3, except for the last one."""
-_IN_MEMORY = threading.Lock()  # in memory nothing but this makes create-if-absent one step
 T = TypeVar("T")
 
 
+class Objects(Protocol):
+    """The requests that a store answers, each of which is one step for all who make them.
+
+    FileNotFoundError and FileExistsError are answers, PermissionError and ValueError refusals. Any
+    other OSError says nothing of whether the request has happened.
+    """
+
+    def create(self, name: str, content: bytes) -> None:
+        """Make an object, or raise FileExistsError; FileNotFoundError if there is no bucket."""
+
+    def overwrite(self, name: str, content: bytes) -> None:
+        """Make an object, over the one that may be there."""
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """The bytes of an object, or those from `start` up to `end`."""
+
+    def about(self, name: str) -> tuple[int, float]:
+        """How many bytes an object has, and when it was written, in seconds since 1970."""
+
+    def names(self, folder: str) -> list[str]:
+        """The names of what is in a folder, "" for the topmost, without the folder."""
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The names of all objects below a folder, with it, and their sizes in bytes."""
+
+    def delete(self, name: str) -> None:
+        """Delete an object, if it is there."""
+
+
 class ObjectStore:
-    """Objects below a URL, in any store that fsspec reaches and that has create-if-absent.
+    """Objects below a URL, in any store that has create-if-absent.
 
     On S3, create-if-absent is a PUT with `If-None-Match: *`. A request that failed or was not
-    answered in time may have happened all the same, as may one that botocore repeated. So a caller
-    that learns that an object exists compares its content with its own, which no other worker
-    writes differently.
+    answered in time may have happened all the same. So a caller that learns that an object exists
+    compares its content with its own, which no other worker writes differently.
     """
 
     def __init__(
         self,
-        files: AbstractFileSystem,
+        objects: Objects,
         url: str,
         *,
         patience: float = PATIENCE,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Create a store over fsspec's, which must have no cache of listings; requests that are not
-        answered are repeated for `patience` seconds."""
+        """Create a store over objects, whose requests are repeated for `patience` seconds while
+        they are not answered."""
         self.url = url
         self.operations: dict[str, int] = {}
-        self._files = files
-        self._root: str = files._strip_protocol(url)
+        self._objects = objects
         self._patience = patience
         self._sleep = sleep
         self._session: bytes | None = None
-        is_memory = "memory" in files.protocol
-        self._creating: AbstractContextManager[Any] = _IN_MEMORY if is_memory else nullcontext()
 
     def do(self, operation: Operation) -> Any:
         """Carry out an operation and return its answer.
@@ -117,48 +135,34 @@ class ObjectStore:
                 "command to take part again"
             )
 
-    def create(self, name: str, payload: Payload, **options: Any) -> bool:
-        """Make an object if there is none; returns whether it is there now with this content.
-        `options` are those of fsspec's `pipe_file`."""
+    def create(self, name: str, payload: Payload) -> bool:
+        """Make an object if there is none; returns whether it is there now with this content."""
         content = _content(payload)
-
-        def put() -> None:
-            with self._creating:
-                self._files.pipe_file(self._path(name), content, mode="create", **options)
-
         try:
-            self._call("write", name, put)
-        except (FileExistsError, FileNotFoundError) as error:
-            # Not found is a multipart upload that an earlier, unanswered attempt has completed.
-            if self.is_same(name, content):
-                return True
-            if isinstance(error, FileNotFoundError):
-                raise self._no_bucket(name) from error
-            return False
+            self._call("write", name, lambda: self._objects.create(name, content))
+        except FileExistsError:
+            return self.is_same(name, content)
+        except FileNotFoundError as error:
+            raise self._no_bucket(name) from error
         return True
 
     def overwrite(self, name: str, content: bytes) -> None:
         """Make an object, over the one that may be there."""
         try:
-            self._call("write", name, lambda: self._files.pipe_file(self._path(name), content))
+            self._call("write", name, lambda: self._objects.overwrite(name, content))
         except FileNotFoundError as error:
             raise self._no_bucket(name) from error
 
     def read(self, name: str) -> bytes | None:
         """The content of an object; None if it is not there."""
         try:
-            found: bytes = self._call("read", name, lambda: self._files.cat_file(self._path(name)))
+            return self._call("read", name, lambda: self._objects.read(name))
         except FileNotFoundError:
             return None
-        return found
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """Some bytes of an object, or FileNotFoundError."""
-        path = self._path(name)
-        found: bytes = self._call(
-            "read", name, lambda: self._files.cat_file(path, start=start, end=end)
-        )
-        return found
+        return self._call("read", name, lambda: self._objects.read(name, start, end))
 
     def is_same(self, name: str, payload: Payload) -> bool:
         """Whether an object has this content; False if it is not there."""
@@ -179,78 +183,57 @@ class ObjectStore:
 
     def names(self, folder: str) -> list[str]:
         """The names of what is in a folder, without the folder; none if there is no such folder."""
-        path = self._path(folder) if folder else self._root
         try:
-            found = self._call("list", folder, lambda: self._files.ls(path, False, refresh=True))
+            return self._call("list", folder, lambda: self._objects.names(folder))
         except FileNotFoundError:
             return []
-        return [name for one in found if (name := one.rstrip("/").rpartition("/")[2])]
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """The names of all objects in a folder, or of all, with their sizes in bytes."""
-        path = self._path(folder) if folder else self._root
-        found = self._call("list", folder, lambda: self._files.find(path, detail=True))
-        start = len(self._root.rstrip("/")) + 1
-        return {path[start:]: about["size"] for path, about in found.items()}
+        return self._call("list", folder, lambda: self._objects.sizes(folder))
 
     def exists(self, name: str) -> bool:
         """Whether there is an object of that name, or one below it."""
         try:
-            self._call("read", name, lambda: self._files.info(self._path(name), refresh=True))
+            self.size(name)
         except FileNotFoundError:
-            return False
+            return bool(self.names(name))
         return True
 
     def size(self, name: str) -> int:
         """How many bytes an object has, or FileNotFoundError."""
-        about = self._call("read", name, lambda: self._files.info(self._path(name), refresh=True))
-        found: int = about["size"]
-        return found
+        return self._call("read", name, lambda: self._objects.about(name))[0]
 
     def modified(self, name: str) -> float | None:
         """When an object was written last, in seconds since 1970 by the store's clock; None if it
         is not there."""
         try:
-            when = self._call("read", name, lambda: self._files.modified(self._path(name)))
+            return self._call("read", name, lambda: self._objects.about(name))[1]
         except FileNotFoundError:
             return None
-        found: float = when.timestamp()
-        return found
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects, of which others may have deleted some."""
         for name in names:
-            path = self._path(name)
             with suppress(FileNotFoundError):
-                self._call("delete", name, partial(self._files.rm_file, path))
+                self._call("delete", name, partial(self._objects.delete, name))
 
     def probe(self, name: str) -> None:
         """Make sure that objects can be written here and that none is made twice, or raise
-        ConfigError.
-
-        On S3 a large shard is uploaded in parts, and the request that ends them makes the object:
-        there are stores that heed If-None-Match in a PUT and not in that request.
-        """
+        ConfigError."""
         try:
             first = self.create(name, b"1")
             second = self.create(name, b"2")
-            in_parts = False
-            if "s3" in self._files.protocol and not second:
-                in_parts = self.create(name, bytes(2 * _LEAST_PART), chunksize=_LEAST_PART)
             self.delete([name])
         except JobError as error:
             raise ConfigError(f"output.dir={self.url} cannot be written: {error}") from None
-        if not first or second or in_parts:
-            where = " at the end of an upload in parts" if in_parts else ""
+        if not first or second:
             raise ConfigError(
                 f"output.dir={self.url}: this store makes an object that is there already "
-                f"(it does not heed If-None-Match{where}), so workers could not agree in it, nor "
-                "be kept from overwriting each other: use another store, or a folder, and copy it "
-                "when the job is complete"
+                "(it does not heed If-None-Match), so workers could not agree in it, nor be kept "
+                "from overwriting each other: use another store, or a folder, and copy it when "
+                "the job is complete"
             )
-
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
 
     def _call(self, what: str, name: str, request: Callable[[], T]) -> T:
         """Repeat a request until it is answered, FileNotFoundError and FileExistsError being
@@ -260,18 +243,17 @@ class ObjectStore:
         while True:
             try:
                 return request()
-            except FileNotFoundError:
+            except (FileNotFoundError, FileExistsError):
                 raise
-            except Exception as error:
-                if isinstance(error, FileExistsError) or _is_there_already(error):
-                    raise FileExistsError(name) from error
-                if (why := _refusal(error)) is None and time.monotonic() < until:
+            except (OSError, ValueError) as error:
+                refused = isinstance(error, (PermissionError, ValueError))
+                if not refused and time.monotonic() < until:
                     self._sleep(pause * (0.5 + randbelow(1000) / 1000))
                     pause = min(2 * pause, _MOST_PAUSE)
                     continue
                 url = f"{self.url}/{name}".rstrip("/")
-                told = str(error).strip() or type(error).__name__
-                raise JobError(f"cannot {what} {url}: {why or told}") from error
+                why = str(error).strip() or type(error).__name__
+                raise JobError(f"cannot {what} {url}: {why}") from error
 
     def _no_bucket(self, name: str) -> JobError:
         return JobError(
@@ -280,39 +262,5 @@ class ObjectStore:
         )
 
 
-def connect(url: str) -> ObjectStore:
-    """The store that a URL names, with what the environment and fsspec's
-    configuration say of it."""
-    import fsspec
-
-    scheme = url.partition("://")[0]
-    try:
-        files = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False)
-    except ImportError:
-        raise ConfigError(f"{url}: S3 needs the package s3fs: pip install 'batchgen[s3]'") from None
-    return ObjectStore(files, url)
-
-
 def _content(payload: Payload) -> bytes:
     return payload.read_bytes() if isinstance(payload, Path) else payload
-
-
-def _is_there_already(error: BaseException) -> bool:
-    """Whether a store says that the object to be created is there (412 Precondition Failed)."""
-    response = getattr(error.__cause__, "response", None) or getattr(error, "response", None)
-    code = str(response["Error"].get("Code")) if response else ""
-    return code in ("PreconditionFailed", "412")
-
-
-def _refusal(error: BaseException) -> str | None:
-    """Why a store will not answer otherwise later; None if it may."""
-    if isinstance(error, PermissionError):
-        return f"no permission ({error})"
-    if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
-        return (
-            "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or "
-            "another way that the AWS tools know"
-        )
-    if isinstance(error, (TypeError, ValueError, NotImplementedError, AttributeError)):
-        return f"{type(error).__name__}: {error}"
-    return None

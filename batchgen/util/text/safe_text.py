@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 GAP = Markup(' <span class="gap">… {} characters left out …</span> ')
+_SIGN = re.compile(r"[/,=]+(?=.)")
 SPAN = Markup('<mark title="{}">{}</mark>')
 
 
@@ -31,6 +32,12 @@ def marked(text: str) -> Markup:
 
 def _mark(match: re.Match[str]) -> str:
     return f'<span class="code">{code_of(match[0])}</span>'
+
+
+def breakable(text: str) -> Markup:
+    """A path or the name of a sweep's job as HTML that may be broken behind its signs, and not
+    inside of words."""
+    return Markup(_SIGN.sub(r"\g<0><wbr>", str(escape(visible(text)))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +107,12 @@ def templates(package: str) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"marked": marked, "count": "{:,}".format, "query": urlencode}
+    made.filters |= {
+        "marked": marked,
+        "breakable": breakable,
+        "count": "{:,}".format,
+        "query": urlencode,
+    }
     return made
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from batchgen.util.hidden import visible
@@ -17,10 +17,13 @@ _NAME = 32
 _UNKNOWN = "unknown (all samples of a question agree)"
 
 
-def table(lines: Sequence[Line]) -> str:
-    """The lines with their values in one column."""
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+def table(*parts: Sequence[Line]) -> str:
+    """The lines with their values in one column, and an empty line between the parts."""
+    width = max(len(name) for part in parts for name, _ in part)
+    made = [
+        "\n".join(f"{name:<{width}}  {value}" for name, value in part) for part in parts if part
+    ]
+    return "\n\n".join(made)
 
 
 def columns(rows: Sequence[Sequence[str]], *, numbers: bool = True) -> list[str]:
@@ -38,6 +41,12 @@ def columns(rows: Sequence[Sequence[str]], *, numbers: bool = True) -> list[str]
 def counted(number: int, noun: str) -> str:
     """A number of things, as in `1 error` and `2 errors`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def answers_text(questions: int | None, answers: int) -> str:
+    """`20 questions, 160 answers`; the answers alone where nobody knows the questions."""
+    found = [] if questions is None else [counted(questions, "question")]
+    return ", ".join([*found, counted(answers, "answer")])
 
 
 def row_name(row_id: str, sample_index: int) -> str:
@@ -60,9 +69,23 @@ def percent(share: float | None) -> str:
 
 def percent_range(interval: Mapping[str, Any] | None) -> str:
     """`40.0% to 60.0%`; empty where the bounds are not known."""
+    return _range(interval, percent)
+
+
+def score_value(scores: Mapping[str, Any]) -> Callable[[float | None], str]:
+    """What writes a value of these scores: marks in percent, numbers of other columns as such."""
+    return number if "column" in scores else percent
+
+
+def number(value: float | None) -> str:
+    """A number with four digits."""
+    return "–" if value is None else f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+
+
+def _range(interval: Mapping[str, Any] | None, shown: Callable[[float | None], str]) -> str:
     if interval is None or interval["low"] is None:
         return ""
-    return f"{percent(interval['low'])} to {percent(interval['high'])}"
+    return f"{shown(interval['low'])} to {shown(interval['high'])}"
 
 
 def score_lines(scores: Mapping[str, Any]) -> list[Line]:
@@ -71,10 +94,16 @@ def score_lines(scores: Mapping[str, Any]) -> list[Line]:
     The two intervals are of 95%: for new questions of the same kind, and for the same questions
     asked again. The second cannot be told where all samples of each question have one mark.
     """
-    lines = [("score", _average(scores["avg"])), *_metrics(scores), *_rates(scores)]
+    shown = score_value(scores)
+    lines = [(scores.get("column", "score"), _average(scores["avg"], shown))]
+    if (chance := scores.get("chance")) is not None:
+        lines.append(("chance", f"{percent(chance)}: so many guesses would be right"))
+    if (most := scores.get("range")) is not None:
+        lines.append(("range", f"{shown(most[0])} to {shown(most[1])}"))
+    lines += [*_metrics(scores), *_rates(scores)]
     subsets = scores.get("subsets", {})
     for name, part in zip(_short(list(subsets)), subsets.values(), strict=True):
-        value = f"{percent(part['avg']['value'])}{_bounds(part['avg'])}"
+        value = f"{shown(part['avg']['value'])}{_bounds(part['avg'], shown)}"
         lines.append((f"  {name}", f"{value} of {counted(part['questions'], 'question')}"))
     return lines
 
@@ -92,11 +121,11 @@ def _short(names: Sequence[str]) -> list[str]:
     return shown
 
 
-def _average(average: Mapping[str, Any]) -> str:
-    text = percent(average["value"])
+def _average(average: Mapping[str, Any], shown: Callable[[float | None], str]) -> str:
+    text = shown(average["value"])
     for name, what in (("population", "new"), ("same_questions", "same")):
         if (interval := average[name]) is not None:
-            text += f", {what} questions {percent_range(interval) or _UNKNOWN}"
+            text += f", {what} questions {_range(interval, shown) or _UNKNOWN}"
     return text
 
 
@@ -128,6 +157,6 @@ def _rates(scores: Mapping[str, Any]) -> list[Line]:
     return [("marked", f"{marked} {of}"), ("not marked", f"{unmarked} {of}")]
 
 
-def _bounds(metric: Mapping[str, Any]) -> str:
-    bounds = percent_range(metric["population"])
+def _bounds(metric: Mapping[str, Any], shown: Callable[[float | None], str] = percent) -> str:
+    bounds = _range(metric["population"], shown)
     return f" ({bounds})" if bounds else ""

@@ -1,19 +1,31 @@
-"""The gated MLP: the feed-forward part of dense layers."""
+"""MLPs with a gate and without one: the feed-forward part of dense layers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
 from torch import Tensor, nn
 
 from batchgen.engine.caches.forward_context import ForwardContext
-from batchgen.engine.layers.linear import Linear, RowParallelLinear
+from batchgen.engine.layers.linear import Linear, RowParallelLinear, empty_parameter
 from batchgen.engine.layers.merged_linear import MergedLinear
+from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import (
     FEED_FORWARD_LANE,
     Stream,
 )
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows, silu_and_mul_quantised
-from batchgen.kernels.layers.activation import GateFunction, gelu_and_mul, silu_and_mul
+from batchgen.kernels.layers.activation import (
+    GateFunction,
+    PlainFunction,
+    gelu_and_mul,
+    silu_and_mul,
+    squared_relu,
+    xielu,
+)
 
 
 class GatedMLP(nn.Module):
@@ -71,3 +83,73 @@ class GatedMLP(nn.Module):
         if self.down_proj.computes_in_fp8 and form is not None:
             return silu_and_mul_quantised(self.gate_up_proj(x), powers_of_two=form.powers_of_two)
         return silu_and_mul(self.gate_up_proj(x))
+
+
+class PlainMLP(nn.Module):
+    """A feed-forward part without a gate: residual + down(f(up(x))), where f is max(x, 0)² (So et
+    al. 2021, arXiv 2109.08668) or xIELU, whose shape the checkpoint holds (`XIELU`).
+
+    Each rank has a share of the width between the projections.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        function: PlainFunction,
+        where: Placement,
+    ) -> None:
+        super().__init__()
+        parallel = where.parallel
+        parts = {"up_proj": parallel.share("intermediate_size", intermediate_size)}
+        shards = dict.fromkeys(parts, parallel.shard(0, intermediate_size))
+        self.in_proj = MergedLinear(
+            hidden_size, parts, bias=bias, shards=shards if parallel.size > 1 else None, where=where
+        )
+        self.act_fn = XIELU(where=where) if function == "xielu" else None
+        self.down_proj = RowParallelLinear(
+            intermediate_size, hidden_size, bias=bias, lane=FEED_FORWARD_LANE, where=where
+        )
+
+    @property
+    def input_projection(self) -> Linear:
+        """The only module that reads the hidden states."""
+        return self.in_proj
+
+    def forward(self, x: Tensor | FP8Rows, residual: Tensor, ctx: ForwardContext) -> Stream:
+        """Add the result for x [T, hidden_size] to `residual` in place and return it."""
+        up = self.in_proj(x)
+        activated = squared_relu(up) if self.act_fn is None else self.act_fn(up)
+        form = self.down_proj.form
+        if self.down_proj.computes_in_fp8 and form is not None:
+            return self.down_proj.add_to(
+                residual, quantise_rows(activated, powers_of_two=form.powers_of_two)
+            )
+        return self.down_proj.add_to(residual, activated)
+
+
+class XIELU(nn.Module):
+    """The function xIELU of single values with the four numbers that a layer's checkpoint holds
+    (Huang & Schlag 2024, arXiv 2411.13010)."""
+
+    def __init__(self, *, where: Placement) -> None:
+        super().__init__()
+        self.shape = empty_parameter(4, device=where.device, dtype=torch.float32)
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield a slot for each number, which checkpoints hold as [1] or []."""
+        for place, number in enumerate(("alpha_p", "alpha_n", "beta", "eps")):
+            name = (f"{path}.{number}",)
+            target = self.shape[place : place + 1]
+            yield WeightSlot(target, name, name, partial(_one_value, name[0]), dummy=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the function to x [T, D]."""
+        return xielu(x, self.shape)
+
+
+def _one_value(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the only value of the tensor of this name, [1]."""
+    return tensors[name].reshape(1)

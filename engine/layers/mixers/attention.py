@@ -42,13 +42,15 @@ class Attention(nn.Module):
     heads.
 
     With `qk_norm`, queries and keys are normalised before rotation: each head for itself, or all
-    heads of a token together. `query_scales` [P] float32 multiplies queries after rotation by a
-    factor of their position. With `interleaved`, checkpoints rotate neighbouring values of a head
-    together (`rotary_order`). Scores are multiplied by `scale`, by default 1/√head_dim. With
-    `value_norm`, the heads of values are normalised without a weight; with `keys_are_values`, they
-    are those of keys, as they are before the norm and the rotation of keys. With `reads_only`, the
-    keys and values are those that an earlier layer has written under the index `layer`. With
-    `sinks`, a score of the checkpoint stands in the softmax of each head beside those of tokens.
+    heads of a token together. With `norms_follow_rotation`, each head is normalised behind it.
+    `query_scales` [P] float32 multiplies queries after rotation by a factor of their position. With
+    `interleaved`, checkpoints rotate neighbouring values of a head together (`rotary_order`).
+    Scores are multiplied by `scale`, by default 1/√head_dim; with a `score_cap`, a score s becomes
+    cap · tanh(s / cap). With `value_norm`, the heads of values are normalised without a weight;
+    with `keys_are_values`, they are those of keys, as they are before the norm and the rotation of
+    keys. With `reads_only`, the keys and values are those that an earlier layer has written under
+    the index `layer`. With `sinks`, a score of the checkpoint stands in the softmax of each head
+    beside those of tokens.
     """
 
     def __init__(
@@ -63,11 +65,13 @@ class Attention(nn.Module):
         norm_eps: float = 0.0,
         query_scales: Tensor | None = None,
         scale: float | None = None,
+        score_cap: float | None = None,
         rotary_dim: int | None = None,
         interleaved: bool = False,
         output_gate: bool = False,
         zero_centred: bool = False,
         norms_in_float: bool = False,
+        norms_follow_rotation: bool = False,
         value_norm: bool = False,
         keys_are_values: bool = False,
         reads_only: bool = False,
@@ -83,6 +87,7 @@ class Attention(nn.Module):
         self.cache_spec: CacheSpec | None = None if reads_only else shape
         self._own_kv_heads = 0 if reads_only else shape.num_kv_heads
         self.scale = shape.head_dim**-0.5 if scale is None else scale
+        self._score_cap = score_cap
         heads, head_dim = shape.num_heads, shape.head_dim
         self.sinks: nn.Parameter | None = None
         self._own_heads = parallel.shard(0, whole.num_heads) if parallel.size > 1 else None
@@ -122,6 +127,10 @@ class Attention(nn.Module):
         self.q_norm: RMSNorm | AllHeadsNorm | None = None
         self.k_norm: RMSNorm | AllHeadsNorm | None = None
         self.norm_eps, self._query_scales = norm_eps, query_scales
+        self._ones: Tensor | None = None
+        if norms_follow_rotation:
+            assert qk_norm == "head" and not reads_only, "no model has both"
+            self._ones = torch.ones(head_dim, dtype=where.dtype, device=where.device)
         self._value_weight: Tensor | None = None
         if value_norm and not reads_only:
             self._value_weight = torch.ones(head_dim, dtype=torch.float32, device=where.device)
@@ -157,10 +166,13 @@ class Attention(nn.Module):
             cos_sin = torch.empty((len(ctx.kv_slots), 0), device=residual.device)
         cache = ctx.cache(self.layer, KVCache)
         gate, qkv = self.qkv_proj(hidden).tensor_split([self._gate_size], dim=1)
-        q_weight, k_weight = None, None
+        q_weight: Tensor | None = None
+        k_weight: Tensor | None = None
         if isinstance(self.q_norm, RMSNorm):
             of_keys = self.k_norm if isinstance(self.k_norm, RMSNorm) else self.q_norm
             q_weight, k_weight = self.q_norm.weight, of_keys.weight
+            if self._ones is not None:  # their weights follow, as a factor of queries
+                q_weight = k_weight = self._ones
         elif isinstance(self.q_norm, AllHeadsNorm) and isinstance(self.k_norm, AllHeadsNorm):
             qkv = normed_together(qkv, self.q_norm, self.k_norm)
         if self._value_weight is not None:
@@ -183,12 +195,23 @@ class Attention(nn.Module):
         if self._query_scales is not None:
             positions = torch.cat([part.positions for part in attention])
             q = (q * self._query_scales[positions, None, None]).to(q.dtype)
+        if self._ones is not None:
+            q = (q * self._late_weight()).to(q.dtype)
         attended = paged_attention(
-            q, cache, attention, self.scale, self.shape.window, self.sinks
+            q, cache, attention, self.scale, self.shape.window, self.sinks, self._score_cap
         ).flatten(1)
         if self._gate_size:
             attended = mul_sigmoid(attended, gate)
         return self.o_proj.add_to(residual, attended)
+
+    def _late_weight(self) -> Tensor:
+        """Return by what queries are multiplied where norms follow rotation, [head_dim] float32.
+
+        Rotation keeps a head's mean square, so both norms divide by it before. Their weights come
+        after, and scores see the product of the two alone: queries carry that of keys, too.
+        """
+        assert isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)
+        return self.q_norm.weight.float() * self.k_norm.weight.float()
 
     def _with_values(self, qkv: Tensor, weight: Tensor) -> Tensor:
         """Return queries, keys and normalised values, given queries, keys and perhaps values."""

@@ -37,7 +37,9 @@ TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 GEMMA = ("gemma3_text", "gemma3", "gemma4_text", "gemma4_e2b")
-SPARSE = ("mixtral", "dots1", "granitemoe", "ernie4_5_moe")
+SPARSE = (
+    "mixtral", "dots1", "granitemoe", "ernie4_5_moe", "exaone_moe", "hunyuan_v1_moe", "olmoe",
+)  # fmt: skip
 DENSE = ("ministral3", "mistral3", "olmo3", "smollm3", *GEMMA, *sorted(CLASSES.keys() - SPARSE))
 KINDS = (*LATENT, "glm4_moe", "minimax_m2", "gpt_oss", "gemma4_moe", *SPARSE, *DENSE)
 

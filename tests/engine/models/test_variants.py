@@ -66,6 +66,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo as long as its window": ("olmo3", {"sliding_window": len(IDS)}),
     "olmo sees itself": ("olmo3", {"sliding_window": 1}),
     "olmo without windows": ("olmo3", ALL_FULL | {"sliding_window": 7}),
+    "gemma 2": ("gemma2", {}),
+    "gemma 2 without caps": ("gemma2", ALL_FULL | {
+        "attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma": ("gemma3_text", {}),
     "gemma with a tower": ("gemma3", {}),
     "gemma untied": ("gemma3_text", {"tie_word_embeddings": False, "attention_bias": True}),
@@ -117,6 +120,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie with experts": ("ernie4_5_moe", {}),
     "ernie with experts in every other layer": ("ernie4_5_moe", {
         "moe_layer_interval": 2, "moe_num_shared_experts": 0, "num_hidden_layers": 4}),
+    "apertus": ("apertus", {}),
+    "apertus biases": ("apertus", {"attention_bias": True}),
+    "arcee": ("arcee", {}),
+    "arcee biases": ("arcee", {"attention_bias": True, "mlp_bias": True}),
+    "k-exaone": ("exaone_moe", {}),
+    "k-exaone without windows": ("exaone_moe", ALL_FULL | {
+        "first_k_dense_replace": 0, "norm_topk_prob": False}),
+    "hunyuan": ("hunyuan_v1_dense", {}),
+    "hunyuan with a plain rope": ("hunyuan_v1_dense", {
+        "rope_parameters": DEFAULT, "attention_bias": True, "tie_word_embeddings": True}),
+    "hunyuan with experts": ("hunyuan_v1_moe", {}),
+    "hunyuan with fused experts": ("hunyuan_v1_moe", {"split_experts": False, "moe_topk": 3}),
+    "olmoe": ("olmoe", {}),
+    "olmoe renormalised": ("olmoe", {"norm_topk_prob": True, "num_key_value_heads": 4}),
     "phi": ("phi3", {"sliding_window": 24}),
     "phi mini, long": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 220}),
     "phi mini": ("phi3", {"rope_parameters": DEFAULT | {"partial_rotary_factor": 0.75}}),
@@ -148,6 +165,11 @@ DUMMY = ("glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3", "gemma3", "gp
 @pytest.mark.parametrize("kind", [*DUMMY, "gemma4_moe", "gemma4_e2b"])
 def test_dummy_weights(kind: str, tiny_model: TinyModel, run_paged: Callable[..., Tensor]) -> None:
     model = load_model(tiny_model(kind), device=CPU, load_format="dummy")
+    again = load_model(tiny_model(kind), device=CPU, load_format="dummy")
+    for (name, one), (_, two) in zip(
+        model.named_parameters(), again.named_parameters(), strict=True
+    ):
+        assert one.equal(two), f"{name} was not filled"
     model.pack()
     assert run_paged(model, IDS[:20], [20]).isfinite().all()
 
@@ -186,6 +208,22 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
         "dots1", sizes(4096, 10944, 62, 32, 32, 152064) | {
             "n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6,
             "first_k_dense_replace": 1, "moe_intermediate_size": 1408}, 142.8e9),
+    "Apertus-8B": ("apertus", sizes(4096, 21504, 32, 32, 8, 131072), 8.05e9),
+    "AFM-4.5B": ("arcee", sizes(2560, 18432, 36, 20, 4, 128004) | HEAD, 4.62e9),
+    "K-EXAONE-236B": (
+        "exaone_moe", sizes(6144, 18432, 48, 64, 8, 153600) | HEAD | {
+            "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}, 236e9),
+    "Hunyuan-7B": (
+        "hunyuan_v1_dense", sizes(4096, 14336, 32, 32, 8, 128167) | HEAD | TIED, 7.505e9),
+    "Hunyuan-A13B": (
+        "hunyuan_v1_moe", sizes(4096, 3072, 32, 32, 8, 128167) | HEAD | TIED | {
+            "num_experts": 64, "moe_topk": 8}, 80.4e9),
+    "OLMoE-1B-7B": (
+        "olmoe", sizes(2048, 1024, 16, 16, 16, 50304) | {
+            "num_experts": 64, "num_experts_per_tok": 8}, 6.92e9),
+    "gemma-2-27b": (
+        "gemma2", sizes(4608, 36864, 46, 32, 16, 256000) | HEAD | {
+            "query_pre_attn_scalar": 144}, 27.23e9),
     "ERNIE-4.5-21B-A3B": ("ernie4_5_moe", sizes(2560, 12288, 28, 20, 4, 103424), 21.83e9),
 }  # fmt: skip
 
@@ -412,9 +450,18 @@ def test_a_router_in_float32_stays_so(tiny_model: TinyModel) -> None:
         ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min 0.1"),
         ("exaone4", {"layer_types": ["full_attention"]}, "layer"),
         ("dots1", {"n_group": 3}, "n_group 3"),
+        ("arcee", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported, only 'relu2'"),
+        ("exaone_moe", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types"),
+        ("hunyuan_v1_dense", {"rope_parameters": YARN}, "multiplies cosines by 1.2"),
+        ("hunyuan_v1_dense", {"rope_parameters": DEFAULT | {
+            "rope_type": "dynamic", "factor": 1.0, "alpha": "x"}}, "alpha is 'x'"),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 2, 3]}, r"moe_topk is \[1, 2, 3\]"),
+        ("olmoe", {"clip_qkv": 3.0}, "clip_qkv 3.0 is not supported"),
+        ("olmoe", {"sliding_window": 9}, "sliding_window 9 is not supported"),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer"),
         ("olmo3", {"sliding_window": 0}, "sliding_window is 0"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping is -1.0"),
         ("gemma3_text", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
         ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation 'silu'"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),

@@ -37,6 +37,7 @@ class Batch(NamedTuple):
     parts: list[AttentionMetadata]
     window: int | None = None
     sinks: Tensor | None = None
+    cap: float | None = None
 
 
 def make_batch(
@@ -48,6 +49,7 @@ def make_batch(
     seed: int = 0,
     window: int | None = None,
     has_sinks: bool = False,
+    cap: float | None = None,
 ) -> Batch:
     """Keys that no row of `parts` has written are NaN. With a window, block tables of layers that
     have none are of no use, and those of blocks before the window name any block."""
@@ -74,7 +76,7 @@ def make_batch(
         moved = [stale(part, window, block_size, num_blocks, generator) for part in moved]
     sinks = torch.randn(KV_HEADS * group, generator=generator).to(device) if has_sinks else None
     cache = KVCache(key.to(device), value.to(device))
-    return Batch(q.to(device), cache, moved, window, sinks)
+    return Batch(q.to(device), cache, moved, window, sinks, cap)
 
 
 def stale(
@@ -137,7 +139,8 @@ def attend(run: Run, batch: Batch) -> Tensor:
     start = 0
     for part in batch.parts:
         tokens = slice(start, start := start + len(part.positions))
-        run(batch.q[tokens], batch.cache, part, SCALE, out[tokens], batch.window, batch.sinks)
+        options = (batch.window, batch.sinks, batch.cap)
+        run(batch.q[tokens], batch.cache, part, SCALE, out[tokens], *options)
     return out
 
 
@@ -166,6 +169,8 @@ def oracle(batch: Batch) -> Tensor:
                 seen = slice(max(position + 1 - (batch.window or position + 1), 0), end)
                 keys, values = (x[:, table].flatten(1, 2)[:, seen] for x in (key, value))
                 score = queries[token].unflatten(0, (KV_HEADS, -1)) @ keys.mT * SCALE
+                if batch.cap is not None:
+                    score = batch.cap * torch.tanh(score / batch.cap)
                 if batch.sinks is not None:  # a last token without a value
                     sinks = batch.sinks.double().cpu().view(KV_HEADS, -1, 1)
                     score = torch.cat((score, sinks), -1)
@@ -222,12 +227,13 @@ def test_the_kernels_attend_as_the_reference_does(
 @pytest.mark.quick(5)
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 300])
 @pytest.mark.parametrize("kind", ["decode", "verify", "both"])
-def test_windows_and_sinks(kind: str, window: int | None) -> None:
+def test_windows_sinks_and_caps(kind: str, window: int | None) -> None:
     """Blocks before the window may belong to anybody."""
     parts, _ = PARTS[kind]
-    batch = make_batch(*parts, window=window, has_sinks=True)
+    cap = {1: None, 5: 0.5, 16: 1e-6}.get(window or 0, 3.0)
+    batch = make_batch(*parts, window=window, has_sinks=True, cap=cap)
     assert_right(triton(batch), batch)
-    batch = make_batch(*parts, window=window, has_sinks=True, device="cpu")
+    batch = make_batch(*parts, window=window, has_sinks=True, cap=cap, device="cpu")
     assert_right(reference(batch), batch)
 
 
@@ -320,6 +326,7 @@ def batches(draw: st.DrawFn, device: str) -> Batch:
         seed=draw(st.integers(0, 99)),
         window=draw(st.none() | st.integers(1, 130)) if block_length == 1 else None,
         has_sinks=draw(st.booleans()),
+        cap=draw(st.sampled_from([None, None, 0.5, 50.0])),
     )
 
 

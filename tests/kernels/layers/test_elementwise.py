@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.layers import elementwise
-from batchgen.kernels.layers.elementwise import gelu, gelu_tanh, sigmoid, silu, softplus
+from batchgen.kernels.layers.elementwise import expm1, gelu, gelu_tanh, sigmoid, silu, softplus
 
 ROOT = Path(__file__).parents[3]
 Function = Callable[[Tensor], Tensor]
@@ -44,9 +44,11 @@ SAFE: dict[str, Function] = {
 
 OURS: dict[str, Function] = {
     "sigmoid": sigmoid, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "softplus": softplus,
+    "expm1": expm1,
 }  # fmt: skip
 LIBRARY: dict[str, Function] = {
     "sigmoid": torch.sigmoid, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu,
+    "expm1": torch.expm1,
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -103,18 +104,43 @@ _ERNIE: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "moe_layer_start_index": 1,
 }
+_EXAONE_MOE: dict[str, Any] = {
+    "sliding_window": 24, "sliding_window_pattern": 2, "num_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "apertus": ("Apertus", {}),
+    "arcee": ("Arcee", {}),
     "dots1": ("Dots1", _MOE_V3 | {"attention_bias": False, "rope_parameters": None}),
     "ernie4_5": ("Ernie4_5", {}),
     "ernie4_5_moe": ("Ernie4_5_Moe", _ERNIE),
     "exaone4": ("Exaone4", {"sliding_window": 24, "sliding_window_pattern": 2}),
+    "exaone_moe": ("ExaoneMoe", _EXAONE_MOE),
+    "gemma2": (
+        "Gemma2",
+        {
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 5,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 9.0,
+            "attn_implementation": "eager",
+            "pad_token_id": 0,
+        },
+    ),
     "glm": ("Glm", {}),
     "glm4": ("Glm4", {}),
     "granite": ("Granite", _GRANITE),
     "granitemoe": ("GraniteMoe", _GRANITE | _LOCAL),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", {"rope_parameters": _DYNAMIC}),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        {"num_experts": 8, "moe_topk": [3] * 3, "intermediate_size": 32},
+    ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mixtral": ("Mixtral", _LOCAL),
     "olmo2": ("Olmo2", {}),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32}),
     "phi3": ("Phi3", {}),
     "seed_oss": ("SeedOss", {}),
 }
@@ -141,6 +167,7 @@ _VISION: dict[str, Any] = {
 def random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
     """A model with random weights of one of the kinds that the fixture `tiny_model` names."""
     torch.manual_seed(0)
+    config = deepcopy(config)  # classes of transformers write into what they take
     values = SIZES | config
     model: PreTrainedModel
     if kind == "llama":
@@ -161,8 +188,8 @@ def random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         model = _causal("Qwen3", values)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):  # ones and zeros would hide a weight that is not loaded
-            # Gemma 3 has the weights minus 1, and Gemma 4 multiplies no score by less than 1.
-            low = {"gemma3": -0.5, "gemma4": 0.1}.get(kind[:6], 0.5)
+            # Gemma 2 and 3 have the weights minus 1; Gemma 4 multiplies no score by less than 1.
+            low = {"gemma2": -0.5, "gemma3": -0.5, "gemma4": 0.1}.get(kind[:6], 0.5)
             parameter.data.uniform_(low, low + 1)
         elif name.endswith("bias"):  # of experts, too
             parameter.data.normal_(0, 0.3)
@@ -211,7 +238,7 @@ def _random_variant(kind: str, config: dict[str, Any]) -> PreTrainedModel:
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
         }
         return _causal("Olmo3", {"sliding_window": 24} | layers | values)
-    if kind.startswith("gemma"):
+    if kind.startswith(("gemma3", "gemma4")):
         return _random_gemma(kind, values)
     if kind == "glm4_moe":
         return _causal("Glm4Moe", _MOE_V3 | values)
@@ -226,7 +253,7 @@ def _random_variant(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         own = {"sliding_window": 24, "intermediate_size": 64, "rope_parameters": yarn}
         return _causal("GptOss", values | gated | own | config)
     if kind in CLASSES:
-        family, own = CLASSES[kind]
+        family, own = deepcopy(CLASSES[kind])
         return _causal(family, SIZES | {"pad_token_id": None} | own | config)
     if kind != "mistral3_small":
         values = {"rope_parameters": _YARN, "attn_implementation": "eager"} | values

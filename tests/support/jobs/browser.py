@@ -10,7 +10,7 @@ from typing import Any
 
 SIZES = {"phone": (390, 844), "desk": (1400, 900)}
 SCHEMES = ("light", "dark")
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),

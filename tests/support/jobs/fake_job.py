@@ -95,6 +95,11 @@ class FakeJob:
     show: float = 0.0
     report: bool = False
 
+    def engine(self) -> FakeEngine:
+        """The engine, which says that it is there, as those that load weights do."""
+        print(f"memory: {MEMORY}", file=sys.stderr, flush=True)
+        return FakeEngine(self, batch_dependence=self.batch_dependence or None)
+
     def config(self) -> JobConfig:
         asked = {"prompt_token_ids": self.prompt_token_ids, "parsed": self.parsed}
         columns = ("logprobs", *(name for name, wanted in asked.items() if wanted))
@@ -129,7 +134,7 @@ class FakeJob:
             max_model_len=1024,
             columns=(LOGPROBS, TOP_LOGPROBS),
             fingerprints={"model": "fake"},
-            port=lambda: FakeEngine(self, batch_dependence=self.batch_dependence or None),
+            port=self.engine,
         )
 
     def run(self) -> JobResult:

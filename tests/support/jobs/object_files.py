@@ -3,68 +3,107 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from random import Random
-from typing import Any
+from typing import TypeVar
 
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from batchgen.storage.leases.object_store import ObjectStore
 
-_REQUESTS = ("pipe_file", "cat_file", "ls", "find", "info", "modified", "rm_file")
 BEFORE, AFTER = "before", "after"
+T = TypeVar("T")
 
 
-class FaultyFiles(MemoryFileSystem):  # type: ignore[misc]
-    """Objects in memory. A request may fail before or after it has happened.
+class FaultyFiles:
+    """Objects in memory by "BUCKET/NAME". A request may fail before or after it has happened.
 
     Attributes:
+        store: the content of all objects.
         fault: says of each request how it fails; None if it does not.
-        created: the paths of the objects that were made by create-if-absent.
+        created: the objects that were made by create-if-absent.
         requests: how many came, by their names.
     """
 
-    cachable = False  # two objects are two stores
-
     def __init__(self, fault: Callable[[], str | None] = lambda: None) -> None:
-        super().__init__()
-        self.store: dict[str, Any] = {}  # in older versions of fsspec, all would share one
-        self.pseudo_dirs = [""]
+        self.store: dict[str, bytes] = {}
+        self.written: dict[str, float] = {}
         self.fault = fault
         self.created: list[str] = []
         self.requests: dict[str, int] = {}
         self._one = threading.RLock()
-        self._inside = False
-        for name in _REQUESTS:
-            setattr(self, name, self._failing(name, getattr(self, name)))
 
-    def _failing(self, name: str, request: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self._one:
-                if self._inside:  # a part of another request
-                    return request(*args, **kwargs)
-                self.requests[name] = self.requests.get(name, 0) + 1
-                fault = self.fault()
-                if fault == BEFORE:
-                    raise OSError("503: slow down")
-                self._inside = True
-                try:
-                    found = request(*args, **kwargs)
-                finally:
-                    self._inside = False
-                if kwargs.get("mode") == "create":
-                    self.created.append(args[0])
-                if fault == AFTER:
-                    raise TimeoutError("no answer")
-                return found
+    def put(self, path: str, content: bytes) -> None:
+        """Put an object there, without a request."""
+        self.store[path], self.written[path] = bytes(content), time.time()
 
-        return call
+    def request(self, kind: str, carry_out: Callable[[], T]) -> T:
+        """Carry out a request as one step, which may fail."""
+        with self._one:
+            self.requests[kind] = self.requests.get(kind, 0) + 1
+            fault = self.fault()
+            if fault == BEFORE:
+                raise OSError("503: slow down")
+            found = carry_out()
+            if fault == AFTER:
+                raise TimeoutError("no answer")
+            return found
 
 
-def store_in(files: FaultyFiles, url: str = "memory://jobs") -> ObjectStore:
+class Below:
+    """The objects below a URL; see `batchgen.storage.leases.object_store.Objects`."""
+
+    def __init__(self, files: FaultyFiles, url: str) -> None:
+        self._files = files
+        self._root = f"{url.partition('://')[2]}/".lstrip("/")
+
+    def create(self, name: str, content: bytes) -> None:
+        def create() -> None:
+            if self._root + name in self._files.store:
+                raise FileExistsError(name)
+            self._files.put(self._root + name, content)
+            self._files.created.append(self._root + name)
+
+        self._files.request("create", create)
+
+    def overwrite(self, name: str, content: bytes) -> None:
+        self._files.request("overwrite", lambda: self._files.put(self._root + name, content))
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        return self._files.request("read", lambda: self._content(name)[start:end])
+
+    def about(self, name: str) -> tuple[int, float]:
+        return self._files.request(
+            "about", lambda: (len(self._content(name)), self._files.written[self._root + name])
+        )
+
+    def names(self, folder: str) -> list[str]:
+        start = len(f"{folder}/") if folder else 0
+        found = self._files.request("names", lambda: self._below(folder))
+        return sorted({name[start:].partition("/")[0] for name in found})
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        return self._files.request("sizes", lambda: self._below(folder))
+
+    def delete(self, name: str) -> None:
+        self._files.request("delete", lambda: self._files.store.pop(self._root + name, None))
+
+    def _below(self, folder: str) -> dict[str, int]:
+        start = f"{self._root}{folder}/" if folder else self._root
+        cut = len(self._root)
+        return {p[cut:]: len(c) for p, c in self._files.store.items() if p.startswith(start)}
+
+    def _content(self, name: str) -> bytes:
+        try:
+            return self._files.store[self._root + name]
+        except KeyError:
+            raise FileNotFoundError(name) from None
+
+
+def store_in(files: FaultyFiles, url: str = "s3://jobs") -> ObjectStore:
     """A store that repeats what fails at once."""
-    return ObjectStore(files, url, sleep=lambda seconds: None)
+    return ObjectStore(Below(files, url), url, sleep=lambda seconds: None)
 
 
 def use(patch: pytest.MonkeyPatch, files: FaultyFiles) -> None:

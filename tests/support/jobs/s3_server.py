@@ -5,7 +5,6 @@ It is moto's, behind a lock, so that a conditional PUT is one step as it is on S
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import threading
@@ -16,9 +15,10 @@ from typing import Any
 from unittest import mock
 
 import boto3
-import fsspec.config
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
+
+from batchgen.storage.leases import s3_objects
 
 BUCKET = "jobs"
 _ERROR = b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>no</Message></Error>"
@@ -32,9 +32,10 @@ class FaultyS3:
         url: the endpoint.
         rate: the share of requests that fail.
         hang: for how many seconds an answer is held back that is to come too late.
-        heeds_parts: whether the end of an upload in parts heeds If-None-Match, as on S3.
+        heeds_conditions: whether a PUT heeds If-None-Match, as on S3.
         faults: how many failed, by kind.
         requests: how many came.
+        last: what WSGI says of the last one.
     """
 
     kinds: tuple[str, ...] = ("error before", "error after", "late after")
@@ -42,9 +43,10 @@ class FaultyS3:
     def __init__(self, seed: int, hang: float) -> None:
         self.rate = 0.0
         self.hang = hang
-        self.heeds_parts = True
+        self.heeds_conditions = True
         self.faults: dict[str, int] = {}
         self.requests = 0
+        self.last: dict[str, Any] = {}
         self._random = random.Random(seed)
         self._app: App = DomainDispatcherApplication(create_backend_app)
         self._lock = threading.Lock()
@@ -60,11 +62,12 @@ class FaultyS3:
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         with self._lock:
             self.requests += 1
+            self.last = environ
             fails = self._random.random() < self.rate
             kind = self._random.choice(self.kinds) if fails else None
             if kind is not None:
                 self.faults[kind] = self.faults.get(kind, 0) + 1
-            if environ["REQUEST_METHOD"] == "POST" and not self.heeds_parts:
+            if not self.heeds_conditions:
                 environ.pop("HTTP_IF_NONE_MATCH", None)
             if kind != "error before":
                 answer = list(self._app(environ, start if kind is None else _nowhere))
@@ -88,18 +91,15 @@ def served(seed: int = 0, timeout: float = 2.0) -> Iterator[FaultyS3]:
         timeout: for how many seconds a client waits for an answer.
     """
     server = FaultyS3(seed, hang=timeout + 0.3)
-    client = {"config_kwargs": {"read_timeout": timeout}}
     known = {
         "AWS_ENDPOINT_URL": server.url,
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_DEFAULT_REGION": "us-east-1",
-        # Failures are to reach batchgen, which else the libraries below would repeat for seconds.
-        "AWS_MAX_ATTEMPTS": "1",
-        "FSSPEC_S3": json.dumps(client),  # for processes that are started from here
+        "AWS_CONFIG_FILE": "/dev/null",
     }
     try:
-        with mock.patch.dict(os.environ, known), mock.patch.dict(fsspec.config.conf, s3=client):
+        with mock.patch.dict(os.environ, known), mock.patch.object(s3_objects, "TIMEOUT", timeout):
             boto3.client("s3").create_bucket(Bucket=BUCKET)
             yield server
     finally:

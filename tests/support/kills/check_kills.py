@@ -59,7 +59,7 @@ from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.jobs.run.run_job import run_job
-from batchgen.storage.leases.object_store import connect
+from batchgen.storage.leases.s3_objects import connect
 from tests.support.jobs.fake_job import FakeJob
 from tests.support.jobs.job_comparison import attempts, compare_outputs, finished_rows
 from tests.support.kills.killed_pipelines import check_pipeline
@@ -266,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shutil.rmtree(args.work, ignore_errors=True)
     args.work.mkdir(parents=True)
     check = Check(args, random.Random(args.seed))
-    if not (args.command or args.only_grading):
+    if not (args.command or args.only_grading or args.store == "s3"):
         warm_up("tests.support.kills.check_kills")
     if args.command:
         check_command(check)
@@ -281,4 +281,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         with served(args.seed, timeout=1.0) as server:
+            warm_up("tests.support.kills.check_kills")  # with the environment of the server
             check_workers(check, server, f"s3://{BUCKET}/out")

@@ -22,7 +22,7 @@ from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.pipelines.run.run_pipeline import PipelineResult
 from batchgen.storage.folder.read_job import JobFolderReader
-from batchgen.storage.leases.object_store import connect
+from batchgen.storage.leases.s3_objects import connect
 from batchgen.storage.shards.row_order import KEYS
 from batchgen.storage.shards.shard_files import shard_files
 from batchgen.storage.stores.open_storage import open_storage

@@ -43,7 +43,7 @@ def test_rows_of_shards_and_journals_are_shown(stopped: Path, capsys: Printed) -
     assert rows == list(expected) and 8 < len(rows) < 80
     assert show.main([str(stopped), "--rows", "0"]) == 0
     header = capsys.readouterr().out.splitlines()[0]
-    assert f"out: failed, {len(rows)} of 80 rows ({len(rows) / 80:.0%}), " in header
+    assert f"out: failed, {len(rows)} of 80 answers ({len(rows) / 80:.0%}), " in header
     assert header.endswith("; the job's command goes on from there")
 
 
@@ -126,7 +126,8 @@ def test_follow_prints_until_the_job_ends(
     capsys.readouterr()
     assert show.main([str(stopped), "--follow", "--columns", "number"]) == 0
     first, *lines, empty, last = capsys.readouterr().out.splitlines()
-    assert "out: failed, " in first and "out: complete, 80 rows, " in last and not empty
+    assert "out: failed, " in first and not empty
+    assert "out: complete, 40 questions, 80 answers, " in last
     assert sum(line.startswith("row id") for line in lines) == 80 - len(before)
 
 

@@ -60,6 +60,7 @@ NAMING: dict[str, dict[str, Any]] = {
     "a row step": {"rows": [{"_target_": "strangers_code:Step"}]},
     "a post step": {"post": [{"_target_": "strangers_code.Step"}]},
     "a function": {"post": STEPS},
+    "an interpreter": {"post": [{"RunTests": {"python": "./strangers_code"}}]},
     "a reference": {"model": {"choice": "nano_hybrid", "name": "strangers_code.Step"},
                     "post": [{"_target_": "${model.name}"}]},
     "what batchgen imports": {"rows": [{"_target_": "strangers_code.os.system"}]},
@@ -183,6 +184,8 @@ def test_what_is_typed_is_the_users_word(here: Path) -> None:
     assert load_config(groups, both).post[1].options["function"] == FUNCTION
     with pytest.raises(ConfigError, match="strangers_code"):
         load_config(groups, Trust.of([file], [], ["strategy._target_=another.Strategy"]))
+    own = ["post=[{RunTests: {python: /my/python}}]"]
+    load_config(compose_groups({}, own).groups, Trust.of([file], [], own))
     ray = ["launcher=ray", "launcher.address=ray://here:1"]
     load_config(compose_groups({}, ray).groups, Trust.of([file], [], ray))
     with pytest.raises(ConfigError, match="ray://here:1"):

@@ -208,7 +208,8 @@ def sampled(rng: np.random.Generator, p: Floats, k: int) -> Marks:
     rows = (rng.random((len(p), k)) < p[:, None]).astype(np.float64)
     codes = np.zeros((len(p), k), np.int64)
     ids = tuple(map(str, range(len(p))))
-    return Marks(ids, rows, codes, codes, codes == 0, (None,) * len(p), np.arange(len(p)))
+    alone = np.arange(len(p))
+    return Marks(ids, rows, codes, codes, codes == 0, (None,) * len(p), alone, alone * np.nan)
 
 
 @pytest.mark.quick(1)

@@ -12,8 +12,8 @@ from batchgen.evals.scores.marks import Floats, Ints, Marks, Sample
 from batchgen.evals.scores.paired_comparison import (
     Exam,
     compare,
-    exam_differences,
     paired_difference,
+    row_differences,
 )
 from batchgen.util.errors import ConfigError
 
@@ -173,7 +173,9 @@ def test_size_of_p_for_the_same_questions() -> None:
         def drawn(p: Floats, codes: Ints, ids: tuple[str, ...]) -> Marks:
             rows = rng.binomial(1, p[:, None], codes.shape).astype(np.float64)
             alone = np.arange(len(ids))
-            return Marks(ids, rows, codes, codes, codes == 0, (None,) * len(ids), alone)
+            return Marks(
+                ids, rows, codes, codes, codes == 0, (None,) * len(ids), alone, alone * np.nan
+            )
 
         runs = [(drawn(p, codes, ids), drawn(p, codes, ids)) for _ in range(300)]
         found = [compare(*pair).same_questions_p for pair in runs]
@@ -223,6 +225,6 @@ def test_clusters_widen_the_interval() -> None:
 
 def test_exams_are_compared_over_common_rows() -> None:
     one = Exam({"a": "1", "b": "2", "c": "3"}, {"a": "A", "b": "B", "c": "C"})
-    assert exam_differences(one, Exam({"a": "1", "b": "2"}, {"a": "A", "b": "B"})) == ()
-    prompt, target = exam_differences(one, Exam({"a": "9", "b": "2"}, {"a": "A", "b": "D"}))
+    assert row_differences(one, Exam({"a": "1", "b": "2"}, {"a": "A", "b": "B"})) == ()
+    prompt, target = row_differences(one, Exam({"a": "9", "b": "2"}, {"a": "A", "b": "D"}))
     assert "1 of 3 rows have another prompt (a)" in prompt and "another target (b)" in target

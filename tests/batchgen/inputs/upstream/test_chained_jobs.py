@@ -213,16 +213,16 @@ def test_jobs_in_an_object_store_are_read(
     model: Path, rows: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, FaultyFiles())
-    run([*overrides(model, rows, Path("x"))[:-1], "output.dir=memory://jobs/draft"])
+    run([*overrides(model, rows, Path("x"))[:-1], "output.dir=s3://jobs/draft"])
     keys = ("dataset.text_as=reply", "prompt.user='{{ reply }}'", "dataset.rows=rows")
-    run(reader(model, "memory://jobs/draft", "memory://jobs/judge", *keys))
+    run(reader(model, "s3://jobs/draft", "s3://jobs/judge", *keys))
     run(reader(model, draft, tmp_path / "judge", *keys))
-    both = "[memory://jobs/draft,memory://jobs/judge]"
+    both = "[s3://jobs/draft,s3://jobs/judge]"
     run(reader(model, both, tmp_path / "both", "dataset.columns=[q]"))
     found = output_rows(tmp_path / "both")
     assert found[0]["row_id"] == "draft/r0#0" and found[-1]["row_id"] == "judge/r10#1"
     with pytest.raises(ConfigError, match=r"nowhere is not the output of a job"):
-        run(reader(model, "memory://jobs/nowhere", tmp_path / "none"))
+        run(reader(model, "s3://jobs/nowhere", tmp_path / "none"))
 
 
 def test_counted_rows_grow(model: Path, tmp_path: Path) -> None:

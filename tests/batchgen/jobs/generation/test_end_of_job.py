@@ -84,7 +84,8 @@ def test_who_comes_when_the_job_is_complete_says_how_it_ended(tmp_path: Path) ->
     lock.share()  # as a worker does that has not left yet
     result = job.run()
     assert result.exit_code == 3
-    assert result.message.startswith("The job is complete; this worker has computed 0 rows of it.")
+    said = "The job is complete; this worker has computed 0 of its answers."
+    assert result.message.startswith(said)
     assert _names(tmp_path) == before
     lock.__exit__()
     assert job.run().exit_code == 3 and _names(tmp_path) == before

@@ -81,11 +81,11 @@ def test_a_folder_that_another_job_has_taken(tmp_path: Path) -> None:
 def test_the_objects_of_a_job_that_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     files = FaultyFiles()
     use(monkeypatch, files)
-    job = ObjectJob("memory://jobs/a", rows=20_000, step_s=0.02, rows_per_shard=8)
+    job = ObjectJob("s3://jobs/a", rows=20_000, step_s=0.02, rows_per_shard=8)
     error = _while_it_runs(
         job, lambda: any("/data/" in path for path in files.store), files.store.clear
     )
-    assert isinstance(error, FolderLost) and "memory://jobs/a was deleted" in str(error)
+    assert isinstance(error, FolderLost) and "s3://jobs/a was deleted" in str(error)
 
 
 def test_a_lock_is_of_the_folder_that_was_locked(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_line_has_rows_speed_running_errors_and_the_time_left(
         assert not progress.due()
     assert stream.getvalue() == (
         "first empty_prompt, row b: it is empty\n"
-        "300/1,200 rows, 20 tok/s, 48 running, 2 errors, 0:01:30 left\n"
+        "300/1,200 answers, 20 tok/s, 48 running, 2 errors, 0:01:30 left\n"
     )
 
 
@@ -81,7 +81,7 @@ def test_a_job_of_unknown_length_has_no_time_left() -> None:
     with Progress(None, 0, stream=stream) as progress:
         progress.add([answered("a")])
         progress.show(0, np.zeros(1, np.int64))
-    assert stream.getvalue() == "1 rows, 0 tok/s, 1 running\n"
+    assert stream.getvalue() == "1 answers, 0 tok/s, 1 running\n"
 
 
 def test_each_type_of_error_is_shown_once_wherever_it_comes_from() -> None:
@@ -107,9 +107,9 @@ def test_a_terminal_has_a_bar_with_the_same_facts(monkeypatch: pytest.MonkeyPatc
         shown = stream.getvalue()
     assert "\rfirst empty_prompt, row a: it is empty\n" in shown
     bar = shown.rsplit("\r", 1)[1]
-    assert bar.startswith(" 25%|") and "| 250/1,000 rows, " in bar
+    assert bar.startswith(" 25%|") and "| 250/1,000 answers, " in bar
     assert " tok/s, 48 running, 1 error, " in bar and bar.endswith(" left")
-    assert "250/1,000 rows, 1 error, in 0." in stream.getvalue().rsplit("\r", 1)[1]
+    assert "250/1,000 answers, 1 error, in 0." in stream.getvalue().rsplit("\r", 1)[1]
 
 
 def test_a_bar_without_a_total_counts() -> None:
@@ -117,7 +117,7 @@ def test_a_bar_without_a_total_counts() -> None:
     with Progress(None, 5, stream=stream, resumed_errors=1) as progress:
         progress.add([answered("b")])
         progress.show(5, np.zeros(2, np.int64))
-    assert "6 rows, " in stream.getvalue() and "%" not in stream.getvalue()
+    assert "6 answers, " in stream.getvalue() and "%" not in stream.getvalue()
     assert "2 running, 1 error" in stream.getvalue()
 
 
@@ -173,4 +173,4 @@ def test_the_errors_of_other_workers_count() -> None:
         progress.set_others([beat, starting], number=1)
         progress.show(2, np.zeros(0, np.int64))
     line = stream.getvalue().splitlines()[-1]
-    assert line.startswith("4/10 rows, ") and ", 3 workers, 3 errors, " in line
+    assert line.startswith("4/10 answers, ") and ", 3 workers, 3 errors, " in line

@@ -88,7 +88,7 @@ def test_four_workers_make_the_data_of_one(whole: SharedJob, tmp_path: Path) -> 
     ]  # fmt: skip
     messages = [r.message for r in results if isinstance(r, JobResult)]
     assert sum("this worker has computed" in message for message in messages) == 3
-    assert all("rows           " in message for message in messages)
+    assert all("answers        " in message for message in messages)
 
 
 def test_before_any_worker_has_written_metrics_the_job_is_not_complete(tmp_path: Path) -> None:

@@ -130,5 +130,5 @@ def test_the_line_of_a_launcher_counts_errors(
         beats[2] = beat(4, 0)
         shown.show(waiting=0)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[1] == "9/20 rows, 6 tok/s, 2 workers, 1 error"
+    assert lines[1] == "9/20 answers, 6 tok/s, 2 workers, 1 error"
     assert "error" not in lines[2]

@@ -235,7 +235,7 @@ class TestTwoNodes:
         killed = when_rows_are_done(out, 20, 2, kill)
         result = launcher.launch(job.config(), worker_of(job))
         assert not killed.is_alive()
-        assert result.exit_code == 3 and "rows           " in result.message
+        assert result.exit_code == 3 and "answers        " in result.message
         assert data(out) == data(whole)
         assert "was lost with its node and is started again" in capsys.readouterr().err
 

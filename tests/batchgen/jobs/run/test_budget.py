@@ -47,7 +47,7 @@ def test_a_job_goes_on_with_a_higher_budget(tmp_path: Path) -> None:
         assert used(out) >= tokens
         stops.append(finished_rows(out))
         assert json.loads((out / "metrics.json").read_text())["status"] == "stopped"
-        assert f"{stops[-1]:,} rows done" in result.message
+        assert f"{stops[-1]:,} answers done" in result.message
     assert len(stops) > 2 and stops == sorted(set(stops))
     assert compare_outputs(whole, out) == 2 * ROWS
     # What was in flight is computed again, and not counted twice.

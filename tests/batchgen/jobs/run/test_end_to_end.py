@@ -99,7 +99,10 @@ def test_moved_files_and_a_moved_model_go_on(model: Path, rows: Path, tmp_path: 
     moved = shutil.copytree(model, tmp_path / "moved model")
     renamed = rows.rename(tmp_path / "renamed.jsonl")
     result = run(overrides(moved, renamed, one))
-    assert result.exit_code == 0 and "rows              22 (10 from before)" in result.message
+    assert (
+        result.exit_code == 0
+        and "answers           11 questions, 22 answers (10 from before)" in result.message
+    )
     run(overrides(model, renamed, two))
     assert {k: v for k, v in contents(one).items() if k.startswith("data")} == {
         k: v for k, v in contents(two).items() if k.startswith("data")

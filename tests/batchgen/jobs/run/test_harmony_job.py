@@ -84,7 +84,7 @@ def test_the_columns_and_what_people_see(
     cut = [row for row in found if row["finish_reason"] == "length" and row["channel"] != "final"]
     metrics = json.loads((out / "metrics.json").read_text())
     assert sum(n for name, n in metrics["cut_in"].items() if name != "final") == len(cut)
-    told = f"{len(cut)} of {len(found)} rows"
+    told = f"{len(cut)} of {len(found)} answers"
     assert told in result.message and "before the model began to answer" in result.message
     assert told in (out / "report.html").read_text()
     # An answer that is not there is no error: it counts as wrong, and is no example for training.

@@ -114,7 +114,7 @@ def test_card_config_metrics(tmp_path: Path) -> None:
     header = yaml.safe_load(card.split("---")[1])
     files = [{"split": "train", "path": "data/*.parquet"}]
     assert header["configs"] == [{"config_name": "default", "data_files": files}]
-    assert "200 rows" in card and "16 template_error" in card and "`num_prompt_tokens`" in card
+    assert "200 answers" in card and "16 template_error" in card and "`num_prompt_tokens`" in card
     config = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert config["sampling"]["n"] == 2 and config["strategy"]["_target_"] == "fake.Strategy"
     metrics = _metrics(tmp_path)
@@ -132,17 +132,6 @@ def test_card_config_metrics(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *(".lock", "README.md", "config.yaml", "cost", "data", "manifest.json", "metrics.json")
     ]
-
-
-def test_the_memory_plan_is_shown_whenever_an_engine_is_built(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = _job(tmp_path)
-    job.run()
-    line = "memory: weights 1.00 GiB, KV cache 0.50 GiB (1,024 tokens)"
-    assert capsys.readouterr().err.splitlines()[0] == line
-    job.run()
-    assert "memory" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("why", ["", "this CPU rounds as it likes"])

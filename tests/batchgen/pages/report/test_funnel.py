@@ -1,7 +1,6 @@
 """The table of a pipeline: what each step read, made more of, dropped and kept."""
 
 from batchgen.pages.report.funnel import HEADER, StepCounts, funnel_table
-from batchgen.pages.report.told_pipeline import report_html
 
 _STEP = StepCounts(
     "ask",
@@ -26,8 +25,3 @@ def test_made_and_dropped_rows_are_counted_apart() -> None:
 
 def test_a_step_that_has_not_begun() -> None:
     assert StepCounts("ask", "ask.0").cells() == ("ask", *["–"] * 7, "not begun")
-
-
-def test_the_report_says_both() -> None:
-    page = report_html("out", [_STEP], [])
-    assert "ask: made 7 by Explode" in page and "ask: dropped 3 by Filter" in page

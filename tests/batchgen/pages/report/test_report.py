@@ -213,7 +213,7 @@ def test_many_rows_are_chosen_for_what_they_show(tmp_path: Path) -> None:
         for i in range(0, 1000, 2)
     )
     _, page = read(job)
-    assert "200 of 1,000 rows, chosen at random and for what they show" in page.text
+    assert "200 of 1,000 answers, chosen at random and for what they show" in page.text
     assert page.text.count("link to this row") == MOST_ROWS
 
 
@@ -287,7 +287,7 @@ def test_time_and_blocks_come_from_the_metrics(tmp_path: Path) -> None:
     metrics["attempts"][0]["engine"] = {"strategy": {"steps_per_block": {"1": 9, "2": 1}}}
     (job / "metrics.json").write_text(json.dumps(metrics))
     _, page = read(job)
-    for what in ("Speed over time", "Rows over time", "1,000", "Steps of a block", "90%"):
+    for what in ("Speed over time", "Answers over time", "1,000", "Steps of a block", "90%"):
         assert what in page.text
 
 

@@ -13,6 +13,7 @@ from batchgen.cli.verbs import view
 from batchgen.pages.viewer import jobs_below as below
 from batchgen.pages.viewer.folder_site import FolderSite
 from batchgen.pages.viewer.jobs_below import jobs_below
+from batchgen.util.shorten import short_name
 from tests.support.jobs.viewed_page import Page, get, read
 from tests.support.jobs.written_job import grade_job, write_job
 
@@ -43,9 +44,61 @@ def test_the_list_names_each_job_and_leads_to_its_pages(outputs: Path) -> None:
     found = links(outputs)
     assert set(found.values()) <= set(listed.links)
     first = read(pages, found["sweep/day/7"])
-    assert "../" in first.links and "complete, 40 answers" in first.text
+    assert "../" in first.links and "complete, 20 questions, 40 answers" in first.text
     assert "What is 3 plus 0?" in read(pages, found["sweep/day/7"] + "row?n=3").text
     assert get(pages, found["first"] + "view.css").kind.startswith("text/css")
+
+
+def order(outputs: Path, query: str) -> list[str]:
+    """The names of the jobs that a query lists, as they stand there."""
+    names = {f"{job.key}/": job.name for job in jobs_below(outputs).jobs}
+    return [
+        names[link] for link in read(FolderSite(outputs, "outputs"), query).links if link in names
+    ]
+
+
+def test_jobs_of_one_folder_stand_together_with_what_tells_them_apart(outputs: Path) -> None:
+    write_job(outputs / "sweep" / "day" / "n=8,seed=1", 5, 1)
+    listed = read(FolderSite(outputs, "outputs"), "")
+    assert "sweep/day 2 jobs" in " ".join(listed.text.split())
+    assert ("wbr", {}) in listed.tags and "n=8,seed=1" in listed.text
+    assert listed.text.count("sweep/day") == 1
+    metrics = json.loads((outputs / "first" / "metrics.json").read_text())
+    bounds = metrics["score"]["avg"]["population"]
+    assert f"{100 * bounds['low']:.1f}% to {100 * bounds['high']:.1f}%" in listed.text
+    metrics["attempts"][0]["started"] = "2026-11-27T10:46:58+0000"
+    (outputs / "first" / "metrics.json").write_text(json.dumps(metrics))
+    assert "2026-11-27 10:46" in read(FolderSite(outputs, "outputs"), "").text
+
+
+def test_the_list_is_sorted_and_filtered(outputs: Path) -> None:
+    write_job(outputs / "small", 5, 1)
+    path = outputs / "first" / "metrics.json"
+    values = json.loads(path.read_text())
+    values["score"]["avg"]["value"] = 0.01
+    path.write_text(json.dumps({**values, "status": "stopped"}))
+    assert order(outputs, "") == ["first", "small", "sweep/day/7"]
+    assert order(outputs, "?sort=score") == ["sweep/day/7", "first", "small"]  # without one: last
+    assert order(outputs, "?sort=answers")[-1] == "small"
+    assert order(outputs, "?text=day+NONE") == ["sweep/day/7"]  # both words, of name and model
+    assert order(outputs, "?state=stopped") == ["first"]
+    assert "No job is so" in read(FolderSite(outputs, "outputs"), "?text=zzz").text
+    read(FolderSite(outputs, "outputs"), "?sort=colour", 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("package://batchgen/data/nano_sdar/eval.jsonl", "eval.jsonl"),
+        ("package://a/SmolLM2.Q4_1.gguf", "SmolLM2.Q4_1"),
+        ("Qwen/Qwen3-0.6B", "Qwen3-0.6B"),
+        ("models/mine/", "mine"),
+        ("/", "/"),
+        ("", ""),
+    ],
+)
+def test_short_names(path: str, name: str) -> None:
+    assert short_name(path) == name
 
 
 def test_two_jobs_of_the_list_side_by_side(outputs: Path) -> None:
@@ -77,7 +130,7 @@ def test_a_job_that_runs_says_how_far_it_is(outputs: Path) -> None:
     metrics["attempts"][-1]["rows_total"] = 4000
     path.write_text(json.dumps({**metrics, "status": "failed"}))
     listed = " ".join(read(FolderSite(outputs, "outputs"), "").text.split())
-    assert "failed none demo 40 of 4,000" in listed
+    assert "none demo 20 40 of 4,000" in listed and "failed" in listed
     path.unlink()
     assert "not begun" in read(FolderSite(outputs, "outputs"), "").text
 

@@ -205,7 +205,7 @@ def test_a_job_that_runs(tmp_path: Path) -> None:
     assert "this job has no grades" in read(pages, "rows?mark=right", 400).text
     job.run()
     assert f"id{missing[0]}" in read(pages, f"row?n={missing[0]}").text
-    assert "complete, 80 answers" in read(pages, "").text
+    assert "complete, 40 questions, 80 answers" in read(pages, "").text
 
 
 def test_a_job_without_a_finished_row(tmp_path: Path) -> None:

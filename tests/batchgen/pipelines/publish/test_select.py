@@ -271,13 +271,13 @@ def test_a_job_in_an_object_store_is_read_where_it_is(
     use(monkeypatch, files)
     for path in job.rglob("*"):
         if path.is_file() and path.name != ".lock":
-            files.pipe_file(f"/jobs/{path.relative_to(job)}", path.read_bytes())
+            files.put(f"jobs/{path.relative_to(job)}", path.read_bytes())
     asked = ("--where", "mark == 1", "--out")
-    assert run("select", "memory://jobs", *asked, tmp_path / "there") == 0
+    assert run("select", "s3://jobs", *asked, tmp_path / "there") == 0
     assert run("select", job, *asked, tmp_path / "here") == 0
     there, here = read(tmp_path / "there"), read(tmp_path / "here")
     assert [one["id"] for one in there] == ["id0#0", "id2#0"] == [one["id"] for one in here]
-    assert run("export", "memory://jobs", "--to", "sft", *asked, tmp_path / "there.jsonl") == 0
+    assert run("export", "s3://jobs", "--to", "sft", *asked, tmp_path / "there.jsonl") == 0
     assert run("export", job, "--to", "sft", *asked, tmp_path / "here.jsonl") == 0
     assert (tmp_path / "there.jsonl").read_bytes() == (tmp_path / "here.jsonl").read_bytes()
 

@@ -86,15 +86,15 @@ def test_old_versions_in_a_bucket_are_deleted(
 ) -> None:  # fmt: skip
     files = FaultyFiles()
     use(monkeypatch, files)
-    pipeline = small(model, rows, "memory://jobs/out", tmp_path)
+    pipeline = small(model, rows, "s3://jobs/out", tmp_path)
     assert run(pipeline) == 0
     assert run(pipeline, "judge.sampling.seed=1") == 0
     before = set(files.store)
-    assert run_command(["clean", "memory://jobs/out", "--yes"]) == 0
+    assert run_command(["clean", "s3://jobs/out", "--yes"]) == 0
     assert "Deleted 1 folder" in capsys.readouterr().out
     gone = {path for path in before if path not in files.store}
-    gone = {path for path in gone if not path.startswith("/jobs/out/.locks/")}
-    assert gone and all(path.startswith("/jobs/out/judge.") for path in gone)
-    assert {path.split("/")[3] for path in gone}.isdisjoint(
-        {path.split("/")[3] for path in files.store}
+    gone = {path for path in gone if not path.startswith("jobs/out/.locks/")}
+    assert gone and all(path.startswith("jobs/out/judge.") for path in gone)
+    assert {path.split("/")[2] for path in gone}.isdisjoint(
+        {path.split("/")[2] for path in files.store}
     )

@@ -72,11 +72,17 @@ def files(out: Path) -> dict[str, bytes]:
 
 @pytest.mark.thorough
 def test_steps_with_one_model_share_an_engine_and_their_rows_are_those_of_steps_in_turn(
-    model: Path, rows: Path, tmp_path: Path, asked: list[str]
+    model: Path,
+    rows: Path,
+    tmp_path: Path,
+    asked: list[str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     wait = {"after": "complete"}
     streamed = given(model, rows, tmp_path / "streamed")
+    capsys.readouterr()
     assert run(written(tmp_path / "streamed.yaml", streamed)) == 0
+    assert capsys.readouterr().err.count("memory: ") == 1  # of the one engine
     together = asked[:]
     asked.clear()
     in_turn = given(model, rows, tmp_path / "turn", judge=wait, last=wait)

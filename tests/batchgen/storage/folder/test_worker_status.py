@@ -69,7 +69,7 @@ def test_status_of_a_complete_job(tmp_path: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
     assert run_command(["status", str(tmp_path)]) == 0
     line, device = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"{tmp_path}: complete, 10 rows, ")
+    assert line.startswith(f"{tmp_path}: complete, 5 questions, 10 answers, ")
     assert device.startswith("device: ") and device.endswith(" s per kept row")
     assert run_command(["status", str(tmp_path / "x")]) == 2
 
@@ -94,7 +94,7 @@ def test_the_time_left_is_that_of_all_workers_that_run(
     path = tmp_path / "metrics.json"
     path.write_text(json.dumps({**metrics, "attempts": attempts}))
     assert run_command(["status", str(tmp_path)]) == 0
-    assert "4,400 of 6,000 rows (73%), 9 tokens/s, about 40 s left" in capsys.readouterr().out
+    assert "4,400 of 6,000 answers (73%), 9 tokens/s, about 40 s left" in capsys.readouterr().out
     path.write_text(json.dumps({**metrics, "attempts": attempts[-1:]}))
     assert run_command(["status", str(tmp_path)]) == 0
     assert " left" not in capsys.readouterr().out

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
@@ -19,8 +18,7 @@ from batchgen.storage.stores.object_storage import ObjectStorage
 from batchgen.storage.stores.range_file import ObjectFile
 from batchgen.util.errors import ConfigError, JobError
 from tests.batchgen.storage.leases.test_lease_protocol import Workers
-from tests.support.jobs.object_files import AFTER, BEFORE, FaultyFiles, store_in
-from tests.support.jobs.racing_workers import winners
+from tests.support.jobs.object_files import AFTER, BEFORE, Below, FaultyFiles, store_in
 from tests.support.jobs.workers_model import MemoryStore
 
 
@@ -45,19 +43,13 @@ def test_the_first_one_makes_an_object(tmp_path: Path) -> None:
     assert store.operations["Create"] == 4
 
 
-def test_many_at_once_and_one_wins() -> None:
-    """The plain files of fsspec in memory, where looking and making are two steps."""
-    files = MemoryFileSystem(global_store=False, skip_instance_cache=True)
-    assert len(winners(lambda name: ObjectStore(files, "memory://x"))) == 50
-
-
 @pytest.mark.parametrize("fault", [BEFORE, AFTER])
 def test_a_lost_answer_is_asked_for_again(fault: str) -> None:
     faults = [fault, fault]
     files = FaultyFiles(lambda: faults.pop() if faults else None)
     store = store_in(files)
     assert store.do(Create("leases/a", b"mine")) is True and not faults
-    assert files.created == ["/jobs/leases/a"]
+    assert files.created == ["jobs/leases/a"]
     faults += [fault]
     assert store.do(Create("leases/a", b"another's")) is False and not faults
     faults += [fault]
@@ -66,68 +58,31 @@ def test_a_lost_answer_is_asked_for_again(fault: str) -> None:
 
 def test_a_store_that_does_not_answer_and_one_that_refuses() -> None:
     files = FaultyFiles(lambda: BEFORE)
-    store = ObjectStore(files, "memory://jobs", patience=0.02)
-    with pytest.raises(JobError, match=r"cannot write memory://jobs/leases/a: 503: slow down"):
+    store = ObjectStore(Below(files, "s3://jobs"), "s3://jobs", patience=0.02)
+    with pytest.raises(JobError, match=r"cannot write s3://jobs/leases/a: 503: slow down"):
         store.do(Create("leases/a", b"1"))
     tried = sum(files.requests.values())
     assert tried >= 1
 
     def refuse() -> str | None:
-        raise PermissionError("Access Denied")
+        raise PermissionError("no permission (AccessDenied)")
 
     files.fault = refuse
-    with pytest.raises(JobError, match=r"no permission \(Access Denied\)"):
+    with pytest.raises(JobError, match=r"no permission \(AccessDenied\)"):
         store.do(Read("leases/a"))
     assert sum(files.requests.values()) == tried + 1
 
 
-def test_an_answer_of_s3_that_fsspec_does_not_translate() -> None:
-    error = OSError("At least one of the pre-conditions you specified did not hold")
-    error.__cause__ = Exception()
-    error.__cause__.response = {"Error": {"Code": "PreconditionFailed"}}  # type: ignore[attr-defined]
-    files = FaultyFiles()
-    files.pipe_file = _raising(error)
-    store = store_in(files)
-    assert store.do(Create("leases/a", b"1")) is False
-
-
-def _raising(error: Exception) -> Any:
-    def call(*args: Any, **kwargs: Any) -> None:
-        raise error
-
-    return call
-
-
 def test_a_store_without_create_if_absent_is_refused() -> None:
+    class Careless(Below):
+        def create(self, name: str, content: bytes) -> None:
+            self.overwrite(name, content)  # what is there is lost
+
     files = FaultyFiles()
-    files.pipe_file = lambda path, data, mode="": files.store.update(  # what is there is lost
-        {path: type("Object", (), {"getbuffer": lambda self: memoryview(data), "size": 1})()}
-    )
     with pytest.raises(ConfigError, match="does not heed If-None-Match"):
-        store_in(files).probe("x")
+        ObjectStore(Careless(files, "s3://jobs"), "s3://jobs").probe("x")
     files = FaultyFiles()
     store_in(files).probe("x")
-    assert not files.store
-
-
-def test_a_store_that_creates_in_parts_what_is_there_is_refused() -> None:
-    class Parts(FaultyFiles):
-        """S3, but for the condition of the request that ends an upload in parts."""
-
-        protocol = ("s3",)
-
-    files = Parts()
-    store_in(files, "s3://jobs").probe("x")
-    assert files.requests["pipe_file"] == 3 and not files.store
-    create = files.pipe_file
-
-    def pipe_file(path: str, value: bytes, chunksize: int = 0, **options: Any) -> None:
-        assert not chunksize or (5 * 2**20 <= chunksize and 2 * chunksize <= len(value))
-        create(path, value, **({} if chunksize else options))
-
-    files.pipe_file = pipe_file
-    with pytest.raises(ConfigError, match="does not heed If-None-Match at the end of an upload"):
-        store_in(files, "s3://jobs").probe("x")
     assert not files.store
 
 
@@ -155,7 +110,7 @@ def test_an_object_is_read_as_a_file() -> None:
     assert file.seek(-10, 2) == 90 and file.read(4) == bytes(range(90, 94)) and file.tell() == 94
     assert file.read() == bytes(range(94, 100)) and file.read(3) == b""
     assert file.seek(10) == 10 and file.seek(5, 1) == 15 and file.readall() == bytes(range(15, 100))
-    assert str(file) == "memory://jobs/data/a"
+    assert str(file) == "s3://jobs/data/a"
     buffer = bytearray(3)
     file.seek(1)
     assert file.readinto(buffer) == 3 and bytes(buffer) == b"\1\2\3"
@@ -187,7 +142,7 @@ class _Objects(MemoryStore):
         super().__init__()
         self.faults: list[str] = []
         self.files = FaultyFiles(lambda: self.faults.pop() if self.faults else None)
-        self._store = store_in(self.files, "memory://")
+        self._store = store_in(self.files, "s3://")
         self.created = _Names(self.files)  # type: ignore[assignment]
         self.objects = _Contents(self.files)
 
@@ -204,7 +159,7 @@ class _Names:
         self._files = files
 
     def count(self, name: str) -> int:
-        return self._files.created.count(f"/{name}")
+        return self._files.created.count(name)
 
 
 class _Contents(dict[str, bytes]):
@@ -215,22 +170,22 @@ class _Contents(dict[str, bytes]):
         self._files = files
 
     def __getitem__(self, name: str) -> bytes:
-        return bytes(self._files.store[f"/{name}"].getbuffer())
+        return self._files.store[name]
 
     def __contains__(self, name: object) -> bool:
-        return f"/{name}" in self._files.store
+        return name in self._files.store
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default
 
     def items(self) -> Any:
-        return [(path[1:], self[path[1:]]) for path in list(self._files.store)]
+        return list(self._files.store.items())
 
     def __setitem__(self, name: str, content: bytes) -> None:
-        MemoryFileSystem.pipe_file(self._files, f"/{name}", content)
+        self._files.put(name, content)
 
     def pop(self, name: str, default: Any = None) -> Any:
-        return self._files.store.pop(f"/{name}", default)
+        return self._files.store.pop(name, default)
 
 
 class WorkersOverRequests(Workers):

@@ -1,0 +1,106 @@
+"""How values go between a program and the code that tests it, which lie in two sandboxes.
+
+A value is JSON: null, true, a number without a point and a text are themselves, all others a list
+of a letter and its parts. Nothing that a frame holds is ever run. What has no such form stays where
+it is, and the other side gets its number. This file imports nothing of batchgen: it runs in a
+sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from fractions import Fraction
+from typing import IO, Any
+
+_LISTS: Mapping[str, Callable[..., Any]] = {"l": list, "t": tuple, "s": set, "z": frozenset}
+_LETTERS: Mapping[type[Any], str] = {list: "l", tuple: "t", set: "s", frozenset: "z"}
+_TEXTS: Mapping[str, Callable[[str], Any]] = {
+    "f": float.fromhex,
+    "b": bytes.fromhex,
+    "y": bytearray.fromhex,
+    "D": Decimal,
+    "F": Fraction,
+}
+MOST_BYTES = 64 << 20
+"""Bytes of a frame."""
+
+
+def encode(value: Any, refer: Callable[[Any], int]) -> Any:
+    """The JSON form of a value. Subclasses go as what they are made of: a Counter as a dict.
+
+    Args:
+        refer: called for a value without a form; returns its number.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, (int, str)):
+        return int(value) if isinstance(value, int) else str(value)
+    if isinstance(value, float):
+        return ["f", float.hex(value)]
+    if isinstance(value, complex):
+        return ["c", float.hex(value.real), float.hex(value.imag)]
+    if isinstance(value, (bytes, bytearray)):
+        return ["b" if isinstance(value, bytes) else "y", value.hex()]
+    if isinstance(value, (Decimal, Fraction)):
+        return ["D" if isinstance(value, Decimal) else "F", str(value)]
+    if isinstance(value, dict):
+        return ["d", [[encode(k, refer), encode(v, refer)] for k, v in value.items()]]
+    for kind, letter in _LETTERS.items():
+        if isinstance(value, kind):
+            return [letter, [encode(each, refer) for each in value]]
+    if isinstance(value, range):
+        return ["r", value.start, value.stop, value.step]
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return encode(value.tolist(), refer)
+    return ["o", refer(value)]
+
+
+def decode(form: Any, referred: Callable[[int], Any]) -> Any:
+    """The value of a JSON form; `referred` makes one of a number.
+
+    Raises:
+        ValueError, TypeError: it is no such form.
+    """
+    if not isinstance(form, list):
+        if isinstance(form, (float, dict)):
+            raise ValueError("no such form")
+        return form
+    letter, *parts = form
+    if letter in _LISTS:
+        return _LISTS[letter](decode(each, referred) for each in parts[0])
+    if letter == "d":
+        return {decode(k, referred): decode(v, referred) for k, v in parts[0]}
+    if letter in _TEXTS:
+        return _TEXTS[letter](parts[0])
+    if letter == "c":
+        return complex(*map(float.fromhex, parts))
+    if letter == "r":
+        return range(*parts)
+    if letter == "o":
+        return referred(parts[0])
+    raise ValueError("no such form")
+
+
+def send(file: IO[bytes], message: Any) -> None:
+    """Write a message, which is JSON."""
+    data = json.dumps(message).encode()
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"a value of {len(data)} bytes is too large")
+    file.write(len(data).to_bytes(8, "big") + data)
+    file.flush()
+
+
+def receive(file: IO[bytes]) -> Any:
+    """Read a message. Raises EOFError at the end, and ValueError if it is none."""
+    head = file.read(8)
+    size = int.from_bytes(head, "big")
+    if len(head) < 8:
+        raise EOFError
+    if size > MOST_BYTES:
+        raise ValueError("no message")
+    data = file.read(size)
+    if len(data) < size:
+        raise EOFError
+    return json.loads(data)

@@ -1,0 +1,51 @@
+"""Says of the interpreter that runs it what a sandbox needs of it, as JSON.
+
+    python -I describe.py DISTRIBUTION…
+
+It runs outside of any sandbox, and imports nothing of batchgen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
+
+
+def described(names: list[str]) -> dict[str, Any]:
+    """The interpreter's files, and the folders and files of distributions by what they are called
+    there."""
+    places: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    missing: list[str] = []
+    for name in names:
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            missing.append(name)
+            continue
+        tops = {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "/")}
+        kept = {top for top in tops if not top.endswith((".dist-info", ".egg-info", ".pth"))}
+        kept.discard("__pycache__")
+        if not kept:
+            missing.append(name)
+        versions[name] = found.version
+        places |= {top: os.path.realpath(str(found.locate_file(top))) for top in sorted(kept)}
+    folder, library = sysconfig.get_config_vars("LIBDIR", "INSTSONAME")
+    shared = os.path.join(str(folder), str(library))
+    return {
+        "python": os.path.realpath(sys.executable),
+        "version": sys.version.split()[0],
+        "library": os.path.dirname(os.path.realpath(os.__file__)),
+        "shared": shared if ".so" in str(library) and os.path.isfile(shared) else None,
+        "packages": places,
+        "versions": versions,
+        "missing": missing,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(described(sys.argv[1:])))

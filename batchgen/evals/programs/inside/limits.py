@@ -1,0 +1,41 @@
+"""What every process of a sandbox does first. It imports nothing of batchgen."""
+
+from __future__ import annotations
+
+import json
+import resource
+import site
+import sys
+from typing import Any
+
+_MANY = 64
+"""Files and threads."""
+
+
+def begin() -> dict[str, Any]:
+    """Limit this process for good, by the JSON object of the first argument, and let it import
+    packages. Returns that object."""
+    options: dict[str, Any] = json.loads(sys.argv[1])
+    sys.argv[1:] = []
+    seconds = options["cpu_seconds"]
+    limits = {
+        resource.RLIMIT_AS: (options["memory_bytes"],) * 2,
+        resource.RLIMIT_CPU: (seconds, seconds + 1),
+        resource.RLIMIT_FSIZE: (options["file_bytes"],) * 2,
+        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_NOFILE: (_MANY, _MANY),
+        resource.RLIMIT_NPROC: (_MANY, _MANY),
+        resource.RLIMIT_MEMLOCK: (0, 0),
+    }
+    for limit, values in limits.items():
+        resource.setrlimit(limit, values)
+    sys.path[:] = [path for path in sys.path if path != options["here"]] + ["/packages"]
+    site.setquit()  # exit() and quit(), which come with a module that is not loaded here
+    sys.set_int_max_str_digits(0)
+    return options
+
+
+def text_of(path: str) -> str:
+    """What a file of the sandbox holds."""
+    with open(path, encoding="utf-8", errors="surrogatepass") as file:
+        return file.read()

@@ -1,0 +1,70 @@
+"""The Python interpreter that runs programs, and the packages that they may import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from batchgen.util.errors import ConfigError
+
+_DESCRIBE = Path(__file__).with_name("inside") / "describe.py"
+_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """What a sandbox needs of an interpreter.
+
+    Attributes:
+        python: the real path of the interpreter.
+        version: of Python.
+        library: the folder of its standard library.
+        shared: the file of its shared library, if it has one.
+        packages: the folders and files that can be imported, each behind what it is called.
+        versions: the distributions that these belong to, each with its version.
+    """
+
+    python: str
+    version: str
+    library: str
+    shared: str | None
+    packages: tuple[tuple[str, str], ...]
+    versions: tuple[tuple[str, str], ...]
+
+    @property
+    def name(self) -> str:
+        """What results depend on: Python and the packages with their versions."""
+        packages = "".join(f" {name}=={version}" for name, version in sorted(self.versions))
+        return f"Python {self.version}{packages}"
+
+
+@lru_cache
+def interpreter(python: str | None, packages: tuple[str, ...]) -> Interpreter:
+    """Ask an interpreter, or that which runs this, for its files and those of packages.
+
+    Raises:
+        ConfigError: it cannot be run, or has no such packages.
+    """
+    command = [python or sys.executable, "-I", str(_DESCRIBE), *packages]
+    try:
+        ended = subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_SECONDS, check=True
+        )
+        found = json.loads(ended.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(
+            f"RunTests: python: {command[0]} cannot be asked for its files ({error}): give the "
+            "path of a Python interpreter, or null for the one that runs batchgen"
+        ) from None
+    if missing := found.pop("missing"):
+        raise ConfigError(
+            f"RunTests: packages: {command[0]} has no files of {', '.join(missing)}: install it "
+            "there (pip install), or leave it out"
+        )
+    return Interpreter(
+        **found | {key: tuple(found[key].items()) for key in ("packages", "versions")}
+    )

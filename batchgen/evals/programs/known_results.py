@@ -1,0 +1,50 @@
+"""What came of programs, kept in the user's cache folder so that none is run twice."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from hashlib import blake2b
+
+from batchgen.evals.programs.run_program import OUTCOMES, Result
+from batchgen.util.paths import user_cache
+from batchgen.util.temporary import temporary_name
+
+
+class KnownResults:
+    """Remembers results by what they follow from. A damaged entry, or a folder that cannot be used,
+    means that programs are run again. A program that was over its time may have been so because of
+    the machine, and is run again."""
+
+    def __init__(self) -> None:
+        """Those of this user."""
+        self._folder = user_cache() / "programs"
+
+    def get(self, key: str) -> Result | None:
+        """The result of a key; None if it is not known."""
+        try:
+            known = Result(**json.loads((self._folder / key).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+        return known if known.outcome in OUTCOMES else None
+
+    def put(self, key: str, result: Result) -> None:
+        """Remember a result."""
+        if result.outcome == "timeout":
+            return
+        temporary = temporary_name(self._folder / key)
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                temporary.write_text(json.dumps(asdict(result)), encoding="utf-8")
+                temporary.replace(self._folder / key)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+def result_key(parts: Sequence[str | float]) -> str:
+    """The key of a result that follows from these parts."""
+    text = json.dumps(parts)
+    return blake2b(text.encode(), digest_size=20).hexdigest()

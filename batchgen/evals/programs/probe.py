@@ -1,0 +1,79 @@
+"""Tries at the start whether the sandbox holds here: programs in it try to get out."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import lru_cache
+
+from batchgen.evals.programs.interpreter import Interpreter
+from batchgen.evals.programs.run_program import run_with_input
+from batchgen.evals.programs.sandbox import Sandbox, SandboxError
+from batchgen.util.errors import ConfigError
+
+_MEMORY = 512 << 20
+_SECONDS = 10.0, 60.0
+_FILES = """\
+import os
+got = []
+for path in ({secret!r}, "/etc/passwd", "/proc/1/environ", "/sys/kernel", "/home", "/usr/bin"):
+    try:
+        os.listdir(path) if os.path.isdir(path) else open(path).read()
+        got.append(path)
+    except OSError:
+        pass
+for path in ("/x", "/harness/x", "/packages/x", {library!r} + "/x"):
+    try:
+        open(path, "w")
+        got.append("write " + path)
+    except OSError:
+        pass
+print(*got, "end")
+"""
+_CALLS = {
+    "make a process": "import os; os.fork()",
+    "open a socket": "import socket; socket.socket()",
+    "signal a process": "import os; os.kill(1, 9)",
+}
+
+
+@lru_cache
+def check_sandbox(interpreter: Interpreter) -> None:
+    """Run programs that try to read and write files, to make processes, sockets and signals, and to
+    take more memory than they may.
+
+    Raises:
+        ConfigError: there is no sandbox here, or it does not hold.
+    """
+    sandbox = Sandbox(interpreter, _MEMORY, *_SECONDS)
+    with tempfile.NamedTemporaryFile() as secret:
+        tries = _FILES.format(secret=secret.name, library=interpreter.library)
+        output, failure = _tried(sandbox, tries)
+    if failure is not None or output != "end\n":
+        raise _refusal(f"a program could {output or failure}")
+    for what, program in _CALLS.items():
+        if (ended := _tried(sandbox, program))[1] != "forbidden":
+            raise _refusal(f"a program could {what} ({ended[1]})")
+    if (ended := _tried(sandbox, "x = bytearray(1 << 30)"))[1] != "crash":
+        raise _refusal(f"a program could have more memory than it may ({ended[1]})")
+
+
+def _tried(sandbox: Sandbox, program: str) -> tuple[str, str | None]:
+    """What a program wrote, and how it failed."""
+    try:
+        output, failure = run_with_input(sandbox, program, "", 1 << 16)
+    except SandboxError as error:
+        raise ConfigError(
+            f"RunTests: bubblewrap makes no sandbox here ({error}): it must be of version 0.8 or "
+            "newer, and this user must be allowed to make namespaces (in a container, run it with "
+            "--security-opt seccomp=unconfined; on Ubuntu, sysctl "
+            "kernel.apparmor_restrict_unprivileged_userns=0). There is no way to run programs "
+            "without it"
+        ) from None
+    return output, None if failure is None else failure.outcome
+
+
+def _refusal(what: str) -> ConfigError:
+    return ConfigError(
+        f"RunTests: the sandbox does not hold on this machine: {what}. Nothing was run: grade on "
+        "another machine (batchgen grade), whose kernel has seccomp and user namespaces"
+    )

@@ -1,0 +1,194 @@
+"""Runs a program once and says what came of it: with an input, or against code that tests it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from batchgen.evals.programs.sandbox import (
+    FORBIDDEN,
+    OVER_TIME,
+    Process,
+    Sandbox,
+    SandboxError,
+    readable,
+)
+
+Outcome = Literal["passed", "wrong", "timeout", "crash", "forbidden"]
+OUTCOMES = ("passed", "wrong", "timeout", "crash", "forbidden")
+_MOST_ERRORS = 4096
+"""Bytes that are kept of standard error, from its end."""
+_MOST_VERDICT = 65_536
+
+
+class UnfitTests(Exception):
+    """The tests cannot be run here. That says nothing about the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of a program: whether it passed, and where and how it did not."""
+
+    outcome: Outcome
+    detail: str | None = None
+
+
+@dataclass
+class _Pipe:
+    """The ends of a pipe that are open; `content` is what was read of it so far."""
+
+    read: int
+    write: int
+    content: bytes = b""
+
+    def close_write(self) -> None:
+        """Leave the writing end to the process that has it."""
+        os.close(self.write)
+        self.write = -1
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[_Pipe]:
+    made = _Pipe(*os.pipe())
+    try:
+        yield made
+    finally:
+        for end in (made.read, made.write):
+            if end >= 0:
+                os.close(end)
+
+
+def run_with_input(
+    sandbox: Sandbox, program: str, text: str, most_bytes: int
+) -> tuple[str, Result | None]:
+    """Run a program as a script with a standard input.
+
+    Returns its output, and how it ended if not by itself and without an error. More output than
+    `most_bytes` ends it.
+
+    Raises:
+        SandboxError: see `Process.wait`.
+    """
+    with contextlib.ExitStack() as stack:
+        stdin = stack.enter_context(readable(text))
+        out, errors = stack.enter_context(_pipe()), stack.enter_context(_pipe())
+        started = sandbox.process(
+            "stdin_program",
+            {"/program.py": program},
+            stdin=stdin,
+            stdout=out.write,
+            stderr=errors.write,
+        )
+        process = stack.enter_context(started)
+        out.close_write()
+        errors.close_write()
+        deadline = time.monotonic() + sandbox.wall_seconds
+        in_time = _read([out, errors], deadline, most_bytes, kept=errors)
+        if len(out.content) > most_bytes:
+            return "", Result("crash", f"more than {most_bytes:,} bytes of output")
+        if not in_time:
+            return "", _over_time(sandbox)
+        return out.content.decode(errors="replace"), _failure(process, errors.content, sandbox)
+
+
+def run_tests(sandbox: Sandbox, program: str, tests: str) -> Result:
+    """Run code that tests a program against it. Both have sandboxes of their own, so that the
+    program can neither read the tests nor write the verdict: it answers calls.
+
+    Raises:
+        UnfitTests: the tests give the program objects that have no copy.
+        SandboxError: see `Process.wait`.
+    """
+    with contextlib.ExitStack() as stack:
+        calls, answers, verdict = (stack.enter_context(_pipe()) for _ in range(3))
+        tested = stack.enter_context(
+            sandbox.process(
+                "called_program",
+                {"/program.py": program},
+                stdin=calls.read,
+                stdout=answers.write,
+            )
+        )
+        tester = sandbox.process(
+            "testing_code",
+            {"/tests.py": tests},
+            stdin=answers.read,
+            stdout=calls.write,
+            verdict=verdict.write,
+        )
+        testing = stack.enter_context(tester)
+        for own in (calls, answers, verdict):
+            own.close_write()
+        deadline = time.monotonic() + sandbox.wall_seconds
+        if not _read([verdict], deadline, _MOST_VERDICT):
+            return _over_time(sandbox)
+        if not verdict.content:  # they needed too much time or memory, with what they got
+            return _failure(testing, b"", sandbox) or Result("crash", "the tests have no verdict")
+        return _verdict(verdict.content, tested, sandbox)
+
+
+def _verdict(content: bytes, tested: Process, sandbox: Sandbox) -> Result:
+    """What the testing code has said of a program."""
+    kind, *texts = json.loads(content)
+    text = texts[0] if texts else None
+    if kind == "unsupported":
+        raise UnfitTests(text)
+    if kind == "lost":
+        return _failure(tested, b"", sandbox) or Result("crash", "it ended before its tests did")
+    outcomes: dict[str, Outcome] = {"passed": "passed", "wrong": "wrong"}
+    return Result(outcomes.get(kind, "crash"), text)
+
+
+def _read(pipes: list[_Pipe], deadline: float, most_bytes: int, kept: _Pipe | None = None) -> bool:
+    """Read pipes to their ends; of `kept` the last bytes are kept. Returns whether all ended in
+    time and with at most so many bytes."""
+    with selectors.DefaultSelector() as selector:
+        for each in pipes:
+            selector.register(each.read, selectors.EVENT_READ, each)
+        while selector.get_map():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            for key, _ in selector.select(left):
+                pipe: _Pipe = key.data
+                data = os.read(pipe.read, 1 << 16)
+                pipe.content += data
+                if not data:
+                    selector.unregister(pipe.read)
+                elif pipe is kept:
+                    pipe.content = pipe.content[-_MOST_ERRORS:]
+                elif len(pipe.content) > most_bytes:
+                    return False
+    return True
+
+
+def _failure(process: Process, errors: bytes, sandbox: Sandbox) -> Result | None:
+    """How a program ended that says nothing more; None if by itself and without an error."""
+    try:
+        code = process.wait()
+    except subprocess.TimeoutExpired:
+        return _over_time(sandbox)
+    except SandboxError as error:
+        raise SandboxError(f"{error}: {_last_line(errors)}") from None
+    if code == FORBIDDEN:
+        return Result("forbidden", "a system call that programs may not make")
+    if code in OVER_TIME:
+        return _over_time(sandbox)
+    if code == 0:
+        return None
+    return Result("crash", _last_line(errors) or f"it ended with code {code}")
+
+
+def _last_line(errors: bytes) -> str:
+    return "".join(errors.decode(errors="replace").strip().splitlines()[-1:])[:500]
+
+
+def _over_time(sandbox: Sandbox) -> Result:
+    return Result("timeout", f"longer than {sandbox.seconds:g} seconds of the CPU, or waiting")

@@ -1,0 +1,209 @@
+"""A sandbox for a program of a stranger: bubblewrap, limits and a filter of system calls.
+
+The program sees the libraries of the system and Python's own, all read-only, and a small /tmp. It
+has no home, no network, no /proc, no variables of the environment, and sees no process but its own.
+It is one process, which cannot make others, and so its memory is bounded by its address space.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from batchgen.evals.programs.interpreter import Interpreter
+from batchgen.evals.programs.seccomp import seccomp_filter
+from batchgen.util.errors import ConfigError
+
+_INSIDE = Path(__file__).with_name("inside")
+_HARNESS = "/harness"
+_PACKAGE = "batchgen.evals.programs.inside"
+_START = f"import sys; sys.path.insert(0, {_HARNESS!r}); from {_PACKAGE}.%s import main; main()"
+_FILE_BYTES = 16 << 20
+"""Bytes of /tmp, and of one file there."""
+_END_SECONDS = 5.0
+"""The longest time between a program's last word and its end."""
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+_ENVIRONMENT = {
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+FORBIDDEN = 128 + signal.SIGSYS
+"""Exit code of a sandbox whose program made a system call that is forbidden."""
+OVER_TIME = (128 + signal.SIGXCPU, 128 + signal.SIGKILL)
+"""Exit codes of one whose program was over its time."""
+
+
+class SandboxError(Exception):
+    """A sandbox could not be made. That says nothing about the program."""
+
+
+def bubblewrap() -> str:
+    """The path of bubblewrap's command.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    found = shutil.which("bwrap")
+    if found is None:
+        raise ConfigError(
+            "RunTests runs programs that a model wrote in a sandbox of bubblewrap, which is not "
+            "installed here: apt-get install bubblewrap (or dnf, pacman, apk add; version 0.8 or "
+            "newer). There is no way to run them without it"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Process:
+    """A sandbox that was started, and the file into which bubblewrap writes what becomes of it."""
+
+    process: subprocess.Popen[bytes]
+    status: int
+
+    def wait(self) -> int:
+        """The exit code, once the process ends.
+
+        Raises:
+            TimeoutExpired: it does not end by itself.
+            SandboxError: the sandbox could not be made, so that nothing has run in it.
+        """
+        code = self.process.wait(_END_SECONDS)
+        if code and b"exit-code" not in os.pread(self.status, 4096, 0):
+            raise SandboxError(f"bubblewrap ended with {code} before the program")
+        return code
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """How programs run.
+
+    Attributes:
+        memory_bytes: the address space of a process.
+        seconds: of the CPU, for one process.
+        wall_seconds: how long a process may last, also one that waits.
+    """
+
+    interpreter: Interpreter
+    memory_bytes: int
+    seconds: float
+    wall_seconds: float
+
+    @contextlib.contextmanager
+    def process(
+        self,
+        script: str,
+        files: Mapping[str, str],
+        *,
+        stdin: int,
+        stdout: int,
+        stderr: int = subprocess.DEVNULL,
+        verdict: int | None = None,
+    ) -> Iterator[Process]:
+        """Start a script of `inside`, which sees texts as files, and end it with all it has begun.
+
+        Args:
+            verdict: a file descriptor that it gets besides.
+        """
+        options = {
+            "memory_bytes": self.memory_bytes,
+            "file_bytes": _FILE_BYTES,
+            "cpu_seconds": max(1, round(self.seconds)),
+            "here": _HARNESS,
+            "verdict": verdict,
+        }
+        with contextlib.ExitStack() as stack:
+            own = {path: stack.enter_context(readable(text)) for path, text in files.items()}
+            filter_fd = stack.enter_context(readable(seccomp_filter(platform.machine())))
+            status = stack.enter_context(readable(b""))
+            command = [*self.arguments(own, filter_fd, status), self.interpreter.python]
+            command += ["-I", "-S", "-B", "-X", "utf8", "-c", _START % script, json.dumps(options)]
+            passed = [*own.values(), filter_fd, status, *([] if verdict is None else [verdict])]
+            process = subprocess.Popen(
+                command, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=passed
+            )
+            try:
+                yield Process(process, status)
+            finally:
+                # With bubblewrap dies the first process of the sandbox, and so all of it.
+                process.kill()
+                process.wait()
+
+    def arguments(self, files: Mapping[str, int], filter_fd: int, status: int) -> list[str]:
+        """The command of bubblewrap up to the interpreter.
+
+        Args:
+            files: by their paths, descriptors of their contents.
+            filter_fd: that of the filter of system calls.
+            status: that to which bubblewrap writes how the sandbox ended.
+        """
+        made = [bubblewrap(), "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+        made += [f"--unshare-{kind}" for kind in ("user", "ipc", "pid", "net", "uts", "cgroup")]
+        made += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--clearenv"]
+        for name, value in _ENVIRONMENT.items():
+            made += ["--setenv", name, value]
+        made += self._bound
+        made += ["--size", str(_FILE_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+        for path, fd in files.items():
+            made += ["--ro-bind-data", str(fd), path]
+        made += ["--seccomp", str(filter_fd), "--json-status-fd", str(status)]
+        return [*made, "--remount-ro", "/", "--"]
+
+    @cached_property
+    def _bound(self) -> Sequence[str]:
+        """What of this machine can be read."""
+        python, made = self.interpreter, []
+        for folder in _library_folders():
+            if folder.is_symlink():
+                made += ["--symlink", os.readlink(folder), str(folder)]
+            else:
+                made += ["--ro-bind", str(folder), str(folder)]
+        single = [python.python, python.shared, "/etc/ld.so.cache"]
+        for path in (python.library, *single):
+            if path is not None and os.path.exists(path):
+                made += ["--ro-bind", path, path]
+        for name in ("site-packages", "dist-packages"):  # packages are there by name alone
+            if os.path.isdir(hidden := os.path.join(python.library, name)):
+                made += ["--size", "4096", "--tmpfs", hidden, "--remount-ro", hidden]
+        for name, path in python.packages:
+            made += ["--ro-bind", path, f"/packages/{name}"]
+        made += ["--ro-bind", str(_INSIDE), f"{_HARNESS}/{_PACKAGE.replace('.', '/')}"]
+        for device in _DEVICES:
+            made += ["--dev-bind", device, device]
+        return made
+
+
+def _library_folders() -> list[Path]:
+    """The folders of the system's libraries, without programs."""
+    kind = f"{platform.machine()}-linux-gnu"
+    if not Path("/usr/lib", kind).is_dir():
+        kind = ""  # not of the Debian family
+    folders = [Path("/usr/lib", kind), Path("/usr/lib64"), Path("/lib64")]
+    lib = Path("/lib")
+    folders.append(lib if lib.is_symlink() else lib / kind)
+    return [folder for folder in folders if folder.is_dir()]
+
+
+@contextlib.contextmanager
+def readable(content: str | bytes) -> Iterator[int]:
+    """A file descriptor from which a process reads a content."""
+    data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+    fd = os.memfd_create("sandbox")
+    try:
+        with os.fdopen(os.dup(fd), "wb") as file:
+            file.write(data)
+        os.lseek(fd, 0, os.SEEK_SET)
+        yield fd
+    finally:
+        os.close(fd)

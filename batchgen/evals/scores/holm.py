@@ -1,0 +1,21 @@
+"""Several p values told together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def holm(values: Sequence[float | None]) -> list[float | None]:
+    """p values that hold together: the chance that any of those below 0.05 is so by accident is at
+    most 5%, whatever the tests have to do with each other (Holm 1979, Scand. J. Stat. 6, 65).
+
+    The i-th smallest of m (from 0) becomes the largest of (m − j) · p_j for j ≤ i, at most 1. Where
+    there is no p, or it is NaN, there was no test, which does not count.
+    """
+    tested = [(value, at) for at, value in enumerate(values) if value is not None]
+    order = sorted((value, at) for value, at in tested if value == value)
+    found, largest = list(values), 0.0
+    for rank, (value, at) in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * value))
+        found[at] = largest
+    return found

@@ -1,0 +1,83 @@
+"""Facts about jobs beside their marks: in what their configurations differ, their numbers, and when
+they ran."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+SEED = "sampling.seed"
+_GROUPS = (
+    *("model", "dataset", "rows", "prompt", "sampling", "strategy", "constraint", "engine"),
+    "post",
+)
+"""Groups of a configuration that say what a job computed, in their order there."""
+_SLACK = 2.0
+"""Seconds that times of beginning and end are inexact by."""
+
+
+def settings(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """What each configuration has otherwise than some other one: key → value as text. A
+    configuration that is not known has no such keys."""
+    flat = [dict(_keys(config)) for config in configs]
+    known = [own for own in flat if own]
+    names = list(dict.fromkeys(key for own in known for key in own))
+    differ = [key for key in names if len({own.get(key, "null") for own in known}) > 1]
+    return [{key: own.get(key, "null") for key in differ} if own else {} for own in flat]
+
+
+def _keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for group in _GROUPS:
+        yield from _flat(group, config.get(group))
+
+
+def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _flat(f"{key}.{name}", item)
+    elif value is not None:
+        yield key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def job_numbers(metrics: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of metrics.json and of the configuration, by their keys with points, and the two
+    that follow from others: tokens_per_forward and tokens_per_answer."""
+    found = dict(_numbers("", {**config, **metrics}))
+    tokens, answers = found.get("generated_tokens"), found.get("rows", 0)
+    forwards = found.get("counts.num_forwards")
+    if tokens is not None and forwards:
+        found["tokens_per_forward"] = tokens / forwards
+    if tokens is not None and answers > found.get("error_rows", 0):
+        found["tokens_per_answer"] = tokens / (answers - found.get("error_rows", 0))
+    return found
+
+
+def _numbers(key: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _numbers(f"{key}.{name}" if key else str(name), item)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield key, float(value)
+
+
+class OwnTime(NamedTuple):
+    """When an attempt at a job ran: the machine, and seconds since 1970."""
+
+    host: str
+    begin: float
+    end: float
+
+
+def own_times(metrics: Mapping[str, Any]) -> list[OwnTime]:
+    """When the attempts at a job ran, somewhat shortened, as beginning and end are not exact."""
+    found = []
+    for attempt in metrics.get("attempts") or ():
+        try:
+            began = datetime.strptime(attempt["started"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
+            end = began + float(attempt["wall_s"]) - _SLACK
+            found.append(OwnTime(str(attempt["host"]), began, end))
+        except (LookupError, TypeError, ValueError):  # a stranger's, or an older version's
+            continue
+    return found

@@ -1,0 +1,101 @@
+"""What the pages about a pipeline's folder show: its steps, what they read, and its sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchgen.pages.report.funnel import StepCounts, funnel
+from batchgen.storage.folder.export_record import EXPORTS, ExportRecord
+from batchgen.storage.folder.pipeline_record import PipelineRecord, folder_name, step_of
+from batchgen.storage.folder.step_folders import find_record
+from batchgen.util.errors import JobError
+from batchgen.util.text.text_table import size
+
+_MOST_COUNTED = 2**27
+"""Bytes of a file whose lines are counted."""
+_JSON_LINES = ".jsonl"
+
+
+@dataclass(frozen=True)
+class ExportedSet:
+    """A set of rows that the pipeline has exported: the name of its file or folder, the step and
+    the format it has (empty for the columns as they are), and how large it is."""
+
+    name: str
+    step: str
+    kind: str
+    extent: str
+
+
+@dataclass(frozen=True)
+class PipelineFacts:
+    """A pipeline as pages show it.
+
+    Attributes:
+        steps: the current ones, in an order in which each comes behind what it reads.
+        parents: by step, the steps that it reads.
+        sets: what was exported.
+        old: the names of the folders of older versions.
+    """
+
+    steps: Sequence[StepCounts]
+    parents: Mapping[str, Sequence[str]]
+    sets: Sequence[ExportedSet]
+    old: Sequence[str]
+
+    @classmethod
+    def of(cls, out: Path) -> PipelineFacts | None:
+        """The pipeline in a folder; None if there is none."""
+        record = find_record(str(out))
+        if record is None:
+            return None
+        current = record.current
+        steps = funnel(str(out), current)
+        parents = {name: _parents(record, name, current) for name in current}
+        older = [folder_name(s, at) for s, known in record.steps.items() for at in known.older]
+        return cls(steps, parents, list(_sets(out)), older)
+
+    @property
+    def changes(self) -> list[tuple[str, str, int, str]]:
+        """Step, `made` or `dropped`, how many rows, and by what."""
+        return [
+            (step.name, verb, count, what)
+            for step in self.steps
+            for verb, some in (("made", step.made), ("dropped", step.dropped))
+            for what, count in some
+        ]
+
+
+def _parents(record: PipelineRecord, step: str, current: Mapping[str, str]) -> list[str]:
+    """The steps that the current version of a step reads."""
+    known = record.steps[step]
+    assert known.current is not None
+    return [name for name in known.versions[known.current].parents if name in current]
+
+
+def _sets(out: Path) -> Iterator[ExportedSet]:
+    try:
+        made = ExportRecord.read(out / EXPORTS).made
+    except JobError:  # the pages are about the steps; `batchgen` says so where it writes sets
+        return
+    for name, one in made.items():
+        path = out / EXPORTS / name
+        if "/" in name or name in ("", ".", "..") or path.is_symlink() or not path.exists():
+            continue
+        kind = one.settings.get("to")
+        yield ExportedSet(
+            name, step_of(one.of) or "", kind if isinstance(kind, str) else "", _extent(path)
+        )
+
+
+def _extent(path: Path) -> str:
+    """How many rows a file of JSON lines has, or the size of another file."""
+    if path.is_dir():
+        return "a folder"
+    known = path.stat().st_size
+    if path.suffix != _JSON_LINES or known > _MOST_COUNTED:
+        return size(known)
+    with path.open("rb") as lines:
+        return f"{sum(1 for _ in lines):,} rows"

@@ -1,0 +1,140 @@
+"""The page about a pipeline: its steps as a graph, what they cost, samples, and its sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from markupsafe import Markup
+
+from batchgen.pages.report.charts import Chart, bars
+from batchgen.pages.report.funnel import HEADER, StepCounts, costs
+from batchgen.pages.report.pipeline_facts import PipelineFacts
+from batchgen.pages.report.report_rows import JobData
+from batchgen.pages.report.sections import Fact
+from batchgen.pages.report.step_graph import step_graph
+from batchgen.pages.report.write_report import REPORT, page_html, style_sheets
+from batchgen.pages.rows.row_facts import RowFacts
+from batchgen.pages.rows.row_page import Limits, RowPage
+from batchgen.pages.tokens.decode_tokens import job_decode
+from batchgen.storage.costs.chain_costs import price_of
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.stores.manifest import ROWS
+from batchgen.storage.stores.whole_file import write_atomic
+from batchgen.util.duration import duration
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.shorten import short_name
+from batchgen.util.text.text_table import counted
+
+_SAMPLES = 3
+"""Rows of each step that the page has: the first, one in the middle, and the last."""
+_LIMITS = Limits(text=2_000, tokens=0)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A row of a step."""
+
+    facts: RowFacts
+    gist: str
+    html: Markup
+
+
+def write_report(out: Path, shown: str) -> Path:
+    """Write the page about a pipeline, with a link to the report of each step; returns its path.
+
+    Raises:
+        ConfigError: the folder is not one of a pipeline.
+    """
+    facts = PipelineFacts.of(out)
+    if facts is None:
+        raise ConfigError(f"{shown} is no folder of a pipeline: it has no pipeline.json")
+    linked = [step.name for step in facts.steps if (out / step.folder / REPORT).is_file()]
+    samples = {step.name: _samples(out / step.folder, step.name) for step in facts.steps}
+    path = out / REPORT
+    write_atomic(path, report_html(shown, facts, linked, samples))
+    return path
+
+
+def report_html(
+    shown: str,
+    facts: PipelineFacts,
+    linked: Sequence[str] = (),
+    samples: dict[str, list[Sample]] | None = None,
+) -> str:
+    """The text of the page; steps with the names in `linked` have reports of their own."""
+    states = sorted({step.state for step in facts.steps})
+    about = [counted(len(facts.steps), "step"), ", ".join(states)]
+    return page_html(
+        "pipeline.html.jinja",
+        style_sheets(),
+        title=short_name(shown),
+        path=shown,
+        about=about,
+        facts=_headline(facts),
+        charts=[step_graph(facts), *_costs(facts.steps)],
+        header=HEADER,
+        steps=facts.steps,
+        changes=facts.changes,
+        linked=linked,
+        sets=facts.sets,
+        samples={name: some for name, some in (samples or {}).items() if some},
+        file=REPORT,
+    )
+
+
+def _headline(facts: PipelineFacts) -> list[Fact]:
+    """The numbers at the top of the page."""
+    first = [s.read for s in facts.steps if not facts.parents[s.name] and s.read is not None]
+    last = facts.steps[-1:]
+    made = [Fact("questions", f"{max(first):,}", "rows of the data set")] if first else []
+    made += [Fact("kept", f"{step.kept:,}", f"answers of {step.name}") for step in last]
+    if (errors := sum(step.errors for step in facts.steps)) > 0:
+        made.append(Fact("errors", f"{errors:,}", "in all steps"))
+    if (line := costs(facts.steps)) is not None:
+        total = sum(step.device_s for step in facts.steps)
+        made.append(Fact("device", duration(total), line.rpartition("; ")[2]))
+    return made
+
+
+def _costs(steps: Sequence[StepCounts]) -> Iterator[Chart]:
+    """What each step took of the device, and its price where that is known."""
+    took = {step.name: step.device_s for step in steps if step.device_s}
+    if not took:
+        return
+    prices = {step.name: step.price_per_hour for step in steps}
+    priced = [
+        f"{name} {price_of(seconds, price)}"
+        for name, seconds in took.items()
+        if (price := prices[name]) is not None
+    ]
+    note = f"Prices: {', '.join(priced)}." if priced else ""
+    yield bars("Time of the device", took, "step", note, unit="time", number=duration, ranked=False)
+
+
+def _samples(folder: Path, step: str) -> list[Sample]:
+    """Some rows of a step; none of one that has not begun, or is damaged."""
+    try:
+        reader = JobFolderReader(folder)
+        data, config = JobData(reader), reader.config
+        last = int(reader.manifest["growing"][ROWS]) - 1
+        if data.schema is None or last < 0:
+            return []
+        page = RowPage(config, data.schema, job_decode(config))
+        rows = sorted({last * place // (_SAMPLES - 1) for place in range(_SAMPLES)})
+        return [
+            Sample(facts, facts.gist(page.columns.text), _html(page, facts, step))
+            for row, grades in data.chosen(np.array(rows, np.int64) << 31)
+            if (facts := RowFacts(row, grades))
+        ]
+    except ConfigError:  # it has not begun
+        return []
+    # What somebody else wrote can have any shape; the table says that the step is damaged.
+    except (JobError, ValueError, LookupError, TypeError, AttributeError):
+        return []
+
+
+def _html(page: RowPage, facts: RowFacts, step: str) -> Markup:
+    return page.html(facts, key=f"{step}-{facts.row['row_index']}", limits=_LIMITS)

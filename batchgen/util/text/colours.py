@@ -1,0 +1,36 @@
+"""A little colour for the tables that a terminal shows."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TextIO
+
+_LINE = re.compile(r"( *\S+(?: \S+)*)(  +)(.*)")
+"""A line of a table: a name, the room behind it, and a value."""
+_BOLD, _DIM, _RED, _END = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[0m"
+
+
+def allows_colour(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that shows colours, and the user has not set NO_COLOR
+    (https://no-color.org)."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return stream.isatty()
+
+
+def coloured_table(text: str) -> str:
+    """The lines of `table`, whose names are faint, the score bold, and errors red."""
+    return "\n".join(map(_coloured, text.split("\n")))
+
+
+def _coloured(line: str) -> str:
+    match = _LINE.fullmatch(line)
+    if match is None:
+        return line
+    name, room, value = match.groups()
+    if name == "score":
+        value = f"{_BOLD}{value}{_END}"
+    elif name == "errors" and value != "none":
+        value = f"{_RED}{value}{_END}"
+    return f"{_DIM}{name}{_END}{room}{value}"

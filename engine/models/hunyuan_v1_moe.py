@@ -1,0 +1,57 @@
+"""Hunyuan-A13B (Tencent 2025): Hunyuan with experts in all layers, and a shared one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from batchgen.engine.layers.feed_forward.moe import Router
+from batchgen.engine.models.hunyuan_v1_dense import LATE_NORMS, common_norm_name, hunyuan_config
+from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.moe_model import MoEConfig, MoEForCausalLM, extended
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_ROUTER = Router(float32=True, wide=True, gates_shared=False)
+
+
+class HunYuanMoEV1ForCausalLM(MoEForCausalLM):
+    """Hunyuan-A13B: a shared expert as wide as the others, without a gate."""
+
+    qk_norm = "head"
+
+    hf_class = "HunYuanMoEV1Config"
+
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        return LATE_NORMS
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        return extended(
+            hunyuan_config(hf, cls),
+            MoEConfig,
+            moe_layers=tuple(range(hf.num_hidden_layers)),
+            num_experts=_of_all_layers(hf, "num_experts"),
+            experts_per_token=_of_all_layers(hf, "moe_topk"),
+            expert_size=hf.intermediate_size,
+            renormalise=True,
+            shared_size=hf.intermediate_size,
+            router=_ROUTER,
+        )
+
+    @classmethod
+    def piece_name(cls, name: str, config: ModelConfig) -> str:
+        """Give the published names those that other models have."""
+        name = name.replace(".mlp.gate.wg.", ".mlp.gate.")
+        return common_norm_name(name).replace(".mlp.shared_mlp.", ".mlp.shared_experts.")
+
+
+def _of_all_layers(hf: PretrainedConfig, key: str) -> int:
+    """Return a number that published files may give for each layer; raise ValueError, which names
+    the key, if layers differ."""
+    value = getattr(hf, key)
+    values = set(value) if isinstance(value, list) else {value}
+    if len(values) != 1 or type(first := values.pop()) is not int:
+        raise ValueError(f"{key} is {value!r:.60}, and must be one integer for all layers")
+    return first

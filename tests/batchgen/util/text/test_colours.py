@@ -1,0 +1,43 @@
+"""Colour is for terminals alone, and for those who want it."""
+
+import io
+import re
+
+import pytest
+
+from batchgen.util.text.colours import allows_colour, coloured_table
+from batchgen.util.text.text_table import answers_text, table
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colour_needs_a_terminal_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert allows_colour(Terminal()) and not allows_colour(io.StringIO())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not allows_colour(Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not allows_colour(Terminal())
+
+
+def test_the_score_is_bold_errors_are_red_and_no_text_is_lost() -> None:
+    text = table([("score", "9.0%"), ("  a b", "1  x")], [("errors", "a 1")], [("errors", "none")])
+    text += "\nA sentence below  it"
+    shown = coloured_table(text)
+    assert re.sub(r"\x1b\[\d+m", "", shown) == text
+    assert "\x1b[1m9.0%\x1b[0m" in shown and "\x1b[31ma 1\x1b[0m" in shown
+    assert "\x1b[31mnone" not in shown
+
+
+def test_parts_of_a_table_share_one_column() -> None:
+    assert table([("a", "1")], [], [("long", "2")]) == "a     1\n\nlong  2"
+
+
+def test_questions_and_answers_are_both_said() -> None:
+    assert answers_text(20, 160) == "20 questions, 160 answers"
+    assert answers_text(1, 1) == "1 question, 1 answer" and answers_text(None, 2) == "2 answers"
