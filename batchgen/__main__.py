@@ -90,7 +90,9 @@ def _run_options(options: Options) -> int:
     if (pipeline := composed_pipeline(options)) is not None:
         return _run_pipeline(pipeline, options)
     if {"--multirun", "--dry-run"} <= options.flags:
-        raise ConfigError("--dry-run shows one job: leave out --multirun and give one value each")
+        from batchgen.cli.sweep_list import list_jobs
+
+        return list_jobs(options)
     if "--multirun" in options.flags:
         from batchgen.cli.hydra_app import run_hydra
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.int4_slot import Int4Slot, int4_parameters
+from batchgen.engine.layers.lora import Factors, LayerLoRA, LoRAPlace, LoRAState
 from batchgen.engine.layers.packed_format import Int4Format
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.shard import Shard
-from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream
+from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream, summed
 from batchgen.kernels.four_bit.int4_layout import Int4Panels
 from batchgen.kernels.four_bit.int4_weight import int4_value_bytes
 from batchgen.kernels.four_bit.linear import four_bit_linear, four_bit_linear_parts
@@ -25,6 +26,7 @@ from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
 from batchgen.kernels.layers.cpu_product import CPUProduct, choose_product, few_keep_bits
 from batchgen.kernels.layers.linear import MOST_ROWS, add_linear_, linear, pack_weight
 from batchgen.kernels.layers.narrow_linear_triton import MOST_COLUMNS, narrow_linear
+from batchgen.kernels.lora.lora import LoRAPart
 from batchgen.kernels.rules import BY_BATCH
 
 
@@ -76,8 +78,8 @@ def empty_fp8(
 
 
 class Linear(nn.Module):
-    """The linear layer y = x Wᵀ + b, with or without the bias b, and W maybe kept in FP8 or
-    int4."""
+    """The linear layer y = x Wᵀ + b, with or without the bias b, and W maybe kept in FP8 or int4.
+    Tokens may have adapters, which add their own thin products to y."""
 
     weight: Tensor  # W, [out_features, in_features], or the words of `Int4Panels`
 
@@ -100,12 +102,13 @@ class Linear(nn.Module):
         self.form: FP8Format | None = None
         self._group: int | None = None  # the columns of a group of a weight in int4
         self.rules = BY_BATCH
+        self.lora: LayerLoRA | None = None
         self._most_rows: int | None = MOST_ROWS
 
     @property
     def computes_in_fp8(self) -> bool:
-        """Whether rows of activations may come as `FP8Rows`."""
-        return self.scales is not None and self._group is None
+        """Whether rows of activations may come as `FP8Rows`; adapters read them as they were."""
+        return self.scales is not None and self._group is None and self.lora is None
 
     @property
     def in_int4(self) -> Int4Panels | None:
@@ -116,6 +119,11 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor | FP8Rows) -> Tensor:
         """Compute [T, out_features] from [T, in_features]."""
+        out = self._product(x)
+        return out if self.lora is None else self._with_lora(out, x)
+
+    def _product(self, x: Tensor | FP8Rows) -> Tensor:
+        """Compute `forward` without adapters."""
         if isinstance(x, Tensor) and self.scales is None:
             return linear(x, self.weight, self.bias, self._most_rows)
         if (packed := self.in_int4) is not None:
@@ -123,8 +131,18 @@ class Linear(nn.Module):
             return four_bit_linear(x, packed, self.bias, rules=self.rules)
         return self._compute_fp8(x)
 
+    def _with_lora(self, out: Tensor, x: Tensor | FP8Rows) -> Tensor:
+        assert self.lora is not None and isinstance(x, Tensor)
+        return self.lora.add_(out, x)
+
     def add_to(self, residual: Tensor, x: Tensor | FP8Rows) -> Stream:
         """Add x Wᵀ + b to `residual` in place, now or when it is read, and return it."""
+        if self.lora is None:
+            return self._add_product(residual, x)
+        return self._with_lora(summed(self._add_product(residual, x)), x)
+
+    def _add_product(self, residual: Tensor, x: Tensor | FP8Rows) -> Stream:
+        """Do what `add_to` does, without adapters."""
         if isinstance(x, Tensor) and self.scales is None:
             return add_linear_(residual, x, self.weight, self.bias, self._most_rows)
         if (packed := self.in_int4) is not None:
@@ -208,12 +226,33 @@ class Linear(nn.Module):
             self.weight, (name,), (name,), form=self.form, scales=self.scales, shard=shard
         )
 
+    def lora_places(self, path: str) -> Iterator[LoRAPlace]:
+        """Yield the weights that adapters can stand beside; `path` is the layer's name in
+        checkpoints."""
+        if self._quantisable:
+            yield LoRAPlace(path, LoRAPart(0, self.out_features))
+
+    def add_lora(
+        self, path: str, factors: Sequence[Mapping[str, Factors]], state: LoRAState
+    ) -> None:
+        """Let adapters stand beside the layer; each maps names of weights to what it adds."""
+        places = list(self.lora_places(path))
+        if any(place.name in own for place in places for own in factors):
+            depth, device = self.in_features, self.weight.device
+            self.lora = LayerLoRA(
+                places, factors, state, self.out_features, depth, self._dtype, device
+            )
+
     def pack(self, products: CPUProducts) -> None:
         """Convert the loaded weight to the layout for this CPU; it cannot be loaded again then.
 
         `products` chooses how to compute, for all layers of a model. On a GPU nothing changes.
         """
-        if self.weight.device.type != "cpu" or self.weight.is_mkldnn or self.scales is not None:
+        if self.weight.device.type != "cpu":
+            return
+        if self.lora is not None:
+            self.lora.pack(products)
+        if self.weight.is_mkldnn or self.scales is not None:
             return
         product = products.choose(self.weight, self.bias)
         self._most_rows = product.most_rows
@@ -285,10 +324,10 @@ class RowParallelLinear(Linear):
                 f"{BLOCK}: choose a smaller tensor_parallel, or a checkpoint in bfloat16"
             )
 
-    def forward(self, x: Tensor | FP8Rows) -> Tensor:
+    def _product(self, x: Tensor | FP8Rows) -> Tensor:
         """Compute this rank's part [T, out_features] of the sum from its features of x."""
         if self._parallel.rank == 0:
-            return super().forward(x)
+            return super()._product(x)
         if isinstance(x, Tensor) and self.scales is None:
             return linear(x, self.weight, None, self._most_rows)
         if (packed := self.in_int4) is not None:
@@ -301,6 +340,11 @@ class RowParallelLinear(Linear):
         if self._parallel.size == 1:
             return super().add_to(residual, x)
         return self._parallel.add_sum(residual, self(x), self._lane)
+
+    def lora_places(self, path: str) -> Iterator[LoRAPlace]:
+        """Yield the weight; of A each rank has the columns that it has of W."""
+        shard = self._shard if self.is_divided else None
+        yield LoRAPlace(path, LoRAPart(0, self.out_features), columns=shard)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slots of the weight, whose columns are divided, and of the bias."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.int4_slot import Int4Slot
 from batchgen.engine.layers.linear import Linear, empty_fp8, empty_parameter
+from batchgen.engine.layers.lora import LoRAPlace
 from batchgen.engine.layers.packed_format import Int4Format
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
@@ -18,6 +20,7 @@ from batchgen.kernels.fp8.fp8_linear import fp8_linear
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
 from batchgen.kernels.layers.linear import linear
+from batchgen.kernels.lora.lora import LoRAPart
 
 
 class MergedLinear(Linear):
@@ -132,6 +135,17 @@ class MergedLinear(Linear):
             )  # fmt: skip
         if self.bias is not None:
             yield from self._bias_slots(self.bias, path, [f"{name}.bias" for name in names])
+
+    def lora_places(self, path: str) -> Iterator[LoRAPlace]:
+        """Yield each projection by its own name, and by that of a weight of all projections."""
+        start = first = 0
+        for name, size in self.parts.items():
+            shard, part = self._shards.get(name), LoRAPart(start, size)
+            place = LoRAPlace(_beside(path, name), part, self._arrange.get(name), rows=shard)
+            yield place
+            last = first + place.out_features
+            yield replace(place, name=path, within=(first, last))
+            start, first = start + size, last
 
     def _rows(self, start: int, size: int) -> tuple[Tensor, Tensor | None]:
         """Return some rows of the weight, with their scales if they are kept in FP8."""

@@ -42,6 +42,7 @@ class SamplingParams(SharedSampling):
     top_logprobs: int = 0  # K, ids and log-probabilities of the most likely; 0: none
     logprobs_mode: LogprobsMode = "raw"  # raw: the model's distribution; processed: the sampled one
     columns: tuple[str, ...] = ()  # output columns of the strategy or of layers
+    lora: str | None = None  # the name of the row's adapter; None: the model without one
     constraint: Constraint | None = None  # the form of the output; ends the row when complete
 
     def __post_init__(self) -> None:
@@ -75,6 +76,7 @@ class SamplingParams(SharedSampling):
             ),
             ("seed", -(2**63) <= self.seed < 2**64, "a 64-bit integer"),
             ("top_logprobs", 0 <= self.top_logprobs <= 256, "between 0 and 256"),
+            ("lora", self.lora != "", "the name of an adapter, or None"),
             ("logprobs_mode", self.logprobs_mode in ("raw", "processed"), "raw or processed"),
         )
         for name, ok, allowed in checks:

@@ -13,7 +13,7 @@ from measuring import anonymous_mib
 
 from batchgen.config.compose.compose_config import compose
 from batchgen.config.groups.job_config import JobConfig, StepConfig
-from batchgen.engine.interface.outputs import OutputColumn, RequestOutput
+from batchgen.engine.interface.outputs import Begun, OutputColumn, RequestOutput
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.vision.image import Image
 from batchgen.inputs.dataset.source import Row
@@ -67,8 +67,16 @@ class InstantEngine:
         params: object,
         answer_token_ids: list[int] | None = None,
         images: Sequence[Image] = (),
-    ) -> None:
+        begun: Begun | None = None,
+    ) -> bool:
         self._waiting.append((request_id, images))
+        return False
+
+    def begun_lengths(self) -> dict[RequestId, int]:
+        return {}
+
+    def begun(self, request_id: RequestId, start: int = 0) -> Begun | None:
+        return None
 
     @property
     def num_running(self) -> int:

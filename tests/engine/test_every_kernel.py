@@ -185,8 +185,9 @@ RUNS = (
     (INT4, torch.bfloat16),
 )
 ELSEWHERE = (
-    "fp8.", "four_bit.dequantise_triton.", "layers.add_splits_triton.", "parallel.", "moe.persistent_triton.",
-    "moe.moe_align_triton.", "sampling.token_mask.", "layers.narrow_linear_triton.",
+    "fp8.", "four_bit.dequantise_triton.", "layers.add_splits_triton.", "parallel.",
+    "moe.persistent_triton.", "moe.moe_align_triton.", "sampling.token_mask.",
+    "layers.narrow_linear_triton.",
     "layers.cache_plane.", "attention.kv_gather.", "moe.experts_triton._sum_slots",
 )  # fmt: skip
 """How the names of kernels begin that these runs do not need; tests/kernels runs them."""

@@ -66,6 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     names = [word for word in given.given if not _is_key(word)]
     overrides = [word for word in given.given if _is_key(word)]
     from batchgen.evals.scores.arms import arm_table
+    from batchgen.evals.scores.frontier import frontier
     from batchgen.evals.scores.job_arms import arm_folders, job_arms, refuse_nothing
 
     folders = arm_folders(names)
@@ -77,6 +78,8 @@ def main(arguments: Sequence[str]) -> int:
     arms, column = job_arms(folders, overrides, by=given.by, anyway=given.anyway)
     table = arm_table(arms, column)
     refuse_nothing(table, folders)
+    if given.x is not None:
+        frontier(table, given.x)  # which refuses a number that no arm has
     print(_text(table, given.format, given.x, given.rows))
     return 0
 
@@ -95,6 +98,7 @@ def _text(table: ArmTable, form: str, x: str | None, rows: int) -> str:
         table_lines,
         table_values,
     )
+    from batchgen.evals.scores.frontier import frontier, frontier_lines
 
     if form == "json":
         return json.dumps(table_values(table, x), indent=2, ensure_ascii=False)
@@ -103,7 +107,9 @@ def _text(table: ArmTable, form: str, x: str | None, rows: int) -> str:
     if form == "markdown":
         return "\n".join([markdown(table_cells(table, x)), "", *(f"- {r}" for r in remarks(table))])
     text = table_lines(table, x)
-    if len(table.rows) == 2:
+    if x is not None:
+        text += ["", *frontier_lines(frontier(table, x))]
+    elif len(table.rows) == 2:
         text += _details(table.rows[1], table.column, rows)
     return "\n".join(text)
 

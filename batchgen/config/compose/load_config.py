@@ -61,7 +61,9 @@ _NOT_DECIDING: Mapping[str, Collection[str]] = {
         *("row_tokens", "gpu_memory_utilization", "cuda_graph", "overlap"),
         "deterministic",  # the contract of a job with it is a fingerprint
     },
-    "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report", "reuse"},
+    "output": {
+        *("dir", "overwrite", "retry_errors", "on_all_errors", "report", "reuse", "begun_every"),
+    },
 }
 """Keys of each group that decide nothing about the content of a row, up to rounding on a GPU."""
 _FIRST: Mapping[str, Collection[str]] = {

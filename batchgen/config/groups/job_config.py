@@ -127,6 +127,7 @@ class OutputConfig:
     on_all_errors: Literal["stop", "continue"] = "stop"
     report: bool = True
     reuse: tuple[str, ...] | None = None
+    begun_every: float = 120.0
 
     def __post_init__(self) -> None:
         check(bool(self.dir), "output.dir", "a folder", self.dir)
@@ -152,6 +153,8 @@ class OutputConfig:
         check(bool(self.text_column), "output.text_column", "a name", self.text_column)
         check(1 <= self.top_logprobs <= 256, "output.top_logprobs", "1 to 256", self.top_logprobs)
         check(self.rows_per_shard >= 1, "output.rows_per_shard", "at least 1", self.rows_per_shard)
+        allowed = "0 (never) or a number of seconds"
+        check(0 <= self.begun_every < math.inf, "output.begun_every", allowed, self.begun_every)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -244,7 +244,7 @@ def _arms_of(
     about, score = _arm(scored), scored[0].score
     assert score is not None and first is not None
     differs = [found for job in scored for found in _differences(first, job)]
-    other_exam = "" if anyway else "; ".join(dict.fromkeys(differs))
+    other_exam = "; ".join(dict.fromkeys(differs))
     tables = [job.samples(by) for job in scored]
     pooled = _pooled([table for table in tables if table is not None])
     parts = [(about, pooled)]
@@ -258,6 +258,7 @@ def _arms_of(
             arm,
             marks=config_marks(table, score).counting_cut_texts(score.cut_texts),
             other_exam=other_exam,
+            anyway=anyway,
         )
         for arm, table in parts
     ]

@@ -119,7 +119,7 @@ class Samples:
                     f"{key}: the rows of {self.grades.job} have no column {name!r}: choose "
                     f"among {some_names(names)}"
                 )
-        wanted = [*self._columns, *(n for n in (config.column, self._choices) if n in names)]
+        wanted = [*self._columns, *(n for n in (config.column, self._choices) if n and n in names)]
         rows = read_columns(part.shard, list(dict.fromkeys(wanted)))
         return self._samples(rows, grades_of(part, rows) if graded else rows.select([]))
 

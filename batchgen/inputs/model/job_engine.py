@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.interface.outputs import RequestOutput
+from batchgen.engine.interface.outputs import Begun, RequestOutput
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.vision.image import Image
 from batchgen.util.request_id import RequestId
@@ -29,8 +29,10 @@ class Engine(Protocol):
         params: SamplingParams,
         answer_token_ids: list[int] | None = None,
         images: Sequence[Image] = (),
-    ) -> None:
+        begun: Begun | None = None,
+    ) -> bool:
         """Queue a request, whose answer is scored if one is given, and whose prompt has `images`.
+        Returns whether it goes on from what was `begun`.
 
         Raises:
             RequestError: it can never be served.
@@ -39,6 +41,15 @@ class Engine(Protocol):
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return the requests that it finished."""
+        ...
+
+    def begun_lengths(self) -> dict[Any, int]:
+        """How many tokens each request that has not ended has generated, of those with some."""
+        ...
+
+    def begun(self, request_id: Any, start: int = 0) -> Begun | None:
+        """What one of these has generated from the token `start` on; None if that is not all there
+        just now."""
         ...
 
     @property

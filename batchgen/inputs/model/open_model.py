@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -18,8 +18,10 @@ from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.layers.mxfp4_format import Units, WeightFormat, format_name, units_of
 from batchgen.engine.layers.packed_format import PackedFormat
 from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loading.adapters import add_adapters
 from batchgen.engine.loading.config_file import LoadFormat, load_config, strange_keys
 from batchgen.engine.loading.loader import Quantization, chosen_form, load_model
+from batchgen.engine.loading.peft_files import AdapterFile
 from batchgen.engine.loading.safetensors_files import safetensors_files
 from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
 from batchgen.engine.models.causal_lm import CausalLM
@@ -45,6 +47,8 @@ class OpenedModel:
         load_format: how the weights are loaded, as for `load_model`.
         quantization: what is done to the weights while they load, as for `load_model`.
         with_vision: whether the tower that reads images is loaded, too.
+        adapters: those that stand beside the weights, by their names.
+        default_adapter: that of rows which ask for none; None: they have none.
     """
 
     path: Path
@@ -54,6 +58,8 @@ class OpenedModel:
     load_format: LoadFormat
     quantization: Quantization | None = None
     with_vision: bool = False
+    adapters: Mapping[str, AdapterFile] = field(default_factory=dict)
+    default_adapter: str | None = None
 
     def dtype(self, name: DtypeName, device: DeviceName) -> torch.dtype:
         """The dtype of weights and activations on a device, or ValueError if the machine lacks the
@@ -123,7 +129,7 @@ class OpenedModel:
                 file=sys.stderr,
                 flush=True,
             )
-        return load_model(
+        model = load_model(
             self.path,
             device=target,
             dtype=torch_dtype,
@@ -133,6 +139,9 @@ class OpenedModel:
             parallel=parallel,
             vision=self.with_vision,
         )
+        if self.adapters:
+            add_adapters(model, self.adapters, self.default_adapter)
+        return model
 
     def load_beside(self, model: CausalLM) -> CausalLM:
         """Load the model with its weights, on the device and in the dtype of another model, and

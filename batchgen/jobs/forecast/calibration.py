@@ -104,7 +104,8 @@ def seen_in(folder: Path, same: Mapping[str, Any], on_gpu: bool, name: str) -> C
         if ((best.get("memory") or {}).get("total") is not None) == on_gpu:
             rows = best["rows"] - best["error_rows"]
             figures = (best["engine"][count] for count in _COUNTS)
-            counts = RunCounts(best["generate_s"], rows, best["generated_tokens"], *figures)
+            tokens = best["generated_tokens"] - best.get("tokens_begun", 0)
+            counts = RunCounts(best["generate_s"], rows, tokens, *figures)
             start = best.get("start_s")
     lengths = np.array(prompts, np.int64), np.array(answers, np.int64)
     return Calibration(f"the job in {name}", *lengths, counts, start)

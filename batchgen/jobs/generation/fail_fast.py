@@ -37,6 +37,11 @@ class FailFast:
         end which have begun."""
         return self._undecided and len(self._indices) >= FIRST_ROWS
 
+    @property
+    def holds_rows(self) -> bool:
+        """Whether rows are held back."""
+        return bool(self._held)
+
     def passed(self, finished: Sequence[FinishedRow], in_flight: int) -> list[FinishedRow]:
         """The rows that may be written now, given those that have finished since the last call and
         how many are in flight. AllRowsFailed is raised when the first rows have all failed in the

@@ -13,6 +13,7 @@ from batchgen.inputs.dataset.source import Row, Source
 from batchgen.inputs.images.row_images import without_pixels
 from batchgen.inputs.model.job_engine import Engine
 from batchgen.inputs.prompts.row_request import RowRequest
+from batchgen.jobs.generation.begun_answers import STOP_SECONDS, BegunAnswers
 from batchgen.jobs.generation.choice_scores import SCORED, with_scores
 from batchgen.jobs.generation.fail_fast import FailFast
 from batchgen.jobs.generation.progress import Progress
@@ -36,7 +37,7 @@ _IDLE_SECONDS = 0.05
 class _Request:
     """One sample of one row, from before it is queued until it is finished; `asked` is the error of
     a row that has no prompt. `ended` is what has ended of the sample and its choices, where choices
-    are scored."""
+    are scored. `begun_tokens` is how many tokens earlier attempts had generated."""
 
     row_id: str
     row_index: int
@@ -45,6 +46,12 @@ class _Request:
     asked: RowRequest | RequestError
     key: bytes | None = None
     ended: list[RequestOutput] = field(default_factory=list)
+    begun_tokens: int = 0
+
+    def of_sample(self, stream: str | None) -> RowRequest:
+        """What the request asks for, with its own seed in a job's `stream`."""
+        assert isinstance(self.asked, RowRequest)
+        return self.asked.of_sample(self.row_id, self.sample_index, stream)
 
     def finished(
         self,
@@ -59,7 +66,15 @@ class _Request:
         if not isinstance(asked, RequestError):
             images = [image.reference for image in asked.images]
         return FinishedRow(
-            *place, self.fields, output, error, beside or {}, self.key, is_copied, images=images
+            *place,
+            self.fields,
+            output,
+            error,
+            beside or {},
+            self.key,
+            is_copied,
+            images=images,
+            begun_tokens=self.begun_tokens,
         )
 
 
@@ -78,6 +93,7 @@ class Generation:
         waves: EverySample,
         spending: Spending,
         costs: CostRecorder,
+        begun: BegunAnswers,
         reuse: RowReuse | None = None,
         job: str = "",
     ) -> None:
@@ -95,7 +111,7 @@ class Generation:
         self._spending = spending
         self._reuse = reuse
         self._engine = engine
-        self._costs = costs
+        self._costs, self._begun = costs, begun
         engine.measure_costs()
         self._scores_choices = config.scores_choices
         stops = config.output.on_all_errors == "stop"
@@ -141,7 +157,10 @@ class Generation:
                 self._add_point(seconds)
             if self._costs.due():
                 self._costs.save()
+            if self._begun.due():
+                self._save_begun()
             if self._metrics.due():
+                self._writer.sync()
                 self._save_metrics()
                 progress.set_others(self._metrics.others, self._metrics.attempt.worker)
                 watch()
@@ -149,6 +168,7 @@ class Generation:
                 progress.show(self._engine.generated_tokens, self._engine.running_lengths)
             if signals.received is not None or self._spending.is_spent:
                 self._write(self._waves.rest(), progress)
+                self._save_begun(STOP_SECONDS)
                 self._end_costs()
                 self._save_metrics()
                 return False
@@ -156,6 +176,11 @@ class Generation:
         self._end_costs()
         self._save_metrics()
         return True
+
+    def _save_begun(self, seconds: float | None = None) -> None:
+        """Record what the rows in flight have generated, unless all rows may be failing."""
+        if not self._first.holds_rows:
+            self._begun.save(lambda one: self._in_flight[one].of_sample(self._stream), seconds)
 
     def _end_costs(self) -> None:
         """Write what requests cost, those that have not ended too."""
@@ -191,7 +216,7 @@ class Generation:
                 break
             if isinstance(request.asked, RequestError):
                 done.append(request.finished(error=request.asked))
-            elif (row := self._submit(request, request.asked)) is not None:
+            elif (row := self._submit(request)) is not None:
                 done.append(row)
         return done
 
@@ -199,10 +224,10 @@ class Generation:
         """Whether the engine could run more requests than it has."""
         return len(self._in_flight) < self._engine.max_num_seqs
 
-    def _submit(self, request: _Request, of_row: RowRequest) -> FinishedRow | None:
+    def _submit(self, request: _Request) -> FinishedRow | None:
         """Queue a request, or return its row if it was refused or could be copied."""
         request_id = RequestId(self._job, request.row_index, request.sample_index)
-        asked = of_row.of_sample(request.row_id, request.sample_index, self._stream)
+        asked = request.of_sample(self._stream)
         if self._reuse is not None:
             request.key = key = self._reuse.key(asked)
             if (found := self._reuse.copy(key, request_id, asked)) is not None:
@@ -214,7 +239,9 @@ class Generation:
             for number, ids in sorted(enumerate(choices), key=lambda pair: -len(pair[1])):
                 of_choice = request_id._replace(choice=number)
                 self._engine.add_request(of_choice, prompt, SCORED, ids, images)
-            self._engine.add_request(request_id, prompt, params, answer, images)
+            begun = self._begun.find(request_id, asked)
+            if self._engine.add_request(request_id, prompt, params, answer, images, begun=begun):
+                request.begun_tokens = 0 if begun is None else len(begun.token_ids)
         except RequestError as error:
             return request.finished(error=error)
         self._in_flight[request_id] = request
@@ -233,6 +260,7 @@ class Generation:
             if len(request.ended) <= len(request.asked.choices):
                 return None
             output = with_scores(request.ended)
+        self._begun.forget(request_id)
         return self._in_flight.pop(request_id).finished(*self._split(output))
 
     def _requests(self, todo: ShardQueue) -> Iterator[_Request | None]:
@@ -272,3 +300,5 @@ class Generation:
                 attempt.images += len(row.images or ())
                 attempt.image_tokens += sum(image["tokens"] for image in row.images or ())
                 attempt.generated_tokens += len(row.output.token_ids)
+                attempt.rows_begun += row.begun_tokens > 0
+                attempt.tokens_begun += row.begun_tokens

@@ -6,11 +6,13 @@ from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 
 from batchgen.inputs.model.job_engine import Engine
+from batchgen.jobs.generation.begun_answers import BegunAnswers
 from batchgen.jobs.generation.generation import Generation
 from batchgen.jobs.generation.progress import Progress
 from batchgen.jobs.generation.sample_waves import EverySample, SampleWaves
 from batchgen.jobs.generation.turns import Turns
 from batchgen.jobs.generation.valid_samples import Judge
+from batchgen.jobs.reuse.row_key import RowKeys
 from batchgen.jobs.reuse.row_reuse import row_reuse
 from batchgen.jobs.run.job_attempt import JobAttempt
 from batchgen.jobs.run.job_end import JobResult
@@ -43,6 +45,12 @@ def compute_rows(attempt: JobAttempt) -> Turns[JobResult | None]:
         waves,
         attempt.spending,
         CostRecorder(storage, config.output.rows_per_shard, attempt.worker.number),
+        BegunAnswers(
+            engine,
+            writer,
+            RowKeys(config, parts.fingerprints, parts.max_model_len),
+            config.output.begun_every,
+        ),
         reuse,
         parts.name,
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.interface.outputs import RequestOutput
+from batchgen.engine.interface.outputs import Begun, RequestOutput
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.vision.image import Image
 from batchgen.inputs.model.job_engine import Engine
 from batchgen.util.request_id import RequestId
 
@@ -90,18 +92,40 @@ class EnginePort:
         self.waiting: set[RequestId] = set()
         self._finished: list[RequestOutput] = []
         self._tokens = 0
+        self._begun: dict[RequestId, int] = {}  # tokens that requests had when they were added
 
-    def add_request(self, request_id: RequestId, *asked: Any, **more: Any) -> None:
+    def add_request(
+        self,
+        request_id: RequestId,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        answer_token_ids: list[int] | None = None,
+        images: Sequence[Image] = (),
+        begun: Begun | None = None,
+    ) -> bool:
         """Queue a request; as of the engine."""
         assert request_id.job == self.name
-        self._engine.add_request(request_id, *asked, **more)
+        asked = prompt_token_ids, params, answer_token_ids, images, begun
+        goes_on = self._engine.add_request(request_id, *asked)
         self.waiting.add(request_id)
+        if begun is not None and goes_on:
+            self._begun[request_id] = len(begun.token_ids)
+        return goes_on
+
+    def begun_lengths(self) -> dict[RequestId, int]:
+        """How many tokens the job's requests have generated; as of the engine."""
+        lengths = self._engine.begun_lengths()
+        return {one: lengths[one] for one in self.waiting & lengths.keys()}
+
+    def begun(self, request_id: RequestId, start: int = 0) -> Begun | None:
+        """What a request of the job has generated; as of the engine."""
+        return self._engine.begun(request_id, start)
 
     def receive(self, output: RequestOutput) -> None:
         """Keep a finished request until the job takes it."""
         self.waiting.remove(output.request_id)
         self._finished.append(output)
-        self._tokens += len(output.token_ids)
+        self._tokens += len(output.token_ids) - self._begun.pop(output.request_id, 0)
 
     def step(self) -> list[RequestOutput]:
         """The requests that steps of the engine have finished since the last call."""
@@ -126,7 +150,13 @@ class EnginePort:
     @property
     def generated_tokens(self) -> int:
         """Tokens of the job's requests, with those of unfinished ones."""
-        return self._tokens + int(self.running_lengths.sum())
+        before = (self._begun.get(one, 0) for one in self._running_ids)
+        return self._tokens + int(self.running_lengths.sum()) - sum(before)
+
+    @property
+    def _running_ids(self) -> list[RequestId]:
+        ids = self._engine.running_ids
+        return [one for one in ids if isinstance(one, RequestId) and one.job == self.name]
 
     @property
     def num_running(self) -> int:

@@ -1,7 +1,6 @@
 """The output folder of a job, which belongs to this job alone while it runs."""
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from batchgen.storage.folder.refused_folder import (
 )
 from batchgen.storage.leases.lease_files import DATA, JOURNAL, WORKERS, parse_worker
 from batchgen.storage.leases.own_files import MANIFEST, OF_WORKERS, OWN
-from batchgen.storage.shards.journal import attempt_of, journal_files
+from batchgen.storage.shards.journal import attempts_in
 from batchgen.storage.stores.job_storage import FolderStorage, Storage, names_in
 from batchgen.storage.stores.manifest import ROWS, ChangedRow, Manifest, RowDigests
 from batchgen.storage.stores.retry_round import RetryRound
@@ -231,7 +230,6 @@ class JobFolder:
         beats = names_in(self.storage, WORKERS)
         found = [number for name in beats if (number := parse_worker(name)) is not None]
         if names := names_in(self.storage, JOURNAL):
-            files = itertools.chain.from_iterable(journal_files(self.journal, names).values())
-            found += [attempt_of(path) for path in files]
+            found += attempts_in(names)
             found.append(RetryRound(self.journal, self.storage).least_attempt - 1)
         return 1 + max(found, default=0)

@@ -124,7 +124,8 @@ class JobSummary:
 
 def tokens_per_s(attempt: Mapping[str, Any]) -> float:
     """The speed of an attempt; 0 before it has an engine."""
-    return float(attempt.get("generated_tokens", 0) / max(attempt.get("generate_s", 0), 1e-3))
+    computed = attempt.get("generated_tokens", 0) - attempt.get("tokens_begun", 0)
+    return float(computed / max(attempt.get("generate_s", 0), 1e-3))
 
 
 def status_line(reader: JobFolderReader, name: str) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 
 LEASES, WORKERS, JOURNAL, DATA = "leases", "workers", "journal", "data"
+FINISHED, BEGUN = ".journal", ".begun"
+"""What the names of a journal's files with finished rows end with, and of those with rows that were
+begun."""
 FINISH = -1
 """Stands in the place of a shard for what comes after all shards: grades, scores and the card."""
 SESSION = f"{LEASES}/session.json"
@@ -44,7 +47,7 @@ def claim_name(shard: int) -> str:
 
 def journal_name(shard: int, worker: int) -> str:
     """The file of a worker's finished rows of a shard, without its folder."""
-    return f"part-{shard:05d}.{worker:04d}.journal"
+    return f"part-{shard:05d}.{worker:04d}{FINISHED}"
 
 
 def parse_lease(name: str) -> tuple[int, str, int] | None:

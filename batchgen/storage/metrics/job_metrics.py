@@ -32,6 +32,8 @@ class Attempt:
         rows_resumed: output rows that earlier attempts had written.
         rows_copied: those of its rows that it has copied from older jobs; no tokens are counted of
             them.
+        rows_begun: those of its rows that earlier attempts had begun, and that it went on with.
+        tokens_begun: the tokens of these that earlier attempts had generated.
         rows_total: output rows of the whole job; None if that is not known.
         status: how it ended. If it was killed, the file still says `running`, and the next attempt
             changes that to `killed`.
@@ -76,6 +78,8 @@ class Attempt:
     image_tokens: int = 0
     pid: int = field(default_factory=os.getpid)
     devices: int = 1
+    rows_begun: int = 0
+    tokens_begun: int = 0
 
 
 class Metrics:
@@ -139,7 +143,8 @@ class Metrics:
     @property
     def tokens_per_s(self) -> float:
         """How many tokens this attempt has generated in each second that the engine ran."""
-        return self.attempt.generated_tokens / max(self.attempt.generate_s, 1e-9)
+        computed = self.attempt.generated_tokens - self.attempt.tokens_begun
+        return computed / max(self.attempt.generate_s, 1e-9)
 
     @property
     def rows_copied(self) -> int:
@@ -189,6 +194,9 @@ class Metrics:
         if self.read_jobs:
             summary["read_jobs"] = as_values(self.read_jobs)
         tokens = sum(attempt["generated_tokens"] for attempt in attempts)
+        if begun := sum(attempt.get("rows_begun", 0) for attempt in attempts):
+            summary["rows_begun"] = begun
+            summary["tokens_begun"] = sum(one.get("tokens_begun", 0) for one in attempts)
         if self.rows_copied:
             summary["rows_copied"] = self.rows_copied
         summary["tokens_per_s"] = round(tokens / max(summary["generate_s"], 1e-3), 1)

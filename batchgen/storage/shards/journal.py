@@ -1,4 +1,4 @@
-"""The journal keeps the finished rows of incomplete shards safe from a kill at any moment.
+"""The journal keeps the rows of incomplete shards safe from a kill at any moment.
 
 Each worker writes one file for each of its shards, such as `part-00003.0001.journal`. The second
 number is the worker's: a file has one writer, and later workers have higher numbers. A file is a
@@ -9,6 +9,9 @@ what is new safe, so that the loss of the machine costs at most the rows that fi
 in a folder are fsynced; those for an object store, where nothing can be appended, are ended and
 uploaded, and the worker goes on in `part-00003.0001.2.journal`. A reader leaves out an end that
 does not match its length or checksum; no later worker appends to such a file.
+
+Beside a worker's file of finished rows may lie one of what it has begun, `part-00003.0001.begun`
+(`begun_rows`). It is made of such frames, too, and nothing is lost with it but time.
 """
 
 import os
@@ -20,13 +23,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from batchgen.storage.leases.lease_files import BEGUN, FINISHED
 from batchgen.storage.leases.patience import patiently
 from batchgen.storage.shards.checked_file import unreadable
 from batchgen.storage.stores.job_storage import FolderStorage, Storage
 from batchgen.util.errors import JobError
 
 _FRAME = struct.Struct("<II")
-_NAME = re.compile(r"part-([0-9]{5,})\.([0-9]{4,})(?:\.([0-9]+))?\.journal")
+_NAME = re.compile(r"part-([0-9]{5,})\.([0-9]{4,})(?:\.([0-9]+))?(\.journal|\.begun)")
 
 
 class JournalGone(Exception):
@@ -34,8 +38,8 @@ class JournalGone(Exception):
 
 
 class Journal:
-    """The journal files of a job's folder, all with one schema; `attempt` numbers this worker's
-    own."""
+    """The journal files of a job's folder, with one schema for each kind; `attempt` numbers this
+    worker's own."""
 
     def __init__(
         self,
@@ -44,57 +48,65 @@ class Journal:
         least_attempt: int = 1,
         attempt: int | None = None,
         storage: Storage | None = None,
+        begun: pa.Schema | None = None,
     ) -> None:
-        """Start a new attempt in a folder that exists.
+        """Start a new attempt in a folder that exists, of which files with `begun` rows have a
+        schema of their own.
 
         Its number is `attempt`, or else at least `least_attempt` and above those of all files.
         """
         self._storage = FolderStorage(folder.parent) if storage is None else storage
         self._folder = folder
-        self._schema = schema
-        self._files = journal_files(folder, self._storage.names(folder))
+        self._schemas = {FINISHED: schema, BEGUN: begun}
+        self._files = self._found()
         if attempt is None:
-            earlier = (attempt_of(path) for files in self._files.values() for path in files)
-            attempt = max(least_attempt, 1 + max(earlier, default=0))
+            attempt = max(least_attempt, 1 + max(attempts_in(self._storage.names(folder))))
         self.attempt = attempt
         self._own: set[Path] = set()
-        self._parts: dict[int, int] = {}  # by shard: which file of this worker's is written
+        # By kind and shard: which file of this worker's is written.
+        self._parts: dict[tuple[str, int], int] = {}
         self._unsynced: set[Path] = set()
 
-    def shards(self) -> set[int]:
+    def _found(self) -> dict[str, dict[int, list[Path]]]:
+        names = self._storage.names(self._folder)
+        return {kind: journal_files(self._folder, names, kind) for kind in self._schemas}
+
+    def shards(self, kind: str = FINISHED) -> set[int]:
         """Shards that have journal files."""
-        return set(self._files)
+        return set(self._files[kind])
 
     def refresh(self) -> None:
         """See which files other workers have written or deleted since."""
         try:
-            self._files = journal_files(self._folder, self._storage.names(self._folder))
+            self._files = self._found()
         except FileNotFoundError:  # the job is complete
-            self._files = {}
+            self._files = {kind: {} for kind in self._schemas}
 
-    def files(self, shard: int, *, own: bool = False) -> list[Path]:
+    def files(self, shard: int, *, own: bool = False, kind: str = FINISHED) -> list[Path]:
         """The files of a shard that other workers have written, or all."""
-        return [path for path in self._files.get(shard, ()) if own or path not in self._own]
+        return [path for path in self._files[kind].get(shard, ()) if own or path not in self._own]
 
-    def append(self, shard: int, batch: pa.RecordBatch) -> None:
-        """Append finished rows of one shard.
+    def append(self, shard: int, batch: pa.RecordBatch, kind: str = FINISHED) -> None:
+        """Append rows of one shard.
 
         Raises:
             JobError: the file cannot be written. The rows before it are safe.
             FolderLost: the folder is not this job's any more.
             JournalGone: the file was deleted, because the shard is published.
         """
-        part = self._parts.get(shard, 1)
+        part = self._parts.get((kind, shard), 1)
         more = f".{part}" if part > 1 else ""
-        path = self._folder / f"part-{shard:05d}.{self.attempt:04d}{more}.journal"
-        files = self._files.setdefault(shard, [])
+        path = self._folder / f"part-{shard:05d}.{self.attempt:04d}{more}{kind}"
+        files = self._files[kind].setdefault(shard, [])
         data = _frame(batch.serialize())
         flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
         if path not in self._own:
             self._storage.confirm()
             self._own.add(path)
             files.append(path)
-            data = _frame(self._schema.serialize()) + data
+            schema = self._schemas[kind]
+            assert schema is not None
+            data = _frame(schema.serialize()) + data
             flags |= os.O_CREAT
         # The file is opened anew each time: a job with small shards has more incomplete ones than a
         # process may have open files.
@@ -111,16 +123,16 @@ class Journal:
         self._unsynced.add(path)
 
     def read(self, shard: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """All whole batches of the shard in the order in which they were written, each with the
-        number of its attempt. They are memory-mapped, so nothing is copied."""
-        for path in self._files.get(shard, ()):
+        """All whole batches of finished rows of the shard in the order in which they were written,
+        each with the number of its attempt. They are memory-mapped, so nothing is copied."""
+        for path in self._files[FINISHED].get(shard, ()):
             for batch in self.batches(path):
                 yield attempt_of(path), batch
 
     def batches(self, path: Path) -> Iterator[pa.RecordBatch]:
         """The whole batches of one file, or FileNotFoundError if it was deleted."""
         self._storage.download(path)
-        yield from read_file(path, self._schema)
+        yield from read_file(path, self._schemas[path.suffix])
 
     def sync(self, force: bool = False) -> None:
         """Make what was appended safe from the loss of the machine, if SYNC_SECONDS have passed or
@@ -130,23 +142,31 @@ class Journal:
             return
         for path in ended:
             shard, _, part = _place(path)
-            self._parts[shard] = part + 1
+            self._parts[path.suffix, shard] = part + 1
         self._unsynced.clear()
 
-    def release(self, shard: int) -> list[Path]:
+    def release(self, shard: int, kind: str = FINISHED) -> list[Path]:
         """Forget a complete shard and return its files, to be deleted once it is published."""
-        files = self._files.pop(shard, [])
+        files = self._files[kind].pop(shard, [])
         self._unsynced.difference_update(files)
         return files
 
 
-def journal_files(folder: Path, names: Iterable[str]) -> dict[int, list[Path]]:
-    """From a shard to its journal files among these names, earlier workers first."""
+def journal_files(
+    folder: Path, names: Iterable[str], kind: str = FINISHED
+) -> dict[int, list[Path]]:
+    """From a shard to its journal files of a kind among these names, earlier workers first."""
     files: dict[int, list[Path]] = {}
     for name in names:
-        if match := _NAME.fullmatch(name):
+        if (match := _NAME.fullmatch(name)) and match[4] == kind:
             files.setdefault(int(match[1]), []).append(folder / name)
     return {shard: sorted(files[shard], key=_place) for shard in sorted(files)}
+
+
+def attempts_in(names: Iterable[str]) -> list[int]:
+    """The numbers of the workers that wrote the journal files of any kind among these names; 0 is
+    there as well."""
+    return [0, *(int(match[2]) for name in names if (match := _NAME.fullmatch(name)))]
 
 
 def attempt_of(path: Path) -> int:

@@ -24,6 +24,7 @@ class OpenShard:
         by_others: [rows, samples] bool, which of them other workers have written since
             this object was made.
         begun: [rows, samples] bool, which of them this worker has begun.
+        failed: [rows, samples] bool, which of them have an error and are computed again.
         num_rows: how many input rows make the shard complete; fewer for the last one.
     """
 
@@ -35,6 +36,7 @@ class OpenShard:
         self.done = np.zeros((rows, samples), np.bool_)
         self.by_others = np.zeros((rows, samples), np.bool_)
         self.begun = np.zeros((rows, samples), np.bool_)
+        self.failed = np.zeros((rows, samples), np.bool_)
         self.num_done = 0
         self.num_rows = rows
 
@@ -58,7 +60,9 @@ class OpenShard:
         """Note rows that an earlier attempt has written, each over what was known of it. Unless
         `errors_count`, rows with an error are not done."""
         done = pc.not_equal(rows["finish_reason"], "error").to_numpy(zero_copy_only=False)
-        self.done[self.places(rows)] = done | errors_count
+        at = self.places(rows)
+        self.done[at] = done | errors_count
+        self.failed[at] = ~self.done[at]
         self.num_done = int(self.done.sum())
 
     def take_others(self, rows: pa.RecordBatch, *, errors_count: bool, attempt: int) -> None:
@@ -72,6 +76,10 @@ class OpenShard:
     def is_by_others(self, row_index: int, sample: int) -> bool:
         """Whether another worker has written a sample of a row while this one computed it."""
         return bool(self.by_others[row_index - self._first, sample])
+
+    def is_failed(self, row_index: int, sample: int) -> bool:
+        """Whether a sample of a row has an error and is computed again."""
+        return bool(self.failed[row_index - self._first, sample])
 
     def add(self, rows: Sequence[FinishedRow], attempt: int) -> None:
         """Note rows that this worker, whose number is `attempt`, has written."""

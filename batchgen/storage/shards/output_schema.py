@@ -10,7 +10,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.config.groups.job_config import PARSED
-from batchgen.engine.interface.outputs import OutputColumn, RequestError, RequestOutput, RowCount
+from batchgen.engine.interface.outputs import (
+    Begun,
+    OutputColumn,
+    RequestError,
+    RequestOutput,
+    RowCount,
+)
 from batchgen.storage.shards.enough import (
     ENOUGH_COLUMNS,
     FAILED,
@@ -104,7 +110,8 @@ class FinishedRow:
     """One sample of one row that is finished, with the `fields` that are copied from the data set.
     A row that never reached the engine has an `error` instead of an `output`. `valid` is whether it
     fulfils `sampling.until.where`. `beside` are the columns of `SplitOutput`. `images` are what the
-    output says of those of the prompt, None where they are not known."""
+    output says of those of the prompt, None where they are not known. `begun_tokens` is how many of
+    its tokens earlier attempts had generated."""
 
     row_id: str
     row_index: int
@@ -117,6 +124,7 @@ class FinishedRow:
     is_copied: bool = False  # from an older job, instead of being computed
     valid: bool | None = None
     images: Sequence[Mapping[str, Any]] | None = None
+    begun_tokens: int = 0
 
     @property
     def finish_reason(self) -> str:
@@ -246,7 +254,7 @@ class OutputSchema:
             "error": [_error(row.failure) for row in rows],
             "num_prompt_tokens": [len(o.prompt_token_ids) if o else None for o in outputs],
             "num_generated_tokens": [len(o.token_ids) if o else 0 for o in outputs],
-            "token_ids": _id_lists([o.token_ids if o else [] for o in outputs]),
+            "token_ids": id_lists([o.token_ids if o else [] for o in outputs]),
         }
         for name in self.beside:
             values[name] = [row.beside.get(name) for row in rows]
@@ -255,7 +263,7 @@ class OutputSchema:
         for name in self.counts:
             values[name] = [o.counts[name] if o else None for o in outputs]
         for column in self.columns:
-            values[column.name] = _lists(column, outputs)
+            values[column.name] = column_lists(column, outputs)
         if SATISFIED in self.arrow.names:
             values[SATISFIED] = [
                 o.constraint_satisfied if o and o.finish_reason != "error" else None
@@ -341,7 +349,8 @@ def _offsets(lengths: list[int]) -> npt.NDArray[np.int32]:
     return offsets
 
 
-def _id_lists(lists: list[list[int]]) -> pa.Array:
+def id_lists(lists: list[list[int]]) -> pa.Array:
+    """A column of lists of token ids."""
     offsets = _offsets([len(ids) for ids in lists])
     values = array("i")  # it takes a list in a tenth of the time that NumPy takes
     for ids in lists:
@@ -350,7 +359,7 @@ def _id_lists(lists: list[list[int]]) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
 
 
-def _lists(column: OutputColumn, outputs: list[RequestOutput | None]) -> pa.Array:
+def column_lists(column: OutputColumn, outputs: Sequence[RequestOutput | Begun | None]) -> pa.Array:
     """A per-token column: for each row a list of [num_tokens, *tail] values, empty on an error."""
     given = [o.columns[column.name] if o else None for o in outputs]
     present = [values for values in given if values is not None]

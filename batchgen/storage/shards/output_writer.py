@@ -1,6 +1,6 @@
 """Writes finished rows, which come in any order, and knows which rows of a job are done."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Self
@@ -8,7 +8,10 @@ from typing import Self
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.storage.shards.journal import Journal, JournalGone
+from batchgen.engine.interface.outputs import Begun
+from batchgen.storage.leases.lease_files import BEGUN
+from batchgen.storage.shards.begun_rows import BegunRow, BegunRows, begun_schema, encode_begun
+from batchgen.storage.shards.journal import Journal, JournalGone, attempt_of
 from batchgen.storage.shards.open_shard import OpenEnoughShard, OpenShard
 from batchgen.storage.shards.output_schema import FinishedRow, OutputSchema
 from batchgen.storage.shards.published_shards import PublishedShards
@@ -83,7 +86,12 @@ class OutputWriter:
             data, schema, rows_per_shard, samples, num_rows, self._storage, older
         )
         self._journal = Journal(
-            journal, schema.arrow, self._round.least_attempt, worker, self._storage
+            journal,
+            schema.arrow,
+            self._round.least_attempt,
+            worker,
+            self._storage,
+            begun_schema(schema),
         )
         self._publisher = Publisher(
             data, journal, schema, self._round, self._journal.attempt, publish, self._storage
@@ -104,6 +112,7 @@ class OutputWriter:
             )
         self._open: dict[int, OpenShard] = {}
         self._dropped: set[int] = set()
+        self._begun: dict[int, BegunRows] = {}  # by shard, as far as a row was asked for
         self.resumed = self._resume() if older is None else older.rows
 
     def _resume(self) -> int:
@@ -114,7 +123,19 @@ class OutputWriter:
         rows = self._published.num_done + sum(shard.num_done for shard in self._open.values())
         for number in sorted(self._open):
             self._publish_if_complete(number)
+        self._drop_superseded()
         return rows
+
+    def _drop_superseded(self) -> None:
+        """Delete the records of rows that are finished, or have longer ones by later attempts."""
+        for number in sorted(self._journal.shards(BEGUN)):
+            needed = set[int]()
+            if number not in self.complete_shards:
+                needed = self._written.begun(number).longest(self._open.get(number))
+            for path in self._journal.files(number, own=True, kind=BEGUN):
+                if attempt_of(path) not in needed:
+                    self._storage.delete(path)
+        self._journal.refresh()
 
     def _publish_what_has_enough(self) -> None:
         """Publish anew the shards that lack nothing since `sampling.until` asks for more."""
@@ -194,6 +215,7 @@ class OutputWriter:
         """Find out what all workers have finished of a shard that is to be completed now. If
         another worker publishes it meanwhile, it is not open afterwards."""
         self._dropped.discard(number)
+        self._begun.pop(number, None)
         self._journal.refresh()
         try:
             self._reopen(number)
@@ -220,8 +242,10 @@ class OutputWriter:
     def drop(self, number: int) -> None:
         """Forget a shard that another worker has published."""
         self._open.pop(number, None)
+        self._begun.pop(number, None)
         self._dropped.add(number)
         self._journal.release(number)
+        self._journal.release(number, BEGUN)
 
     def end_at(self, num_rows: int) -> None:
         """Learn how many rows the data set has."""
@@ -271,6 +295,36 @@ class OutputWriter:
         self._publisher.wait(MAX_UNPUBLISHED)
         return written
 
+    def begun(self, row_index: int, sample_index: int, key: Callable[[], bytes]) -> Begun | None:
+        """What was recorded of a sample of a row of an open shard that is not done. `key` gives the
+        sample's, by which it is known whether it is still the same."""
+        number = self.shard_of(row_index)
+        if (opened := self._open.get(number)) is None:
+            return None
+        if (found := self._begun.get(number)) is None:
+            found = self._begun[number] = self._written.begun(number)
+        failed = opened.is_failed(row_index, sample_index)
+        return found.find(row_index, sample_index, key, self.schema, retried=failed)
+
+    def write_begun(self, rows: Sequence[BegunRow]) -> None:
+        """Record what rows of open shards have generated so far. A kill does not lose it; what
+        other workers have finished meanwhile needs no record.
+
+        Raises:
+            JobError: it cannot be written. Finished rows are safe.
+        """
+        by_shard: dict[int, list[BegunRow]] = {}
+        for row in rows:
+            by_shard.setdefault(self.shard_of(row.row_index), []).append(row)
+        for number, of_shard in by_shard.items():
+            if number in self._open:
+                with suppress(JournalGone):
+                    self._journal.append(number, encode_begun(self.schema, of_shard), BEGUN)
+
+    def sync(self) -> None:
+        """Make what was written safe from the loss of the machine, if it is time to."""
+        self._journal.sync()
+
     def finish(self, num_rows: int) -> None:
         """Publish the last shard, once all rows are written.
 
@@ -302,6 +356,9 @@ class OutputWriter:
 
     def _publish(self, number: int, extent: Extent) -> None:
         files = self._journal.release(number)
+        self._begun.pop(number, None)
+        for path in self._journal.release(number, BEGUN):  # its rows are finished
+            self._storage.delete(path)
         self._published.extents[number] = extent
         older = self._published.older
         if older.get(number) == extent and not files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from batchgen.storage.leases.lease_files import BEGUN
+from batchgen.storage.shards.begun_rows import BegunRows
 from batchgen.storage.shards.enough import Enough
 from batchgen.storage.shards.journal import Journal, attempt_of
 from batchgen.storage.shards.open_shard import OpenShard, open_shard
@@ -16,6 +19,7 @@ from batchgen.storage.shards.published_shards import PublishedShards
 from batchgen.storage.shards.row_order import KEYS, RowsInOrder
 from batchgen.storage.shards.shard_files import read_columns
 from batchgen.storage.stores.retry_round import RetryRound
+from batchgen.util.errors import JobError
 
 
 class WrittenRows:
@@ -84,6 +88,18 @@ class WrittenRows:
             except FileNotFoundError:  # the shard was published just now
                 pass
         return opened.num_done > before
+
+    def begun(self, number: int) -> BegunRows:
+        """What all workers have recorded of the rows of a shard that they have begun. A file that
+        cannot be read says nothing: its rows begin again."""
+        first = number * self._rows_per_shard
+        rows = range(first, first + self._rows_per_shard)
+        found = BegunRows(rows, self._round.before(number) or 0)
+        for path in self._journal.files(number, own=True, kind=BEGUN):
+            with contextlib.suppress(FileNotFoundError, JobError, pa.ArrowException):
+                for batch in self._journal.batches(path):
+                    found.take(batch, attempt_of(path))
+        return found
 
     def table(self, shard: int, columns: Sequence[str]) -> pa.Table | None:
         """Some columns of all rows of a shard, each as it was written last; None without rows."""

@@ -18,7 +18,15 @@ from pathlib import Path
 
 from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.storage.leases.file_store import FolderGone
-from batchgen.storage.leases.lease_files import DATA, JOURNAL, LEASES, SESSION, WORKERS
+from batchgen.storage.leases.lease_files import (
+    BEGUN,
+    DATA,
+    FINISHED,
+    JOURNAL,
+    LEASES,
+    SESSION,
+    WORKERS,
+)
 from batchgen.storage.leases.object_store import ObjectStore
 from batchgen.storage.leases.own_files import KEYS, LOCKS, ROWS
 from batchgen.storage.leases.process_identity import machine, started
@@ -29,7 +37,6 @@ from batchgen.util.errors import JobError
 
 _ROOM = 64 * 2**20
 """What stays free on the disk of the working folder."""
-_JOURNAL_FILE = ".journal"
 _FOLDERS = (DATA, JOURNAL, LEASES, WORKERS, LOCKS, "grades", "cost", "differing", KEYS, ROWS)
 Stamp = tuple[int, int]
 
@@ -96,7 +103,7 @@ class ObjectStorage:
 
     def delete(self, path: Path) -> None:
         """Delete an object or all below a name; those of journal files soon."""
-        if path.suffix == _JOURNAL_FILE:
+        if path.suffix in (FINISHED, BEGUN):
             path.unlink(missing_ok=True)
             self._submit(lambda: self._store.delete([self._name(path)]))
             return
@@ -126,7 +133,7 @@ class ObjectStorage:
         """End journal files and send them."""
         self._raise_failure()
         now = time.monotonic()
-        shards = {path.name.split(".")[0] for path in files}
+        shards = {path.name.split(".")[0] for path in files if path.suffix == FINISHED}
         is_new = not shards <= self._announced
         if force or is_new or now - self._last_sync >= SYNC_SECONDS:
             self._announced |= shards

@@ -32,7 +32,7 @@ from batchgen.config.groups.job_config import (
 )
 from batchgen.config.groups.prompt_config import ChatPromptConfig
 from batchgen.config.groups.sampling_config import SamplingConfig
-from batchgen.engine.interface.outputs import OutputColumn, RequestError, RequestOutput
+from batchgen.engine.interface.outputs import Begun, OutputColumn, RequestError, RequestOutput
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.vision.image import Image
@@ -219,13 +219,21 @@ class FakeEngine:
         params: SamplingParams,
         answer_token_ids: list[int] | None = None,
         images: Sequence[Image] = (),
-    ) -> None:
+        begun: Begun | None = None,
+    ) -> bool:
         assert request_id not in self._running
         if self.job.bad and prompt_token_ids[0] % BAD_REQUEST == 0:
             raise RequestError("kv_cache_too_small", f"request {request_id} can never run")
         self._running[request_id] = _Running(
             request_id, prompt_token_ids, params, 1 + params.seed % 5
         )
+        return False
+
+    def begun_lengths(self) -> dict[RequestId, int]:
+        return {}
+
+    def begun(self, request_id: RequestId, start: int = 0) -> Begun | None:
+        return None
 
     @property
     def num_running(self) -> int:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 import batchgen
 from batchgen.config.compose.compose_config import compose
-from batchgen.engine.interface.outputs import RequestError, RequestOutput
+from batchgen.engine.interface.outputs import Begun, RequestError, RequestOutput
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.vision.image import Image
@@ -100,10 +100,18 @@ class DecodingEngine:
         params: SamplingParams,
         answer_token_ids: list[int] | None = None,
         images: Sequence[Image] = (),
-    ) -> None:
+        begun: Begun | None = None,
+    ) -> bool:
         wanted = sum(each.height // 32 * (each.width // 32) for each in images)
         assert prompt_token_ids.count(IMAGE_ID) == wanted
         self._waiting.append((request_id, prompt_token_ids, images))
+        return False
+
+    def begun_lengths(self) -> dict[RequestId, int]:
+        return {}
+
+    def begun(self, request_id: RequestId, start: int = 0) -> Begun | None:
+        return None
 
     @property
     def num_running(self) -> int:

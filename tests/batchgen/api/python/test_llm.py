@@ -189,7 +189,7 @@ def test_the_bar(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"params": RequestParams()}, "give one SamplingParams for all"),
         ({"n": 0}, "n must be at least 1"),
         ({"params": PARAMS, "sampling_params": SamplingParams()}, "mean the same and differ"),
-        ({"lora_request": "x"}, "LLM.generate has no argument 'lora_request'"),
+        ({"prompt_adapter_request": "x"}, "has no argument 'prompt_adapter_request'"),
         ({"chat_template_kwargs": {}}, "LLM.generate has no argument 'chat_template_kwargs'"),
         ({"temperature": 1}, "write params=SamplingParams(temperature=…)"),
         ({"max_tokens": 1}, "write params=SamplingParams(max_tokens=…)"),

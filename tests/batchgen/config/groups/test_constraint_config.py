@@ -23,7 +23,7 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.interface.constraint_error import ConstraintError
-from batchgen.engine.interface.outputs import RequestError
+from batchgen.engine.interface.outputs import Begun, RequestError
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.vision.image import Image
 from batchgen.inputs.constraint.row_constraints import RowConstraints
@@ -325,9 +325,10 @@ class RecordingEngine(FakeEngine):
         params: SamplingParams,
         answer_token_ids: list[int] | None = None,
         images: Sequence[Image] = (),
-    ) -> None:
+        begun: Begun | None = None,
+    ) -> bool:
         self.asked[request_id] = params.constraint
-        super().add_request(request_id, prompt_token_ids, params)
+        return super().add_request(request_id, prompt_token_ids, params)
 
 
 def _run(job: FakeJob) -> tuple[dict[RequestId, Constraint | None], list[dict[str, Any]], str]:

@@ -1,0 +1,98 @@
+"""Records what running rows have generated, so that what was begun goes on after a stop."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterator
+
+from batchgen.engine.interface.outputs import Begun
+from batchgen.inputs.model.job_engine import Engine
+from batchgen.inputs.prompts.row_request import RowRequest
+from batchgen.jobs.reuse.row_key import RowKeys
+from batchgen.storage.shards.begun_rows import BegunRow
+from batchgen.storage.shards.output_writer import OutputWriter
+from batchgen.util.errors import FolderLost, JobError
+from batchgen.util.request_id import RequestId
+
+STOP_SECONDS = 5.0
+"""How long a stop may take to record rows. Those that are left go on from their last record."""
+_SHARE = 0.01
+"""The share of the time between two records that they may take."""
+_BATCH_BYTES = 4 * 2**20
+
+
+class BegunAnswers:
+    """Records the rows that a worker has begun, every so often and at a stop, and finds what was
+    recorded of rows that it begins.
+
+    Records take `_SHARE` of the time at most, and those of a stop `STOP_SECONDS`. Rows with the
+    most tokens that are in no record come first, and what does not fit is left out.
+    """
+
+    def __init__(self, engine: Engine, writer: OutputWriter, keys: RowKeys, every: float) -> None:
+        """Begin with no records. There will be one every `every` seconds, or none if it is 0."""
+        self._engine, self._writer, self._keys, self._every = engine, writer, keys, every
+        self._last = time.monotonic()
+        self._own: dict[Hashable, int] = {}  # tokens in records of this worker
+        self._known: dict[Hashable, int] = {}  # tokens in any record
+
+    def find(self, request_id: RequestId, asked: RowRequest) -> Begun | None:
+        """What was recorded of a request that begins; None if nothing was, or of another one."""
+        if not self._every:
+            return None
+        row, sample = request_id.row, request_id.sample
+        found = self._writer.begun(row, sample, lambda: self._keys.key(asked))
+        if found is not None:
+            self._known[request_id] = len(found.token_ids)
+        return found
+
+    def forget(self, request_id: Hashable) -> None:
+        """Note that a request has ended."""
+        self._own.pop(request_id, None)
+        self._known.pop(request_id, None)
+
+    def due(self) -> bool:
+        """Whether it is time for a record."""
+        return bool(self._every) and time.monotonic() - self._last >= self._every
+
+    def save(self, asked: Callable[[RequestId], RowRequest], seconds: float | None = None) -> None:
+        """Record what the requests of the engine have generated since their last records, within so
+        many seconds, or `_SHARE` of the time; `asked` says what a request asked for."""
+        if not self._every:
+            return
+        self._last = time.monotonic()
+        ends = self._last + (self._every * _SHARE if seconds is None else seconds)
+        lengths = self._engine.begun_lengths()
+        new = {one: length - self._known.get(one, 0) for one, length in lengths.items()}
+        todo = sorted((one for one, tokens in new.items() if tokens > 0), key=new.__getitem__)
+        try:
+            while todo:
+                self._writer.write_begun(list(self._batch(todo, asked)))
+                if time.monotonic() >= ends:
+                    break
+        except FolderLost:
+            raise
+        except JobError as error:
+            # A torn end of a file would hide what came behind it.
+            self._every = 0.0
+            print(
+                f"batchgen: warning: rows that are begun are not recorded any more ({error}): "
+                "after a stop they begin again",
+                file=sys.stderr,
+            )
+
+    def _batch(
+        self, todo: list[RequestId], asked: Callable[[RequestId], RowRequest]
+    ) -> Iterator[BegunRow]:
+        """The records of the last requests, which are taken out; about `_BATCH_BYTES`."""
+        size = 0
+        while todo and size < _BATCH_BYTES:
+            request_id = todo.pop()
+            start = self._own.get(request_id, 0)
+            if (begun := self._engine.begun(request_id, start)) is None:
+                continue
+            self._own[request_id] = self._known[request_id] = start + len(begun.token_ids)
+            size += 4 * len(begun.token_ids) + sum(v.nbytes for v in begun.columns.values())
+            key = self._keys.key(asked(request_id))
+            yield BegunRow(request_id.row, request_id.sample, key, start, begun)
