@@ -35,11 +35,11 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     given = options.out
     out = user_path(folder_here(given, "batchgen report"), "OUT")
-    from batchgen.evals.scores.job_arms import arm_folders, job_arms
+    from batchgen.evals.arms.job_arms import arm_folders, job_arms
 
     folders = arm_folders([given])
     if any(folder.listed for folder in folders):
-        from batchgen.evals.scores.arms import arm_table
+        from batchgen.evals.arms.arm_table import arm_table
         from batchgen.pages.report.sweep_report import write_sweep_report
 
         print(write_sweep_report(out, given, arm_table(*job_arms(folders)), options.x))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from batchgen.evals.scores.arm_values import letter, remarks, shown_value, table_cells
-from batchgen.evals.scores.arms import ArmTable
-from batchgen.evals.scores.frontier import Frontier, frontier
+from batchgen.evals.arms.arm_table import ArmTable
+from batchgen.evals.arms.arm_values import letter, remarks, shown_value, table_cells
+from batchgen.evals.arms.frontier import Frontier, frontier
 from batchgen.pages.report.charts import Chart
 from batchgen.pages.report.sections import Fact
 from batchgen.pages.report.svg import Frame, drawing, percent, short, tag, text

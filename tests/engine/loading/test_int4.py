@@ -15,6 +15,7 @@ from torch import Tensor
 
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.linear import Linear
+from batchgen.engine.layers.packed_format import PackedFormat
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
@@ -63,9 +64,10 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int], int], Packed]]
 }
 
 
-def load(folder: Path, native: bool = True, **options: Any) -> CausalLM:
-    options = {"dtype": torch.bfloat16, "native_fp8": native} | options
-    return load_model(folder, device=CPU, **options)
+def load(
+    folder: Path, native: bool = True, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> CausalLM:
+    return load_model(folder, device=CPU, native_fp8=native, dtype=dtype, **options)
 
 
 def panels(model: CausalLM) -> dict[str, Int4Panels]:
@@ -109,8 +111,8 @@ def test_a_model_in_int4_equals_its_dequantised_twin(
     for name, value in values(ours).items():
         assert torch.equal(value, expected[name]), name
     # The products on a CPU are the same, with weights of the same values.
-    logits = [run_paged(model, IDS, [40]) for model in (ours, twin)]
-    assert torch.allclose(*logits, rtol=0.02, atol=0.02)
+    found, logits = (run_paged(model, IDS, [40]) for model in (ours, twin))
+    assert torch.allclose(found, logits, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [("qwen3", WIDE), ("qwen3_moe", MOE)])
@@ -235,8 +237,9 @@ def test_a_weight_that_does_not_fit_is_named(
 
 def test_names_of_modules_come_from_the_files(tiny_model: TinyModel, tmp_path: Path) -> None:
     folder, _ = write_packed(tiny_model("mixtral", **WIDE), tmp_path, INT4, pack_quantized)
-    form = load_config(folder).form
-    assert form is not None and form.int4 is not None and form.int4.modules is not None
+    form, dummy = load_config(folder).form, load_config(folder, "dummy").form
+    assert isinstance(form, PackedFormat) and form.int4 is not None and form.int4.modules
     assert "model.layers.0.self_attn.q_proj" in form.int4.modules
-    assert load_config(folder, "dummy").form.int4.modules is None
+    assert isinstance(dummy, PackedFormat) and dummy.int4 is not None
+    assert dummy.int4.modules is None
     assert len(panels(load(folder, parallel=ALONE))) == 4 * LAYERS

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from batchgen.evals.scores.arm_values import table_lines, table_values
-from batchgen.evals.scores.arms import Arm, arm_table
-from batchgen.evals.scores.holm import holm
+from batchgen.evals.arms.arm_table import Arm, arm_table
+from batchgen.evals.arms.arm_values import table_lines, table_values
+from batchgen.evals.arms.holm import holm
 from batchgen.evals.scores.intervals import mean_interval
 from batchgen.evals.scores.marks import Floats, Marks, Sample
 from batchgen.evals.scores.paired_comparison import compare, unpaired_difference

@@ -1,7 +1,7 @@
 """The one table of N arms: the score of each, and its difference to the first.
 
 An arm is whatever is compared as one: a job, jobs that differ in their seeds alone, or those rows
-of jobs that have one value of a column. `batchgen.evals.scores.job_arms` makes arms of folders.
+of jobs that have one value of a column. `batchgen.evals.arms.job_arms` makes arms of folders.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
+from batchgen.evals.arms.holm import holm
 from batchgen.evals.graders.step import MARK
-from batchgen.evals.scores.holm import holm
 from batchgen.evals.scores.intervals import Interval, mean_interval, population_interval
 from batchgen.evals.scores.marks import Marks
 from batchgen.evals.scores.paired_comparison import (

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.config.groups.job_config import ScoreConfig
-from batchgen.evals.scores.arms import Arm, ArmTable
+from batchgen.evals.arms.arm_table import Arm, ArmTable
+from batchgen.evals.arms.job_facts import SEED, job_numbers, own_times, settings
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
-from batchgen.evals.scores.job_facts import SEED, job_numbers, own_times, settings
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.step_folders import find_record, step_folder
 from batchgen.storage.leases.own_files import MANIFEST

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from string import ascii_uppercase
 from typing import Any
 
+from batchgen.evals.arms.arm_table import ArmRow, ArmTable
 from batchgen.evals.graders.step import MARK
-from batchgen.evals.scores.arms import ArmRow, ArmTable
 from batchgen.evals.scores.compared_jobs import bound, difference, p_value
 from batchgen.evals.scores.intervals import Interval
 from batchgen.util.shorten import both_ends

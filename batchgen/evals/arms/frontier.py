@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchgen.evals.scores.arm_values import letter, shown_value
-from batchgen.evals.scores.arms import ArmTable
+from batchgen.evals.arms.arm_table import ArmTable
+from batchgen.evals.arms.arm_values import letter, shown_value
 from batchgen.evals.scores.intervals import Interval
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
