@@ -51,6 +51,7 @@ class TokenModel(nn.Module, ABC):
     # Once packed: why a token's bits depend on its batch, in words for the user; None if they do
     # not, and on a GPU, where batchgen makes no such promise.
     batch_dependence: str | None = None
+    _packed_by: BitRules | None = None
 
     def count_parameters(self) -> None:
         """Set `num_parameters` and `weight_bytes`, before weights are packed."""
@@ -107,8 +108,12 @@ class TokenModel(nn.Module, ABC):
     def pack(self, rules: BitRules = BY_BATCH) -> None:
         """Convert the loaded weights to the layout for computing; they cannot be loaded again.
 
-        `rules` say what the bits of a row may depend on.
+        `rules` say what the bits of a row may depend on. A model that an earlier engine has packed
+        by these rules stays as it is.
         """
+        if self._packed_by is rules:
+            return
+        self._packed_by = rules
         shapes = self.attention_shapes
         self.batch_dependence = pack_layers(self, shapes, self.dtype, self.device, rules)
 

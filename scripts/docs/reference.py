@@ -5,7 +5,8 @@
 
 docs/reference/config.md comes from the comments of conf/, docs/reference/commands.md from the help
 texts, docs/reference/models.md from the registry of models, docs/reference/extractions.md from the
-texts of extractions.yaml, and a table of the overview from the sources.
+texts of extractions.yaml, docs/reference/job.schema.json from the keys and their
+types, and a table of the overview from the sources.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from importlib import import_module
 from pathlib import Path
 
 from extractions import extractions_page
+from job_schema import schema_text
 
 from batchgen.cli.conf_files import Choice, read_choice
 from batchgen.cli.help import help_text
@@ -218,6 +220,7 @@ def pages() -> dict[Path, str]:
         ROOT / "docs/reference/config.md": f"{WRITTEN_BY}\n\n{config_page()}",
         ROOT / "docs/reference/commands.md": f"{WRITTEN_BY}\n\n{commands_page()}",
         ROOT / "docs/reference/extractions.md": f"{WRITTEN_BY}\n\n{extractions_page()}",
+        ROOT / "docs/reference/job.schema.json": schema_text(),
         ROOT / "docs/reference/models.md": f"{WRITTEN_BY}\n\n{models_page()}",
         overview: with_tables(overview, touched=touched_table()),
     }

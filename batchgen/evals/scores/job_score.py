@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from batchgen.config.groups.job_config import ScoreConfig
 from batchgen.evals.graders.step import MARK
+from batchgen.evals.grades.folder_grades import JobGrades
 from batchgen.evals.scores.marks import Marks
 from batchgen.evals.scores.samples import Samples, graded_rows
 from batchgen.evals.scores.scores import score
@@ -38,12 +39,15 @@ def config_marks(samples: pa.Table, config: ScoreConfig) -> Marks:
 
 
 def job_targets(job: Path) -> dict[str, str]:
-    """What the answers to each row were compared with, where that is known.
+    """What the answers to each row were compared with, where that is known; nothing of a job
+    without grades, which may be scored by numbers of its rows.
 
     Raises:
         ConfigError, JobError: as of `job_marks`.
     """
     targets: dict[str, str] = {}
+    if JobGrades(job).steps is None:
+        return targets
     for grades in graded_rows(job):
         if _TARGET in grades.column_names:
             pairs = zip(grades["row_id"].to_pylist(), grades[_TARGET].to_pylist(), strict=True)

@@ -69,8 +69,8 @@ class EngineRecipe:
             )
         if self.config.deterministic and kind == "cuda" and self.model.adapters:
             raise ValueError(
-                "deterministic is true, and it was not shown yet that products of adapters keep the "
-                "bits of rows on a GPU: set it to false, or merge the adapter into the model"
+                "deterministic is true, and it was not shown yet that products of adapters keep "
+                "the bits of rows on a GPU: set it to false, or merge the adapter"
             )
         if self.config.deterministic:
             refuse_unkept(

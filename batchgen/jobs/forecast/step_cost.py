@@ -101,8 +101,9 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class _Reached:
-    """Shares of the device's rates that the engine was seen to reach (docs/design/tried.md), and
-    seconds of a layer, of a step and of a logit that is sampled from."""
+    """Shares of the device's rates that the engine reached on one H100
+    (docs/benchmarks/models.md), and seconds of a layer, of a step and of a logit that is sampled
+    from."""
 
     bandwidth: float
     products: float

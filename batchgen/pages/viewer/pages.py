@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from urllib.parse import urlencode
 
-from batchgen.evals.scores.job_facts import settings
+from batchgen.evals.arms.job_facts import settings
 from batchgen.pages.viewer.columns import row_columns
 from batchgen.pages.viewer.disagreements import Flips
 from batchgen.pages.viewer.html import (

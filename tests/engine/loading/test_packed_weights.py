@@ -97,6 +97,20 @@ def test_a_packed_checkpoint_is_its_dequantised_twin(
     assert isinstance(load_config(packed).form, PackedFormat)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMS)
+def test_a_gpu_dequantises_as_a_cpu_does(
+    name: str, tiny_model: TinyModel, tmp_path: Path, run_paged: Callable[..., Tensor]
+) -> None:
+    packed, _ = write_packed(tiny_model("qwen3_moe"), tmp_path, *FORMS[name])
+    options: dict[str, Any] = {"dtype": torch.float32, "native_fp8": False}
+    logits, expected = (
+        run_paged(load_model(packed, device=torch.device(kind), **options), IDS, [40]).cpu()
+        for kind in ("cuda", "cpu")
+    )
+    torch.testing.assert_close(logits, expected, rtol=5e-3, atol=5e-3)
+
+
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss", "glm4", "mixtral"])
 def test_families_load_int4(
     kind: str, tiny_model: TinyModel, tmp_path: Path, run_paged: Callable[..., Tensor]

@@ -26,7 +26,7 @@ from tests.support.sandboxes import need_sandbox, sandbox_missing
 ROOT = Path(__file__).parents[4]
 NO_EXAMS = {"nano_hybrid", "nano_sdar", "nano_vl", "synth"}
 EXAMS = sorted({path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")} - NO_EXAMS)
-BY_PROGRAMS = {"ifeval"}  # whose rows have no target
+BY_PROGRAMS = {"ifbench", "ifeval"}  # whose rows have no target
 BY_TESTS = {"humaneval_plus", "livecodebench", "mbpp_plus"}
 BY_JUDGES = {"hle", "simpleqa"}  # whose jobs have no steps
 BY_CHOICES = {"truthfulqa"}
@@ -47,6 +47,7 @@ HUB = {
     "aime25_opencompass": ("yentinglin/aime_2025", None, "train"),
     "gpqa": ("Idavidrein/gpqa", "gpqa_diamond", "train"),
     "gpqa_opencompass": ("Idavidrein/gpqa", "gpqa_diamond", "train"),
+    "ifbench": ("allenai/IFBench_test", None, "train"),
     "ifeval": ("google/IFEval", None, "train"),
     "gsm8k": ("openai/gsm8k", "main", "test"),
     "math500": ("HuggingFaceH4/MATH-500", None, "test"),

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from batchgen.evals.scores.arm_values import table_lines, table_values
-from batchgen.evals.scores.arms import Arm, arm_table
-from batchgen.evals.scores.holm import holm
+from batchgen.evals.arms.arm_table import Arm, arm_table
+from batchgen.evals.arms.arm_values import table_lines, table_values
+from batchgen.evals.arms.holm import holm
 from batchgen.evals.scores.intervals import mean_interval
 from batchgen.evals.scores.marks import Floats, Marks, Sample
 from batchgen.evals.scores.paired_comparison import compare, unpaired_difference
@@ -54,7 +54,9 @@ def test_holm_keeps_its_word_over_tables_of_equal_arms() -> None:
     any_below = 0
     for _ in range(400):
         p = rng.beta(2, 1, (40, 1))
-        arms = [Arm(str(i), marks=marks((rng.random((40, 1)) < p) * 1.0)) for i in range(5)]
+        arms = [
+            Arm(str(i), marks=marks((rng.random((40, 1)) < p).astype(np.float64))) for i in range(5)
+        ]
         found = [row.p_holm for row in arm_table(arms).rows]
         any_below += any(p is not None and p < 0.05 for p in found)
     assert any_below <= 0.075 * 400

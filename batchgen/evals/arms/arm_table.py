@@ -1,7 +1,7 @@
 """The one table of N arms: the score of each, and its difference to the first.
 
 An arm is whatever is compared as one: a job, jobs that differ in their seeds alone, or those rows
-of jobs that have one value of a column. `batchgen.evals.scores.job_arms` makes arms of folders.
+of jobs that have one value of a column. `batchgen.evals.arms.job_arms` makes arms of folders.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
+from batchgen.evals.arms.holm import holm
 from batchgen.evals.graders.step import MARK
-from batchgen.evals.scores.holm import holm
 from batchgen.evals.scores.intervals import Interval, mean_interval, population_interval
 from batchgen.evals.scores.marks import Marks
 from batchgen.evals.scores.paired_comparison import (
@@ -34,7 +34,8 @@ class Arm:
         folders: of its jobs, as the user named them.
         marks: of its answers; None without a score.
         without: why it has no score; empty if it has one.
-        other_exam: why its score is not compared with that of the first; empty if it is.
+        other_exam: what makes its exam another one than that of the first; empty if nothing does.
+        anyway: whether it is compared with the first though it sat another exam.
         settings: of its configuration, and the value of the column by which rows are arms, what
             some arms have otherwise: key → value as text.
         seeds: the seeds of its jobs, if there are several.
@@ -48,10 +49,16 @@ class Arm:
     marks: Marks | None = None
     without: str = ""
     other_exam: str = ""
+    anyway: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
     seeds: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     alone: bool = True
+
+    def number(self, key: str) -> float | None:
+        """One of its metrics; None if it has none, or such a time is not its own."""
+        is_time = key.endswith("_s")
+        return None if is_time and not self.alone else self.metrics.get(key)
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ def arm_table(arms: Sequence[Arm], column: str = MARK) -> ArmTable:
     first: ArmRow | None = None
     for arm in arms:
         row = _scored(arm, column)
-        if first is not None and row.score is not None and not arm.other_exam:
+        if first is not None and row.score is not None and (arm.anyway or not arm.other_exam):
             row = _compared(first, row, column)
         if first is None and row.score is not None:
             first = row

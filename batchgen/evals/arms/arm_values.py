@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from string import ascii_uppercase
 from typing import Any
 
+from batchgen.evals.arms.arm_table import ArmRow, ArmTable
 from batchgen.evals.graders.step import MARK
-from batchgen.evals.scores.arms import ArmRow, ArmTable
 from batchgen.evals.scores.compared_jobs import bound, difference, p_value
 from batchgen.evals.scores.intervals import Interval
 from batchgen.util.shorten import both_ends
@@ -44,7 +44,7 @@ def _row_values(row: ArmRow, x: str | None) -> dict[str, Any]:
         "folders": list(arm.folders),
         "seeds": list(arm.seeds),
         "settings": dict(arm.settings),
-        **({} if x is None else {x: arm.metrics.get(x)}),
+        **({} if x is None else {x: arm.number(x)}),
         "questions": row.questions,
         "answers": row.answers,
         "score": None if row.score is None else asdict(row.score),
@@ -86,19 +86,34 @@ def table_cells(table: ArmTable, x: str | None = None) -> Cells:
     )
     rows = [
         (
-            f"{letter(place)}  {both_ends(row.arm.name, _NAME)}",
+            f"{letter(place)}  {both_ends(shown_name(table, row), _NAME)}",
             _value(table, row.score),
             _bounds(table, row.score),
             _difference(table, row.difference),
             _difference_bounds(table, row.difference),
             "" if row.p_holm is None or math.isnan(row.p_holm) else _p(row.p_holm),
-            *([] if x is None else [number(row.arm.metrics.get(x))]),
+            *([] if x is None else [number(row.arm.number(x))]),
             _what(row),
         )
         for place, row in enumerate(table.rows)
     ]
     kept = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
     return [tuple(row[i] for i in kept) for row in [header, *rows]]
+
+
+def shown_name(table: ArmTable, row: ArmRow) -> str:
+    """The name of an arm; of a sweep's job, whose name says its settings, with short keys."""
+    settings = row.arm.settings
+    short = {short_key(key) for key in table.differing}
+    if not settings or len(short) < len(table.differing) or not _told(row):
+        return row.arm.name
+    return ", ".join(f"{short_key(key)}={value}" for key, value in settings.items())
+
+
+def _told(row: ArmRow) -> bool:
+    """Whether an arm's name says its settings."""
+    arm = row.arm
+    return all(f"{key}={value}" in arm.name for key, value in arm.settings.items())
 
 
 def table_lines(table: ArmTable, x: str | None = None) -> list[str]:
@@ -137,7 +152,8 @@ def _row_remarks(row: ArmRow, first: ArmRow | None) -> list[str]:
     if arm.without:
         found.append(f"has no score: {arm.without}")
     if arm.other_exam:
-        found.append(f"sat another exam, and is not compared: {arm.other_exam}")
+        how = "compared anyway" if arm.anyway else "and is not compared"
+        found.append(f"sat another exam, {how}: {arm.other_exam}")
     if arm.seeds:
         found.append(f"averaged over sampling.seed {', '.join(arm.seeds)}")
     if first is None or row.difference is None:
@@ -157,17 +173,18 @@ def _p(value: float) -> str:
 
 
 def _value(table: ArmTable, score: Interval | None) -> str:
-    return "–" if score is None else _shown(table)(score.estimate)
+    return "–" if score is None else shown_value(table.column)(score.estimate)
 
 
-def _shown(table: ArmTable) -> Any:
-    return percent if table.column == MARK else number
+def shown_value(column: str) -> Callable[[float | None], str]:
+    """What writes a value of a column: marks in percent, other numbers as they are."""
+    return percent if column == MARK else number
 
 
 def _bounds(table: ArmTable, score: Interval | None) -> str:
     if score is None or math.isnan(score.low):
         return ""
-    shown = _shown(table)
+    shown = shown_value(table.column)
     return f"{shown(score.low)} to {shown(score.high)}"
 
 
@@ -183,10 +200,9 @@ def _difference_bounds(table: ArmTable, found: Interval | None) -> str:
 
 def _what(row: ArmRow) -> str:
     """In what an arm differs, unless its name says so."""
-    told = [f"{key}={value}" for key, value in row.arm.settings.items()]
     if row.score is None:
         return "no score"
-    if all(text in row.arm.name for text in told) or row.arm.name in row.arm.settings.values():
+    if _told(row) or row.arm.name in row.arm.settings.values():
         return ""
     shown = (f"{short_key(key)}={value}" for key, value in row.arm.settings.items())
     return both_ends(", ".join(shown), _SETTINGS)

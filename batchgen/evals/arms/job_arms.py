@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.config.groups.job_config import ScoreConfig
-from batchgen.evals.scores.arms import Arm, ArmTable
+from batchgen.evals.arms.arm_table import Arm, ArmTable
+from batchgen.evals.arms.job_facts import SEED, job_numbers, own_times, settings
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
-from batchgen.evals.scores.job_facts import SEED, job_numbers, own_times, settings
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.step_folders import find_record, step_folder
 from batchgen.storage.leases.own_files import MANIFEST
@@ -249,7 +249,7 @@ def _arms_of(
     about, score = _arm(scored), scored[0].score
     assert score is not None and first is not None
     differs = [found for job in scored for found in _differences(first, job)]
-    other_exam = "" if anyway else "; ".join(dict.fromkeys(differs))
+    other_exam = "; ".join(dict.fromkeys(differs))
     tables = [job.samples(by) for job in scored]
     pooled = _pooled([table for table in tables if table is not None])
     parts = [(about, pooled)]
@@ -263,6 +263,7 @@ def _arms_of(
             arm,
             marks=config_marks(table, score).counting_cut_texts(score.cut_texts),
             other_exam=other_exam,
+            anyway=anyway,
         )
         for arm, table in parts
     ]
