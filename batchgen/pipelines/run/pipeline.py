@@ -14,6 +14,7 @@ from batchgen.config.compose.load_config import literal, load_config, resolved
 from batchgen.config.compose.trust import Trust
 from batchgen.config.groups.convert_value import convert
 from batchgen.config.groups.job_config import JobConfig
+from batchgen.jobs.resolve.early_checks import check_early
 from batchgen.pipelines.run.pipeline_file import (
     AFTER,
     COMPLETE,
@@ -102,6 +103,14 @@ class Pipeline:
     exports: Sequence[Export] = ()
     pushes: Sequence[Push] = ()
     most_errors: float = _MOST_ERRORS
+
+    def check_early(self) -> None:
+        """Find the usual mistakes of the steps before torch is loaded; as of `check_early`."""
+        for name, step in self.steps.items():
+            try:
+                check_early(step.config, folder=False)
+            except ConfigError as error:
+                raise ConfigError(f"step {name}: {error}") from None
 
     def text(self) -> str:
         """The pipeline as a file, with all keys."""

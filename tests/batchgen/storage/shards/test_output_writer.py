@@ -171,7 +171,7 @@ def test_copies_of_a_shard_are_compared_to_the_bit_but_for_what_follows_the_sche
         assert rows[3].output is not None
         return [
             *rows[:3],
-            replace(rows[3], output=replace(rows[3].output, **{name: value})),
+            rows[3]._replace(output=replace(rows[3].output, **{name: value})),
             *rows[4:],
         ]
 
