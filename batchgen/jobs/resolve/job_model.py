@@ -58,7 +58,7 @@ def model_fingerprints(
         # `auto` may mean another dtype on another machine, and that gives other tokens.
         "dtype": str(dtype).removeprefix("torch."),
     }
-    if (weights := model.weights_text(config.engine.device)) is not None:
+    if (weights := model.weights_text(dtype, config.engine.device)) is not None:
         found["weights"] = weights  # of FP8 is computed with only where the device can
     found |= _adapter_fingerprints(config, model)
     for name, other in others.items():
