@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from typing import TextIO
+
+from batchgen.util.hidden import visible
+from batchgen.util.text.terminal import SafeTerminal
 
 _LINE = re.compile(r"( *\S+(?: \S+)*)(  +)(.*)")
 """A line of a table: a name, the room behind it, and a value."""
@@ -17,6 +21,15 @@ def allows_colour(stream: TextIO) -> bool:
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     return stream.isatty()
+
+
+def print_table(text: str) -> None:
+    """Print the lines of `table`, in colour if stdout is a terminal that allows it."""
+    out = sys.stdout
+    if isinstance(out, SafeTerminal) and allows_colour(out):
+        out.write_styled(coloured_table(visible(text)) + "\n")
+    else:
+        print(text)
 
 
 def coloured_table(text: str) -> str:
