@@ -153,7 +153,7 @@ class Samples:
             raise ConfigError(
                 f"the grades of {self.grades.job} have no column {MARK!r}: add a step that gives "
                 "marks, such as Grade, or name another column of numbers, such as "
-                f"score.column={next(iter(_numeric(grades)), 'num_generated_tokens')}"
+                f"score.column={_first_score(grades)}"
             )
         if table is None or column not in _numeric(table):
             names = [*_numeric(grades), *_numeric(rows)]
@@ -212,6 +212,12 @@ def _names(rows: pa.Table, column: str | None) -> pa.Array | pa.ChunkedArray:
         return rows[column]
     values = rows[column].to_pylist()
     return pa.array([None if value is None else str(value) for value in values], pa.string())
+
+
+def _first_score(grades: pa.Table) -> str:
+    """The first column of grades that is no place in a text, or one that all rows have."""
+    floats = (f.name for f in grades.schema if pa.types.is_floating(f.type))
+    return next(floats, "num_generated_tokens")
 
 
 def _numeric(table: pa.Table) -> list[str]:
