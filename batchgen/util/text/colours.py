@@ -15,12 +15,12 @@ _LINE = re.compile(r"( *\S+(?: \S+)*)(  +)(.*)")
 _BOLD, _DIM, _RED, _END = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[0m"
 
 
-def allows_colour(stream: TextIO) -> bool:
+def allows_colour(stream: TextIO | SafeTerminal) -> bool:
     """Whether a stream is a terminal that shows colours, and the user has not set NO_COLOR
     (https://no-color.org)."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
-    return stream.isatty()
+    return bool(stream.isatty())
 
 
 def print_table(text: str) -> None:
