@@ -1,5 +1,5 @@
-"""`batchgen --completion bash`: a script after which TAB completes groups, choices and keys, those of
-a pipeline's step among them, and the options of verbs.
+"""`batchgen --completion bash`: a script after which TAB completes groups, choices and keys, those
+of a pipeline's step among them, and the options of verbs.
 
 The words are written into the script, so that a TAB starts no process.
 """
@@ -49,7 +49,7 @@ _FISH = """\
 complete -c batchgen -a {words}
 {verbs}
 """
-_OPTION = re.compile(r"add_argument\(\s*\"(--[a-z][a-z-]*)\"")
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
 def completion_script(shell: str) -> str:
@@ -67,8 +67,8 @@ def completion_script(shell: str) -> str:
 
 
 def _verb_options() -> dict[str, str]:
-    """The options of each verb. They are read in the text of its module, as importing all of them
-    takes seconds."""
+    """The options of each verb. They are read in the text of its module, which names them, as
+    importing all of them takes seconds."""
     found = {}
     for name, verb in VERBS.items():
         spec = find_spec(verb.module)
