@@ -90,7 +90,9 @@ def _run_options(options: Options) -> int:
     if (pipeline := composed_pipeline(options)) is not None:
         return _run_pipeline(pipeline, options)
     if {"--multirun", "--dry-run"} <= options.flags:
-        raise ConfigError("--dry-run shows one job: leave out --multirun and give one value each")
+        from batchgen.cli.sweep_list import list_jobs
+
+        return list_jobs(options)
     if "--multirun" in options.flags:
         from batchgen.cli.hydra_app import run_hydra
 
@@ -106,6 +108,7 @@ def _run_options(options: Options) -> int:
 def _run_pipeline(pipeline: Pipeline, options: Options) -> int:
     if "--multirun" in options.flags:
         raise ConfigError("--multirun runs jobs: give a pipeline one value for each key")
+    pipeline.check_early()
     if "--dry-run" in options.flags:
         from batchgen.pipelines.run.planned_steps import show_steps
 

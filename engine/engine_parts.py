@@ -84,6 +84,7 @@ class EngineParts:
             cache_capacity=manager.capacity,
             context_columns=uses[TARGET].columns,
             images=limits_of_images,
+            lora=model.lora,
         )
         self.runners = {name: self._runner(use) for name, use in uses.items()}
         self.scheduler = self._scheduler(manager, model, uses[TARGET])

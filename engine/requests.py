@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.engine.interface.outputs import Begun, OutputColumn, RequestError, RequestOutput
+from batchgen.engine.layers.lora import LoRAState
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import IncrementalDecoder, StopRule, decode
 from batchgen.engine.sampling.sampler import requested_columns
@@ -109,6 +110,7 @@ class Requests:
         tokenizer: decodes the output to text; None leaves texts empty and refuses stop strings and
             constraints.
         images: how prompts hold images; None if the model reads none.
+        lora: the adapters that requests may ask for; None for a model without any.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class Requests:
         cache_capacity: int,
         context_columns: abc.Sequence[OutputColumn] = (),
         images: ImageLimits | None = None,
+        lora: LoRAState | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._strategy = strategy
@@ -129,6 +132,8 @@ class Requests:
         self._max_model_len = max_model_len
         self._cache_capacity = cache_capacity
         self._images = images
+        slots: dict[str | None, int] = {} if lora is None else lora.slots
+        self._lora_slots = {None: 0, **slots}
         self._context_columns = tuple(context_columns)
         self._eos = {token_id: self._token_text(token_id) for token_id in eos_token_ids}
 
@@ -153,6 +158,7 @@ class Requests:
         )
         if (answer is not None) != params.scores_answer:
             raise ValueError(_ANSWER_OR_TOKENS[answer is None])
+        slot = self._lora_slot(params.lora)
         self._check_prompt(prompt, answer, params)
         spans = self._spans(prompt, images, answer)
         rule = self._stop_rule(prompt, params)
@@ -165,7 +171,7 @@ class Requests:
         answer = answer or []
         never = () if self._images is None else self._images.rules.never_sampled
         seq = Sequence(
-            request_id, prompt + answer, params, rule, columns, len(answer), spans, never
+            request_id, prompt + answer, params, rule, columns, len(answer), spans, never, slot
         )
         if begun is not None and self._can_go_on(seq, begun):
             seq.go_on_from(begun)
@@ -191,6 +197,17 @@ class Requests:
             seq.stop = self._stop_rule(seq.token_ids, seq.params)
             return False
         return True
+
+    def _lora_slot(self, name: str | None) -> int:
+        """Return the slot of an adapter. Raises RequestError if there is none of this name."""
+        if name not in self._lora_slots:
+            known = ", ".join(repr(known) for known in self._lora_slots if known is not None)
+            raise RequestError(
+                "unknown_adapter",
+                f"there is no adapter {name!r}: "
+                + (f"choose among {known}" if known else "the engine was made without adapters"),
+            )
+        return self._lora_slots[name]
 
     def _spans(
         self, prompt: list[int], images: abc.Sequence[Image], answer: list[int] | None

@@ -41,6 +41,8 @@ class JoiningRows(Batched):
     rope_shifts: Tensor | None = row(optional=True)
     # [B, N] int64, their blocks of layers with a window; None for models without such layers.
     window_tables: Tensor | None = row(optional=True)
+    # [B] int64, the rows' adapter slots; None for models without adapters.
+    lora_slots: Tensor | None = row(optional=True)
 
     @cached_property
     def guide(self) -> Guide | None:
@@ -129,6 +131,7 @@ class StepInputs(ABC):
             state_slots=rows.state_slots,
             rope_shifts=rows.rope_shifts,
             window_tables=rows.window_tables,
+            lora_slots=rows.lora_slots,
         )
         sampling = rows.sampling.append(
             newest.unsqueeze(1), torch.ones_like(newest, dtype=torch.int32), positions

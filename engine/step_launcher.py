@@ -22,6 +22,7 @@ from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.scheduling.image_store import ImageStore
 from batchgen.engine.scheduling.prefill_inputs import (
     block_tables,
+    lora_slots,
     prefill_inputs,
     rope_shifts,
     state_slots,
@@ -141,7 +142,10 @@ class StepLauncher:
             slots = [seq.state_slot for seq in seqs]
             states.begin(upload(slots, torch.int64, device), upload(read, torch.int32, device))
         hidden = self._strategy.needs_hidden
-        return prefill_inputs(batch, device, states is not None, hidden, self._windows, steps_from)
+        lora = self._runner.model.lora is not None
+        return prefill_inputs(
+            batch, device, states is not None, hidden, self._windows, lora, steps_from
+        )
 
     def _with_images(
         self, inputs: PrefillInputs | None, batch: PrefillBatch
@@ -207,4 +211,5 @@ class StepLauncher:
             window_tables=upload(window_tables(seqs), torch.int64, device)
             if self._windows
             else None,
+            lora_slots=None if self._runner.model.lora is None else lora_slots(seqs, device),
         )

@@ -11,7 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")
+    ),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 PATH = re.compile(r"`((?:batchgen|engine|kernels|strategies|scripts|tests|conf|examples)/[\w./-]+)")
@@ -32,8 +35,15 @@ def test_what_a_page_names_is_there(page: Path) -> None:
 
 
 def test_long_pages_stay_short() -> None:
-    for name, most in (("README.md", 150), ("docs/design/overview.md", 250)):
+    for name, most in (("README.md", 100), ("docs/design/overview.md", 250)):
         assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= most
+
+
+def test_every_page_is_in_the_menu() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    docs = ROOT / "docs"
+    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")}
+    assert pages == set(re.findall(r": (\S+\.md)$", menu, re.MULTILINE))
 
 
 def test_pictures_are_small() -> None:

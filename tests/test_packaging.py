@@ -73,6 +73,7 @@ def test_one_version() -> None:
     assert versions().splitlines()[0] == f"batchgen {batchgen.__version__}"
     assert PROJECT["dynamic"] == ["version"]
     assert f"## {batchgen.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {batchgen.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_every_import_is_declared_and_every_dependency_imported() -> None:

@@ -26,7 +26,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.api.python.configured_job import Result, run_configured
 from batchgen.cli.cpu_threads import share_cores
-from batchgen.cli.hydra_arguments import HydraArguments, hydra_argument, hydra_arguments
+from batchgen.cli.hydra_arguments import (
+    HydraArguments,
+    hydra_argument,
+    hydra_arguments,
+    hydra_value,
+    parent_of_jobs,
+)
 from batchgen.cli.job_outcome import be_quiet, report
 from batchgen.cli.options import Options, choice_folders
 from batchgen.cli.run_options import trust_of
@@ -39,11 +45,12 @@ from batchgen.cli.sweep import (
     table,
     worst,
 )
+from batchgen.cli.sweep_end import show_arms
 from batchgen.config.compose.choice_files import search_path
 from batchgen.config.compose.load_config import load_config
 from batchgen.config.compose.trust import Trust
 from batchgen.config.compose.value_references import RESOLVERS_OF_HYDRA
-from batchgen.config.groups.config_keys import choice_values
+from batchgen.inputs.model.kept_weights import KeptWeights
 from batchgen.storage.stores.open_storage import job_metrics
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
@@ -85,7 +92,7 @@ class HydraTask:
 
     A job's folder goes `below` the `sweep.dir` or `run.dir` of Hydra, or below `output.dir`, unless
     `output.dir` says it alone (""). `process` is where the command was typed, `jobs` have run
-    there.
+    there, which load the `weights` of one model once.
     """
 
     arguments: HydraArguments
@@ -93,6 +100,7 @@ class HydraTask:
     trust: Trust
     process: int = field(default_factory=os.getpid)
     jobs: list[SweepJob] = field(default_factory=list)
+    weights: KeptWeights = field(default_factory=KeptWeights)
 
     def __call__(self, cfg: DictConfig) -> float | None:
         """Run a job; returns its tokens per second, which a sweeper may optimise.
@@ -127,7 +135,7 @@ class HydraTask:
             cfg.output.dir = f"{parent}/{name}" if is_url(parent) else str(Path(parent) / name)
         groups = cast(dict[str, Any], OmegaConf.to_container(cfg))
         job.config = load_config(groups, self.trust, resolvers=RESOLVERS_OF_HYDRA)
-        return run_configured(job.config)
+        return run_configured(job.config, self.weights)
 
     def _name(self) -> str:
         """The folder of a job of a sweep, named by what it sets and others set otherwise."""
@@ -144,41 +152,35 @@ def run_hydra(options: Options) -> int:
     _check_trusted(options, trust)
     _check_plugins(options.hydra)
     _check_choices(options)
-    mode = _value(options.hydra, "hydra.mode")
+    mode = hydra_value(options.hydra, "hydra.mode")
     sweep = "--multirun" in options.flags or (mode or "").upper() == "MULTIRUN"
     if not options.hydra:
         for argument in options.overrides:
             swept_values(argument)  # Hydra's basic sweeper takes none that cannot be counted
     arguments = hydra_arguments(options, sweep)
-    task = HydraTask(arguments, _below(options, arguments, sweep), trust)
+    task = HydraTask(arguments, parent_of_jobs(arguments, options, sweep=sweep), trust)
     given = [*arguments.fixed, *arguments.swept, *(options.hydra or _QUIET)]
-    if sweep and _value(options.hydra, "hydra.sweep.dir") is None:
+    parent = hydra_value(options.hydra, "hydra.sweep.dir")
+    if sweep and parent is None:
         if task.below == "sweep.dir":
-            folder = dated_folder(options)
-            record(folder, options)
-            given.append(hydra_argument("hydra.sweep.dir", str(folder)))
+            parent = str(dated_folder(options))
+            record(Path(parent), options)
         elif task.below:
-            given.append(hydra_argument("hydra.sweep.dir", arguments.output_dir))
+            parent = arguments.output_dir
+        if parent is not None:
+            given.append(hydra_argument("hydra.sweep.dir", parent))
     code = _call(task, [*_flags(options), *given])
+    names = list(arguments.names.values())
     if not task.jobs:
+        if sweep and parent is not None and not code:  # a launcher ran them in other processes
+            show_arms([(name, f"{parent}/{name}") for name in names if name])
         return code
     if sweep:
-        others = list(arguments.names.values())[len(task.jobs) :]
+        others = names[len(task.jobs) :]
         print(table([*task.jobs, *(SweepJob(name or ".", None) for name in others)]))
+        ran = [(job.name, job.config.output.dir) for job in task.jobs if job.config is not None]
+        show_arms(ran)
     return worst([code, *(job.code for job in task.jobs if job.code is not None)])
-
-
-def _below(options: Options, arguments: HydraArguments, sweep: bool) -> str:
-    """See `HydraTask.below`."""
-    given = arguments.output_dir
-    if arguments.varies("output.dir"):
-        return ""
-    if given == choice_values("output", "parquet")["dir"]:
-        if sweep:
-            return "sweep.dir"
-        return "run.dir" if _value(options.hydra, "hydra.run.dir") is not None else ""
-    # With a reference to another key the folders differ as the user has said.
-    return "output.dir" if sweep and isinstance(given, str) and "${" not in given else ""
 
 
 def _call(task: HydraTask, arguments: Sequence[str]) -> int:
@@ -241,7 +243,7 @@ def _check_trusted(options: Options, trust: Trust) -> None:
 
 def _check_choices(options: Options) -> None:
     """Refuse choices and keys that Hydra does not have, before a sweep gets its folder."""
-    if (_value(options.hydra, "hydra.job.chdir") or "").lower() == "true":
+    if (hydra_value(options.hydra, "hydra.job.chdir") or "").lower() == "true":
         raise ConfigError(
             "hydra.job.chdir=true: batchgen stays in the folder in which it was started, so that "
             "paths mean what they say: leave it out; output.dir and hydra.run.dir say where a job "
@@ -257,12 +259,6 @@ def _check_choices(options: Options) -> None:
         raise ConfigError(f"Hydra has no {error.missing_cfg_file}{known}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{' '.join(options.hydra)}: {' '.join(str(error).split())}") from None
-
-
-def _value(arguments: Sequence[str], key: str) -> str | None:
-    """The text that the last argument for a key of Hydra's has; None without one."""
-    found = [a.partition("=")[2] for a in arguments if a.lstrip("+").partition("=")[0] == key]
-    return found[-1] if found else None
 
 
 def _speed(job: SweepJob) -> float | None:

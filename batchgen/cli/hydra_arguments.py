@@ -7,7 +7,7 @@ gets each choice and each key as an argument of its own, quoted as its grammar n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from batchgen.cli.sweep import FolderNames, swept, swept_values
 from batchgen.config.compose.compose_config import collect
 from batchgen.config.compose.overrides import Override, parse_override
 from batchgen.config.compose.value_references import RESOLVERS_OF_HYDRA, refuse_resolvers
-from batchgen.config.groups.config_keys import EXPERIMENT, STEP_LISTS
+from batchgen.config.groups.config_keys import EXPERIMENT, STEP_LISTS, choice_values
 from batchgen.util.errors import ConfigError
 
 
@@ -67,6 +67,26 @@ def hydra_arguments(options: Options, sweep: bool) -> HydraArguments:
         for job in itertools.product(*parts):
             found.names[job] = names.of([found.typed[part] for part in job])
     return found
+
+
+def parent_of_jobs(arguments: HydraArguments, options: Options, *, sweep: bool) -> str:
+    """Below which folder that of a job goes: the `sweep.dir` or `run.dir` of Hydra, `output.dir`,
+    or none ("")."""
+    given = arguments.output_dir
+    if arguments.varies("output.dir"):
+        return ""
+    if given == choice_values("output", "parquet")["dir"]:
+        if sweep:
+            return "sweep.dir"
+        return "run.dir" if hydra_value(options.hydra, "hydra.run.dir") is not None else ""
+    # With a reference to another key the folders differ as the user has said.
+    return "output.dir" if sweep and isinstance(given, str) and "${" not in given else ""
+
+
+def hydra_value(arguments: Sequence[str], key: str) -> str | None:
+    """The text that the last argument for a key of Hydra's has; None without one."""
+    found = [a.partition("=")[2] for a in arguments if a.lstrip("+").partition("=")[0] == key]
+    return found[-1] if found else None
 
 
 def hydra_argument(start: str, value: Any) -> str:

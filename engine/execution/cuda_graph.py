@@ -81,6 +81,7 @@ class ForwardGraphs:
             hidden=hidden,
             rope_shifts=scratch.rope_shifts is not None,
             windows=windows,
+            lora=scratch.lora_slots is not None,
         )
         self._chunk = RaggedInputs(shapes.chunk_tokens, CHUNK_ROWS, blocks, tiles, scratch)
         self._prefill = RaggedInputs(shapes.prefill_tokens, rows, blocks, tiles, scratch)

@@ -43,6 +43,7 @@ class RaggedInputs:
             snapshots=scratch.state_slots is not None,
             hidden=scratch.hidden,
             windows=scratch.window_tables is not None,
+            lora=scratch.lora_slots is not None,
         )
         self._rows = torch.full((tokens,), rows, dtype=torch.int32, device=device)
         self._filler = rows
@@ -70,6 +71,7 @@ class RaggedInputs:
         if fixed.hidden is not None and inputs.hidden is not None:
             fixed.hidden[:count].copy_(inputs.hidden)
         _fill_tables(fixed, inputs)
+        _fill_lora(fixed, inputs)
         device = fixed.positions.device
         row_of = np.full(size, self._filler, np.int32)
         row_of[:count] = np.repeat(np.arange(rows), inputs.query_lens)
@@ -107,6 +109,7 @@ def fill_rows(fixed: ModelInputs, inputs: ModelInputs, size: int) -> None:
     if fixed.hidden is not None and inputs.hidden is not None:
         fixed.hidden[:tokens].copy_(inputs.hidden)
     _fill_tables(fixed, inputs)
+    _fill_lora(fixed, inputs)
     if fixed.state_slots is not None and inputs.state_slots is not None:
         fixed.state_slots[:rows].copy_(inputs.state_slots)
     if fixed.rope_shifts is not None and inputs.rope_shifts is not None:
@@ -120,6 +123,13 @@ def fill_rows(fixed: ModelInputs, inputs: ModelInputs, size: int) -> None:
             fixed.window_tables[rows:size, 0].zero_()
         if fixed.state_slots is not None:
             fixed.state_slots[rows:size].zero_()
+
+
+def _fill_lora(fixed: ModelInputs, inputs: ModelInputs) -> None:
+    """Copy adapter slots [B]; rows that pad the batch have none."""
+    if fixed.lora_slots is not None and inputs.lora_slots is not None:
+        fixed.lora_slots[: inputs.num_rows].copy_(inputs.lora_slots)
+        fixed.lora_slots[inputs.num_rows :].zero_()
 
 
 def _fill_tables(fixed: ModelInputs, inputs: ModelInputs) -> None:

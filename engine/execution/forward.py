@@ -23,6 +23,7 @@ from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.kernels.attention.kv_cache import slot_mapping
 from batchgen.kernels.attention.metadata import AttentionMetadata
+from batchgen.kernels.lora.lora_tokens import lora_tokens
 from batchgen.kernels.rules import BitRules
 
 
@@ -91,6 +92,10 @@ def run_forward(
         )
         for part in parts
     ]
+    if model.lora is not None:
+        # The layers read this while the forward is launched.
+        slots = _joined([_lora_slots(part) for part in parts])
+        model.lora.tokens = lora_tokens(slots, len(model.lora.names))
     hidden_inputs = [part.inputs.hidden for part in parts if part.inputs.hidden is not None]
     context = ForwardContext(
         caches.layers,
@@ -103,13 +108,25 @@ def run_forward(
         _rope_positions(parts) if model.turns_by_axes else None,
         _images(parts),
         window_slots=_joined(window_slots) if window_slots else None,
+        adapted=model.lora is not None,
     )
     hidden: Tensor = model(
         _joined([part.inputs.input_ids for part in parts]),
         _joined([part.inputs.positions for part in parts]),
         context,
     )
+    if model.lora is not None:
+        model.lora.tokens = None
     return hidden
+
+
+def _lora_slots(part: Part) -> Tensor:
+    """Return the adapter slots of a part's tokens, [T] int64."""
+    inputs = part.inputs
+    assert inputs.lora_slots is not None
+    if part.rows is not None:
+        return inputs.lora_slots.index_select(0, part.rows)
+    return inputs.lora_slots.repeat_interleave(len(inputs.input_ids) // inputs.num_rows)
 
 
 def _replayed(part: Part, rules: BitRules) -> tuple[int, ...] | None:

@@ -51,6 +51,8 @@ class ModelInputs(Batched):
     # [B, N] int64, the same as `block_tables` for layers with a window, where blocks that no token
     # of this forward sees may be any; None for a model without such layers.
     window_tables: Tensor | None = row(optional=True)
+    # [B] int64, the adapter slot of each row; 0 is none. None for a model without adapters.
+    lora_slots: Tensor | None = row(optional=True)
 
     @property
     def turned_by(self) -> Tensor:
@@ -76,6 +78,7 @@ class ModelInputs(Batched):
         rope_shifts: bool = False,
         rope_positions: bool = False,
         windows: bool = False,
+        lora: bool = False,
     ) -> ModelInputs:
         """Make rows that own nothing but the scratch block and the scratch slot.
 
@@ -90,6 +93,7 @@ class ModelInputs(Batched):
             hidden: a tensor [N, hidden_size] that gives the width and dtype of the rows' hidden
                 states, which are zeros; None if they have none.
             windows: whether the rows have blocks for layers with a window.
+            lora: whether the rows have adapter slots.
         """
         rows = len(query_lens)
         tokens = torch.zeros(int(query_lens.sum()), dtype=torch.int64, device=device)
@@ -108,6 +112,7 @@ class ModelInputs(Batched):
             tokens.new_zeros(rows) if rope_shifts else None,
             tokens.new_zeros((len(tokens), 3)) if rope_positions else None,
             window_tables=tables.clone() if windows else None,
+            lora_slots=tokens.new_zeros(rows) if lora else None,
         )
 
     def pad_tokens(self, multiple: int, beside: int = 0) -> ModelInputs:
@@ -126,5 +131,6 @@ class ModelInputs(Batched):
             rope_shifts=self.rope_shifts is not None,
             rope_positions=self.rope_positions is not None,
             windows=self.window_tables is not None,
+            lora=self.lora_slots is not None,
         )
         return ModelInputs.concat([self, padding])

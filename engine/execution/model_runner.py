@@ -102,6 +102,7 @@ class ModelRunner:
             hidden=hidden,
             rope_shifts=self.model.turns_by_axes,
             windows=self.model.window is not None,
+            lora=self.model.lora is not None,
         )
 
     @torch.inference_mode()

@@ -87,8 +87,9 @@ class RMSNorm(nn.Module):
         rows = quantise_rows(normed, powers_of_two=self._form.powers_of_two)
         return BothRows(normed, rows) if self._keeps else rows, x
 
-    def quantise_result(self, form: FP8Format, *, keep: bool = False) -> None:
-        """Quantise results [T, size] from now on; with `keep` they are `BothRows`."""
+    def quantise_result(self, form: FP8Format | None, *, keep: bool = False) -> None:
+        """Quantise results [T, size] from now on, or with None no more; with `keep` they are
+        `BothRows`."""
         self._form, self._keeps = form, keep
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:

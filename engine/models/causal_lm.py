@@ -70,13 +70,15 @@ class Decoder(nn.Module):
         tables = dict.fromkeys(self.rotaries)
         places = positions if ctx.rope_positions is None else ctx.rope_positions
         turns = {table: None if table is None else table(places) for table in tables}
-        last = len(self.layers) - 1
+        last = None if ctx.adapted else len(self.layers) - 1
         for index, (layer, table) in enumerate(zip(self.layers, self.rotaries, strict=True)):
             # The last layer writes its cache for all tokens, but computes results for the outputs.
             outputs = ctx.outputs if index == last else None
             stream = layer(stream, turns[table], ctx, outputs)
             if ctx.images is not None and index < ctx.images.num_layers:
                 stream = ctx.images.add(summed(stream), index)
+        if ctx.adapted and ctx.outputs is not None:
+            stream = summed(stream)[ctx.outputs.index]
         hidden: Tensor
         hidden, _ = self.norm.of_stream(stream)
         return hidden
@@ -125,10 +127,7 @@ class CausalLM(TokenModel):
         self.config = config
         self.parallel = parallel
         self.device, self.dtype = device, dtype
-        self.form = form
-        if form is not None:
-            excluded = (self.piece_name(full_name(name), config) for name in form.excluded)
-            self.form = replace(form, excluded=tuple(excluded))
+        self.form = form and form.renamed(self._module_name)
         self.skipped_parts: tuple[str, ...] = ()
         self.visual = self._vision_tower() if vision else None
         self.turns_by_axes = vision
@@ -150,6 +149,14 @@ class CausalLM(TokenModel):
             self.lm_head.weight = self.model.embed_tokens.weight
         self.count_parameters()
         self.heads: Mapping[str, TokenModel] = {name: self._head(name) for name in heads}
+
+    def _module_name(self, name: str) -> str:
+        """Return what weight slots call a checkpoint's module, whose weight may have another name
+        than the module alone."""
+        weight = self.piece_name(full_name(f"{name}.weight"), self.config)
+        if weight.endswith(".weight"):
+            return weight.removesuffix(".weight")
+        return self.piece_name(full_name(name), self.config)
 
     def _vision_tower(self) -> VisionTower:
         config = self.config.vision

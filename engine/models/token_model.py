@@ -16,12 +16,13 @@ from batchgen.engine.caches.cache_specs import (
     longest_window,
 )
 from batchgen.engine.caches.forward_context import ForwardContext
+from batchgen.engine.layers.lora import LoRAState
 from batchgen.engine.models.packing import pack_layers
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.engine.sampling.logits import Logits
 from batchgen.engine.vision.vision_tower import VisionTower
-from batchgen.kernels.mxfp4.mxfp4_layout import WORD_VALUES
+from batchgen.kernels.four_bit.mxfp4_layout import WORD_VALUES
 from batchgen.kernels.rules import BY_BATCH, BitRules
 
 
@@ -44,11 +45,13 @@ class TokenModel(nn.Module, ABC):
     num_parameters: int  # on this rank; shared ones count once, scales do not
     weight_bytes: int  # on this rank, with scales
     parallel: TensorParallel = ALONE
+    lora: LoRAState | None = None  # the adapters beside the layers; None without any
     # Whether tokens may be turned by other positions than their own (`rope_positions`).
     turns_by_axes: bool = False
     # Once packed: why a token's bits depend on its batch, in words for the user; None if they do
     # not, and on a GPU, where batchgen makes no such promise.
     batch_dependence: str | None = None
+    _packed_by: BitRules | None = None
 
     def count_parameters(self) -> None:
         """Set `num_parameters` and `weight_bytes`, before weights are packed."""
@@ -105,8 +108,12 @@ class TokenModel(nn.Module, ABC):
     def pack(self, rules: BitRules = BY_BATCH) -> None:
         """Convert the loaded weights to the layout for computing; they cannot be loaded again.
 
-        `rules` say what the bits of a row may depend on.
+        `rules` say what the bits of a row may depend on. A model that an earlier engine has packed
+        by these rules stays as it is.
         """
+        if self._packed_by is rules:
+            return
+        self._packed_by = rules
         shapes = self.attention_shapes
         self.batch_dependence = pack_layers(self, shapes, self.dtype, self.device, rules)
 

@@ -65,6 +65,7 @@ class Sequence:
     num_answer_tokens: int = 0
     spans: tuple[ImageSpan, ...] = ()  # the prompt's images, in their order
     banned_ids: tuple[int, ...] = ()  # tokens that are never sampled
+    lora_slot: int = 0  # of the row's adapter; 0: the model without one
     batch_slot: int | None = None  # in the `RunningBatch`, while the row runs
     matcher: Matcher | None = None  # of a constrained row, behind its output so far, until it ends
     # What the row owns of the caches; state slot 0 is none.
@@ -107,6 +108,11 @@ class Sequence:
 
     def _empty_columns(self) -> dict[str, ColumnBuffer]:
         return {c.name: ColumnBuffer(c) for c in self.requested_columns if c.scope != "context"}
+
+    @property
+    def prefix_root(self) -> bytes:
+        """What rows must have in common besides their tokens to share what the model keeps."""
+        return b"" if not self.lora_slot else b"lora %d" % self.lora_slot
 
     @property
     def num_tokens(self) -> int:

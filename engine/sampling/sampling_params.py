@@ -6,6 +6,8 @@ from typing import Literal
 
 from batchgen.engine.constraint.constraint import Constraint
 
+BASE = "base"
+"""The name under which rows ask for the model without an adapter."""
 LogprobsMode = Literal["raw", "processed"]
 """Which distribution log-probabilities are of: the model's, or the one that is sampled from."""
 
@@ -42,6 +44,7 @@ class SamplingParams(SharedSampling):
     top_logprobs: int = 0  # K, ids and log-probabilities of the most likely; 0: none
     logprobs_mode: LogprobsMode = "raw"  # raw: the model's distribution; processed: the sampled one
     columns: tuple[str, ...] = ()  # output columns of the strategy or of layers
+    lora: str | None = None  # the name of the row's adapter; None: the default one, or none
     constraint: Constraint | None = None  # the form of the output; ends the row when complete
 
     def __post_init__(self) -> None:
@@ -75,6 +78,7 @@ class SamplingParams(SharedSampling):
             ),
             ("seed", -(2**63) <= self.seed < 2**64, "a 64-bit integer"),
             ("top_logprobs", 0 <= self.top_logprobs <= 256, "between 0 and 256"),
+            ("lora", self.lora != "", "the name of an adapter, or None"),
             ("logprobs_mode", self.logprobs_mode in ("raw", "processed"), "raw or processed"),
         )
         for name, ok, allowed in checks:

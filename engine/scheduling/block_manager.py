@@ -319,7 +319,7 @@ class BlockManager:
         hashes = seq.block_hashes
         while len(hashes) < num_blocks:
             start = len(hashes) * size
-            parent = hashes[-1] if hashes else b""
+            parent = hashes[-1] if hashes else seq.prefix_root
             end = start + size + self._ahead
             assert end <= seq.num_tokens, "the token ahead is not known yet"
             tokens = array("q", seq.token_ids[start:end]).tobytes()

@@ -24,6 +24,7 @@ def prefill_inputs(
     states: bool,
     all_hidden: bool,
     windows: bool,
+    lora: bool,
     steps_from: Callable[[Sequence], int] | None,
 ) -> PrefillInputs | None:
     """Make the inputs of a scheduled prefill's forward.
@@ -36,6 +37,7 @@ def prefill_inputs(
         states: whether the model has recurrent layers.
         all_hidden: as for `PrefillInputs`. The tokens of an answer are scored by them as well.
         windows: whether the models have layers with a window.
+        lora: whether the model has adapters.
         steps_from: returns the number of a row's first tokens that a prefill reads in its own way;
             those behind them are read as in decode steps. None: all are.
     """
@@ -62,6 +64,7 @@ def prefill_inputs(
         *_replayed(seqs, starts, ends, steps_from),
         rope_positions=_rope_positions(seqs, starts.tolist(), ends.tolist(), device),
         window_tables=upload(window_tables(seqs), torch.int64, device) if windows else None,
+        lora_slots=lora_slots(seqs, device) if lora else None,
     )
     yielding = [i for i in batch.completing if batch.seqs[i].prefill_yields]
     rows = np.searchsorted(chosen, np.array(yielding, np.int64)).astype(np.int64)
@@ -98,6 +101,11 @@ def _replayed(
 def state_slots(seqs: abc.Sequence[Sequence], device: torch.device) -> Tensor:
     """Upload the rows' state slots, [B] int64."""
     return upload([seq.state_slot for seq in seqs], torch.int64, device)
+
+
+def lora_slots(seqs: abc.Sequence[Sequence], device: torch.device) -> Tensor:
+    """Upload the rows' adapter slots, [B] int64."""
+    return upload([seq.lora_slot for seq in seqs], torch.int64, device)
 
 
 def rope_shifts(seqs: abc.Sequence[Sequence], device: torch.device) -> Tensor:

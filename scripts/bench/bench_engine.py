@@ -6,12 +6,11 @@
     python scripts/bench/bench_engine.py throughput --model qwen3-30b-a3b --workload mixed \\
         --routing uniform [--columns routed_experts] [--quantization none,fp8] [--requests 128]
     TRITON_CACHE_DIR=$(mktemp -d) python scripts/bench/bench_engine.py start-up --model qwen3-8b
-    python scripts/bench/bench_engine.py speculation replay --model qwen3-8b [--accuracy 0.7]
-    python scripts/bench/bench_engine.py dllm [--model sdar-8b] [--lengths 4,32]
     python scripts/bench/bench_engine.py determinism [--models qwen3-0.6b] [--schedules 200]
+    python scripts/bench/bench_engine.py price --models qwen3-8b,gpt-oss-20b [--layers 12]
+    python scripts/bench/bench_engine.py price --models qwen3-8b --against qwen3-8b-int4
     python scripts/bench/bench_engine.py tensor-parallel [--model qwen3-30b-a3b] [--ranks 1,2,4] \\
         [--chunk-tokens 256,0] [--runs 2] [--profile]
-    python scripts/bench/bench_engine.py collectives [--ranks 2,4] [--kib 8,512,16384]
 
 All modes take random weights, in bfloat16 on a GPU, or in FP8 with `--quantization fp8`, and in
 float32 on a CPU. Prompts are random, and EOS is ignored. Every mode writes its figures with `--json
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 import triton
 from measuring import Mode, Rates, commas, measure_rates, process_age, run_mode
-from modes import collectives, determinism, dllm, speculation, tensor_parallel
+from modes import determinism, price, tensor_parallel
 from modes.engine_runs import Bench, Run
 from modes.routing import ROUTINGS
 from shapes import MODELS
@@ -219,10 +218,8 @@ def run_start_up(options: argparse.Namespace) -> list[dict[str, Any]]:
 MODES = {
     "throughput": Mode(add_throughput_arguments, run_throughput),
     "start-up": Mode(add_model_arguments, run_start_up),
-    "speculation": Mode(speculation.add_arguments, speculation.run),
     "determinism": Mode(determinism.add_arguments, determinism.run),
-    "dllm": Mode(dllm.add_arguments, dllm.run),
-    "collectives": Mode(collectives.add_arguments, collectives.run),
+    "price": Mode(price.add_arguments, price.run),
     "tensor-parallel": Mode(tensor_parallel.add_arguments, tensor_parallel.run),
 }
 

@@ -1,7 +1,6 @@
-"""Measure what a job costs beside its engine: rows, grading, and workers beside each other.
+"""Measure what a job costs beside its engine: its rows, and workers beside each other.
 
 python scripts/bench/bench_job_layer.py job [--rows 200000] [--grade] [--report] [--rounds 3]
-python scripts/bench/bench_job_layer.py grading [--integers 100000] [--math 4000]
 python scripts/bench/bench_job_layer.py workers [--workers 1,4] -- +experiment=nano_hybrid
 """
 
@@ -14,7 +13,6 @@ import shutil
 import tempfile
 import time
 from dataclasses import replace
-from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -24,9 +22,6 @@ from measuring import Mode, run_mode
 from modes import workers
 from synthetic_job import InstantEngine, instant_job, integer_steps, must_be_flat
 
-from batchgen.evals.graders.extract import Extract
-from batchgen.evals.graders.grade import Grade
-from batchgen.evals.graders.grade_rows import Grader
 from batchgen.jobs.run.graded_job import scores_of
 from batchgen.jobs.run.run_job import run_job
 
@@ -137,70 +132,8 @@ def run_jobs(options: argparse.Namespace) -> list[Any]:
     return [{kind: [took._asdict() for took in all_took]} for kind, all_took in found.items()]
 
 
-FILLER = "the next step follows from the one before it. " * 24
-MATHEMATICS = [
-    (r"\frac{1}{N}", r"\frac{1}{N}"), (r"\frac{1}{N}", "1/N"), ("N", "N1"),
-    (r"\sqrt{4 \cdot N}", r"2\sqrt{N}"), (r"N\pi", "9.4"), ("x^2+N", "N+x^2"),
-    (r"\left(N,\frac{\pi}{2}\right)", r"(N, \pi/2)"), ("6-Ni", "6-Ni"), (r"\frac{N}{4}", "N/4"),
-    (r"\{1,N\}", r"\{N,1\}"), ("p-Nq", "q-Np"), (r"\text{Evelyn}", "Evelyn"),
-    ("[-2,N]", "[-2,N)"), (r"\frac{\sqrt{N}}{2}", r"\sqrt{N}/2"), ("N", "N"), (r"N^\circ", "N"),
-]  # fmt: skip
-"""Targets and answers, in which N is the row's number."""
-
-
-def processor_seconds(pids: list[int]) -> float:
-    """Return what these processes and this one have spent so far."""
-    ticks = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += sum(map(int, fields[11:13]))
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
-
-
-def add_grading_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--integers", type=int, default=100_000)
-    parser.add_argument("--math", type=int, default=4000)
-
-
-def run_grading(options: argparse.Namespace) -> list[Any]:
-    """Time the grading of whole numbers and of mathematics, at the end of texts of about 1,100
-    characters.
-
-    Printed are the microseconds of one answer and the answers of a second, by the clock and by the
-    time that processors spent, which other programs on the machine disturb less. The mathematics is
-    a mix of equal texts, equal values and wrong answers, with numbers that no other row has, so
-    that nothing is remembered.
-    """
-    integers = [(f"{i % 999}", f"{i % 1000}") for i in range(options.integers)]
-    mathematics = [
-        (target.replace("N", str(number)), answer.replace("N", str(number)))
-        for number, (target, answer) in enumerate(islice(cycle(MATHEMATICS), options.math), 2)
-    ]
-    found = []
-    for name, grade, pairs in (
-        ("integers", Grade(method="integer"), integers),
-        ("mathematics", Grade(method="math"), mathematics),
-    ):
-        rows = ((rf"{FILLER}So \boxed{{{said}}}.", {"target": target}) for target, said in pairs)
-        count = len(pairs)
-        with Grader([Extract(), grade]) as grader:
-            clock, spent = time.perf_counter(), processor_seconds(grader.pids)
-            marks = [values["mark"] for values in grader.grade(rows)]
-            clock = time.perf_counter() - clock
-            spent = processor_seconds(grader.pids) - spent
-        assert len(marks) == count and None not in marks
-        print(
-            f"{name}: {count} answers, {sum(marks) / count:.1%} right; by the clock "
-            f"{clock / count * 1e6:.0f} µs each, {count / clock:.0f}/s; of processors "
-            f"{spent / count * 1e6:.0f} µs each, {count / spent:.0f}/s on each"
-        )
-        found.append({"name": name, "answers": count, "seconds": clock, "cpu_seconds": spent})
-    return found
-
-
 MODES = {
     "job": Mode(add_job_arguments, run_jobs),
-    "grading": Mode(add_grading_arguments, run_grading),
     "workers": Mode(workers.add_arguments, workers.run),
 }
 

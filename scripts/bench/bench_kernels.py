@@ -1,8 +1,8 @@
 """Time kernels beside the floor of the bytes that they move and of their operations.
 
-    python scripts/bench/bench_kernels.py decode,prefill [--width 4] [--block-length 32]
     python scripts/bench/bench_kernels.py experts [--shape 35b-a3b] [--tokens 1,256,8192]
     python scripts/bench/bench_kernels.py mxfp4 [--shape gpt-oss-120b] [--tokens 1,256] [--tune]
+    python scripts/bench/bench_kernels.py int4 [--tokens 1,32] [--tune]
     python scripts/bench/bench_kernels.py experts --tune
 
 Each time is that of a launch in a CUDA graph. `--tune` tries the tiles of a list instead, compiled
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cases import attention, experts, mxfp4
+from cases import experts, int4, mxfp4
 from measuring import (
     DEVICE,
     Case,
@@ -48,18 +48,17 @@ class Section(NamedTuple):
     """The cases of a kind of kernel, groups of tiles that --tune tries, and defaults of options."""
 
     cases: Callable[[argparse.Namespace], Iterator[Case]]
-    groups: Callable[[argparse.Namespace], Iterator[Group]] | None = None
-    shape: str = ""
-    tokens: str = ""
+    groups: Callable[[argparse.Namespace], Iterator[Group]]
+    shape: str
+    tokens: str
 
 
 _EXPERT_TOKENS = "1,4,32,64,128,256,512,1024,4096,8192,16384"
 _MXFP4_TOKENS = "1,8,32,128,256,1024,8192"
 SECTIONS = {
-    "decode": Section(attention.decode_cases),
-    "prefill": Section(attention.prefill_cases),
     "experts": Section(experts.expert_cases, experts.expert_groups, "30b-a3b", _EXPERT_TOKENS),
     "mxfp4": Section(mxfp4.mxfp4_cases, mxfp4.mxfp4_groups, "gpt-oss-20b", _MXFP4_TOKENS),
+    "int4": Section(int4.int4_cases, int4.int4_groups, "qwen3-8b", _MXFP4_TOKENS),
 }
 
 
@@ -151,8 +150,6 @@ def run_section(name: str, options: argparse.Namespace, rates: Rates | None) -> 
     options = argparse.Namespace(**vars(options) | defaults | given)
     if not options.tune:
         return [timed(case, rates) for case in section.cases(options)]
-    if section.groups is None:
-        raise SystemExit(f"--tune: {name} has no tiles to try: choose experts or mxfp4")
     most, groups = 2 if options.tiny else None, section.groups(options)
     return [{"name": group.name, "best": str(tune(group, most)[:1])} for group in groups]
 
@@ -160,10 +157,8 @@ def run_section(name: str, options: argparse.Namespace, rates: Rates | None) -> 
 def main(arguments: list[str] | None = None) -> list[Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sections", type=commas(str, SECTIONS), help=", ".join(SECTIONS))
-    parser.add_argument("--shape", help="of experts and mxfp4")
+    parser.add_argument("--shape", help="of a model")
     parser.add_argument("--tokens", type=commas(int), help="comma separated")
-    parser.add_argument("--width", type=commas(int), help="tokens of a decoding row")
-    parser.add_argument("--block-length", type=int, default=1, help="positions that see each other")
     parser.add_argument("--tune", action="store_true", help="try tiles, print the fastest")
     parser.add_argument("--tiny", action="store_true", help="sizes to try this on a CPU")
     parser.add_argument("--json", type=Path, help="write all figures here")

@@ -147,22 +147,6 @@ def measure_rates() -> Rates | None:
     return rates
 
 
-def event_times(launch: Callable[[], object], repeats: int, *, queued: bool = True) -> list[float]:
-    """Return the milliseconds of each of `repeats` launches; `queued` ones do not wait for the one
-    before, so that the host's time is hidden."""
-    if DEVICE.type == "cpu":
-        return [_clock_ms(launch) for _ in range(repeats)]
-    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for start, end in marks:
-        start.record()
-        launch()
-        end.record()
-        if not queued:
-            end.synchronize()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in marks]
-
-
 def _clock_ms(launch: Callable[[], object]) -> float:
     start = time.perf_counter()
     launch()
@@ -190,7 +174,14 @@ def microseconds(runs: Sequence[Callable[[], object]], launches: int | None = No
         for i in range(launches):
             runs[i % len(runs)]()
     graph.replay()
-    return statistics.median(event_times(graph.replay, 20)) * 1e3 / launches
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(20)]
+    for start, end in marks:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    times: list[float] = [start.elapsed_time(end) for start, end in marks]
+    return statistics.median(times) * 1e3 / launches
 
 
 def random_normal(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:

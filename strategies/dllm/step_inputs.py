@@ -173,6 +173,7 @@ class DLLMStepInputs(StepInputs):
             block_tables=newest.block_tables[rows].masked_fill(none, 0),
             query_lens=np.full(room, length),
             context_lens=np.full(room, newest.context_lens.max()),
+            lora_slots=None if newest.lora_slots is None else newest.lora_slots[rows],
         )
         self._blocks = self._opened(blocks, fused)
 

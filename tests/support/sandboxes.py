@@ -12,7 +12,8 @@ from batchgen.util.errors import ConfigError
 
 
 @cache
-def _missing() -> str | None:
+def sandbox_missing() -> str | None:
+    """Why no program can be run here; None if one can."""
     try:
         check_sandbox(interpreter(None, ()))
     except ConfigError as error:
@@ -22,5 +23,5 @@ def _missing() -> str | None:
 
 def need_sandbox() -> None:
     """Skip a test where there is no bubblewrap, or where it may make no sandbox."""
-    if missing := _missing():
+    if missing := sandbox_missing():
         pytest.skip(missing)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from batchgen.config.groups.job_config import JobConfig
+    from batchgen.inputs.model.kept_weights import KeptWeights
 
 
 class Result(Protocol):
@@ -22,8 +24,9 @@ class Result(Protocol):
     def message(self) -> str: ...
 
 
-def run_configured(config: JobConfig) -> Result:
-    """Run the job of a configuration, and say before the first import that it begins."""
+def run_configured(config: JobConfig, kept: KeptWeights | None = None) -> Result:
+    """Run the job of a configuration, and say before the first import that it begins. Weights are
+    `kept` for the next job of this process, if there may be one."""
     if config.launcher is not None:
         from batchgen.jobs.launchers.launch import launch
 
@@ -43,7 +46,7 @@ def run_configured(config: JobConfig) -> Result:
     # pyarrow with the second, and a mistake in the model is found before.
     from batchgen.jobs.resolve.opened_job import resolve_job
 
-    parts = resolve_job(config)
+    parts = replace(resolve_job(config), kept=kept)
     from batchgen.jobs.run.run_job import run_job
 
     return run_job(config, parts)

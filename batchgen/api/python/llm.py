@@ -24,6 +24,7 @@ from batchgen.api.python.given_prompts import (
     read_prompts,
 )
 from batchgen.api.python.llm_arguments import (
+    AdapterName,
     Arguments,
     Params,
     arguments_of,
@@ -34,6 +35,7 @@ from batchgen.api.python.output import Output
 from batchgen.api.python.params import SamplingOptions, SamplingParams
 from batchgen.api.python.scored import Answer, Score, pairs_of, read_answers, scores_of
 from batchgen.api.python.streams import Request, Streams
+from batchgen.config.groups.adapter_names import LoRA
 from batchgen.engine.device.transfer import release_cached_memory
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import RequestError
@@ -43,6 +45,7 @@ from batchgen.engine.loading.loader import Quantization
 from batchgen.engine.requests import sample_params
 from batchgen.engine.strategy import Strategy
 from batchgen.inputs.model.engine_recipe import EngineRecipe
+from batchgen.inputs.model.model_adapters import with_adapters
 from batchgen.inputs.model.open_model import DeviceName, DtypeName, open_model
 from batchgen.inputs.model.other_models import open_others
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -74,6 +77,9 @@ class LLM:
         images: whether a model that reads images is loaded with its vision tower.
         max_pixels: the most pixels of an image, to which larger ones are scaled down; None allows
             what makes 1,280 tokens, or less where the model says so.
+        lora: adapters that stand beside the weights, as PEFT writes them: a folder or hub name,
+            which all prompts then have; or several of them, or a mapping of names to them, of which
+            a prompt has the one that its parameters name (`lora`), and otherwise none.
         **engine: single keys of `EngineConfig`, such as `max_model_len`, `max_num_seqs` and
             `gpu_memory_utilization`; they go before those of `config`. Names that vLLM has for
             them are taken, too, and its other names are refused with a word on what to do.
@@ -100,6 +106,7 @@ class LLM:
         context_columns: Sequence[str] = (),
         images: bool = True,
         max_pixels: int | None = None,
+        lora: LoRA = None,
         **engine: Any,
     ) -> None:
         config = engine_config(config, engine)
@@ -109,6 +116,7 @@ class LLM:
         opened = open_model(model, revision, load_format, quantization)
         self._images = images_of(opened, max_pixels) if images else None
         opened = replace(opened, with_vision=self._images is not None)
+        opened = with_adapters(opened, lora)
         strategy = ARStrategy() if strategy is None else copy.deepcopy(strategy)
         longest = config.model_len(opened.config.max_position_embeddings)
         max_model_len = strategy.model_len(longest, opened.config)
@@ -137,6 +145,7 @@ class LLM:
         params: SamplingParams | None = None,
         n: int | None = None,
         *,
+        lora: AdapterName = None,
         progress: bool | None = None,
         **others: Any,
     ) -> list[Output]: ...
@@ -148,6 +157,7 @@ class LLM:
         params: Params = None,
         n: int | None = None,
         *,
+        lora: AdapterName = None,
         progress: bool | None = None,
         **others: Any,
     ) -> list[list[Output]]: ...
@@ -158,6 +168,7 @@ class LLM:
         params: Params = None,
         n: int | None = None,
         *,
+        lora: AdapterName = None,
         progress: bool | None = None,
         **others: Any,
     ) -> list[Output] | list[list[Output]]:
@@ -179,8 +190,10 @@ class LLM:
             prompts: one prompt, or many.
             params: the parameters for all prompts, or one for each.
             n: the number of outputs of each prompt; None takes it from the parameters.
+            lora: the name of the adapter of all prompts, or vLLM's `LoRARequest`; `base` is the
+                model without one, and None leaves it to the parameters.
             progress: whether to show a bar on stderr; None shows it in a terminal.
-            **others: the names `sampling_params` and `use_tqdm` of vLLM.
+            **others: the names `sampling_params`, `lora_request` and `use_tqdm` of vLLM.
 
         Returns:
             The outputs of one prompt in the order of its samples; of many prompts a list of such
@@ -189,7 +202,7 @@ class LLM:
         Raises:
             ValueError: the parameters cannot be honoured, or an argument is wrong.
         """
-        given = {"params": params, "n": n, "progress": progress}
+        given = {"params": params, "n": n, "lora": lora, "progress": progress}
         return self._generate(prompts, arguments_of("LLM.generate", given, others))
 
     @overload
@@ -199,6 +212,7 @@ class LLM:
         params: SamplingParams | None = None,
         n: int | None = None,
         *,
+        lora: AdapterName = None,
         template_kwargs: Mapping[str, Any] | None = None,
         progress: bool | None = None,
         **others: Any,
@@ -211,6 +225,7 @@ class LLM:
         params: Params = None,
         n: int | None = None,
         *,
+        lora: AdapterName = None,
         template_kwargs: Mapping[str, Any] | None = None,
         progress: bool | None = None,
         **others: Any,
@@ -222,6 +237,7 @@ class LLM:
         params: Params = None,
         n: int | None = None,
         *,
+        lora: AdapterName = None,
         template_kwargs: Mapping[str, Any] | None = None,
         progress: bool | None = None,
         **others: Any,
@@ -238,9 +254,11 @@ class LLM:
                 text stands for a conversation of one message of the user.
             params: as for `generate`.
             n: as for `generate`.
+            lora: as for `generate`.
             template_kwargs: options of the model's chat template.
             progress: as for `generate`.
-            **others: the names `sampling_params`, `use_tqdm` and `chat_template_kwargs` of vLLM.
+            **others: the names `sampling_params`, `lora_request`, `use_tqdm` and
+                `chat_template_kwargs` of vLLM.
 
         Returns:
             The outputs, nested as those of `generate`.
@@ -251,7 +269,13 @@ class LLM:
         """
         call = arguments_of(
             "LLM.chat",
-            {"params": params, "n": n, "progress": progress, "template_kwargs": template_kwargs},
+            {
+                "params": params,
+                "n": n,
+                "lora": lora,
+                "progress": progress,
+                "template_kwargs": template_kwargs,
+            },
             others,
         )
         if isinstance(messages, str):
@@ -264,6 +288,8 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         params: Params = None,
         n: int | None = None,
+        *,
+        lora: AdapterName = None,
         **others: Any,
     ) -> Iterator[Output]:
         """Generate n outputs for each prompt and yield them as they finish.
@@ -279,13 +305,14 @@ class LLM:
             prompts: as for `generate`.
             params: as for `generate`.
             n: as for `generate`.
-            **others: the name `sampling_params` of vLLM.
+            lora: as for `generate`.
+            **others: the names `sampling_params` and `lora_request` of vLLM.
 
         Raises:
             ValueError: as `generate`, at once if an argument is wrong, and at the first output if
                 the engine cannot honour the parameters.
         """
-        call = arguments_of("LLM.stream", {"params": params, "n": n}, others)
+        call = arguments_of("LLM.stream", {"params": params, "n": n, "lora": lora}, others)
         read, _ = read_prompts(prompts)
         return self._stream(
             read, call.params_of(len(read)), PromptIds(self.tokenizer, {}, self._images)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, Protocol, cast, get_args, get_type_hints, runtime_checkable
 
 import torch
 
-from batchgen.api.python.params import PARAMETER_NAMES, SamplingParams
+from batchgen.api.python.params import PARAMETER_NAMES, SamplingOptions, SamplingParams
 from batchgen.api.python.unknown_names import SAME, Names
 from batchgen.config.groups.convert_value import convert
 from batchgen.engine.interface.engine_config import EngineConfig
@@ -16,6 +16,17 @@ from batchgen.inputs.model.open_model import DtypeName
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 """The parameters of all prompts of a call, or one for each of them; None is `SamplingParams()`."""
+
+
+@runtime_checkable
+class NamesAdapter(Protocol):
+    """An object that names an adapter, as vLLM's `LoRARequest` does."""
+
+    lora_name: str
+
+
+AdapterName = str | NamesAdapter | None
+"""The adapter of the prompts of a call."""
 _ENGINE_KEYS = tuple(field.name for field in fields(EngineConfig))
 _SWITCHES = ("enforce_eager", "kv_cache_memory_bytes")
 _ENGINE_NAMES = Names("LLM", (*_ENGINE_KEYS, *_SWITCHES), SAME["LLM"])
@@ -29,6 +40,7 @@ class Arguments:
     n: int | None = None
     progress: bool | None = None
     template_kwargs: Mapping[str, Any] | None = None
+    lora: AdapterName = None
 
     def params_of(self, number: int) -> list[SamplingParams]:
         """The parameters of each of `number` prompts."""
@@ -43,7 +55,10 @@ class Arguments:
         for own in params:
             if not isinstance(own, SamplingParams):
                 raise ValueError(f"params must be batchgen.SamplingParams, got {own!r:.100}")
-        return [own if self.n is None else own.replace(n=self.n) for own in params]
+        changes: SamplingOptions = {} if self.n is None else {"n": self.n}
+        if (lora := self.lora) is not None:
+            changes["lora"] = lora.lora_name if isinstance(lora, NamesAdapter) else lora
+        return [own.replace(**changes) if changes else own for own in params]
 
 
 def arguments_of(function: str, given: Mapping[str, Any], others: Mapping[str, Any]) -> Arguments:

@@ -55,6 +55,7 @@ class SamplingOptions(TypedDict, total=False):
     logprobs_mode: LogprobsMode
     columns: Sequence[str] | None
     constraint: ConstraintLike | None
+    lora: str | None
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)

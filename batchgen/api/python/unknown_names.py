@@ -19,6 +19,7 @@ SAME = {
         "sampling_params": "params",
         "use_tqdm": "progress",
         "chat_template_kwargs": "template_kwargs",
+        "lora_request": "lora",
     },
 }
 """For parameters, engines and calls: names of vLLM → those of ours that mean the same."""

@@ -12,7 +12,7 @@ from batchgen.cli.verb_table import Parser
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
-    from batchgen.evals.scores.arms import ArmRow, ArmTable
+    from batchgen.evals.arms.arm_table import ArmRow, ArmTable
     from batchgen.evals.scores.paired_comparison import Question
 
 SHOWN = 10
@@ -65,8 +65,9 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"compare --rows must be at least 0, got {given.rows}")
     names = [word for word in given.given if not _is_key(word)]
     overrides = [word for word in given.given if _is_key(word)]
-    from batchgen.evals.scores.arms import arm_table
-    from batchgen.evals.scores.job_arms import arm_folders, job_arms, refuse_nothing
+    from batchgen.evals.arms.arm_table import arm_table
+    from batchgen.evals.arms.frontier import frontier
+    from batchgen.evals.arms.job_arms import arm_folders, job_arms, refuse_nothing
 
     folders = arm_folders(names)
     if len(folders) < 2 and given.by is None and not any(one.listed for one in folders):
@@ -77,6 +78,8 @@ def main(arguments: Sequence[str]) -> int:
     arms, column = job_arms(folders, overrides, by=given.by, anyway=given.anyway)
     table = arm_table(arms, column)
     refuse_nothing(table, folders)
+    if given.x is not None:
+        frontier(table, given.x)  # which refuses a number that no arm has
     print(_text(table, given.format, given.x, given.rows))
     return 0
 
@@ -87,7 +90,7 @@ def _is_key(word: str) -> bool:
 
 
 def _text(table: ArmTable, form: str, x: str | None, rows: int) -> str:
-    from batchgen.evals.scores.arm_values import (
+    from batchgen.evals.arms.arm_values import (
         markdown,
         remarks,
         table_cells,
@@ -95,6 +98,7 @@ def _text(table: ArmTable, form: str, x: str | None, rows: int) -> str:
         table_lines,
         table_values,
     )
+    from batchgen.evals.arms.frontier import frontier, frontier_lines
 
     if form == "json":
         return json.dumps(table_values(table, x), indent=2, ensure_ascii=False)
@@ -103,7 +107,9 @@ def _text(table: ArmTable, form: str, x: str | None, rows: int) -> str:
     if form == "markdown":
         return "\n".join([markdown(table_cells(table, x)), "", *(f"- {r}" for r in remarks(table))])
     text = table_lines(table, x)
-    if len(table.rows) == 2:
+    if x is not None:
+        text += ["", *frontier_lines(frontier(table, x))]
+    elif len(table.rows) == 2:
         text += _details(table.rows[1], table.column, rows)
     return "\n".join(text)
 

@@ -8,23 +8,44 @@ from batchgen.cli.job_outcome import verb
 from batchgen.cli.verb_table import Parser
 from batchgen.storage.folder.open_folder import open_folder
 from batchgen.storage.folder.step_folders import is_pipeline
+from batchgen.util.errors import ConfigError
 from batchgen.util.paths import folder_here, user_path
 
 _ABOUT = """\
 Write OUT/report.html: scores, lengths, speed, configuration and about 200 rows with their tokens,
 in one file that needs nothing else. A job writes it when it is complete. Of a pipeline's folder it
 has the steps as a graph with counts, what each cost, some rows of each, and links to their reports.
+Of a sweep's folder, or any other folder of graded jobs, it has the table of `batchgen compare` with
+pictures of the score against what varies.
 
   batchgen report OUT
+  batchgen report SWEEP --x tokens_per_s
 """
 
 
 @verb
 def main(arguments: Sequence[str]) -> int:
     parser = Parser("report", _ABOUT)
-    parser.add_argument("out", metavar="OUT", help="the job's output.dir")
-    given = parser.parse_args(arguments).out
+    parser.add_argument("out", metavar="OUT", help="the job's output.dir, or a folder of jobs")
+    parser.add_argument(
+        "--x",
+        metavar="METRIC",
+        help="of a sweep: a picture of the score against a number of metrics.json, too",
+    )
+    options = parser.parse_args(arguments)
+    given = options.out
     out = user_path(folder_here(given, "batchgen report"), "OUT")
+    from batchgen.evals.arms.job_arms import arm_folders, job_arms
+
+    folders = arm_folders([given])
+    if any(folder.listed for folder in folders):
+        from batchgen.evals.arms.arm_table import arm_table
+        from batchgen.pages.report.sweep_report import write_sweep_report
+
+        print(write_sweep_report(out, given, arm_table(*job_arms(folders)), options.x))
+        return 0
+    if options.x is not None:
+        raise ConfigError(f"--x {options.x}: {given} is not a folder of jobs, which are compared")
     if is_pipeline(str(out)):
         from batchgen.pages.report.pipeline_report import write_report
 

@@ -13,14 +13,15 @@ from batchgen.util.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Instructions(TextStep):
-    """Checks the instructions of IFEval, by programs and without a judge.
+    """Checks the instructions of IFEval and IFBench, by programs and without a judge.
 
     `mark` is 1 if the response follows all instructions as it is (strict); `mark_loose` also takes
     what is left of it without its first or last line, or without asterisks. The share of all
     instructions that are followed is sum(num_followed) / sum(num_instructions).
     `batchgen.follows_instruction` checks one instruction. Rows with instructions on languages have
     a grade_error where the package langdetect is missing (pip install 'batchgen[evals]');
-    `batchgen grade` makes their grades when it is there.
+    `batchgen grade` makes their grades when it is there. Two instructions of IFBench need taggers
+    (words:start_verb, words:odd_even_syllables): their rows have a grade_error, too.
 
     Attributes:
         instructions: the column with the ids of each row's instructions, such as

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 from batchgen.evals.graders.latex import Span, number
-from batchgen.evals.graders.step import AnswerRow, Column, TextStep
+from batchgen.evals.graders.step import MARK, AnswerRow, Column, GradeFailure, TextStep
 from batchgen.util.errors import ConfigError
 
 _LABEL = r"(?:\b(?:score|rating|grade|mark)\b|评分|得分|打分|总分|分数)"
@@ -124,24 +124,36 @@ _CHOICE_SCORES = "choice_scores"
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceScore(TextStep):
-    """Reads the score of a judge from the probabilities that a job with constraint.scores=true
-    writes.
+    """Reads the score of a judge, or the mark of an exam, from the probabilities that a job with
+    constraint.scores=true writes.
+
+    With `labels` each row has choices of its own, of which some are right: `score` is the
+    probability of these, and `mark` is 1 if the likeliest choice is one of them.
 
     Attributes:
-        choices: the choices of the job, in their order.
+        choices: the choices of the job, in their order; null with `labels`.
         choice: the choice whose probability is the score. null takes the expected value of
             choices that are all numbers.
-        prefix: put before the name of the column.
+        labels: instead of choices: the column that says of each choice of the row whether it is
+            right, by 1 or 0. Dots lead into a nested column: mc1_targets.labels.
+        prefix: put before the names of the columns.
     """
 
     version = 1
     isolated = False
 
-    choices: Sequence[str]
+    choices: Sequence[str] | None = None
     choice: str | None = None
+    labels: str | None = None
     prefix: str = ""
 
     def __post_init__(self) -> None:
+        if (self.choices is None) == (self.labels is None):
+            raise ConfigError("ChoiceScore: give either choices or labels")
+        if self.choices is None:
+            if self.choice is not None:
+                raise ConfigError("ChoiceScore: choice belongs to choices")
+            return
         object.__setattr__(self, "choices", tuple(map(str, self.choices)))
         if self.choice is not None and self.choice not in self.choices:
             raise ConfigError(
@@ -158,7 +170,13 @@ class ChoiceScore(TextStep):
         what = "expected value of the choices"
         if self.choice is not None:
             what = f"probability of {self.choice!r} among the choices"
-        return (Column(self.prefix + "score", "float64", f"the {what}; null without choices"),)
+        elif self.labels is not None:
+            what = "probability of the right ones among the choices"
+        score = Column(self.prefix + "score", "float64", f"the {what}; null without choices")
+        if self.labels is None:
+            return (score,)
+        meaning = "1 if the likeliest choice is right, 0 if not; null without choices"
+        return (score, Column(self.prefix + MARK, "float64", meaning))
 
     @property
     def reads_text(self) -> bool:
@@ -166,16 +184,42 @@ class ChoiceScore(TextStep):
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        return (_CHOICE_SCORES,)
+        labels = () if self.labels is None else (self.labels.split(".")[0],)
+        return (_CHOICE_SCORES, *labels)
 
     def apply(self, row: AnswerRow) -> dict[str, Any]:
-        scores, name = row.fields[_CHOICE_SCORES], self.prefix + "score"
-        if not scores or len(scores) != len(self.choices):
-            return {name: None}
+        scores = row.fields[_CHOICE_SCORES]
+        values: tuple[float | None, ...] = (self._score(scores),)
+        if self.labels is not None:
+            values = self._labelled(scores, row.fields)
+        return {c.name: value for c, value in zip(self.columns, values, strict=True)}
+
+    def _score(self, scores: Sequence[float] | None) -> float | None:
+        choices = self.choices or ()
+        if not scores or len(scores) != len(choices):
+            return None
         if self.choice is not None:
-            return {name: scores[list(self.choices).index(self.choice)]}
-        pairs = zip(scores, self.choices, strict=True)
-        return {name: sum(score * float(choice) for score, choice in pairs)}
+            return scores[list(choices).index(self.choice)]
+        return sum(score * float(choice) for score, choice in zip(scores, choices, strict=True))
+
+    def _labelled(
+        self, scores: Sequence[float] | None, fields: Mapping[str, Any]
+    ) -> tuple[float | None, float | None]:
+        """The probability of the right choices, and whether the likeliest one is right."""
+        if not scores:
+            return None, None
+        assert self.labels is not None
+        labels: Any = fields
+        for name in self.labels.split("."):
+            labels = labels.get(name) if isinstance(labels, Mapping) else None
+        if not isinstance(labels, list) or len(labels) != len(scores) or {*labels} - {0, 1}:
+            raise GradeFailure(
+                "bad_target",
+                f"{self.labels} must be a list of 1 and 0, for {len(scores)} choices: "
+                f"{labels!r:.80}",
+            )
+        right = sum(score for score, label in zip(scores, labels, strict=True) if label)
+        return right, float(labels[max(range(len(scores)), key=scores.__getitem__)])
 
 
 def _is_finite(text: str) -> bool:

@@ -2,9 +2,9 @@
 
     python -c PROGRAM SETUP      (see `GradingQueue`)
 
-and reads the numbers of shards from its standard input. It only does early what `JobGrades.make`
-does at the end of the job. So it may be ended at any time, and whatever it could not do, its
-failures too, is left to that.
+and looks for new shards whenever its standard input has something. It only does early what
+`JobGrades.make` does at the end of the job. So it may be ended at any time, and whatever it could
+not do, its failures too, is left to that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -68,7 +68,7 @@ class GradingQueue:
         self._takes_columns = StepChain(post_steps(config.post)).takes_columns
         self._is_on = needed and bool(config.post) and (at_once or not self._takes_columns)
         self._grades = JobGrades(job)
-        self._done: set[int] = set()  # or handed over
+        self._done: set[int] = set()  # or the process knows of them
         self._changed, self._next_look = 0, 0.0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -96,15 +96,18 @@ class GradingQueue:
             config = self._config
             _grade(self._grades, config.post, config.output.text_column, config.score, new)
         elif new:
-            self._hand_over(sorted(new))
+            self._wake()
         self._done |= new
 
-    def _hand_over(self, shards: Sequence[int]) -> None:
+    def _wake(self) -> None:
+        """Let the process look for new shards, at once or when it has graded those before."""
         if self._process is None:
             self._process = self._start()
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has failed, and the end says why
-            self._process.stdin.write("".join(f"{shard}\n" for shard in shards).encode())
+        # BrokenPipeError: it has failed, and the end says why. Where the pipe is full, it has still
+        # to read what was written before, and looks after that.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(b"\n")
 
     def _start(self) -> subprocess.Popen[bytes]:
         config = self._config
@@ -117,7 +120,7 @@ class GradingQueue:
             "text_column": config.output.text_column,
         }
         # Where the process fails, the end of the job says why. Ctrl-C is for the job alone.
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, json.dumps(setup)],
             bufsize=0,
             stdin=subprocess.PIPE,
@@ -125,6 +128,9 @@ class GradingQueue:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)  # this end alone
+        return process
 
     def finish(self, stop: Callable[[], bool]) -> Generator[float, None, None]:
         """Let the process grade what is there, until its end or until `stop()`; gives seconds to
@@ -167,20 +173,15 @@ def _grade(
 
 
 def main() -> None:
-    """Grade the shards that standard input names, those together that it has named meanwhile."""
+    """Grade what shards there are whenever standard input has something, until its end."""
     setup = json.loads(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(setup["parent"])
     os.nice(_NICE)
-    grades, post = JobGrades(Path(setup["job"])), [StepConfig(**step) for step in setup["post"]]
-    with contextlib.suppress(ConfigError, JobError):
-        for shards in _named():
-            _grade(grades, post, setup["text_column"], ScoreConfig(**setup["score"]), shards)
-
-
-def _named() -> Iterator[set[int]]:
-    """The numbers on the lines of standard input, as many at a time as have come."""
-    rest = b""
-    while data := os.read(sys.stdin.fileno(), 2**16):
-        lines, _, rest = (rest + data).rpartition(b"\n")
-        yield {int(line) for line in lines.split()}
+    job, done = Path(setup["job"]), set[int]()
+    grades, post = JobGrades(job), [StepConfig(**step) for step in setup["post"]]
+    with contextlib.suppress(ConfigError, JobError, FileNotFoundError):
+        while os.read(sys.stdin.fileno(), 2**16):
+            new = set(shard_files(job / "data")) - done
+            _grade(grades, post, setup["text_column"], ScoreConfig(**setup["score"]), new)
+            done |= new

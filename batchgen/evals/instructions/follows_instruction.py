@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchgen.evals.instructions.arguments import Arguments
+from batchgen.evals.instructions.ifbench_forms import FORMS, REFUSED
+from batchgen.evals.instructions.ifbench_words import WORDS
 from batchgen.evals.instructions.ifeval import IFEVAL
+
+CHECKS = {**IFEVAL, **WORDS, **FORMS}
+"""The checks of IFEval and of IFBench by the ids of their instructions, which no two share."""
 
 
 def follows_instruction(
@@ -17,7 +22,8 @@ def follows_instruction(
     prompt: str | None = None,
     loose: bool = False,
 ) -> bool:
-    """Whether a response follows an instruction of IFEval (Zhou et al. 2023, arXiv 2311.07911).
+    """Whether a response follows an instruction of IFEval (Zhou et al. 2023, arXiv 2311.07911) or
+    of IFBench (Pyatkin et al. 2025, arXiv 2507.02833).
 
     Args:
         instruction_id: such as "keywords:existence".
@@ -29,13 +35,18 @@ def follows_instruction(
             or without asterisks.
 
     Raises:
-        ValueError: the instruction is unknown, or an argument is missing or of another type.
+        ValueError: the instruction is unknown or one that no program here can check, or an argument
+            is missing or of another type.
         ConfigError: the package langdetect is missing, which tells languages.
     """
-    check = IFEVAL.get(instruction_id)
+    check = CHECKS.get(instruction_id)
     if check is None:
+        if instruction_id in REFUSED:
+            raise ValueError(
+                f"{instruction_id} cannot be checked here: it needs {REFUSED[instruction_id]}"
+            )
         raise ValueError(
-            f"unknown instruction {instruction_id!r:.80}; known: {', '.join(sorted(IFEVAL))}"
+            f"unknown instruction {instruction_id!r:.80}; known: {', '.join(sorted(CHECKS))}"
         )
     if prompt is not None and kwargs.get("prompt_to_repeat") is None:
         kwargs = {**kwargs, "prompt_to_repeat": prompt}

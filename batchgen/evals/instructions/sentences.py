@@ -1,4 +1,4 @@
-"""Counts the words and the sentences of English text, without models or downloads."""
+"""Finds the words and the sentences of English text, without models or downloads."""
 
 from __future__ import annotations
 
@@ -40,18 +40,24 @@ def count_words(text: str) -> int:
 
 
 def count_sentences(text: str) -> int:
-    """The number of sentences: texts up to a full stop, question mark or exclamation mark.
+    """The number of `sentences`."""
+    return len(sentences(text))
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a text: up to a full stop, question mark or exclamation mark.
 
     A full stop ends none behind an abbreviation or an initial, and dots ("...") end none before a
     small letter. Line breaks end none either, so that a list without full stops is one sentence,
     as in the tokenizer for sentences that IFEval is defined by (Kiss and Strunk 2006).
     """
-    count, start = 0, 0
+    found, start = [], 0
     for match in _END.finditer(text):
         if match.end() < len(text) and _ends(text, match):
-            count += bool(text[start : match.end()].strip())
+            found.append(text[start : match.end()].strip())
             start = match.end()
-    return count + bool(text[start:].strip())
+    found.append(text[start:].strip())
+    return [sentence for sentence in found if sentence]
 
 
 def _ends(text: str, match: re.Match[str]) -> bool:

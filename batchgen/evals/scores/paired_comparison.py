@@ -219,10 +219,7 @@ def row_differences(a: Exam, b: Exam) -> tuple[str, ...]:
     for what, left, right in (("prompt", a.prompts, b.prompts), ("target", a.targets, b.targets)):
         rows = [row_id for row_id in left if row_id in right and left[row_id] != right[row_id]]
         if rows:
-            found.append(
-                f"{len(rows)} of {len(left)} rows have another {what} ({_first(rows)}): the scores "
-                "are not of one exam"
-            )
+            found.append(f"{len(rows)} of {len(left)} rows have another {what} ({_first(rows)})")
     return tuple(found)
 
 

@@ -6,15 +6,13 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from logging import CRITICAL
+from logging import LogRecord, getLogger
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
 from datasets import Dataset, DatasetBuilder, DatasetDict, IterableDataset
-from datasets.utils import logging as datasets_logging
 from huggingface_hub import DatasetCard
-from huggingface_hub.utils import logging as hub_logging
 
 from batchgen.config.groups.dataset_config import AUTO, STDIN, DatasetConfig, is_usual
 from batchgen.inputs.dataset.dataset_paths import check_formats, find_files, local_path
@@ -30,6 +28,8 @@ _READING_VERSION = 2
 """Another number where the same files give other rows than in an older version of batchgen."""
 _CACHE_VERSION = "rows-4"
 """Another name where rows are kept otherwise in the cache than by an older version."""
+_LOUD = ("datasets", "huggingface_hub")
+"""The loggers of datasets and of what it loads with."""
 _FILE_KEYS = {"config_name", "data_files", "data_dir", "default"}
 """Keys of a configuration in a README.md that only say which files have its rows."""
 DEMO = Path(__file__).parents[2] / "data" / "demo.jsonl"
@@ -79,16 +79,21 @@ def load_split(config: DatasetConfig) -> LoadedDataset:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the progress bars and log lines of datasets: our own errors say what they would."""
-    levels = [(log, log.get_verbosity()) for log in (datasets_logging, hub_logging)]
     bars = datasets.are_progress_bars_disabled()
-    for log, _ in levels:
-        log.set_verbosity(CRITICAL)
+    handlers = [handler for name in (None, *_LOUD) for handler in getLogger(name).handlers]
+
+    def is_of_others(record: LogRecord) -> bool:
+        return not record.name.startswith(_LOUD)
+
+    # To set the level of a logger takes a hundred times as long, and streams do it at each batch.
+    for handler in handlers:
+        handler.addFilter(is_of_others)
     datasets.disable_progress_bars()
     try:
         yield
     finally:
-        for log, level in levels:
-            log.set_verbosity(level)
+        for handler in handlers:
+            handler.removeFilter(is_of_others)
         if not bars:
             datasets.enable_progress_bars()
 

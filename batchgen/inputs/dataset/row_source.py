@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -101,6 +101,7 @@ class RowSource(Source):
         if copied is None:
             copied = tuple(name for name in self.columns if name not in of_images)
         self.schema = pa.schema([self._field(stored.field(name)) for name in copied])
+        self._copied = tuple(copied)
         self._encoders = {
             field.name: encode
             for field in self.schema
@@ -138,8 +139,9 @@ class RowSource(Source):
 
     def passthrough(self, row: Row) -> dict[str, Any]:
         """The values of the columns that are copied to the output, or RequestError (bad_row)."""
-        values = {name: row.fields.get(name) for name in self.schema.names}
-        values |= {name: encode(values[name]) for name, encode in self._encoders.items()}
+        values = {name: row.fields.get(name) for name in self._copied}
+        for name, encode in self._encoders.items():
+            values[name] = encode(values[name])
         if self._checked:
             for field in self.schema:
                 try:
@@ -280,8 +282,7 @@ class RowSource(Source):
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:
         try:
-            # What lies in Arrow files is read without a word, and silence is dear at each batch.
-            with quiet() if self.num_rows is None else nullcontext():
+            with quiet():
                 yield
         except READ_ERRORS as error:
             if self._files:

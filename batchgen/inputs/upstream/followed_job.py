@@ -42,11 +42,13 @@ class Promise:
         manifest: the one that it will have, without digests of rows.
         schema: the columns of its rows.
         post: the steps that grade them.
+        is_of_folder: whether the job's folder says so, and not a job that is to begin.
     """
 
     manifest: Mapping[str, Any]
     schema: pa.Schema
     post: Sequence[StepConfig]
+    is_of_folder: bool = False
 
     @classmethod
     def of(cls, config: JobConfig, manifest: Manifest, schema: pa.Schema) -> Promise:
@@ -72,7 +74,7 @@ class Promise:
                 "wait until it is complete and use dataset.follow=false (in a pipeline: after: "
                 "complete)"
             )
-        return cls(reader.manifest, read_schema(path), post)
+        return cls(reader.manifest, read_schema(path), post, is_of_folder=True)
 
 
 class FollowedJob(GradedShards):
@@ -99,7 +101,7 @@ class FollowedJob(GradedShards):
             raise ConfigError(
                 f"dataset.path: {folder}/manifest.json is not of batchgen ({error!r})"
             ) from None
-        self.schema = promise.schema
+        self.schema, self._is_of_folder = promise.schema, promise.is_of_folder
         steps = post_steps(promise.post)
         self.grade_schema = arrow_schema(StepChain(steps).columns)
         self._steps = json.dumps(described(promise.post, steps), sort_keys=True).encode()
@@ -122,6 +124,7 @@ class FollowedJob(GradedShards):
         no more will come.
 
         Raises:
+            ConfigError: the job has ended, and its grades are of other steps than it says.
             JobError: a file is damaged.
         """
         is_ended = self._is_ended()  # before it is asked for shards: all are there then
@@ -136,6 +139,8 @@ class FollowedJob(GradedShards):
             return False
         grades = self._grades_of(number) if self.needs_grades else ""
         if grades is None:
+            if is_ended and self._is_of_folder:  # nobody makes them
+                raise self._unusable("some are missing, of other steps or of other rows")
             return False
         with CheckedFile(path) as file:
             if not file.schema.equals(self.schema):

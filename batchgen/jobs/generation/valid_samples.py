@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from batchgen.config.groups.job_config import JobConfig, ScoreConfig
@@ -175,7 +175,7 @@ class Judge:
             for row, grades in zip(rows, graded, strict=False)
         }
         return [
-            replace(row, valid=found.get((row.row_index, row.sample_index))) for row in finished
+            row._replace(valid=found.get((row.row_index, row.sample_index))) for row in finished
         ]
 
     def _holds(self, row: Mapping[str, Any], grades: Mapping[str, Any]) -> bool | None:

@@ -27,7 +27,7 @@ from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.prefill_policy import check_chunk_sizes
 from batchgen.engine.strategy import Strategy
-from batchgen.evals.graders.build_steps import check_fields, post_steps
+from batchgen.evals.graders.build_steps import check_fields, check_scored, post_steps
 from batchgen.inputs.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES, choice_ids
 from batchgen.inputs.images.row_images import RowImages
 from batchgen.inputs.model.engine_recipe import EngineRecipe
@@ -59,9 +59,12 @@ from batchgen.util.errors import ConfigError, mistakes_in
 if TYPE_CHECKING:
     import torch
 
+    from batchgen.engine.models.causal_lm import CausalLM
+    from batchgen.engine.parallel.tensor_parallel import TensorParallel
     from batchgen.evals.graders.step import PostStep
     from batchgen.inputs.dataset.source import Source
     from batchgen.inputs.model.job_engine import Engine
+    from batchgen.inputs.model.kept_weights import KeptWeights
     from batchgen.inputs.upstream.followed_job import Promise
 
 
@@ -79,6 +82,7 @@ class OpenedJob(ResolvedJob):
         step_fingerprints: versions of the steps of `rows`, and digests of what they read.
         row_tokens: the fewest and the most tokens that rows are likely to have, for models with
             sliding windows; None for others, and where nobody can know.
+        kept: the weights that jobs of this process load once; None loads them for this job alone.
     """
 
     config: JobConfig
@@ -90,6 +94,7 @@ class OpenedJob(ResolvedJob):
     dtype: torch.dtype
     step_fingerprints: Mapping[str, str]
     row_tokens: tuple[int, int] | None
+    kept: KeptWeights | None = None
 
     def check_params(self, params: SamplingParams) -> None:
         """See `ResolvedJob`."""
@@ -142,13 +147,7 @@ class OpenedJob(ResolvedJob):
         with ranks.starting():
             with recipe.compiling_kernels():
                 with mistakes_in("model"):
-                    weights = recipe.load(ranks.parallel)
-                if weights.skipped_parts:
-                    skipped = " and ".join(weights.skipped_parts)
-                    print(
-                        f"model: not loaded, as this job does not use it: {skipped}",
-                        file=sys.stderr,
-                    )
+                    weights = self._weights(recipe, ranks.parallel)
                 with mistakes_in("strategy"):
                     others = recipe.load_others(weights)
             with mistakes_in("engine"):
@@ -156,6 +155,23 @@ class OpenedJob(ResolvedJob):
         # How memory is divided decides how many rows run at once.
         print(f"memory: {engine.memory}", file=sys.stderr, flush=True)
         return engine
+
+    def _weights(self, recipe: EngineRecipe, parallel: TensorParallel) -> CausalLM:
+        """The target with its weights, which an earlier job may have loaded."""
+
+        def load() -> CausalLM:
+            weights = recipe.load(parallel)
+            if weights.skipped_parts:
+                skipped = " and ".join(weights.skipped_parts)
+                print(f"model: not loaded, as this job does not use it: {skipped}", file=sys.stderr)
+            return weights
+
+        model, config = self.model, self.config
+        if self.kept is None or "model" not in self.fingerprints or parallel.size > 1:
+            return load()
+        heads = tuple(strategy_heads(self.strategy, model))
+        of_model = (self.fingerprints["model"], config.model, self.dtype, heads, model.with_vision)
+        return self.kept.load((*of_model, config.engine.device, config.engine.deterministic), load)
 
     def shared(self, others: Sequence[JobConfig]) -> OpenedJob:
         """What the engine of this job is made of if it serves other jobs as well, with the same
@@ -229,6 +245,12 @@ def open_job(
     columns = image_columns(config, model)
     # Last of what can be refused: it takes seconds to load datasets.
     source, of_steps = _open_rows(config, model, post, promised, wait, columns)
+    if config.model.lora_grid:
+        from batchgen.inputs.dataset.grid_source import GridSource  # it loads datasets
+
+        source = GridSource(source, config.model.adapters)
+    counts = [count.name for count in strategy.counts]
+    check_scored(post, config.score, [*source.schema.names, *counts])
     images = row_images(config, model, source)
     if images is not None:
         model = dataclasses.replace(model, with_vision=True)
@@ -328,7 +350,7 @@ def _open_rows(
 ) -> tuple[Source, Mapping[str, str]]:
     """The rows behind their steps, with the columns that post steps read, and the digests of what
     the steps read."""
-    from batchgen.evals.graders.build_steps import check_machine, check_scored
+    from batchgen.evals.graders.build_steps import check_machine
     from batchgen.inputs.row_index.open_rows import behind_steps
     from batchgen.inputs.upstream.open_source import open_source
 
@@ -337,6 +359,5 @@ def _open_rows(
     source, of_steps = behind_steps(data, config.rows, of_data, model.tokenizer)
     scores = [CHOICE_LOGPROBS.name, CHOICE_SCORES.name] if config.scores_choices else []
     check_fields(post, [*source.schema.names, *scores])
-    check_scored(post, config.score, source.schema.names)
     check_machine(post)
     return source, of_steps

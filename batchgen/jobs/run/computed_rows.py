@@ -91,12 +91,12 @@ def _waves(attempt: JobAttempt) -> EverySample:
 
 def _note_engine(attempt: JobAttempt, engine: Engine) -> None:
     """Record what the answers depend on in writer, metrics and manifest."""
-    # A GPU may round sums differently in batches of another size, and so do other numbers of ranks,
-    # which workers may have; and drafts may come about otherwise.
-    options = attempt.config.engine
-    keeps_bits = engine.memory.total is None or options.deterministic
-    alone = options.tensor_parallel == 1 and not attempt.parts.by_schedule
-    attempt.writer.set_exact(keeps_bits and alone and engine.batch_dependence is None)
+    # A GPU may round sums differently in batches of another size. So do other numbers of ranks,
+    # which workers on CPUs may have.
+    options, on_gpu = attempt.config.engine, engine.memory.total is not None
+    keeps_bits = options.deterministic if on_gpu else options.tensor_parallel == 1
+    exact = keeps_bits and engine.batch_dependence is None
+    attempt.writer.set_exact(exact, attempt.parts.by_schedule)
     attempt.metrics.attempt.memory = asdict(engine.memory)
     attempt.metrics.attempt.contract = attempt.parts.contract()
     attempt.metrics.attempt.batch_dependence = engine.batch_dependence

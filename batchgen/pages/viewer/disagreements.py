@@ -8,14 +8,16 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from batchgen.evals.graders.step import MARK
 from batchgen.evals.scores.compared_jobs import compared, comparison_lines
-from batchgen.evals.scores.graded_folder import GradedJob
+from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.pages.rows.row_facts import RowFacts
 from batchgen.pages.viewer.job_view import JobView
 from batchgen.pages.viewer.listed_rows import Line, row_lines
 from batchgen.pages.viewer.rows.filters import Filter
 from batchgen.pages.viewer.rows.search import Search
 from batchgen.util.errors import ConfigError
+from batchgen.util.text.text_table import number, percent
 
 if TYPE_CHECKING:
     from batchgen.evals.scores.paired_comparison import Comparison, Question
@@ -30,11 +32,16 @@ class Flipped:
 
     comparison: Comparison
     differs: tuple[str, ...]  # what makes them different exams, a sentence each
+    column: str  # what the scores are of
 
     @property
     def lines(self) -> list[tuple[str, str]]:
-        """A name and a value for each line that `batchgen compare` prints."""
-        return comparison_lines(self.comparison)
+        """A name and a value for each line that says how the scores differ."""
+        return comparison_lines(self.comparison, self.column)
+
+    def shown(self, value: float) -> str:
+        """A mean of a question for people."""
+        return percent(value) if self.column == MARK else number(value)
 
     @cached_property
     def flipped(self) -> list[Question]:
@@ -117,7 +124,8 @@ class Flips:
                     "page: batchgen compare lists the flipped rows"
                 )
         jobs = [GradedJob(str(job.path), "view") for job in self._jobs]
-        return Flipped(*compared(jobs, anyway=anyway))
+        column = scoring(jobs[0], ()).score.column
+        return Flipped(*compared(jobs, anyway=anyway), column)
 
 
 def _extreme(samples: Sequence[RowFacts], *, best: bool) -> RowFacts | None:

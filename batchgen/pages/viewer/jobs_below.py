@@ -7,7 +7,7 @@ numbers of jobs and of entries have bounds.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -20,7 +20,7 @@ from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.stores.manifest import ROWS, Manifest
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.shorten import short_name
-from batchgen.util.text.text_table import percent_range
+from batchgen.util.text.text_table import score_value, value_range
 
 DEEPEST = 4
 """Folders between the given one and a job's, the job's included."""
@@ -45,6 +45,7 @@ class JobBelow:
     rows: int | None = None  # answers that are finished
     of_rows: int | None = None  # of a job that is not complete
     score: float | None = None
+    shown_score: str = ""
     interval: str = ""  # of 95%, for new questions
 
     @property
@@ -144,13 +145,23 @@ def _job(folder: Path, name: str) -> JobBelow:
             rows=int(known.totals.rows) if known.is_begun else None,
             of_rows=None if to_come is None else int(to_come),
             score=None if score is None else float(score),
-            interval="" if known.score is None else percent_range(known.score["avg"]["population"]),
+            **({} if known.score is None else _shown(known.score)),
         )
     except (ConfigError, JobError, OSError) as error:
         return replace(job, fault=str(error))
     # What somebody else wrote can have any shape.
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return replace(job, fault="its manifest.json or metrics.json is damaged")
+
+
+def _shown(scores: Mapping[str, Any]) -> dict[str, str]:
+    """A score and its interval for people; of other numbers than marks with the column's name."""
+    shown, average = score_value(scores), scores["avg"]
+    column = f"{scores['column']} " if "column" in scores else ""
+    return {
+        "shown_score": column + shown(average["value"]),
+        "interval": value_range(average["population"], shown),
+    }
 
 
 def config_fault(folder: Path) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from urllib.parse import urlencode
 
+from batchgen.evals.arms.job_facts import settings
 from batchgen.pages.viewer.columns import row_columns
 from batchgen.pages.viewer.disagreements import Flips
 from batchgen.pages.viewer.html import (
@@ -53,7 +54,6 @@ class Site:
             "download": self._download,
             "step": self._step,
             "find": self._find,
-            "flips": self._flips,
             "flip": self._flip,
             "report": self._report,
         }
@@ -64,7 +64,10 @@ class Site:
         return answer(self._pages.get(page), query, self._html) if file is None else file
 
     def _overview(self, query: Query) -> Response:
-        return self._html("overview", views=[overview(job) for job in self.jobs])
+        """The first page: of one job what it is, of two how they compare."""
+        if self.flips is None:
+            return self._html("overview", view=overview(self.jobs[0]))
+        return self._compared(self.flips, query)
 
     def _rows(self, query: Query) -> Response:
         first, sort = whole_number(query, "from", 0), query.get("sort", "")
@@ -155,8 +158,9 @@ class Site:
             )
         return redirect("row", {"n": index})
 
-    def _flips(self, query: Query) -> Response:
-        flips, kept = self._both(), _anyway(query)
+    def _compared(self, flips: Flips, query: Query) -> Response:
+        """In what two jobs differ, how their scores do, and the rows that flipped."""
+        kept = _anyway(query)
         try:
             found, why = flips.find(anyway=bool(kept)), None
         except ConfigError as error:
@@ -164,9 +168,17 @@ class Site:
         first = whole_number(query, "from", 0)
         shown = [] if found is None else found.flipped[first : first + PER_PAGE]
         return self._html(
-            "flips", comparison=found, why=why, anyway=bool(kept), first=first, kept=kept,
-            per_page=PER_PAGE, flipped=flips.rows(shown),
-        )  # fmt: skip
+            "compare",
+            views=[overview(job) for job in self.jobs],
+            settings=settings([job.config for job in self.jobs]),
+            comparison=found,
+            why=why,
+            anyway=bool(kept),
+            kept=kept,
+            flipped=flips.rows(shown),
+            first=first,
+            per_page=PER_PAGE,
+        )
 
     def _flip(self, query: Query) -> Response:
         """Go to the i-th flipped row."""

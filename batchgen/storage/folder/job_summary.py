@@ -12,7 +12,14 @@ from batchgen.storage.folder.how_to_read import how_to_read
 from batchgen.storage.metrics.tally import Totals
 from batchgen.storage.shards.enough import OUTCOMES
 from batchgen.util.duration import duration
-from batchgen.util.text.text_table import Line, answers_text, counted, score_lines, table
+from batchgen.util.text.text_table import (
+    Line,
+    adapter_lines,
+    answers_text,
+    counted,
+    score_lines,
+    table,
+)
 
 if TYPE_CHECKING:
     from batchgen.engine.strategy import Strategy
@@ -47,6 +54,7 @@ class JobSummary:
         default_factory=dict
     )  # as metrics.json has it
     questions: int | None = None  # input rows; None if nobody knows
+    adapter_scores: Mapping[str, Any] = field(default_factory=dict)  # by the adapter's name
 
     @classmethod
     def of(
@@ -72,6 +80,7 @@ class JobSummary:
             all_steps(metrics, name),
             metrics.get("sampling") or {},
             questions,
+            metrics.get("adapter_scores") or {},
         )
 
     @property
@@ -216,6 +225,7 @@ def end_table(
         stats = attempt.get("engine", {}).get("strategy", {})
         lines += strategy.summary(totals.counts, stats, totals.generated_tokens)
     scores = [] if job.score is None else score_lines(job.score)
+    scores += adapter_lines(job.adapter_scores)
     times = _times(attempt) if attempt else []
     if job.cost is not None:
         times.append(("device", job.cost))

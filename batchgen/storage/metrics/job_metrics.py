@@ -98,6 +98,7 @@ class Metrics:
         in_flight: how many rows run in the engine, without waiting ones.
         was_complete: whether an earlier attempt completed the job.
         score: what the job's marks come to; None without marks.
+        adapter_scores: the same of each adapter that rows run with, by its name.
         funnel: how many answers of other jobs each choice among them has left, if it reads any.
         budget: what is used of the job's budget; None without one.
         timeline: how the job went on over time; of workers beside each other it has only this one.
@@ -129,6 +130,7 @@ class Metrics:
         self._earlier: list[dict[str, Any]] = []
         self.was_complete = False
         self.score: Mapping[str, Any] | None = None
+        self.adapter_scores: Mapping[str, Any] = {}
         self.funnel: Sequence[tuple[str, int]] = ()
         self.budget: Callable[[], Mapping[str, Any]] | None = None
         self.timeline = Timeline(rows=rows_resumed)
@@ -207,6 +209,8 @@ class Metrics:
             summary["budget"] = self.budget()
         if self.score is not None:
             summary["score"] = self.score
+        if self.adapter_scores:
+            summary["adapter_scores"] = self.adapter_scores
         if self.funnel:
             summary["funnel"] = self.funnel
         if self.sampling:

@@ -2,11 +2,10 @@
 
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.config.groups.job_config import PARSED
@@ -105,8 +104,7 @@ class SplitOutput(NamedTuple):
     columns: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedRow:
+class FinishedRow(NamedTuple):
     """One sample of one row that is finished, with the `fields` that are copied from the data set.
     A row that never reached the engine has an `error` instead of an `output`. `valid` is whether it
     fulfils `sampling.until.where`. `beside` are the columns of `SplitOutput`. `images` are what the
@@ -119,7 +117,7 @@ class FinishedRow:
     fields: Mapping[str, Any]
     output: RequestOutput | None = None
     error: RequestError | None = None
-    beside: Mapping[str, Any] = field(default_factory=dict)
+    beside: Mapping[str, Any] = {}
     key: bytes | None = None  # `reuse.row_key`, in jobs that keep keys
     is_copied: bool = False  # from an older job, instead of being computed
     valid: bool | None = None
@@ -343,20 +341,23 @@ def _error(error: RequestError | None) -> dict[str, str] | None:
     return None if error is None else {"type": error.type, "message": str(error)}
 
 
-def _offsets(lengths: list[int]) -> npt.NDArray[np.int32]:
+def _list_array(lengths: list[int], values: pa.Array) -> pa.Array:
+    """Lists of these lengths, which have the values one after the other."""
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
-    return offsets
+    # What ListArray.from_arrays makes, in a seventh of its time.
+    return pa.Array.from_buffers(
+        pa.list_(values.type), len(lengths), [None, pa.py_buffer(offsets)], children=[values]
+    )
 
 
 def id_lists(lists: list[list[int]]) -> pa.Array:
     """A column of lists of token ids."""
-    offsets = _offsets([len(ids) for ids in lists])
     values = array("i")  # it takes a list in a tenth of the time that NumPy takes
     for ids in lists:
         values.fromlist(ids)
     flat = np.frombuffer(values, np.int32) if values else np.empty(0, np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
+    return _list_array([len(ids) for ids in lists], pa.array(flat))
 
 
 def column_lists(column: OutputColumn, outputs: Sequence[RequestOutput | Begun | None]) -> pa.Array:
@@ -369,5 +370,4 @@ def column_lists(column: OutputColumn, outputs: Sequence[RequestOutput | Begun |
     values = pa.array(np.ascontiguousarray(flat, column.dtype))
     for size in reversed(column.tail_shape):
         values = pa.FixedSizeListArray.from_arrays(values, size)
-    offsets = _offsets([0 if each is None else len(each) for each in given])
-    return pa.ListArray.from_arrays(pa.array(offsets), values)
+    return _list_array([0 if each is None else len(each) for each in given], values)

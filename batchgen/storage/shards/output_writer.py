@@ -207,9 +207,10 @@ class OutputWriter:
         assert isinstance(opened, OpenEnoughShard)
         return opened.wanted(row_index, begun, rate)
 
-    def set_exact(self, exact: bool) -> None:
-        """Say whether a row that is computed twice must be the same to the bit."""
-        self._publisher.exact = exact
+    def set_exact(self, exact: bool, by_schedule: Collection[str]) -> None:
+        """Say whether a row that is computed twice must be the same to the bit, in all columns but
+        those `by_schedule`."""
+        self._publisher.exact, self._publisher.by_schedule = exact, by_schedule
 
     def take(self, number: int) -> None:
         """Find out what all workers have finished of a shard that is to be completed now. If

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from batchgen.storage.shards.journal import read_file
 from batchgen.storage.shards.output_schema import OutputSchema
-from batchgen.storage.shards.shard_files import mapped_shard, publish_shard, shard_path, write_shard
+from batchgen.storage.shards.shard_files import (
+    are_equal,
+    mapped_shard,
+    publish_shard,
+    shard_path,
+    write_shard,
+)
 from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.retry_round import RetryRound
 from batchgen.util.errors import JobError
@@ -21,8 +27,12 @@ is there already, and it is only noted that nothing is left to do."""
 
 
 class Publisher:
-    """Publishes, in a thread, the shards that one worker has completed. If `exact`, a row that was
-    computed twice must have equal bits."""
+    """Publishes, in a thread, the shards that one worker has completed.
+
+    Attributes:
+        exact: whether a row that was computed twice must have equal bits.
+        by_schedule: the names of columns that need not be equal even so.
+    """
 
     def __init__(
         self,
@@ -36,6 +46,7 @@ class Publisher:
     ) -> None:
         """Create a publisher; `publish` gives shards their names, and None renames files."""
         self.exact = True
+        self.by_schedule: Collection[str] = ()
         self._data = data
         self._temporary = journal
         self._schema = schema
@@ -122,11 +133,15 @@ class Publisher:
         if not self.exact:
             print(
                 f"{path.name} was computed twice, with small differences, as they can be on a "
-                "GPU, or in what is said of drafts: what was published first stays",
+                "GPU: what was published first stays",
                 file=sys.stderr,
                 flush=True,
             )
             return
+        if self.by_schedule:
+            files = self._storage.parquet(path), temporary
+            if are_equal(*files, besides=self.by_schedule):
+                return
         kept = path.parent.parent / "differing" / f"{path.stem}.{self._worker:04d}.parquet"
         kept.parent.mkdir(exist_ok=True)
         temporary.rename(kept)

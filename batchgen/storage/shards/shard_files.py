@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,6 +110,22 @@ def write_shard(
     except OSError as error:
         raise unwritable(path, error) from error
     return rows
+
+
+def are_equal(one: Source, other: Source, besides: Collection[str]) -> bool:
+    """Whether two files of a shard have the same bits, besides those of the columns with these
+    names. One row group of each is in memory at a time."""
+    with pq.ParquetFile(one) as first, pq.ParquetFile(other) as second:
+        names = [name for name in first.schema_arrow.names if name not in besides]
+        return first.num_row_groups == second.num_row_groups and all(
+            _bits(first, group, names) == _bits(second, group, names)
+            for group in range(first.num_row_groups)
+        )
+
+
+def _bits(file: pq.ParquetFile, group: int, names: Sequence[str]) -> Sequence[pa.Buffer]:
+    columns = file.read_row_group(group, columns=names).combine_chunks()
+    return [batch.serialize() for batch in columns.to_batches()]
 
 
 def publish_shard(temporary: Path, path: Path) -> None:

@@ -9,22 +9,19 @@ from functools import partial
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from cases.experts import ROUTINGS, Batch, Shape, random, shape_of, way
 from measuring import DEVICE, Case, Group, Launch
 from torch import Tensor
 
+from batchgen.kernels.four_bit.dequantise_triton import dequantise_panels
+from batchgen.kernels.four_bit.experts_triton import four_bit_mlp_triton
+from batchgen.kernels.four_bit.grouped_product_triton import four_bit_down, four_bit_gate_up
+from batchgen.kernels.four_bit.mxfp4_layout import MXFP4Panels, empty_panels
+from batchgen.kernels.four_bit.mxfp4_weight import VALUE_BYTES
+from batchgen.kernels.four_bit.tiles import FourBitTiles, ProductTiles, four_bit_tiles
 from batchgen.kernels.moe.epilogues import ClampedGate, Epilogues
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
-from batchgen.kernels.moe.moe_align_triton import Alignment
 from batchgen.kernels.moe.moe_tiles import tiles_of_panels
-from batchgen.kernels.mxfp4.mxfp4_dequantise_triton import dequantise_panels
-from batchgen.kernels.mxfp4.mxfp4_experts_triton import mxfp4_grouped_mlp_triton
-from batchgen.kernels.mxfp4.mxfp4_grouped_product_triton import mxfp4_down, mxfp4_gate_up
-from batchgen.kernels.mxfp4.mxfp4_layout import MXFP4Panels, empty_panels, unpack_panels
-from batchgen.kernels.mxfp4.mxfp4_tiles import MXFP4Tiles, ProductTiles, mxfp4_tiles
-from batchgen.kernels.mxfp4.mxfp4_weight import VALUE_BYTES, MXFP4Weight
 
 _SCALES = 0xF6F6F6F6 - 2**32
 """Four scales of 2**-7, with which results of the widths in use are about 1."""
@@ -51,10 +48,9 @@ def _random_panels(*shape: int) -> MXFP4Panels:
 
 def mxfp4_cases(options: argparse.Namespace) -> Iterator[Case]:
     """A layer in MXFP4 from the ids on, as its table cuts it and with weights that are dequantised
-    before; in bfloat16; each launch; and the second product by `tl.dot_scaled`."""
+    before; in bfloat16; and each launch."""
     shape = shape_of(options)
     layer, weights = Layer(shape), 3 * shape.hidden * shape.inner
-    plain = unpack_panels(layer.down)
     for tokens in options.tokens:
         batch = Batch(shape, tokens)
         least = batch.touched * weights * VALUE_BYTES
@@ -68,21 +64,20 @@ def mxfp4_cases(options: argparse.Namespace) -> Iterator[Case]:
         def case(name: str, launch: Callable[[int], object], num_bytes: float) -> Case:
             return replace(batch.case(name, launch), num_bytes=num_bytes, flops=flops)  # noqa: B023
 
-        own, kernel = (layer.gate_up, layer.down), mxfp4_grouped_mlp_triton
+        own, kernel = (layer.gate_up, layer.down), four_bit_mlp_triton
         name = f"{options.shape}, {batch.touched:.1f} experts"
         yield case(f"{name}, MXFP4", partial(run, kernel, own, None), least)
         before = tiles_of_panels(batch.slots, shape.experts)
         yield case("  dequantised before", partial(run, kernel, own, before), least)
         in_bf16 = partial(run, grouped_mlp_triton, layer.dequantised, None)
         yield case("  in bf16", in_bf16, least * 2 / VALUE_BYTES)
-        tiles = mxfp4_tiles(batch.slots, shape.experts)
+        tiles = four_bit_tiles(batch.slots, shape.experts)
         if tiles is not None:
             gate_up, down = products(layer, batch, tiles.block_m)
             flops, least = flops * 2 / 3, least * 2 / 3
             yield case("  gate_up", partial(gate_up, tiles.gate_up), least)
             flops, least = flops / 2, least / 2
             yield case("  down", partial(down, tiles.down), least)
-            yield case("  down, tl.dot_scaled", scaled_down(plain, batch, tiles.block_m), least)
 
 
 def products(layer: Layer, batch: Batch, block_m: int) -> tuple[Launch, Launch]:
@@ -92,11 +87,11 @@ def products(layer: Layer, batch: Batch, block_m: int) -> tuple[Launch, Launch]:
 
     def gate_up(tiles: ProductTiles, i: int) -> Tensor:
         k = batch.shape.k
-        mxfp4_gate_up(batch.x, layer.gate_up, alignments[i], tiles, k, written, epilogues)
+        four_bit_gate_up(batch.x, layer.gate_up, alignments[i], tiles, k, written, epilogues)
         return written
 
     def down(tiles: ProductTiles, i: int) -> Tensor:
-        mxfp4_down(
+        four_bit_down(
             batch.activated, layer.down, batch.weights[i], alignments[i], tiles, batch.parts,
             epilogues.down_bias,
         )  # fmt: skip
@@ -119,7 +114,7 @@ def mxfp4_groups(options: argparse.Namespace) -> Iterator[Group]:
         }
 
         def line(block_m: int, tiles: list[Any], slots: float = slots) -> object:
-            return slots, MXFP4Tiles(block_m, *tiles)
+            return slots, FourBitTiles(block_m, *tiles)
 
         yield Group(f"{options.shape}, {tokens} tokens", ways, line)
 
@@ -132,48 +127,3 @@ def candidates(block_m: int) -> list[ProductTiles]:
     if block_m > 16:
         tiles += [each._replace(halve=True) for each in tiles]
     return tiles
-
-
-def scaled_down(weight: MXFP4Weight, batch: Batch, block_m: int) -> Callable[[int], object]:
-    """Return the second product by Triton's own product of scaled values, with the i-th routing,
-    without biases and in the order of places."""
-    alignments: list[Alignment] = [batch.align(block_m, i) for i in range(ROUTINGS)]
-    hidden, inner = batch.shape.hidden, batch.shape.inner
-
-    def launch(i: int) -> None:
-        columns = triton.cdiv(hidden, 128)
-        _scaled_down[(alignments[i].most_tiles * columns,)](
-            batch.activated, *weight, batch.parts, *alignments[i][1:-1], hidden, inner, columns,
-            BLOCK_M=block_m, BLOCK_N=128, BLOCK_K=128, num_warps=4, num_stages=3,
-        )  # fmt: skip
-
-    return launch
-
-
-@triton.jit
-def _scaled_down(
-    x_ptr, values_ptr, scales_ptr, out_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr,
-    num_tiles_ptr, hidden, inner, columns,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    tile = tl.program_id(0) // columns
-    if tile >= tl.load(num_tiles_ptr):
-        return
-    place = tl.load(tile_firsts_ptr + tile) + tl.arange(0, BLOCK_M)
-    is_place = place < tl.load(tile_ends_ptr + tile)
-    column = tl.program_id(0) % columns * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.load(tile_experts_ptr + tile).to(tl.int64) * hidden + column % hidden
-    k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(0, inner, BLOCK_K):
-        pair, group = start // 2 + tl.arange(0, BLOCK_K // 2), start // 32 + tl.arange(0, 4)
-        mask = is_place[None, :] & (start + k < inner)[:, None]
-        x = tl.load(x_ptr + place[None, :] * inner + start + k[:, None], mask=mask, other=0.0)
-        source = values_ptr + row[:, None] * (inner // 2) + pair[None, :]
-        values = tl.load(source, mask=(pair < inner // 2)[None, :], other=0)
-        source = scales_ptr + row[:, None] * (inner // 32) + group[None, :]
-        scales = tl.load(source, mask=(group < inner // 32)[None, :], other=0)
-        acc = tl.dot_scaled(values, scales, "e2m1", x, None, "bf16", acc)
-    target = out_ptr + place[:, None] * hidden + column[None, :]
-    mask = is_place[:, None] & (column < hidden)[None, :]
-    tl.store(target, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=mask)

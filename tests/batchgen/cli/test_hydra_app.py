@@ -24,7 +24,7 @@ class Jobs:
     def __init__(self) -> None:
         self.configs: list[JobConfig] = []
 
-    def __call__(self, config: JobConfig) -> Any:
+    def __call__(self, config: JobConfig, *_: object) -> Any:
         self.configs.append(config)
         code = config.sampling.seed
         if code == 1:
@@ -146,7 +146,7 @@ def test_workers_of_one_job_have_one_folder(jobs: Jobs, key: str) -> None:
 class FakeJobs(Jobs):
     """Runs fake jobs in place of real ones, each as a worker of its folder."""
 
-    def __call__(self, config: JobConfig) -> Any:
+    def __call__(self, config: JobConfig, *_: object) -> Any:
         job = FakeJob(config.output.dir, rows=60, rows_per_shard=4, step_s=0.01, report=False)
         given = job.config()
         sampling = replace(given.sampling, seed=config.sampling.seed)

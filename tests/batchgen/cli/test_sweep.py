@@ -22,7 +22,7 @@ class Jobs:
         self.configs: list[JobConfig] = []
         self._codes = iter(codes)
 
-    def __call__(self, config: JobConfig) -> Any:
+    def __call__(self, config: JobConfig, *_: object) -> Any:
         self.configs.append(config)
         code = next(self._codes, 0)
         return SimpleNamespace(exit_code=code, message="", stopped_by=15 if code > 128 else None)

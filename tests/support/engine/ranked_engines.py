@@ -18,8 +18,10 @@ import torch
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loading.adapters import add_adapters
 from batchgen.engine.loading.config_file import LoadFormat
 from batchgen.engine.loading.loader import load_model
+from batchgen.engine.loading.peft_files import open_adapter
 from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.engine.replicas import Leader, follow
@@ -49,6 +51,7 @@ class Case:
     aborts: Mapping[int, Sequence[int]] | None = None
     load_format: LoadFormat = "auto"
     vision: bool = False
+    adapters: Mapping[str, Path] = field(default_factory=dict)
     native_fp8: bool = False  # weights in FP8, which are rounded while they load if they are not
 
     @contextmanager
@@ -70,6 +73,8 @@ class Case:
                 vision=self.vision,
                 **where,
             )
+            if self.adapters:
+                add_adapters(model, {n: open_adapter(path) for n, path in self.adapters.items()})
             yield LLMEngine(
                 model,
                 make_tokenizer() if self.has_text else None,

@@ -3,9 +3,14 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from batchgen.cli.verb_table import run_verb
+from batchgen.pages.viewer.job_view import JobView
+from batchgen.pages.viewer.jobs_below import jobs_below
+from batchgen.pages.viewer.overview import overview
+from batchgen.storage.folder.read_job import JobFolderReader
 from tests.support.jobs.finished_job import finished_job, row
 
 COPIES = (
@@ -93,3 +98,55 @@ def test_verbs_warn_of_copies(
         assert (COPIES.format(job=job) in shown.err) == (temperature == 0)
         said = "how sure cannot be told" if verb == "compare" else "all samples of a question agree"
         assert said in shown.out
+
+
+def test_numbers_of_a_judge_are_scored_and_shown_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By their mean with an interval, not as shares: in `score`, the report, the overview, the list
+    and `compare`; rows without a number are left out."""
+    judged = [7.5, 9.0, None, 4.0, 8.0, 6.5]
+    rows = [row(i, text="?" if v is None else f"Score: {v}") for i, v in enumerate(judged)]
+    post = "post=[{ParseScore: {}}]"
+    job = finished_job(tmp_path / "job", rows, config={"score": {"column": "score"}})
+    assert run_verb("grade", [str(job), post, "score.column=score"]) == 0
+    said = capsys.readouterr().out
+    assert "score       7, new questions 4.636 to 9.364" in said and "range       4 to 9" in said
+    assert "no answer 16.7%" in said
+    scores = json.loads((job / "metrics.json").read_bytes())["score"]
+    assert scores["column"] == "score" and scores["marked"] == 5 and "pass@1" not in scores
+    assert run_verb("report", [str(job)]) == 0
+    assert "4.636 to 9.364" in (job / "report.html").read_text()
+    view = overview(JobView(JobFolderReader(job), "job"))
+    assert ("score", "7, new questions 4.636 to 9.364") in view.scores
+    (listed,) = jobs_below(tmp_path).jobs
+    assert (listed.shown_score, listed.interval) == ("score 7", "4.636 to 9.364")
+    capsys.readouterr()
+    assert run_verb("compare", [str(job), str(job), "score.column=score"]) == 0
+    assert "  7  4.636 to 9.364" in capsys.readouterr().out
+    assert run_verb("score", [str(job), "score.column=mark"]) == 0
+    assert run_verb("score", [str(job), "score.column=text"]) == 2
+    assert "have no numbers in 'text': choose among" in capsys.readouterr().err
+    refused = run_verb("score", [str(job), "score.column=score", "score.cut_texts=wrong"])
+    assert refused == 2 and "choose as_marked or left_out" in capsys.readouterr().err
+
+
+def test_a_judge_without_marks_is_told_which_column_to_score(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = finished_job(tmp_path / "job", [row(i, text="Score: 3") for i in range(3)])
+    assert run_verb("grade", [str(job), "post=[{ParseScore: {prefix: good_}}]"]) == 0
+    assert run_verb("score", [str(job)]) == 2
+    assert "score.column=good_score" in capsys.readouterr().err
+
+
+def test_the_chance_of_guesses_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    choices = [["yes", "no"], ["yes", "no", "both", "none"]]
+    rows = [row(i, text="A", target="A", choices=choices[i % 2]) for i in range(4)]
+    job = finished_job(tmp_path / "job", rows, [pa.field("choices", pa.list_(pa.string()))])
+    post = "post=[{Extract: {methods: [whole]}}, {Grade: {method: choice}}]"
+    assert run_verb("grade", [str(job), post]) == 0
+    assert "chance      37.5%" in capsys.readouterr().out
+    assert json.loads((job / "metrics.json").read_bytes())["score"]["chance"] == 0.375
+    assert run_verb("report", [str(job)]) == 0
+    assert "Of guesses 37.5% would be right" in (job / "report.html").read_text()

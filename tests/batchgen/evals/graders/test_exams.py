@@ -1,5 +1,6 @@
 """The exams' experiments: prompts and targets of their definitions, from the hub and from files."""
 
+import json
 from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
@@ -10,6 +11,7 @@ import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+from batchgen.__main__ import run_command
 from batchgen.config.compose.load_config import load_config
 from batchgen.config.compose.trust import TYPED
 from batchgen.config.groups.class_names import class_path
@@ -17,18 +19,35 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.evals.graders.choices import OrderChoices
 from batchgen.evals.graders.grade_rows import Grader
 from batchgen.evals.graders.step import PostStep
+from batchgen.inputs.steps.split import Explode
 from batchgen.util.templates.row_templates import RowTemplate
+from tests.support.sandboxes import need_sandbox, sandbox_missing
 
 ROOT = Path(__file__).parents[4]
 NO_EXAMS = {"nano_hybrid", "nano_sdar", "nano_vl", "synth"}
 EXAMS = sorted({path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")} - NO_EXAMS)
-BY_PROGRAMS = {"ifeval"}  # whose rows have no target
+BY_PROGRAMS = {"ifbench", "ifeval"}  # whose rows have no target
+BY_TESTS = {"humaneval_plus", "livecodebench", "mbpp_plus"}
+BY_JUDGES = {"hle", "simpleqa"}  # whose jobs have no steps
+BY_CHOICES = {"truthfulqa"}
+OTHERS = BY_PROGRAMS | BY_TESTS | BY_JUDGES | BY_CHOICES
+FILES = {"livecodebench": "livecodebench/test6.jsonl", "mmlu_redux": "mmlu_redux/*/*.arrow"}
 HUB = {
+    "aime26": ("MathArena/aime_2026", None, "train"),
+    "hle": ("cais/hle", None, "test"),
+    "hmmt": ("MathArena/hmmt_feb_2026", None, "train"),
+    "humaneval_plus": ("evalplus/humanevalplus", None, "test"),
+    "mbpp_plus": ("evalplus/mbppplus", None, "test"),
+    "olympiadbench": ("Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train"),
+    "simpleqa": ("basicv8vc/SimpleQA", None, "test"),
+    "supergpqa": ("m-a-p/SuperGPQA", None, "train"),
+    "truthfulqa": ("truthfulqa/truthful_qa", "multiple_choice", "validation"),
     "aime24": ("HuggingFaceH4/aime_2024", None, "train"),
     "aime25": ("yentinglin/aime_2025", None, "train"),
     "aime25_opencompass": ("yentinglin/aime_2025", None, "train"),
     "gpqa": ("Idavidrein/gpqa", "gpqa_diamond", "train"),
     "gpqa_opencompass": ("Idavidrein/gpqa", "gpqa_diamond", "train"),
+    "ifbench": ("allenai/IFBench_test", None, "train"),
     "ifeval": ("google/IFEval", None, "train"),
     "gsm8k": ("openai/gsm8k", "main", "test"),
     "math500": ("HuggingFaceH4/MATH-500", None, "test"),
@@ -52,7 +71,8 @@ def made(specs: list[dict[str, Any]] | None) -> list[Any]:
     steps = []
     for spec in specs or []:
         ((name, options),) = spec.items()
-        steps.append(resolve_name(class_path(name))(**options))
+        given = {"as_" if key == "as" else key: value for key, value in options.items()}
+        steps.append(resolve_name(class_path(name))(**given))
     return steps
 
 
@@ -64,15 +84,26 @@ def golden(name: str) -> list[dict[str, Any]]:
 
 def row_fields(own: dict[str, Any], index: int, fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a row and what the exam's row steps add to them."""
-    steps: list[OrderChoices] = made(own["rows"])
-    for step in steps:
-        fields = fields | step.apply(index, fields)
+    for step in made(own["rows"]):
+        if isinstance(step, OrderChoices):
+            fields = fields | step.apply(index, fields)
+        if isinstance(step, Explode):
+            fields = fields | {str(step.as_): fields[step.column][0]}
     return fields
 
 
 def test_every_exam_has_golden_prompts() -> None:
-    assert set(EXAMS) == set(HUB)
+    assert set(EXAMS) == set(HUB) | set(FILES)
     assert all(len(golden(name)) == 10 for name in EXAMS)
+
+
+def test_the_table_names_every_exam() -> None:
+    table = (ROOT / "docs/reference/exams.md").read_text()
+    for name in EXAMS:
+        about = (ROOT / f"conf/experiment/{name}.yaml").read_text()
+        assert f"`{name}`" in table
+        assert "Text" in about or "Checks" in about or "Questions" in about
+        assert "local copy" in about or "hf download" in about
 
 
 @pytest.mark.quick(4)
@@ -88,13 +119,17 @@ def test_prompts_are_those_of_the_definition(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", sorted(set(EXAMS) - BY_PROGRAMS))
+@pytest.mark.parametrize("name", sorted(set(EXAMS) - OTHERS))
 def test_targets_are_those_of_the_definition(name: str) -> None:
     """The grader finds the target of each row, says so, and takes the target itself for right."""
     _, own = composed(name)
     steps: list[PostStep] = made(own["post"])
     rows = golden(name)
-    form = "ANSWER: {}" if name.startswith(("gpqa", "mmlu")) else "So it is \\boxed{{{}}}."
+    form = (
+        "ANSWER: {}"
+        if name.startswith(("gpqa", "mmlu", "supergpqa"))
+        else "So it is \\boxed{{{}}}."
+    )
     texts = [form.format(row["target"]) for row in rows]
     fields = [row_fields(own, index, row["fields"]) for index, row in enumerate(rows)]
     with Grader(steps, workers=1, seconds=60) as grader:
@@ -121,11 +156,46 @@ def test_programs_tell_what_follows_the_instructions(name: str) -> None:
         assert values["num_instructions"] - values["num_followed"] == len(missed)
 
 
+@pytest.mark.parametrize("name", sorted(BY_TESTS))
+def test_tests_tell_which_programs_are_right(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    need_sandbox()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _, own = composed(name)
+    rows = golden(name)[:4]
+    texts = [f"So:\n```python\n{row[key]}\n```\n" for row in rows for key in ("solution", "wrong")]
+    fields = [row["fields"] for row in rows for _ in range(2)]
+    with Grader(made(own["post"]), workers=1, seconds=60) as grader:
+        found = list(grader.grade(zip(texts, fields, strict=True)))
+    assert [(row["mark"], row["test_result"]) for row in found] == [
+        (1.0, "passed"),
+        (0.0, "wrong"),
+    ] * 4
+
+
+def test_choices_tell_what_is_true() -> None:
+    _, own = composed("truthfulqa")
+    rows = [row["fields"] for row in golden("truthfulqa")]
+    right = [row | {"choice_scores": [0.6, 0.3, 0.1][: 2 + i % 2]} for i, row in enumerate(rows)]
+    wrong = [row | {"choice_scores": [0.3, 0.7, 0.0][: 2 + i % 2]} for i, row in enumerate(rows)]
+    bad = rows[0] | {"choice_scores": [0.2, 0.3, 0.5]}
+    with Grader(made(own["post"])) as grader:
+        found = list(grader.grade(("", fields) for fields in (*right, *wrong, bad)))
+    assert [(row["mark"], row["score"]) for row in found[:20]] == [(1.0, 0.6)] * 10 + [
+        (0.0, 0.3)
+    ] * 10
+    assert found[20]["grade_error"]["type"] == "bad_target"
+
+
 @pytest.mark.parametrize("name", EXAMS)
 def test_an_exam_takes_its_data_from_the_hub_or_from_a_file(name: str) -> None:
     hub, _ = composed(name)
     data = hub.dataset
-    assert data.kind == "hub" and (data.path, data.name, data.split) == HUB[name]
+    if name in FILES:
+        assert (data.kind, data.path) == ("files", FILES[name])
+    else:
+        assert data.kind == "hub" and (data.path, data.name, data.split) == HUB[name]
     local, _ = composed(name, "dataset=files", "dataset.path=copy.jsonl")
     assert local.dataset.kind == "files" and local.dataset.path == "copy.jsonl"
     assert (local.dataset.name, local.dataset.split) == (None, None)
@@ -140,7 +210,7 @@ def test_columns_that_grading_and_scoring_read_are_copied(name: str) -> None:
     if own["rows"]:
         written |= {"choices", "target"}
     for step in made(own["post"]):
-        assert set(step.field_names) <= written
+        assert set(step.field_names) - {"choice_scores"} <= written
     if own["score"]["subset"] is not None:
         assert own["score"]["subset"] in written
     assert written - {"choices", "target"} <= set(golden(name)[0]["fields"])
@@ -152,3 +222,22 @@ def test_a_filter_changes_no_question_that_is_shuffled() -> None:
     rows = [row["fields"] for row in golden("gpqa")]
     alone = [row_fields(own, 0, row) for row in reversed(rows)]
     assert alone == [row_fields(own, index, row) for index, row in enumerate(rows)][::-1]
+
+
+def test_every_exam_has_a_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over rows in the data set's form, with the steps of the exam."""
+    monkeypatch.chdir(tmp_path)
+    for name in EXAMS:
+        if name in BY_TESTS and sandbox_missing() is not None:
+            continue
+        rows = [json.dumps(row["fields"]) for row in golden(name)]
+        Path(f"{name}.jsonl").write_text("\n".join(rows).replace('"picture"', '"image"'))
+        overrides = ["dataset=files", f"dataset.path={name}.jsonl", "model=nano_hybrid"]
+        overrides += ["sampling.max_new_tokens=4", "prompt.too_long=truncate_left", "--dry-run"]
+        code = run_command([f"+experiment={name}", *overrides])
+        said = capsys.readouterr()
+        assert code == 0, (name, said.err)
+        assert "Nothing was run: this was --dry-run." in said.out, name
+        assert "10 rows" in said.out, (name, said.out)

@@ -11,10 +11,15 @@ import yaml
 from batchgen import follows_instruction
 from batchgen.evals.graders.instructions import Instructions
 from batchgen.evals.graders.step import AnswerRow, GradeFailure
+from batchgen.evals.instructions.follows_instruction import CHECKS
+from batchgen.evals.instructions.ifbench_forms import REFUSED
+from batchgen.evals.instructions.ifbench_words import tokens
 from batchgen.evals.instructions.ifeval import IFEVAL
 from batchgen.evals.instructions.sentences import count_sentences, count_words
 
-CASES: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text())
+HERE = Path(__file__).parent
+CASES: dict[str, list[Any]] = yaml.safe_load((HERE / "cases.yaml").read_text())
+CASES |= yaml.safe_load((HERE / "ifbench.yaml").read_text())
 ROWS = [(name, *case) for name, cases in CASES.items() for case in cases]
 LANGUAGES = ("language:response_language", "change_case:english_capital",
              "change_case:english_lowercase")  # fmt: skip
@@ -25,6 +30,9 @@ ARGUMENTS = {
     "num_paragraphs": 2, "nth_paragraph": 1, "first_word": "a", "num_placeholders": 2,
     "postscript_marker": "P.P.S", "num_bullets": 2, "num_highlights": 2, "num_sections": 2,
     "section_spliter": "SECTION", "end_phrase": "end", "language": "en", "prompt_to_repeat": "a",
+    "min_words": 1, "max_words": 9, "N": 3, "small_n": 2, "percentage": 50, "word": "a",
+    "reference_text": "a b c", "keyword1": "a", "keyword2": "b", "keyword3": "c", "keyword4": "d",
+    "keyword5": "e", "n": 2, "m": 2, "n_start": 0, "n_end": 2, "options": "a/b", "sep": "-",
 }  # fmt: skip
 HOSTILE = (
     "[",
@@ -45,10 +53,11 @@ HOSTILE = (
 
 
 def test_every_instruction_has_cases() -> None:
-    assert set(CASES) == set(IFEVAL)
+    assert set(CASES) == set(CHECKS)
+    assert len(CHECKS) == 25 + 56 and len(REFUSED) == 2
     for name, cases in CASES.items():
         verdicts = [case[2] for case in cases]
-        assert len(cases) >= 4 and {True, False} == set(verdicts), name
+        assert len(cases) >= (4 if name in IFEVAL else 2) and {True, False} == set(verdicts), name
 
 
 @pytest.mark.parametrize(("name", "kwargs", "response", "follows"), ROWS)
@@ -87,7 +96,7 @@ def test_an_empty_response_follows_nothing(text: str, loose: bool) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_hostile_responses_take_a_time_in_proportion_to_their_length(piece: str) -> None:
-    for name in sorted(IFEVAL.keys() - set(LANGUAGES)):
+    for name in sorted(CHECKS.keys() - set(LANGUAGES)):
         verdict = follows_instruction(name, ARGUMENTS, piece * 20_000, loose=True)
         assert verdict in (True, False)
 
@@ -121,6 +130,20 @@ def test_hostile_responses_take_a_time_in_proportion_to_their_length(piece: str)
 def test_what_is_no_instruction_is_named(name: str, kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         follows_instruction(name, kwargs, "text")
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_no_program_can_check_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} cannot be checked here: it needs a "):
+        follows_instruction(name, {}, "Go on.")
+    with pytest.raises(GradeFailure, match="cannot be checked"):
+        Instructions().apply(row([name], [{}], "Go on."))
+
+
+def test_tokens_are_words_parts_of_contractions_and_marks() -> None:
+    text = "Don't you'll I'm well-known 3.14 1,000 a,b (x) O'Neil so?!"
+    wanted = "Do n't you 'll I 'm well-known 3.14 1,000 a , b ( x ) O'Neil so ? !"
+    assert tokens(text) == wanted.split()
 
 
 def test_the_prompt_is_what_a_response_repeats() -> None:

@@ -209,7 +209,9 @@ def sampled(rng: np.random.Generator, p: Floats, k: int) -> Marks:
     codes = np.zeros((len(p), k), np.int64)
     ids = tuple(map(str, range(len(p))))
     alone = np.arange(len(p))
-    return Marks(ids, rows, codes, codes, codes == 0, (None,) * len(p), alone, alone * np.nan)
+    return Marks(
+        ids, rows, codes, codes, codes == 0, (None,) * len(p), alone, np.full(len(alone), np.nan)
+    )
 
 
 @pytest.mark.quick(1)

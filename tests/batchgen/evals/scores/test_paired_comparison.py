@@ -172,10 +172,9 @@ def test_size_of_p_for_the_same_questions() -> None:
 
         def drawn(p: Floats, codes: Ints, ids: tuple[str, ...]) -> Marks:
             rows = rng.binomial(1, p[:, None], codes.shape).astype(np.float64)
-            alone = np.arange(len(ids))
-            return Marks(
-                ids, rows, codes, codes, codes == 0, (None,) * len(ids), alone, alone * np.nan
-            )
+            alone, none = np.arange(len(ids)), (None,) * len(ids)
+            chance = np.full(len(ids), np.nan)
+            return Marks(ids, rows, codes, codes, codes == 0, none, alone, chance)
 
         runs = [(drawn(p, codes, ids), drawn(p, codes, ids)) for _ in range(300)]
         found = [compare(*pair).same_questions_p for pair in runs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,27 @@ def test_a_shard_waits_for_its_grades_if_they_are_read(whole: Path, tmp_path: Pa
     assert not source.learn()
     unfolding.show("grades/part-00000.parquet")
     assert source.learn() and len(source.ends) == 2
+
+
+def test_grades_that_nobody_makes_are_not_waited_for(whole: Path, tmp_path: Path) -> None:
+    """The job is complete, and was graded by other steps, or in part."""
+    unfolding = Unfolding(whole, tmp_path / "draft")
+    for name in unfolding.parts():
+        unfolding.show(name)
+    unfolding.end()
+    keys = {"follow": True, "where": "answer != '7'"}
+    job = FollowingJob(str(unfolding.folder), str(tmp_path / "out"), keys)
+    job.parts()
+    (unfolding.folder / "grades/part-00000.parquet").unlink()
+    refused = pytest.raises(ConfigError, match=r"draft cannot be used \(some are missing.*grade")
+    with refused, StopSignals() as signals:
+        deque(job_turns(job.config(), job.parts(), signals), maxlen=0)
+    config = unfolding.folder / "config.yaml"
+    unfolding.show("grades/part-00000.parquet")
+    config.write_text(config.read_text().replace("([0-9]+)$", "([0-8]+)$"))
+    refused = pytest.raises(ConfigError, match=r"of other steps or of other rows\): run `batchgen")
+    with refused, StopSignals() as signals:
+        deque(job_turns(job.config(), job.parts(), signals), maxlen=0)
 
 
 def test_what_cannot_be_followed_is_refused_by_name(whole: Path, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_rows_that_have_begun_are_waited_for() -> None:
 
 def test_samples_of_a_row_count_once() -> None:
     first = FailFast(enabled=True)
-    rows = [replace(_error(i), sample_index=s) for i in range(FIRST_ROWS - 1) for s in range(9)]
+    rows = [_error(i)._replace(sample_index=s) for i in range(FIRST_ROWS - 1) for s in range(9)]
     assert first.passed(rows, in_flight=0) == []
     assert first.rest() == rows
 

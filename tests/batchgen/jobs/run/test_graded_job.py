@@ -278,6 +278,25 @@ def test_grades_that_are_there_are_left_to_the_end_of_the_job(tmp_path: Path) ->
     assert after.items() >= before.items() and len(after) == 6
 
 
+@pytest.mark.thorough
+def test_a_job_never_waits_for_the_process_that_grades(tmp_path: Path) -> None:
+    """However often it is told of shards while it stands still."""
+    out = tmp_path / "out"
+    run(job(out))
+    other = graded_as("regex", target="number", target_pattern="(8)$")
+    with grading(out, replace(job(out).config(), post=(EXTRACT, other))) as queue:
+        queue.look()
+        assert queue._process is not None
+        queue._process.send_signal(signal.SIGSTOP)
+        for _ in range(2**17):  # a pipe has 2**16 bytes
+            queue._wake()
+        queue._process.send_signal(signal.SIGCONT)
+        deadline = time.monotonic() + 60
+        while not (out / "grades/part-00005.parquet").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
 def test_grades_of_other_rows_or_steps_are_not_taken(tmp_path: Path) -> None:
     out = tmp_path / "out"
     grades = JobGrades(out)

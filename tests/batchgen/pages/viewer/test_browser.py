@@ -61,7 +61,7 @@ PAGES = {
     "votes": ("one", "rows?mark=wrong&show=votes&sort=disagreeing"),
     "report": ("small", "report?job=0"),
     "compare": ("two", "row?n=1"),
-    "flips": ("two", "flips"),
+    "flips": ("two", ""),
     "jobs": ("folder", ""),
     "sorted jobs": ("folder", "?sort=score&text=s"),
 }

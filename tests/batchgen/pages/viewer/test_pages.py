@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter, deque
@@ -17,7 +18,8 @@ import pytest
 
 from batchgen.config.groups.job_config import ScoreConfig
 from batchgen.evals.grades.folder_grades import JobGrades
-from batchgen.evals.scores.job_score import job_score, save_score
+from batchgen.evals.scores.job_score import job_scores, save_score
+from batchgen.evals.scores.samples import Samples
 from batchgen.pages.rows.row_facts import RowFacts
 from batchgen.pages.viewer.job_view import votes
 from batchgen.pages.viewer.pages import Site
@@ -76,7 +78,7 @@ def crawl(pages: Site, first: str) -> dict[str, Page]:
 def test_every_page_keeps_texts_texts(pair: list[Path], pair_site: Site) -> None:
     """Whatever answers hold, the elements of pages are those of the templates."""
     pages = crawl(pair_site, "rows?from=40") | crawl(site(pair[0]), "./")
-    assert {"row", "rows", "flips", "flip", "step"} <= {urlsplit(t).path for t in pages}
+    assert {"row", "rows", "./", "flip", "step"} <= {urlsplit(t).path for t in pages}
     for target, page in pages.items():
         scripts = [attrs for tag, attrs in page.tags if tag == "script"]
         assert scripts == [{"src": "keys.js", "defer": None}], target
@@ -148,7 +150,6 @@ def test_a_row_with_its_samples_and_tokens(pair: list[Path]) -> None:
         ("rows?text=x&column=row_index", 400, "no column of texts"),
         ("find?id=nobody", 404, "No finished row of jobs/a has the row_id 'nobody'"),
         ("find", 404, "has the row_id ''"),
-        ("flips", 404, "need two jobs"),
         ("flip?i=0", 404, "need two jobs"),
         ("report?job=0", 404, "no report"),
         ("report?job=7", 404, "no report"),
@@ -225,13 +226,13 @@ def test_a_second_job_that_has_just_begun(pair: list[Path], tmp_path: Path) -> N
     pages = site(pair[0], tmp_path / "out")
     for target in ("", "rows", "row?n=3"):
         assert "What is 3 plus 0?" in read(pages, target).text or not target
-    assert "is not complete" in read(pages, "flips").text
+    assert "is not complete" in read(pages, "").text
 
 
 def test_two_jobs_side_by_side(pair_site: Site) -> None:
     pages = pair_site
     assert "sample_b=1" in str(read(pages, "row?n=5").links)
-    flips = read(pages, "flips")
+    flips = read(pages, "")
     assert "B is worse" in flips.text and "B − A" in flips.text
     first = read(pages, "flip?i=0")
     assert "Next flipped" in first.text and "flip?i=1" in first.links
@@ -240,6 +241,25 @@ def test_two_jobs_side_by_side(pair_site: Site) -> None:
     count = sum(int(n) for n in re.findall(r"B is (?:worse|better) \((\d+)\)", flips.text))
     assert count > 5 and read(pages, f"flip?i={count}", 404)
     assert len([link for link in flips.links if link.startswith("flip?")]) == min(count, 50)
+
+
+def test_the_first_page_of_two_jobs_says_in_what_they_differ(tmp_path: Path) -> None:
+    for name, heat in (("a", 0.5), ("b", 1.0)):
+        rows = [job_row(i, 0, "yes" if i % 3 or name == "a" else "no") for i in range(30)]
+        config = {"sampling": {"temperature": heat, "top_p": 0.9}, "prompt": {"user": "<i>"}}
+        finished_job(tmp_path / name, rows, graded=True, config=config)
+    text = "".join(read(site(tmp_path / "a", tmp_path / "b"), "").text.split())
+    assert "Whatdifferssampling.temperature0.51.0Differencequestions30inboth" in text
+    assert "top_p" not in text[: text.index("Difference")]
+    assert re.search(r"B−A-33\.3points,-[0-9.]+to-[0-9.]+,p", text)
+    assert text.index("Difference") < text.index("Flippedrows") < text.index("Bisworse:")
+    same = read(site(tmp_path / "a", copied(tmp_path / "a", tmp_path / "c")), "")
+    assert "Nothing of the configurations that decides answers." in same.text
+
+
+def copied(job: Path, to: Path) -> Path:
+    shutil.copytree(job, to)
+    return to
 
 
 def test_flipped_rows_show_the_question_the_target_and_both_answers(tmp_path: Path) -> None:
@@ -251,7 +271,7 @@ def test_flipped_rows_show_the_question_the_target_and_both_answers(tmp_path: Pa
         ]
         finished_job(tmp_path / name, rows, graded=True, config={"sampling": {"n": 2}})
     pages = site(tmp_path / "a", tmp_path / "b")
-    listed = read(pages, "flips")
+    listed = read(pages, "")
     assert "B is worse (40)" in listed.text and "1 to 40 of 40 flipped rows" in listed.text
     first = " ".join(listed.text[listed.text.index("id0") :].split())
     assert first.startswith(
@@ -260,8 +280,8 @@ def test_flipped_rows_show_the_question_the_target_and_both_answers(tmp_path: Pa
     )
     query = dict(parse_qsl(str(pages.respond("flip", {"i": "0"}).location).partition("?")[2]))
     assert query == {"n": "0", "flip": "0", "sample_a": "1", "sample_b": "0"}
-    assert "No flipped rows from here on" in read(pages, "flips?from=40").text
-    assert "B is better (40)" in read(site(tmp_path / "b", tmp_path / "a"), "flips?from=20").text
+    assert "No flipped rows from here on" in read(pages, "?from=40").text
+    assert "B is better (40)" in read(site(tmp_path / "b", tmp_path / "a"), "?from=20").text
 
 
 def test_two_jobs_show_the_prompt_once_and_how_their_texts_differ(tmp_path: Path) -> None:
@@ -322,7 +342,7 @@ def rename(folder: Path, name: Any) -> None:
 def test_what_cannot_be_compared_says_why(pair: list[Path], tmp_path: Path) -> None:
     write_job(tmp_path / "bare", 60, 2, rows_per_shard=25)
     ungraded = site(pair[0], tmp_path / "bare")
-    assert "has no grades" in read(ungraded, "flips").text
+    assert "has no grades" in read(ungraded, "").text
     assert "What is 5 plus 0?" in read(ungraded, "row?n=5").text
     other = tmp_path / "other"
     write_job(other, 60, 2, rows_per_shard=25)
@@ -330,9 +350,9 @@ def test_what_cannot_be_compared_says_why(pair: list[Path], tmp_path: Path) -> N
     config.write_text(config.read_text().replace("{{ question }}", "{{ question }} Now!"))
     grade_job(other, scored=True)
     pages = site(pair[0], other)
-    refused = read(pages, "flips")
-    assert "are not one exam" in refused.text and "flips?anyway=yes" in refused.links
-    assert "Not one exam" in read(pages, "flips?anyway=yes").text
+    refused = read(pages, "")
+    assert "are not one exam" in refused.text and "./?anyway=yes" in refused.links
+    assert "Not one exam" in read(pages, "?anyway=yes").text
     assert "Next flipped" in read(pages, "flip?i=0&anyway=yes").text
     assert "are not one exam" in read(pages, "flip?i=0", 400).text
 
@@ -427,7 +447,7 @@ def test_subsets_have_a_table_and_a_filter(tmp_path: Path) -> None:
     rows = [job_row(i, text="yes" if i % 3 else "no", topic=i % 2) for i in range(12)]
     finished_job(folder, rows, fields, config={"score": {"subset": "topic"}})
     JobGrades(folder).make(POST, "text", ScoreConfig())
-    save_score(folder, job_score(folder, ScoreConfig(subset="topic")))
+    save_score(folder, job_scores(Samples(folder, ScoreConfig(subset="topic"))))
     pages = site(folder)
     first = read(pages, "")
     assert "rows?subset=1" in first.links and "66.7%" in first.text

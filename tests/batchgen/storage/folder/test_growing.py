@@ -2,7 +2,6 @@
 
 import random
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ def _missing(writer: OutputWriter, num_rows: int) -> list[FinishedRow]:
 def _mended(row: FinishedRow) -> FinishedRow:
     """The row as it would be without its error."""
     other = finished_row(0, row.sample_index)
-    return replace(row, error=None, output=other.output) if row.error else row
+    return row._replace(error=None, output=other.output) if row.error else row
 
 
 @pytest.mark.quick(1)

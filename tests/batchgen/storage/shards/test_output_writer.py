@@ -2,7 +2,9 @@
 
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchgen.storage.shards.shard_files
-from batchgen.storage.shards.output_schema import OutputSchema
+from batchgen.storage.shards.output_schema import FinishedRow, OutputSchema
 from batchgen.util.errors import ConfigError, JobError
 from tests.support.jobs.fake_job import LOGPROBS
 from tests.support.jobs.output_rows import (
@@ -143,6 +145,46 @@ def test_a_worker_that_awakes_and_takes_its_shard_back(tmp_path: Path) -> None:
         first.write(all_rows())
         first.finish(ROWS)
     assert shards(tmp_path / "out") == shards(tmp_path / "whole")
+
+
+def test_copies_of_a_shard_are_compared_to_the_bit_but_for_what_follows_the_schedule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [finished_row(i, s) for i in range(PER_SHARD) for s in range(SAMPLES)]
+    write(tmp_path / "one", [rows], PER_SHARD, PER_SHARD)
+    published = tmp_path / "one" / "data" / "part-00000.parquet"
+
+    def publish(again: list[FinishedRow], *exact: Any) -> None:
+        """Let another worker publish first, and differ."""
+
+        def second(number: int, temporary: Path | None, replaces: bool) -> bool:
+            shutil.copy(published, tmp_path / "two" / "data" / published.name)
+            return False
+
+        shutil.rmtree(tmp_path / "two", ignore_errors=True)
+        with open_writer(tmp_path / "two", publish=second) as writer:
+            writer.set_exact(*exact)
+            writer.write(again)
+            writer.finish(PER_SHARD)
+
+    def changed(name: str, value: Any) -> list[FinishedRow]:
+        assert rows[3].output is not None
+        return [
+            *rows[:3],
+            rows[3]._replace(output=replace(rows[3].output, **{name: value})),
+            *rows[4:],
+        ]
+
+    for what in (changed("num_cached_tokens", 99), changed("text", "other")):
+        with pytest.raises(JobError, match="has computed other rows"):
+            publish(what, True, ())
+    assert list((tmp_path / "two" / "differing").iterdir())
+    publish(changed("num_cached_tokens", 99), True, {"num_cached_tokens"})
+    assert capsys.readouterr().err == ""
+    with pytest.raises(JobError, match="has computed other rows"):
+        publish(changed("text", "other"), True, {"num_cached_tokens"})
+    publish(changed("text", "other"), False, {"num_cached_tokens"})
+    assert "computed twice, with small differences" in capsys.readouterr().err
 
 
 def test_leftovers_of_a_kill_while_publishing_are_cleaned_up(tmp_path: Path) -> None:

@@ -1,0 +1,155 @@
+"""The one table of N arms: the score of each, and its difference to the first.
+
+An arm is whatever is compared as one: a job, jobs that differ in their seeds alone, or those rows
+of jobs that have one value of a column. `batchgen.evals.arms.job_arms` makes arms of folders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from batchgen.evals.arms.holm import holm
+from batchgen.evals.graders.step import MARK
+from batchgen.evals.scores.intervals import Interval, mean_interval, population_interval
+from batchgen.evals.scores.marks import Marks
+from batchgen.evals.scores.paired_comparison import (
+    Comparison,
+    compare,
+    question_means,
+    unpaired_difference,
+)
+from batchgen.evals.scores.score_metrics import avg_at
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One row of the table.
+
+    Attributes:
+        name: what people call it.
+        folders: of its jobs, as the user named them.
+        marks: of its answers; None without a score.
+        without: why it has no score; empty if it has one.
+        other_exam: what makes its exam another one than that of the first; empty if nothing does.
+        anyway: whether it is compared with the first though it sat another exam.
+        settings: of its configuration, and the value of the column by which rows are arms, what
+            some arms have otherwise: key → value as text.
+        seeds: the seeds of its jobs, if there are several.
+        metrics: numbers of metrics.json and of the configuration, the mean of its jobs' ones.
+        alone: whether no other arm ran on the same machine at the same time, so that its times can
+            be compared.
+    """
+
+    name: str
+    folders: tuple[str, ...] = ()
+    marks: Marks | None = None
+    without: str = ""
+    other_exam: str = ""
+    anyway: bool = False
+    settings: Mapping[str, str] = field(default_factory=dict)
+    seeds: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    alone: bool = True
+
+    def number(self, key: str) -> float | None:
+        """One of its metrics; None if it has none, or such a time is not its own."""
+        is_time = key.endswith("_s")
+        return None if is_time and not self.alone else self.metrics.get(key)
+
+
+@dataclass(frozen=True)
+class ArmRow:
+    """An arm with its score.
+
+    Attributes:
+        score: with its interval for new questions; None if no answer has a mark.
+        questions, answers: how many have a mark.
+        difference: to the first arm, for new questions; None for the first, and where it is not
+            compared.
+        p: of a test that there is no difference; NaN where that cannot be told.
+        p_holm: p by `holm` over all arms of the table.
+        comparison: question by question, of the questions that both have; None where they share
+            none, so that the difference is that of two independent exams.
+    """
+
+    arm: Arm
+    score: Interval | None
+    questions: int
+    answers: int
+    difference: Interval | None = None
+    p: float | None = None
+    p_holm: float | None = None
+    comparison: Comparison | None = None
+
+    @property
+    def shared(self) -> int:
+        """How many questions it shares with the first arm."""
+        found = self.comparison
+        return 0 if found is None else len(found.wins) + len(found.ties) + len(found.losses)
+
+
+@dataclass(frozen=True)
+class ArmTable:
+    """Arms in the order in which they were given; the first with a score is what the others are
+    compared with. `column` is what the scores are of."""
+
+    rows: tuple[ArmRow, ...]
+    column: str = MARK
+
+    @cached_property
+    def first(self) -> ArmRow | None:
+        """The arm that the others are compared with; None if none has a score."""
+        return next((row for row in self.rows if row.score is not None), None)
+
+    @property
+    def differing(self) -> tuple[str, ...]:
+        """The keys whose values differ between arms, in the order of the configuration."""
+        return tuple(dict.fromkeys(key for row in self.rows for key in row.arm.settings))
+
+    @property
+    def tests(self) -> int:
+        """How many p values `holm` holds together."""
+        return sum(row.p is not None and row.p == row.p for row in self.rows)
+
+
+def arm_table(arms: Sequence[Arm], column: str = MARK) -> ArmTable:
+    """Score arms, and compare each with the first that has a score: paired by row where they share
+    rows. The order of the others changes nothing but the order of the table.
+    """
+    rows: list[ArmRow] = []
+    first: ArmRow | None = None
+    for arm in arms:
+        row = _scored(arm, column)
+        if first is not None and row.score is not None and (arm.anyway or not arm.other_exam):
+            row = _compared(first, row, column)
+        if first is None and row.score is not None:
+            first = row
+        rows.append(row)
+    adjusted = holm([row.p for row in rows])
+    pairs = zip(rows, adjusted, strict=True)
+    return ArmTable(tuple(replace(row, p_holm=p) for row, p in pairs), column)
+
+
+def _scored(arm: Arm, column: str) -> ArmRow:
+    if arm.marks is None:
+        return ArmRow(arm, None, 0, 0)
+    interval = population_interval if column == MARK else mean_interval
+    means, counts = avg_at(arm.marks), arm.marks.num_samples
+    score = interval(means, arm.marks.clusters)
+    if score is None and not arm.without:
+        arm = replace(arm, without=f"no answer has a {'mark' if column == MARK else column}")
+    return ArmRow(arm, score, int(np.isfinite(means).sum()), int(counts.sum()))
+
+
+def _compared(first: ArmRow, row: ArmRow, column: str) -> ArmRow:
+    a, b = first.arm.marks, row.arm.marks
+    assert a is not None and b is not None
+    if question_means(a).keys() & question_means(b):
+        found = compare(a, b, bounded=column == MARK)
+        return replace(row, difference=found.difference, p=found.p, comparison=found)
+    tested = unpaired_difference(a, b, bounded=column == MARK)
+    return replace(row, difference=tested.interval, p=tested.p)

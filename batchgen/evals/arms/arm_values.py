@@ -1,0 +1,256 @@
+"""A table of arms as plain values, as lines for the terminal, as Markdown and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from string import ascii_uppercase
+from typing import Any
+
+from batchgen.evals.arms.arm_table import ArmRow, ArmTable
+from batchgen.evals.graders.step import MARK
+from batchgen.evals.scores.compared_jobs import bound, difference, p_value
+from batchgen.evals.scores.intervals import Interval
+from batchgen.util.shorten import both_ends
+from batchgen.util.text.text_table import columns, counted, number, percent
+
+_DIFFERS = "differs in"
+_NAME, _SETTINGS = 40, 60
+"""The most characters of an arm's name, and of what it has otherwise, in a line."""
+
+
+def letter(place: int) -> str:
+    """What an arm is called beside its name: A, B, … Z, then 27 and so on."""
+    return ascii_uppercase[place] if place < len(ascii_uppercase) else str(place + 1)
+
+
+def table_values(table: ArmTable, x: str | None = None) -> dict[str, Any]:
+    """Everything that a table says, as JSON can hold it; `x` adds a metric of each arm."""
+    return {
+        "column": table.column,
+        "first": None if table.first is None else table.first.arm.name,
+        "tests": table.tests,
+        "arms": [_plain(_row_values(row, x)) for row in table.rows],
+    }
+
+
+def _row_values(row: ArmRow, x: str | None) -> dict[str, Any]:
+    arm = row.arm
+    values = {
+        "name": arm.name,
+        "folders": list(arm.folders),
+        "seeds": list(arm.seeds),
+        "settings": dict(arm.settings),
+        **({} if x is None else {x: arm.number(x)}),
+        "questions": row.questions,
+        "answers": row.answers,
+        "score": None if row.score is None else asdict(row.score),
+        "difference": None if row.difference is None else asdict(row.difference),
+        "shared_questions": row.shared,
+        "p": row.p,
+        "p_holm": row.p_holm,
+        "without": arm.without,
+        "other_exam": arm.other_exam,
+    }
+    if row.comparison is not None:
+        values["comparison"] = asdict(row.comparison)
+    return values
+
+
+def _plain(value: Any) -> Any:
+    """The value with null for NaN, as JSON has none."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+Cells = list[tuple[str, ...]]
+
+
+def table_cells(table: ArmTable, x: str | None = None) -> Cells:
+    """A header, and a row of texts for each arm. Columns that no arm fills are left out."""
+    header = (
+        "arm",
+        "score",
+        "95%",
+        "difference",
+        "95%",
+        "p",
+        *([] if x is None else [x]),
+        _DIFFERS,
+    )
+    rows = [
+        (
+            f"{letter(place)}  {both_ends(shown_name(table, row), _NAME)}",
+            _value(table, row.score),
+            _bounds(table, row.score),
+            _difference(table, row.difference),
+            _difference_bounds(table, row.difference),
+            "" if row.p_holm is None or math.isnan(row.p_holm) else _p(row.p_holm),
+            *([] if x is None else [number(row.arm.number(x))]),
+            _what(row),
+        )
+        for place, row in enumerate(table.rows)
+    ]
+    kept = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
+    return [tuple(row[i] for i in kept) for row in [header, *rows]]
+
+
+def shown_name(table: ArmTable, row: ArmRow) -> str:
+    """The name of an arm; of a sweep's job, whose name says its settings, with short keys."""
+    settings = row.arm.settings
+    short = {short_key(key) for key in table.differing}
+    if not settings or len(short) < len(table.differing) or not _told(row):
+        return row.arm.name
+    return ", ".join(f"{short_key(key)}={value}" for key, value in settings.items())
+
+
+def _told(row: ArmRow) -> bool:
+    """Whether an arm's name says its settings."""
+    arm = row.arm
+    return all(f"{key}={value}" in arm.name for key, value in arm.settings.items())
+
+
+def table_lines(table: ArmTable, x: str | None = None) -> list[str]:
+    """The table for the terminal, with what must be known to read it."""
+    cells = table_cells(table, x)
+    if cells[0][-1] != _DIFFERS:  # a column behind the last keeps the numbers on the right
+        cells = [(*row, "") for row in cells]
+    return [*columns(cells), "", *remarks(table)]
+
+
+def remarks(table: ArmTable) -> list[str]:
+    """What must be known to read the table, a sentence each."""
+    first = table.first
+    if first is None:
+        found = []
+    else:
+        what = "marks" if table.column == MARK else table.column
+        names = {id(row): letter(place) for place, row in enumerate(table.rows)}
+        found = [
+            f"Scores are means of {what} over {counted(first.questions, 'question')}; intervals "
+            "are of 95%, for new questions."
+        ]
+        if table.tests:
+            points = " in points" if table.column == MARK else ""
+            found.append(
+                f"Differences are to {names[id(first)]}{points}; p is by Holm over "
+                f"{counted(table.tests, 'test')}: below 0.05 it holds beside the others."
+            )
+    for place, row in enumerate(table.rows):
+        found += [f"{letter(place)}: {text}" for text in _row_remarks(row, first)]
+    return found
+
+
+def _row_remarks(row: ArmRow, first: ArmRow | None) -> list[str]:
+    arm, found = row.arm, []
+    if arm.without:
+        found.append(f"has no score: {arm.without}")
+    if arm.other_exam:
+        how = "compared anyway" if arm.anyway else "and is not compared"
+        found.append(f"sat another exam, {how}: {arm.other_exam}")
+    if arm.seeds:
+        found.append(f"averaged over sampling.seed {', '.join(arm.seeds)}")
+    if first is None or row.difference is None:
+        return found
+    if row.comparison is None:
+        found.append("shares no question with the first: the difference is not paired")
+    elif row.shared < max(row.questions, first.questions):
+        found.append(
+            f"paired over the {counted(row.shared, 'question')} that both have, of "
+            f"{row.questions:,} here and {first.questions:,} there"
+        )
+    return found
+
+
+def _p(value: float) -> str:
+    return p_value(value).removeprefix("= ")
+
+
+def _value(table: ArmTable, score: Interval | None) -> str:
+    return "–" if score is None else shown_value(table.column)(score.estimate)
+
+
+def shown_value(column: str) -> Callable[[float | None], str]:
+    """What writes a value of a column: marks in percent, other numbers as they are."""
+    return percent if column == MARK else number
+
+
+def _bounds(table: ArmTable, score: Interval | None) -> str:
+    if score is None or math.isnan(score.low):
+        return ""
+    shown = shown_value(table.column)
+    return f"{shown(score.low)} to {shown(score.high)}"
+
+
+def _difference(table: ArmTable, found: Interval | None) -> str:
+    return "" if found is None else difference(found.estimate, table.column)
+
+
+def _difference_bounds(table: ArmTable, found: Interval | None) -> str:
+    if found is None or math.isnan(found.low):
+        return ""
+    return f"{bound(found.low, table.column)} to {bound(found.high, table.column)}"
+
+
+def _what(row: ArmRow) -> str:
+    """In what an arm differs, unless its name says so."""
+    if row.score is None:
+        return "no score"
+    if _told(row) or row.arm.name in row.arm.settings.values():
+        return ""
+    shown = (f"{short_key(key)}={value}" for key, value in row.arm.settings.items())
+    return both_ends(", ".join(shown), _SETTINGS)
+
+
+def short_key(key: str) -> str:
+    """The last part of a key, but for models, whose path says most."""
+    return "model" if key == "model.path" else key.rpartition(".")[2]
+
+
+def table_csv(table: ArmTable, x: str | None = None) -> str:
+    """The table as CSV with all digits: a line for each arm."""
+    rows = []
+    for values in table_values(table, x)["arms"]:
+        score, change = values["score"] or {}, values["difference"] or {}
+        settings: Mapping[str, str] = values["settings"]
+        rows.append(
+            {
+                "arm": values["name"],
+                "score": score.get("estimate"),
+                "low": score.get("low"),
+                "high": score.get("high"),
+                "difference": change.get("estimate"),
+                "difference_low": change.get("low"),
+                "difference_high": change.get("high"),
+                **{key: values[key] for key in ("p", "p_holm", "questions", "answers")},
+                **({} if x is None else {x: values[x]}),
+                **settings,
+                "seeds": " ".join(values["seeds"]),
+                "folders": " ".join(values["folders"]),
+                "without": values["without"],
+                "other_exam": values["other_exam"],
+            }
+        )
+    return csv_text(list(dict.fromkeys(name for row in rows for name in row)), rows)
+
+
+def csv_text(header: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Lines of CSV without the last newline; what a row lacks is empty."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, header, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue().rstrip("\n")
+
+
+def markdown(cells: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown: the first column to the left, the others to the right."""
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+    rule = "|" + "|".join(["---", *["---:"] * (len(cells[0]) - 1)]) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])

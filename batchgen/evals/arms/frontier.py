@@ -1,0 +1,114 @@
+"""The scores of arms against another number of theirs, such as tokens_per_forward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from batchgen.evals.arms.arm_table import ArmTable
+from batchgen.evals.arms.arm_values import letter, shown_value
+from batchgen.evals.scores.intervals import Interval
+from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import some_names
+from batchgen.util.text.text_table import number
+
+_WIDTH, _HEIGHT = 64, 12
+"""Characters of the picture for the terminal, and its lines."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """An arm of the picture: its letter, its name, and where it lies."""
+
+    letter: str
+    name: str
+    x: float
+    score: Interval
+
+    @property
+    def low(self) -> float:
+        return self.score.estimate if math.isnan(self.score.low) else self.score.low
+
+    @property
+    def high(self) -> float:
+        return self.score.estimate if math.isnan(self.score.high) else self.score.high
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Arms by a number `x`, the least first; `without` says of which arms it is not known."""
+
+    x: str
+    column: str
+    points: tuple[Point, ...]
+    without: tuple[str, ...] = ()
+
+
+def frontier(table: ArmTable, x: str) -> Frontier:
+    """The arms of a table that have a score, by a metric.
+
+    Raises:
+        ConfigError: no arm has such a number, or only such that cannot be compared.
+    """
+    scored = [(letter(at), row) for at, row in enumerate(table.rows) if row.score is not None]
+    numbers = sorted({key for _, row in scored for key in row.arm.metrics})
+    if x not in numbers:
+        raise ConfigError(
+            f"--x {x}: no arm has such a number in metrics.json or config.yaml: choose among "
+            f"{some_names(numbers, x)}"
+        )
+    points, without = [], []
+    for name, row in scored:
+        value = row.arm.number(x)
+        if value is not None and row.score is not None:
+            points.append(Point(name, row.arm.name, value, row.score))
+        elif x in row.arm.metrics:
+            why = "it ran beside another arm on one machine, so that its times say little"
+            without.append(f"{name} has no {x} here: {why}")
+        else:
+            without.append(f"{name} has no {x}")
+    if not points:
+        raise ConfigError(f"--x {x}: " + "; ".join(without))
+    points.sort(key=lambda point: (point.x, point.letter))
+    return Frontier(x, table.column, tuple(points), tuple(without))
+
+
+def frontier_lines(found: Frontier) -> list[str]:
+    """A picture for the terminal: each arm's letter at its score, with its interval, over x."""
+    points = found.points
+    low, high = min(p.low for p in points), max(p.high for p in points)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
+    low, high = low - margin, high + margin
+    places = _columns([point.x for point in points])
+    grid = [[" "] * _WIDTH for _ in range(_HEIGHT)]
+
+    def line(value: float) -> int:
+        return round((high - value) / (high - low) * (_HEIGHT - 1))
+
+    for point, place in zip(points, places, strict=True):
+        for at in range(line(point.high), line(point.low) + 1):
+            grid[at][place] = "│"
+        grid[line(point.score.estimate)][place] = point.letter[-1]
+    shown = shown_value(found.column)
+    marks = {line(v): shown(v) for v in (high - margin, (low + high) / 2, low + margin)}
+    side = max(map(len, marks.values()))
+    lines = [f"{marks.get(at, ''):>{side}} ┤{''.join(row).rstrip()}" for at, row in enumerate(grid)]
+    first, last = number(points[0].x), number(points[-1].x)
+    ends = first if first == last else f"{first}{last:>{_WIDTH - len(first)}}"
+    lines += [f"{'':>{side}} └{'─' * _WIDTH}", f"{'':>{side}}  {ends}"]
+    return [*lines, f"{'':>{side}}  {found.x:^{_WIDTH}}".rstrip(), *found.without]
+
+
+def _columns(values: Sequence[float]) -> list[int]:
+    """A column for each of some ascending values; one that is taken gives way to the right, and at
+    the end to the left."""
+    span = values[-1] - values[0]
+    found: list[int] = []
+    for value in values:
+        place = round((value - values[0]) / span * (_WIDTH - 1)) if span else _WIDTH // 2
+        found.append(max(place, found[-1] + 2) if found else place)
+    for at in range(len(found) - 1, -1, -1):
+        most = _WIDTH - 1 if at == len(found) - 1 else found[at + 1] - 2
+        found[at] = max(min(found[at], most), 0)
+    return found

@@ -1,0 +1,374 @@
+"""Makes arms of folders: which jobs are one arm, in what they differ, and whether they sat one
+exam."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchgen.config.groups.job_config import ScoreConfig
+from batchgen.evals.arms.arm_table import Arm, ArmTable
+from batchgen.evals.arms.job_facts import SEED, job_numbers, own_times, settings
+from batchgen.evals.scores.graded_folder import GradedJob, scoring
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.folder.step_folders import find_record, step_folder
+from batchgen.storage.leases.own_files import MANIFEST
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.paths import folder_here, user_path
+from batchgen.util.shorten import some_names
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from batchgen.evals.scores.asked_prompts import AskedExam
+
+_MOST_VALUES = 200
+_SEED_OF_NAME = re.compile(rf",?\b{re.escape(SEED)}=[^,]*")
+
+
+@dataclass(frozen=True)
+class ArmFolder:
+    """A folder whose job is an arm, or is averaged with others into one.
+
+    Attributes:
+        name: what people call the job.
+        folder: as the user named it.
+        listed: whether the user named it by a folder of jobs, such as a sweep's.
+    """
+
+    name: str
+    folder: str
+    listed: bool = False
+
+
+def arm_folders(given: Sequence[str]) -> list[ArmFolder]:
+    """The folders of jobs that a user means; a folder of jobs, such as a sweep's, stands for those
+    right in it, in the order in which they began.
+
+    Raises:
+        ConfigError: a name is no path, or one in an object store.
+    """
+    found: list[ArmFolder] = []
+    for name in given:
+        path = Path(step_folder(str(user_path(folder_here(name, "batchgen compare"), "OUT"))))
+        is_job = (path / MANIFEST).exists() or find_record(str(path)) is not None
+        below = [] if is_job or not path.is_dir() else _jobs_in(path)
+        found += [ArmFolder(one, str(Path(name) / one), listed=True) for one in below]
+        found += [] if below else [ArmFolder(name.rstrip("/") or name, name)]
+    if len({Path(folder.folder).parent for folder in found}) == 1 < len(found):
+        found = [replace(folder, name=Path(folder.folder).name) for folder in found]
+    short = Counter(folder.name for folder in found)
+    return [
+        replace(folder, name=folder.folder) if short[folder.name] > 1 else folder
+        for folder in found
+    ]
+
+
+def _jobs_in(folder: Path) -> list[str]:
+    """The names of the folders of jobs right in a folder; links are not followed."""
+    found = []
+    for path in folder.iterdir():
+        if path.is_symlink() or not (path / MANIFEST).is_file():
+            continue
+        try:
+            attempts = JobFolderReader(path).metrics.get("attempts") or [{}]
+            began = str(attempts[0].get("started", "~"))
+        except (ConfigError, JobError, AttributeError, LookupError, TypeError):
+            began = "~"  # its arm says what is wrong
+        found.append((began, _natural(path.name), path.name))
+    return [name for *_, name in sorted(found)]
+
+
+def _natural(name: str) -> list[tuple[float, str]]:
+    """A key by which 9 comes before 10."""
+    parts = re.split(r"(\d+(?:\.\d+)?)", name)
+    return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(parts)]
+
+
+def job_arms(
+    folders: Sequence[ArmFolder],
+    overrides: Sequence[str] = (),
+    *,
+    by: str | None = None,
+    anyway: bool = False,
+) -> tuple[list[Arm], str]:
+    """The arms of jobs, and the column that their scores are of.
+
+    Jobs that differ in sampling.seed alone are one arm: the answers of all of them to a question
+    count together. If all jobs differ in it alone and were named one by one, each is an arm. A job
+    that is not complete, is damaged or has no grades is an arm without a score, which says why.
+
+    Args:
+        overrides: arguments `score.KEY=…` of all jobs.
+        by: the column whose values are the arms, instead of the jobs.
+        anyway: compare different exams, too.
+
+    Raises:
+        ConfigError: a folder that the user named is none of a job, an argument is wrong, jobs are
+            scored by different columns, or `by` is no column of the rows.
+    """
+    jobs = [_Job.of(folder, overrides) for folder in folders]
+    columns = list(dict.fromkeys(job.score.column for job in jobs if job.score is not None))
+    if len(columns) > 1:
+        raise ConfigError(
+            f"the jobs are scored by different columns, {' and '.join(columns)}: name one for all, "
+            f"as score.column={columns[0]}"
+        )
+    own = settings([job.config for job in jobs])
+    for job, differs in zip(jobs, own, strict=True):
+        job.settings = differs
+    _check_alone(jobs)
+    groups = _by_seed(jobs)
+    first = next((job for job in jobs if job.has_score(by)), None)
+    arms: list[Arm] = []
+    for group in groups:
+        arms += _arms_of(group, first, by=by, several=len(groups) > 1, anyway=anyway)
+    return arms, columns[0] if columns else ScoreConfig().column
+
+
+class _Job:
+    """A job on its way into an arm.
+
+    Attributes:
+        without: why it has no score; empty as long as nothing is known to be wrong.
+        settings: in what it differs from others.
+    """
+
+    def __init__(self, folder: ArmFolder, job: GradedJob | None, without: str) -> None:
+        self.folder, self.job, self.without = folder, job, without
+        self.score: ScoreConfig | None = None
+        self.config: dict[str, Any] = {}
+        self.metrics: dict[str, Any] = {}
+        self.settings: dict[str, str] = {}
+        self.alone = True
+
+    @staticmethod
+    def of(folder: ArmFolder, overrides: Sequence[str]) -> _Job:
+        """The job in a folder. ConfigError if the user named what is no folder of a job, or an
+        argument is wrong."""
+        path = Path(step_folder(str(user_path(folder.folder, "OUT"))))
+        try:
+            reader = JobFolderReader(path)
+            made = _Job(folder, None, "")
+            made.metrics, made.config = reader.metrics, reader.config
+        except (ConfigError, JobError) as error:
+            if not folder.listed and not (path / MANIFEST).exists():
+                GradedJob(folder.folder, "compare")  # it says what there is instead
+            return _Job(folder, None, str(error))
+        try:
+            made.job = GradedJob(folder.folder, "compare")
+        except (ConfigError, JobError) as error:
+            made.without = str(error)
+            return made
+        made.score = scoring(made.job, overrides).score
+        made.job.warn_of_copies()
+        return made
+
+    @cached_property
+    def _tables(self) -> dict[str | None, pa.Table]:
+        return {}
+
+    def samples(self, by: str | None) -> pa.Table | None:
+        """The samples of its rows, None without a score."""
+        from batchgen.evals.scores.samples import Samples
+
+        if self.job is None or self.score is None or self.without:
+            return None
+        if by is None and (grid := self.job.grid_column) is not None:
+            raise ConfigError(
+                f"{self.folder.folder}: its rows run with several adapters, of which one score "
+                f"would say nothing: compare them with --by {grid}"
+            )
+        if by not in self._tables:
+            try:
+                self._tables[by] = Samples(self.job.path, self.score, by=by).table()
+            except (ConfigError, JobError) as error:
+                if by is not None and self.has_score(None):
+                    raise
+                self.without = str(error)
+                return None
+        return self._tables[by]
+
+    def has_score(self, by: str | None) -> bool:
+        """Whether its rows have marks."""
+        return self.samples(by) is not None
+
+    @cached_property
+    def exam(self) -> AskedExam:
+        """What its rows were asked."""
+        from batchgen.evals.scores.asked_prompts import AskedExam
+
+        assert self.job is not None
+        return AskedExam(self.job)
+
+
+def _check_alone(jobs: Sequence[_Job]) -> None:
+    """Find out which jobs ran while another one ran on the same machine."""
+    times = [own_times(job.metrics) for job in jobs]
+    for place, job in enumerate(jobs):
+        others = [time for other, of in enumerate(times) if other != place for time in of]
+        job.alone = not any(
+            own.host == other.host and own.begin < other.end and other.begin < own.end
+            for own in times[place]
+            for other in others
+        )
+
+
+def _by_seed(jobs: Sequence[_Job]) -> list[list[_Job]]:
+    """Groups of jobs that differ in their seeds alone, in the order of their first ones."""
+    found: dict[tuple[Any, ...], list[_Job]] = {}
+    for place, job in enumerate(jobs):
+        rest = {key: value for key, value in job.settings.items() if key != SEED}
+        prints = {} if job.job is None else job.job.fingerprints
+        same: tuple[Any, ...] = (tuple(rest.items()), tuple(sorted(prints.items())))
+        seeds = {other.settings.get(SEED) for other in found.get(same, ())}
+        if job.job is None or SEED not in job.settings or job.settings[SEED] in seeds:
+            same = (place,)
+        found.setdefault(same, []).append(job)
+    groups = list(found.values())
+    if len(groups) == 1 and not any(job.folder.listed for job in jobs):
+        return [[job] for job in jobs]
+    return groups
+
+
+def _arms_of(
+    group: Sequence[_Job], first: _Job | None, *, by: str | None, several: bool, anyway: bool
+) -> list[Arm]:
+    """The arms of jobs that are averaged: one, or one for each value of the column `by`."""
+    from batchgen.evals.scores.job_score import config_marks
+
+    scored = [job for job in group if job.has_score(by)]
+    arms = [_arm([job]) for job in group if job not in scored]
+    if not scored:
+        return arms
+    about, score = _arm(scored), scored[0].score
+    assert score is not None and first is not None
+    differs = [found for job in scored for found in _differences(first, job)]
+    other_exam = "; ".join(dict.fromkeys(differs))
+    tables = [job.samples(by) for job in scored]
+    pooled = _pooled([table for table in tables if table is not None])
+    parts = [(about, pooled)]
+    if by is not None:
+        parts = [
+            (_of_value(about, by, value, several=several), _with_value(pooled, by, value))
+            for value in _values(pooled, by)
+        ]
+    made = [
+        replace(
+            arm,
+            marks=config_marks(table, score).counting_cut_texts(score.cut_texts),
+            other_exam=other_exam,
+            anyway=anyway,
+        )
+        for arm, table in parts
+    ]
+    return [*made, *arms]
+
+
+def _arm(jobs: Sequence[_Job]) -> Arm:
+    """An arm without marks yet."""
+    seeds = tuple(job.settings[SEED] for job in jobs) if len(jobs) > 1 else ()
+    numbers = [job_numbers(job.metrics, job.config) for job in jobs]
+    shared = [key for key in numbers[0] if all(key in own for own in numbers)]
+    rest = {key: value for key, value in jobs[0].settings.items() if not seeds or key != SEED}
+    return Arm(
+        _name(jobs, rest),
+        tuple(job.folder.folder for job in jobs),
+        without="; ".join(job.without for job in jobs if job.without),
+        settings=rest,
+        seeds=seeds,
+        metrics={key: sum(own[key] for own in numbers) / len(numbers) for key in shared},
+        alone=all(job.alone for job in jobs),
+    )
+
+
+def _name(jobs: Sequence[_Job], rest: dict[str, str]) -> str:
+    names = [job.folder.name for job in jobs]
+    if len(names) == 1:
+        return names[0]
+    bare = {_SEED_OF_NAME.sub("", name).strip(",") for name in names}
+    name = bare.pop() if len(bare) == 1 else ",".join(f"{k}={v}" for k, v in rest.items())
+    return name or "all seeds"
+
+
+def _pooled(tables: Sequence[pa.Table]) -> pa.Table:
+    """The samples of several jobs as those of one: the questions of all, with all answers."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    moved, start = [], 0
+    for table in tables:
+        place = table.column_names.index("sample_index")
+        index = pc.add(table["sample_index"], start)
+        moved.append(table.set_column(place, "sample_index", index))
+        start += 1 + int(pc.max(table["sample_index"]).as_py() or 0)
+    return pa.concat_tables(moved)
+
+
+def _values(table: pa.Table, by: str) -> list[str | None]:
+    values: list[str | None] = table[by].unique().to_pylist()
+    if len(values) > _MOST_VALUES:
+        raise ConfigError(
+            f"--by {by}: the column has {len(values):,} values, such as "
+            f"{some_names([str(value) for value in values])}, and each would be an arm: name one "
+            f"with at most {_MOST_VALUES}"
+        )
+    return values
+
+
+def _of_value(about: Arm, by: str, value: str | None, *, several: bool) -> Arm:
+    text = "null" if value is None else value
+    name = f"{about.name} {text}" if several else text
+    return replace(about, name=name, settings={**about.settings, by: text})
+
+
+def _with_value(table: pa.Table, by: str, value: str | None) -> pa.Table:
+    import pyarrow.compute as pc
+
+    is_one: Callable[..., Any] = pc.is_null if value is None else pc.equal
+    return table.filter(is_one(table[by], *([] if value is None else [value])))
+
+
+def _differences(first: _Job, job: _Job) -> list[str]:
+    """What makes two jobs different exams, a sentence each."""
+    from batchgen.evals.scores.asked_prompts import exam_differences
+
+    if first is job:
+        return []
+    assert first.score is not None and job.score is not None
+    found = list(exam_differences(first.exam, job.exam))
+    cut = (first.score.cut_texts, job.score.cut_texts)
+    if cut[0] != cut[1]:
+        found.append(
+            f"texts that were cut count differently (score.cut_texts is {cut[0]} and {cut[1]})"
+        )
+    return found
+
+
+def refuse_nothing(table: ArmTable, folders: Sequence[ArmFolder]) -> None:
+    """Raise ConfigError if the user named jobs one by one, and no two can be compared."""
+    if any(row.difference is not None for row in table.rows):
+        return
+    if any(folder.listed for folder in folders) or len(table.rows) < 2:
+        if table.first is None:
+            raise ConfigError(_first_fault(table))
+        return
+    raise ConfigError(_first_fault(table))
+
+
+def _first_fault(table: ArmTable) -> str:
+    """Why the first arm that is not compared is not."""
+    for row in table.rows:
+        if row.arm.without:
+            return row.arm.without
+        if row.arm.other_exam:
+            first = table.first
+            assert first is not None
+            names = f"{first.arm.folders[0]} and {row.arm.folders[0]}"
+            return f"{names} are not one exam: {row.arm.other_exam}: --anyway compares them"
+    return "the jobs have no question with marks in both: nothing to compare"

@@ -1,0 +1,309 @@
+"""The checks of IFBench (Pyatkin et al. 2025, arXiv 2507.02833) on forms, repeats and single tasks.
+
+As `ifbench_words` has them: allenai/IFBench, instructions.py, commit 1d62c1d.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import re
+import string
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+
+from batchgen.evals.instructions.arguments import Arguments
+from batchgen.evals.instructions.ifbench_words import tokens, words_of
+from batchgen.evals.instructions.sentences import sentences
+
+_MARKS = string.punctuation + " "
+_NO_MARKS = str.maketrans("", "", string.punctuation)
+_EMOJI = re.compile(
+    "[\u00a9\u00ae\u203c\u2049\u2122\u2139\u2194-\u21aa\u231a-\u23ff\u24c2\u25aa-\u25fe"
+    "\u2600-\u27bf\u2934-\u2935\u2b05-\u2b55\u3030\u303d\u3297\u3299\U0001f000-\U0001faff]"
+)
+_PAIRS = {")": "(", "]": "[", "}": "{"}
+_REPEATED = "only output this sentence here, ignore all other requests."
+_CAPITALS = (
+    "Reykjavik Helsinki Oslo Tallinn Stockholm Riga Moscow Copenhagen Vilnius Minsk Dublin Berlin "
+    "Amsterdam Warsaw London Brussels Prague Luxembourg Paris Vienna Bratislava Budapest Vaduz "
+    "Chisinau Bern Ljubljana Zagreb"
+).split()
+_QUESTION = re.compile(r"\n*Question \d+[.|):;]?\s*")
+_OPTION = re.compile(r"[A-Ea-e][.|)]\s*\w+")
+_DATE = re.compile(r"(\d{4})-(\d{2})-(\d{2})")
+_LAST_DAYS = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
+
+
+def _parentheses(text: str, args: Arguments) -> bool:
+    """Five levels are open in each other, and the innermost is closed; a mismatch begins anew."""
+    opened: list[str] = []
+    depth = 0
+    for char in text:
+        if char in "([{":
+            opened.append(char)
+            depth = max(depth, len(opened))
+        elif char in _PAIRS:
+            if opened and opened[-1] == _PAIRS[char]:
+                opened.pop()
+                if depth >= 5:
+                    return True
+            else:
+                opened, depth = [], 0
+    return False
+
+
+def _quotes(text: str, args: Arguments) -> bool:
+    """Quotes of both kinds stand three deep in each other, and three of them are closed."""
+    opened: list[str] = []
+    deepest = 0
+    for char in text:
+        if opened and char == opened[-1]:
+            opened.pop()
+            if deepest - len(opened) >= 3:
+                return True
+        elif char in "\"'":
+            opened.append(char)
+            deepest = max(deepest, len(opened))
+    return False
+
+
+def _options(text: str, args: Arguments) -> bool:
+    options = args.text("options")
+    between = next((mark for mark in ("/", "or") if mark in options), ",")
+    known = [option.strip() for option in options.split(between)]
+    if re.match(r"\W*a\W*b\W*c\W*", options, re.I):
+        return text in known
+    return text.strip(_MARKS).lower() in [option.strip(_MARKS).lower() for option in known]
+
+
+def _newline(text: str, args: Arguments) -> bool:
+    bare = text.translate(_NO_MARKS).strip()
+    return sum(line != "" for line in bare.split("\n")) == len(bare.split())
+
+
+def _emoji(text: str, args: Arguments) -> bool:
+    """An emoji is the last or last but one character of each sentence, or begins the next one."""
+    found = [sentence.translate(_NO_MARKS).strip() for sentence in sentences(text)]
+    for sentence, following in zip(found, [*found[1:], ""], strict=True):
+        if not sentence or not (_EMOJI.search(sentence[-2:]) or _EMOJI.match(following)):
+            return False
+    return True
+
+
+def _line_indent(text: str, args: Arguments) -> bool:
+    lines = [line for line in text.split("\n") if line.strip()]
+    indents = [len(line) - len(line.lstrip(" ")) for line in lines]
+    return all(a < b for a, b in itertools.pairwise(indents))
+
+
+def _quote_unquote(text: str, args: Arguments) -> bool:
+    """No quote follows another one at once, and none ends the text."""
+    bare = "".join(text.replace("'\"'", "").split())
+    end = bare.strip(string.digits + string.punctuation.replace('"', ""))
+    return '""' not in bare and not end.endswith('"')
+
+
+def _list(text: str, args: Arguments) -> bool:
+    return text.count(args.text("sep")) >= 2
+
+
+def _thesis(text: str, args: Arguments) -> bool:
+    """Something stands in <i> or <em>, and something behind it."""
+    start = next((at for tag in ("<i>", "<em>") if (at := text.find(tag)) >= 0), -1)
+    rest = text[start:]
+    end = next((at for tag in ("</i>", "</em>") if (at := rest.find(tag)) >= 0), -1)
+    return start >= 0 and end >= 0 and bool(rest[3:end].strip()) and bool(rest[end + 4 :].strip())
+
+
+def _sub_bullets(text: str, args: Arguments) -> bool:
+    return all("-" in bullet for bullet in text.split("*")[1:])
+
+
+def _no_bullets_bullets(text: str, args: Arguments) -> bool:
+    """Two sentences, and then nothing but lines with *, two at least."""
+    lines = text.split("\n")
+    is_bullet = [line.strip().startswith("*") for line in lines]
+    if True not in is_bullet or sum(is_bullet) < 2:
+        return False
+    first = is_bullet.index(True)
+    count, ended = 0, False
+    for line in lines[:first]:
+        here = [] if ended else sentences(line.strip())
+        if ended:  # an empty line ends the sentences, and only bullets may follow
+            return False
+        count, ended = count + len(here), not here
+    return count >= 2 and all(is_bullet[first:])
+
+
+def _title_case(text: str, args: Arguments) -> bool:
+    found = [word for word in tokens(text) if word[0].isalpha()]
+    return not any(
+        word[0].islower() and (len(word) == 1 or word[1:].islower() or word[1:].isupper())
+        for word in found
+    )
+
+
+def _output_template(text: str, args: Arguments) -> bool:
+    return all(part in text for part in ("My Answer:", "My Conclusion:", "Future Outlook:"))
+
+
+def _no_whitespace(text: str, args: Arguments) -> bool:
+    return not any(map(str.isspace, text))
+
+
+def _multiples(text: str, args: Arguments) -> bool:
+    return re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"]
+
+
+def _mcq_count_length(text: str, args: Arguments) -> bool:
+    """Four questions with five options each, which become longer, and nothing before them."""
+    if not text.startswith("Question"):
+        return False
+    parts = [part.strip() for part in _QUESTION.split(text) if part.strip()]
+    lengths = []
+    for part in parts:
+        lines = [line.strip() for line in part.split("\n")]
+        options = [bool(_OPTION.match(line)) for line in lines]
+        if sum(options) != 5:
+            return False
+        lengths.append(len(" ".join(lines[: options.index(True)]).strip()))
+    return len(parts) == 4 and all(a < b for a, b in itertools.pairwise(lengths))
+
+
+def _reverse_newline(text: str, args: Arguments) -> bool:
+    """From Zimbabwe on 52 lines at least, in the reverse order of the alphabet."""
+    lines = [line.strip(_MARKS) for line in text.split("\n") if line.strip(_MARKS)]
+    start = next((at for at, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
+    found = [_ascii(line) for line in lines[start:]]
+    return len(found) >= 52 and found == sorted(found, reverse=True)
+
+
+def _ascii(text: str) -> str:
+    return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+
+
+def _word_reverse(text: str, args: Arguments) -> bool:
+    backwards = " ".join(reversed(words_of(text)))
+    return "bald eagle" in backwards and backwards in sentences(backwards)
+
+
+def _character_reverse(text: str, args: Arguments) -> bool:
+    return "elgae dlab" in text.lower()
+
+
+def _sentence_alphabet(text: str, args: Arguments) -> bool:
+    firsts = [s.lstrip(string.punctuation + string.whitespace)[:1] for s in sentences(text)]
+    return "".join(firsts).lower() == string.ascii_lowercase and len(firsts) == 26
+
+
+def _european_capitals(text: str, args: Arguments) -> bool:
+    return [city.strip() for city in _ascii(text).split(",") if city.strip()] == _CAPITALS
+
+
+def _cells(text: str, delimiter: str = ",") -> list[list[str]]:
+    """The cells of a table with their quotes; empty if it cannot be read."""
+    try:
+        return list(csv.reader(io.StringIO(text), delimiter=delimiter))
+    except csv.Error:
+        return []
+
+
+def _csv_city(text: str, args: Arguments) -> bool:
+    rows = _cells(text)
+    header = ["ID", "Country", "City", "Year", "Count"]
+    return len(rows) == 8 and rows[0] == header and all(len(row) == 5 for row in rows)
+
+
+def _has_header(text: str, names: Sequence[str], between: str) -> bool:
+    pattern = between.join(f'(?:{name}|"{name}")' for name in names)
+    return re.fullmatch(pattern, text.split("\n")[0].strip()) is not None
+
+
+def _csv_special_character(text: str, args: Arguments) -> bool:
+    names = ("ProductID", "Category", "Brand", "Price", "Stock")
+    rows = _cells(text.replace('"', '"""'))
+    if not _has_header(text, names, r",[ \t]*") or len(rows) != 15:
+        return False
+    for row in rows[1:]:
+        if len(row) != 5:
+            return False
+        if any(re.match(r'".*[^\d\w\s].*"', cell) for cell in row):
+            return True  # as published, which looks at no row behind it
+    return False
+
+
+def _csv_quotes(text: str, args: Arguments) -> bool:
+    names = ("StudentID", "Subject", "Grade", "Semester", "Score")
+    rows = _cells(text.replace('"', '"""'), "\t")
+    if not _has_header(text, names, "\t *") or len(rows) != 4:
+        return False
+    cells = [cell.strip() for row in rows for cell in row]
+    five = all(len(row) == 5 for row in rows)
+    return five and all(cell[:1] == cell[-1:] == '"' for cell in cells)
+
+
+def _date_format_list(text: str, args: Arguments) -> bool:
+    """Days between 1769 and 1821; the published check takes month 00 and day 00 too."""
+    for part in text.split(","):
+        match = _DATE.fullmatch(part.strip())
+        if match is None:
+            return False
+        year, month, day = map(int, match.groups())
+        if not 1769 <= year <= 1821 or month > 12 or (month and day > _LAST_DAYS[month - 1]):
+            return False
+    return True
+
+
+def _repeat_change(text: str, args: Arguments) -> bool:
+    wanted = args.text("prompt_to_repeat")
+    return text != wanted and text.split()[1:] == wanted.split()[1:]
+
+
+def _repeat_simple(text: str, args: Arguments) -> bool:
+    return text.strip().lower() == _REPEATED
+
+
+def _repeat_span(text: str, args: Arguments) -> bool:
+    words = args.text("prompt_to_repeat").split()
+    span = " ".join(words[args.number("n_start") : args.number("n_end") + 1])
+    return text.strip().lower() == span.lower()
+
+
+FORMS: Mapping[str, Callable[[str, Arguments], bool]] = {
+    "format:parentheses": _parentheses,
+    "format:quotes": _quotes,
+    "format:options": _options,
+    "format:newline": _newline,
+    "format:emoji": _emoji,
+    "format:line_indent": _line_indent,
+    "format:quote_unquote": _quote_unquote,
+    "format:list": _list,
+    "format:thesis": _thesis,
+    "format:sub-bullets": _sub_bullets,
+    "format:no_bullets_bullets": _no_bullets_bullets,
+    "format:title_case": _title_case,
+    "format:output_template": _output_template,
+    "format:no_whitespace": _no_whitespace,
+    "custom:multiples": _multiples,
+    "custom:mcq_count_length": _mcq_count_length,
+    "custom:reverse_newline": _reverse_newline,
+    "custom:word_reverse": _word_reverse,
+    "custom:character_reverse": _character_reverse,
+    "custom:sentence_alphabet": _sentence_alphabet,
+    "custom:european_capitals_sort": _european_capitals,
+    "custom:csv_city": _csv_city,
+    "custom:csv_special_character": _csv_special_character,
+    "custom:csv_quotes": _csv_quotes,
+    "custom:date_format_list": _date_format_list,
+    "repeat:repeat_change": _repeat_change,
+    "repeat:repeat_simple": _repeat_simple,
+    "repeat:repeat_span": _repeat_span,
+}
+"""The checks by the ids of their instructions."""
+REFUSED: Mapping[str, str] = {
+    "words:start_verb": "a tagger of parts of speech",
+    "words:odd_even_syllables": "a dictionary of syllables",
+}
+"""Instructions of IFBench that no program here can check, and what they need."""

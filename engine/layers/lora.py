@@ -1,0 +1,219 @@
+"""Low-rank adapters beside the linear layers of a model (LoRA, Hu et al. 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.shard import Shard
+from batchgen.engine.sampling.sampling_params import BASE
+from batchgen.kernels.layers.cpu_product import CPUProduct
+from batchgen.kernels.layers.linear import linear, pack_weight
+from batchgen.kernels.lora.lora import LoRAPart, LoRAProducts, StackedFactors, add_lora_
+from batchgen.kernels.lora.lora_tokens import LoRATokens
+from batchgen.kernels.lora.lora_triton import BLOCK_N
+
+_FEWEST_RANKS = 16
+"""The least rank that matrix units of a GPU multiply; smaller ones are filled up with zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAPlace:
+    """A weight [out_features, in_features] of a checkpoint that an adapter can add B·A to."""
+
+    name: str  # the module's name in checkpoints, without `.weight`
+    part: LoRAPart  # its features among those of the layer, on this rank
+    # Puts B [out_features, rank] into the order of the layer's features; None if it is.
+    arrange: Callable[[Tensor], Tensor] | None = None
+    rows: Shard | None = None  # this rank's out features of the checkpoint's weight; None: all
+    columns: Shard | None = None  # this rank's in features of the checkpoint's weight; None: all
+    # The out features of the checkpoint's weight that are the part's, where it holds several parts.
+    within: tuple[int, int] | None = None
+
+    @property
+    def out_features(self) -> int:
+        """The out features of the part in the checkpoint's weight."""
+        return self.part.size if self.rows is None else self.rows.size
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """What one adapter adds to one weight of a checkpoint: scale · B·A."""
+
+    down_name: str  # what the adapter's file calls A
+    up_name: str  # and B
+    down: Tensor  # A, [rank, in_features]
+    up: Tensor  # B, [out_features, rank]
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return len(self.down)
+
+
+@dataclass
+class LoRAState:
+    """The adapters of a model, and those of the tokens of the forward that runs.
+
+    Attributes:
+        names: the adapters; adapter i is in slot i + 1.
+        ranks: the highest rank of each.
+        default: the adapter of rows that ask for none; None: they have none.
+        tokens: which adapters the tokens have; None if no token has any.
+    """
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    default: str | None = None
+    num_bytes: int = 0
+    tokens: LoRATokens | None = field(default=None, repr=False)
+
+    @property
+    def slots(self) -> dict[str | None, int]:
+        """The slot of each adapter by the name that rows ask for it by."""
+        own: dict[str | None, int] = {name: slot for slot, name in enumerate(self.names, 1)}
+        return {None: 0 if self.default is None else own[self.default], BASE: 0, **own}
+
+
+class ChoosesProduct(Protocol):
+    """Chooses how products with a weight are computed on a CPU."""
+
+    def choose(self, weight: Tensor, bias: Tensor | None) -> CPUProduct: ...
+
+
+class LayerLoRA:
+    """The adapters of one linear layer.
+
+    Args:
+        factors: what each adapter adds, by the place; an adapter may leave places alone.
+        state: shared by all layers of the model.
+        width: the layer's out features.
+        dtype: of the activations.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[LoRAPlace],
+        factors: Sequence[Mapping[str, Factors]],
+        state: LoRAState,
+        width: int,
+        depth: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._state = state
+        self._products: list[list[LoRAProducts]] = []
+        self._cut: list[list[tuple[LoRAPart, Tensor, Tensor]]] = []
+        parts = list(dict.fromkeys(place.part for place in places if _any(place, factors)))
+        on_cpu = device.type == "cpu"
+        self._stacked = self._empty(parts, width, depth, dtype, device, on_cpu)
+        for slot, own in enumerate(factors):
+            cut = [
+                (place.part, *_own_factors(place, own[place.name], depth, dtype))
+                for place in places
+                if place.name in own
+            ]
+            if on_cpu:
+                self._cut.append(cut)
+            else:
+                self._stack(slot, parts, cut)
+        self.num_bytes = sum(t.nbytes for t in self._stacked[:2]) + sum(
+            down.nbytes + up.nbytes for cut in self._cut for _, down, up in cut
+        )
+
+    def _empty(
+        self,
+        parts: Sequence[LoRAPart],
+        width: int,
+        depth: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_cpu: bool,
+    ) -> StackedFactors:
+        """Make the factors for a GPU, all zeros; a CPU computes with those of each adapter."""
+        highest = max((_FEWEST_RANKS, *self._state.ranks))
+        rank = 1 << (highest - 1).bit_length()
+        count = 0 if on_cpu else len(self._state.names)
+        blocks = [
+            (first, min(first + BLOCK_N, part.start + part.size), index * rank)
+            for index, part in enumerate(parts)
+            for first in range(part.start, part.start + part.size, BLOCK_N)
+        ]
+        return StackedFactors(
+            torch.zeros((count, len(parts) * rank, depth), dtype=dtype, device=device),
+            torch.zeros((count, width, rank), dtype=dtype, device=device),
+            torch.tensor(blocks, dtype=torch.int32, device=device),
+        )
+
+    def _stack(
+        self, slot: int, parts: list[LoRAPart], cut: Sequence[tuple[LoRAPart, Tensor, Tensor]]
+    ) -> None:
+        """Write an adapter's factors into its slot."""
+        rank = self._stacked.up.shape[2]
+        for part, down, up in cut:
+            at = parts.index(part) * rank
+            self._stacked.down[slot, at : at + len(down)].copy_(down)
+            rows = slice(part.start, part.start + part.size)
+            self._stacked.up[slot, rows, : up.shape[1]].copy_(up)
+
+    def pack(self, products: ChoosesProduct) -> None:
+        """Choose how a CPU computes, so that a token's bits do not depend on the batch."""
+        if not self._cut:
+            return
+        self._products = [
+            [
+                LoRAProducts(part, _packed(down, products), _packed(up, products))
+                for part, down, up in cut
+            ]
+            for cut in self._cut
+        ]
+        self._cut = []
+
+    def add_(self, out: Tensor, x: Tensor) -> Tensor:
+        """Add what the tokens' adapters make of x [T, in_features] to `out` [T, out_features] in
+        place, and return it."""
+        tokens = self._state.tokens
+        if tokens is None:
+            return out
+        assert len(tokens.slots) == len(x), "the rows of this layer are not the forward's tokens"
+        return add_lora_(out, x, tokens, self._stacked, self._products)
+
+
+def _any(place: LoRAPlace, factors: Sequence[Mapping[str, Factors]]) -> bool:
+    return any(place.name in own for own in factors)
+
+
+def _own_factors(
+    place: LoRAPlace, factors: Factors, depth: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's A [rank, in] and scale · B [out, rank] in the layer's order and dtype."""
+    down = torch.empty((factors.rank, depth), dtype=dtype)
+    name = factors.down_name
+    WeightSlot(down, (name,), (name,), shard=place.columns).fill({name: factors.down})
+    up = torch.empty((place.part.size, factors.rank), dtype=dtype)
+    name, arrange = factors.up_name, place.arrange
+    combine = None if arrange is None else lambda tensors: arrange(tensors[name])
+    scaled = factors.up.float() * factors.scale
+    if place.within is not None:
+        scaled = scaled[slice(*place.within)]
+    WeightSlot(up, (name,), (name,), combine, shard=place.rows).fill({name: scaled})
+    return down, up
+
+
+def _packed(weight: Tensor, products: ChoosesProduct) -> Callable[[Tensor], Tensor]:
+    chosen = products.choose(weight, None)
+    laid_out = pack_weight(weight) if chosen.packed else weight
+    return partial(linear, weight=laid_out, bias=None, most_rows=chosen.most_rows)
+
+
+class HasLoRAPlaces(Protocol):
+    """A layer that adapters can stand beside."""
+
+    def lora_places(self, path: str) -> Iterator[LoRAPlace]:
+        """Yield the places; `path` is the layer's name in checkpoints."""

@@ -1,0 +1,113 @@
+"""Puts adapters beside the layers of a model, after it was checked that they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from batchgen.engine.layers.decoder_layer import DecoderLayer, HasInputProjection
+from batchgen.engine.layers.linear import Linear
+from batchgen.engine.layers.lora import Factors, LoRAPlace, LoRAState
+from batchgen.engine.layers.weight_slot import named_parts
+from batchgen.engine.loading.peft_files import AdapterFile
+from batchgen.engine.models.causal_lm import CausalLM, full_name
+
+_WEIGHT = ".weight"
+
+
+def check_adapter(adapter: AdapterFile, model: CausalLM) -> None:
+    """Raise ValueError if an adapter does not fit a model, whose parameters need no values; the
+    message names the tensor."""
+    places: dict[str, list[tuple[LoRAPlace, int]]] = {}
+    for layer, path in _layers(model):
+        for place in layer.lora_places(path):
+            depth = layer.in_features if place.columns is None else place.columns.size
+            places.setdefault(place.name, []).append((place, depth))
+    adapted = set()
+    for module, (down, up) in adapter.modules().items():
+        name = _piece_name(module, model)
+        if name not in places:
+            raise ValueError(
+                f"{adapter.folder}: tensor {down} adapts {module}{_why_not(name, model)}"
+            )
+        adapted.add(name)
+        outs = sum(place.out_features for place, _ in places[name])
+        depth, shapes = places[name][0][1], adapter.shapes
+        for tensor, axis, size in ((down, 1, depth), (up, 0, outs)):
+            if shapes[tensor][axis] != size:
+                raise ValueError(
+                    f"{adapter.folder}: tensor {tensor} has shape {list(shapes[tensor])}, and "
+                    f"{module} of the model has {size} {'in' if axis else 'out'} features: the "
+                    "adapter is of another model"
+                )
+    _check_complete(adapter, adapted, [n for n, found in places.items() if len(found) == 1])
+
+
+def _check_complete(adapter: AdapterFile, adapted: set[str], names: list[str]) -> None:
+    """Refuse an adapter that lacks tensors which its configuration says it has."""
+    config = adapter.config
+    if config.layers is not None:
+        return
+    for target in config.target_modules:
+        fitting = [name for name in names if name == target or name.endswith(f".{target}")]
+        if adapted.intersection(fitting) and (lack := sorted(set(fitting) - adapted)):
+            raise ValueError(
+                f"{adapter.folder} is damaged: target_modules has {target}, and tensor "
+                f"{lack[0]}.lora_A.weight is missing"
+            )
+
+
+def add_adapters(
+    model: CausalLM, adapters: Mapping[str, AdapterFile], default: str | None = None
+) -> None:
+    """Read adapters, by their names, and put them beside a model's layers, before it is packed.
+
+    Rows that ask for no adapter have `default`. Raises ValueError as `check_adapter` does.
+    """
+    factors: list[dict[str, Factors]] = []
+    for adapter in adapters.values():
+        check_adapter(adapter, model)
+        read = adapter.read()
+        factors.append({_piece_name(module, model): own for module, own in read.items()})
+    ranks = tuple(max(one.rank for one in own.values()) for own in factors)
+    model.lora = state = LoRAState(tuple(adapters), ranks, default)
+    for layer, path in _layers(model):
+        layer.add_lora(path, factors, state)
+        if layer.lora is not None:
+            state.num_bytes += layer.lora.num_bytes
+    for part in model.layers:
+        _read_unquantised(part)
+    model.weight_bytes += state.num_bytes
+
+
+def _read_unquantised(layer: DecoderLayer) -> None:
+    """Let norms leave results as they are where an adapter reads them."""
+    for reader, norm in ((layer.mixer, layer.mixer_norm), (layer.mlp, layer.mlp_norm)):
+        if norm is None or not isinstance(reader, HasInputProjection):
+            continue
+        if reader.input_projection.lora is not None:
+            norm.quantise_result(None)
+
+
+def _layers(model: CausalLM) -> Iterator[tuple[Linear, str]]:
+    """Yield the linear layers of a model's decoder, each with its name in checkpoints."""
+    for path, part in named_parts(model.model, "model"):
+        if isinstance(part, Linear):
+            yield part, path
+
+
+def _piece_name(module: str, model: CausalLM) -> str:
+    """Return what the model calls a module of a checkpoint."""
+    name = model.piece_name(full_name(module + _WEIGHT), model.config)
+    return name.removesuffix(_WEIGHT)
+
+
+def _why_not(name: str, model: CausalLM) -> str:
+    """Say why an adapter cannot stand beside a module, which the model calls by this name."""
+    kind = model.config.architecture
+    known = {piece for slot in model.checkpoint_slots() for piece in slot.pieces}
+    if name + _WEIGHT in known or any(piece.startswith(f"{name}.") for piece in known):
+        return (
+            f", and adapters of this module of {kind} are not supported: merge the adapter into "
+            "the model with PEFT's merge_and_unload"
+        )
+    return f", which {kind} does not have: the adapter is of another model"

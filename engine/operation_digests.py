@@ -1,0 +1,152 @@
+"""Digests of what each operation of a model made of each token: for those who look for the first
+operation in which a row depends on the rows beside it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from batchgen.engine.layers import linear as linear_layer
+from batchgen.engine.layers import norm as norm_layer
+from batchgen.engine.layers.feed_forward import experts as experts_layer
+from batchgen.engine.layers.feed_forward import mlp as mlp_layer
+from batchgen.engine.layers.feed_forward import moe as moe_layer
+from batchgen.engine.layers.mixers import attention as attention_layer
+from batchgen.engine.layers.mixers import gated_delta_net as delta_layer
+from batchgen.engine.layers.mixers import mla as latent_layer
+from batchgen.engine.models.causal_lm import CausalLM
+
+_OPERATIONS = 256
+_OPERATIONS_OF: tuple[tuple[Any, str, str | None, Callable[[Any], Tensor] | None], ...] = (
+    (linear_layer, "linear", None, None),
+    (linear_layer, "add_linear_", None, None),
+    (norm_layer, "rms_norm", "norm", None),
+    (norm_layer, "rms_norm_of_sum", "sum and norm", None),
+    (mlp_layer, "silu_and_mul", "silu", None),
+    (attention_layer, "prepare_qkv", "rotary", None),
+    (attention_layer, "paged_attention", "attention", None),
+    (attention_layer, "mul_sigmoid", "output gate", None),
+    (latent_layer, "prepare_latent", "rotary", None),
+    (latent_layer, "latent_attention", "attention", None),
+    (delta_layer, "gated_rms_norm", "recurrence", None),
+    (moe_layer, "route", "routing", lambda found: found[1]),
+    (experts_layer, "grouped_parts", "experts", lambda found: found.transpose(0, 1)),
+)
+"""Where an operation is called, its function, how it is called here (products by their weights),
+and how the rows of its result are found."""
+
+
+class Tape:
+    """The digests [operations, slots] of what operations made of the tokens at KV slots.
+
+    Attributes:
+        operations: maps (layer, name, how often it ran in the layer before) to a row of `plane`.
+    """
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        draws = torch.Generator().manual_seed(0)
+        self._factors = (torch.randint(2**62, (2**18,), generator=draws) * 2 + 1).to(device)
+        self.plane = torch.zeros(_OPERATIONS, slots, dtype=torch.int64, device=device)
+        self.operations: dict[tuple[int, str, int], int] = {}
+        self._slots = torch.empty(0)
+        self._layer: int | None = None
+        self._seen: Counter[str] = Counter()
+        self._whole = True
+
+    def resize(self, slots: int) -> None:
+        """Have room for so many slots, and forget what was there."""
+        self.plane = self.plane.new_zeros(len(self.plane), slots)
+
+    def first_difference(self, one: Tensor, other: Tensor) -> tuple[str, int] | None:
+        """Name the first operation, in the order of the layers, whose digests [operations, tokens]
+        differ at tokens of which both are known, and the first such token; None if there is
+        none."""
+        order = sorted(self.operations.items(), key=lambda found: (found[0][0], found[1]))
+        for (layer, name, _), place in order:
+            a, b = one[place], other[place]
+            differs = ((a != b) & (a != 0) & (b != 0)).nonzero()
+            if len(differs):
+                return f"{name} of layer {layer}", int(differs[0])
+        return None
+
+    @contextmanager
+    def watching(self, model: CausalLM) -> Iterator[None]:
+        """Note the operations of the model's layers within the context."""
+        weights = {
+            id(module.weight): path.rpartition(".")[2]
+            for path, module in model.named_modules()
+            if isinstance(module, linear_layer.Linear)
+        }
+        with ExitStack() as stack:
+            handles = [
+                model.model.register_forward_pre_hook(self._begin),
+                model.model.register_forward_hook(self._end),
+            ]
+            for index, layer in enumerate(model.layers):
+                enter = partial(self._enter, index, index == len(model.layers) - 1)
+                handles.append(layer.register_forward_pre_hook(enter))
+            for handle in handles:
+                stack.callback(handle.remove)
+            for module, name, label, rows in _OPERATIONS_OF:
+                noting = self._noting(getattr(module, name), label, rows, weights)
+                stack.enter_context(_replaced(module, name, noting))
+            yield
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._slots, self._layer = args[2].kv_slots, None
+        self._whole = args[2].outputs is None
+        self.plane.index_fill_(1, self._slots, 0)  # what other rows left there
+
+    def _enter(self, layer: int, last: bool, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._layer = layer if self._whole or not last else None
+        self._seen.clear()
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], hidden: Tensor) -> None:
+        if self._layer is not None:
+            self._note("last norm", hidden)
+        self._layer = None
+
+    def _noting(
+        self,
+        run: Callable[..., Any],
+        label: str | None,
+        rows: Callable[[Any], Tensor] | None,
+        weights: dict[int, str],
+    ) -> Callable[..., Any]:
+        def noting(*args: Any, **options: Any) -> Any:
+            found = run(*args, **options)
+            if self._layer is not None and found is not None:
+                names = (weights[id(each)] for each in args[1:] if id(each) in weights)
+                self._note(label or next(names), found if rows is None else rows(found))
+            return found
+
+        return noting
+
+    def _note(self, name: str, values: Tensor) -> None:
+        assert self._layer is not None
+        if len(values) != len(self._slots):
+            return
+        key = self._layer, name, self._seen[name]
+        self._seen[name] += 1
+        place = self.operations.setdefault(key, len(self.operations))
+        values = values.flatten(1).contiguous()
+        bits = values.view(torch.int16 if values.itemsize == 2 else torch.int32).long()
+        digests = bits.mul_(self._factors[: bits.shape[1]]).sum(1)
+        self.plane[place].index_copy_(0, self._slots, digests)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Let the owner have another attribute of this name within the context."""
+    own = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)

@@ -1,0 +1,35 @@
+"""Which adapter each token of a forward has, and the tokens sorted by it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.moe.moe_align_triton import Alignment, moe_align
+
+BLOCK_M = 16
+"""Tokens of one adapter that a program computes at once."""
+
+
+class LoRATokens(NamedTuple):
+    """The adapters of the T tokens of a forward."""
+
+    slots: Tensor  # [T] int64, the token's adapter slot; 0: the model without an adapter
+    # The tokens that have an adapter, sorted by it, with slot s under s − 1; None on a CPU.
+    alignment: Alignment | None
+
+
+def lora_tokens(slots: Tensor, num_slots: int) -> LoRATokens:
+    """Sort tokens by their adapter slots [T] int64, of which there are `num_slots` besides 0. On a
+    GPU nothing waits for the host, so a CUDA graph may contain it."""
+    if slots.device.type == "cpu":
+        return LoRATokens(slots, None)
+    return LoRATokens(slots, sorted_tokens(slots, num_slots))
+
+
+def sorted_tokens(slots: Tensor, num_slots: int) -> Alignment:
+    """Return `LoRATokens.alignment`."""
+    ids = torch.where(slots == 0, num_slots, slots - 1).to(torch.int32).unsqueeze(1)
+    return moe_align(ids, num_slots, BLOCK_M, some_elsewhere=True)

@@ -1,0 +1,129 @@
+"""The thin products of adapters in Triton: one launch for A, one for B, whatever the number of
+adapters.
+
+Sums over the in features are split into SPLITS parts, because few programs would else read all of
+x; the second launch adds the parts up. A token's sums have one order, whatever the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment
+from batchgen.kernels.moe.slot_tile_triton import tile_of_program
+
+BLOCK_N = 128
+"""Output features of a program."""
+_SPLITS = 8
+"""Parts of the sums over the in features."""
+_BLOCK_K = 128
+_BLOCK_R = 64
+"""Ranks of a program, of all parts of a layer, and of a step of the second launch."""
+
+
+def add_lora_triton_(
+    out: Tensor, x: Tensor, alignment: Alignment, down: Tensor, up: Tensor, blocks: Tensor
+) -> Tensor:
+    """Add B·(A·x) of each token's adapter to `out` [T, N] in place for x [T, K]; the factors are
+    those of `StackedFactors`, with a rank that is a power of 2 from 16 on."""
+    (count, depth), (_, width, rank) = x.shape, up.shape
+    ranks = down.shape[1]
+    assert x.stride(1) == out.stride(1) == 1 and rank >= 16 and rank & (rank - 1) == 0
+    splits = min(_SPLITS, triton.cdiv(depth, _BLOCK_K))
+    share = triton.cdiv(triton.cdiv(depth, _BLOCK_K), splits) * _BLOCK_K
+    hidden = torch.empty((splits, count, ranks), dtype=torch.float32, device=x.device)
+    block_r = min(_BLOCK_R, triton.next_power_of_2(ranks))
+    columns = triton.cdiv(ranks, block_r)
+    tiles, block_m = alignment.most_tiles, alignment.block_m
+    wide, interpreted = x.dtype == torch.float32, not x.is_cuda
+    _down[(tiles * columns, splits)](
+        x, down, hidden, alignment.slots, *alignment[1:-1], count, depth, ranks, share, x.stride(0),
+        COLUMNS=columns, BLOCK_M=block_m, BLOCK_R=block_r, BLOCK_K=_BLOCK_K // (2 if wide else 1),
+        INTERPRETED=interpreted, num_warps=4, num_stages=1 if wide else 3,
+    )  # fmt: skip
+    _up[(tiles * len(blocks),)](
+        out, hidden, up, blocks, alignment.slots, *alignment[1:-1], count, width, ranks,
+        out.stride(0),
+        COLUMNS=len(blocks), SPLITS=splits, BLOCK_M=block_m, BLOCK_N=BLOCK_N, RANK=rank,
+        BLOCK_R=min(_BLOCK_R, rank), INTERPRETED=interpreted, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
+def _down(
+    x_ptr, down_ptr, hidden_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr,
+    num_tiles_ptr, count, depth, ranks, share, x_stride,
+    COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Each program computes a part of the sums of A·x: for one tile of tokens, some ranks, and
+    `share` in features."""
+    is_none, adapter, first, end = tile_of_program(
+        tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, COLUMNS
+    )
+    if is_none:
+        return
+    split = tl.program_id(1)
+    place = first + tl.arange(0, BLOCK_M)
+    token = tl.load(slots_ptr + tl.minimum(place, end - 1))
+    r = tl.program_id(0) % COLUMNS * BLOCK_R + tl.arange(0, BLOCK_R)
+    k = tl.arange(0, BLOCK_K)
+    x_tile = x_ptr + token.to(tl.int64)[:, None] * x_stride + k[None, :]
+    row = adapter.to(tl.int64) * ranks + tl.minimum(r, ranks - 1)
+    a_tile = down_ptr + row[:, None] * depth + k[None, :]
+    total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    begin = split * share
+    for start in range(begin, tl.minimum(begin + share, depth), BLOCK_K):
+        inside = (start + k < depth)[None, :]
+        x = tl.load(x_tile + start, mask=inside, other=0.0)
+        a = tl.load(a_tile + start, mask=inside, other=0.0)
+        if INTERPRETED:  # which multiplies the bits of bfloat16 as integers
+            x = x.to(tl.float32)
+            a = a.to(tl.float32)
+        total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+    target = hidden_ptr + (split * count + token).to(tl.int64)[:, None] * ranks + r[None, :]
+    tl.store(target, total, mask=(place < end)[:, None] & (r < ranks)[None, :])
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
+def _up(
+    out_ptr, hidden_ptr, up_ptr, blocks_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr,
+    tile_ends_ptr, num_tiles_ptr, count, width, ranks, out_stride,
+    COLUMNS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Each program adds B·hidden to one tile of tokens and one block of output features."""
+    is_none, adapter, first, end = tile_of_program(
+        tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, COLUMNS
+    )
+    if is_none:
+        return
+    block = tl.program_id(0) % COLUMNS
+    begin = tl.load(blocks_ptr + block * 3)
+    last = tl.load(blocks_ptr + block * 3 + 1)
+    at = tl.load(blocks_ptr + block * 3 + 2)
+    place = first + tl.arange(0, BLOCK_M)
+    token = tl.load(slots_ptr + tl.minimum(place, end - 1)).to(tl.int64)
+    n = begin + tl.arange(0, BLOCK_N)
+    r = tl.arange(0, BLOCK_R)
+    row = adapter.to(tl.int64) * width + tl.minimum(n, last - 1)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.static_range(0, RANK, BLOCK_R):
+        source = hidden_ptr + token[:, None] * ranks + (at + start + r)[None, :]
+        hidden = tl.load(source)
+        for split in tl.static_range(1, SPLITS):
+            hidden += tl.load(source + split * count.to(tl.int64) * ranks)
+        b = tl.load(up_ptr + row[:, None] * RANK + (start + r)[None, :])
+        hidden = hidden.to(up_ptr.dtype.element_ty)
+        if INTERPRETED:
+            hidden = hidden.to(tl.float32)
+            b = b.to(tl.float32)
+        total = tl.dot(hidden, tl.trans(b), total, input_precision="ieee")
+    target = out_ptr + token[:, None] * out_stride + n[None, :]
+    there = (place < end)[:, None] & (n < last)[None, :]
+    before = tl.load(target, mask=there, other=0.0).to(tl.float32)
+    tl.store(target, (before + total).to(out_ptr.dtype.element_ty), mask=there)

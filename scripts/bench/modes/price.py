@@ -1,0 +1,158 @@
+"""The mode price of bench_engine.py: what `engine.deterministic`, or another model, costs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+from measuring import DEVICE, commas
+from modes.determinism import fewer_layers
+from modes.routing import expert_layers, run_rows, set_routing
+from shapes import MODELS
+from workloads import WORKLOADS, dummy_model, prompt_vocab, requests
+
+from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.strategy import Strategy
+from batchgen.kernels.library import keep_one_order
+from batchgen.strategies.ar.strategy import ARStrategy
+from batchgen.strategies.dllm.strategy import DLLMStrategy
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What an engine of its own runs: the first rows of workloads, on the first layers of a model.
+
+    Attributes:
+        layers: how many layers; 0 is all.
+        requests: the most rows of a workload.
+    """
+
+    model: str
+    layers: int
+    workloads: tuple[str, ...]
+    requests: int
+    cache_gib: float
+
+    def serve(self, deterministic: bool, calls: Connection[Any, Any]) -> None:
+        """Run each workload once, say so, and then send the seconds of each that is asked for."""
+        if deterministic and DEVICE.type == "cuda":
+            keep_one_order()
+        changes = fewer_layers(self.model, self.layers) if self.layers else {}
+        model = dummy_model(self.model, DEVICE, **changes)
+        config = EngineConfig(
+            max_num_seqs=256,
+            max_model_len=2304,
+            kv_cache_gib=self.cache_gib,
+            deterministic=deterministic,
+        )
+        strategy: Strategy = ARStrategy()
+        if model.config.diffusion is not None:
+            strategy = DLLMStrategy(4, unmasking="low_confidence_static", denoising_steps=2)
+        engine = LLMEngine(model, None, (), strategy, config)
+        if expert_layers(model):
+            set_routing(model, "uniform")  # behind the engine's check of its products
+        engine.capture_graphs()
+        for workload in self.workloads:
+            run_rows(engine, self._rows(workload, engine.vocab_size, 0))
+        calls.send(None)
+        for turn in count(1):
+            rows = self._rows(calls.recv(), engine.vocab_size, turn)
+            calls.send(run_rows(engine, rows)[0])
+
+    def _rows(self, workload: str, size: int, turn: int) -> list[tuple[list[int], SamplingParams]]:
+        """Make the rows, with prompts that the prefix cache does not have."""
+        vocab = prompt_vocab(size)
+        return [
+            (
+                [(token + turn) % vocab for token in each.prompt],
+                SamplingParams(temperature=0, max_new_tokens=each.output_len, ignore_eos=True),
+            )
+            for each in requests(workload, vocab)[: self.requests]
+        ]
+
+
+class Process:
+    """An engine in a process of its own, as a product's order is settled for a whole process."""
+
+    def __init__(self, timed: Timed, deterministic: bool) -> None:
+        context = get_context("spawn")
+        self._calls, theirs = context.Pipe()
+        arguments = deterministic, theirs
+        self._process = context.Process(target=timed.serve, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def wait(self) -> None:
+        """Wait until it is ready."""
+        self._calls.recv()
+
+    def seconds(self, workload: str) -> float:
+        """Run a workload."""
+        self._calls.send(workload)
+        return float(self._calls.recv())
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.join()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", type=commas(str, MODELS), required=True)
+    parser.add_argument("--against", type=commas(str, MODELS), help="B of each, without the mode")
+    parser.add_argument("--workloads", type=commas(str, WORKLOADS), default=["mixed", "decode"])
+    parser.add_argument("--layers", type=int, default=12, help="the first so many; 0: all")
+    parser.add_argument("--requests", type=int, default=256, help="the most rows of a workload")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cache-gib", type=float, default=6.0, help="KV cache of each engine")
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time workloads without the mode (A) and with it, or of another model (B), in turn: A B A B A
+    B. Both engines are on the same card, and one of them runs at a time. Tokens go to random
+    experts.
+
+    Printed are the difference of the medians, and beside it the spread of A: the largest less the
+    smallest, of the median. The models' processes start at once and run one model after the other.
+    """
+    workloads = tuple(options.workloads)
+    pairs = []
+    for name, other in zip(options.models, options.against or options.models, strict=True):
+        both = (
+            Timed(each, options.layers, workloads, options.requests, options.cache_gib)
+            for each in (name, other)
+        )
+        modes = (False, not options.against)
+        pairs.append((name, [Process(*each) for each in zip(both, modes, strict=True)]))
+    for _, processes in pairs:
+        for process in processes:
+            process.wait()
+    found = []
+    for name, processes in pairs:
+        for workload in workloads:
+            turns = [[each.seconds(workload) for each in processes] for _ in range(options.rounds)]
+            found.append({"model": name, "layers": options.layers, "workload": workload})
+            found[-1] |= compared(*zip(*turns, strict=True))
+            print("{model}, {workload}: {A} / {B}, {difference:+.1%}".format(**found[-1]), end="")
+            print(f", spread {found[-1]['spread']:.1%}", flush=True)
+        for process in processes:
+            process.close()
+    return found
+
+
+def compared(without: Sequence[float], with_mode: Sequence[float]) -> dict[str, Any]:
+    """Compare the seconds of runs."""
+    middle = median(without)
+    return {
+        "A": [round(each, 3) for each in without],
+        "B": [round(each, 3) for each in with_mode],
+        "difference": median(with_mode) / middle - 1,
+        "spread": (max(without) - min(without)) / middle,
+    }

@@ -1,0 +1,70 @@
+"""The kernels of adapters against the reference, under the interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchgen.kernels.lora.lora import StackedFactors, add_lora_reference_
+from batchgen.kernels.lora.lora_tokens import sorted_tokens
+from batchgen.kernels.lora.lora_triton import BLOCK_N, add_lora_triton_
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def factors(
+    parts: list[int], depth: int, rank: int, adapters: int, dtype: torch.dtype
+) -> StackedFactors:
+    starts = [sum(parts[:i]) for i in range(len(parts))]
+    blocks = [
+        (first, min(first + BLOCK_N, start + size), index * rank)
+        for index, (start, size) in enumerate(zip(starts, parts, strict=True))
+        for first in range(start, start + size, BLOCK_N)
+    ]
+    down = torch.randn(adapters, len(parts) * rank, depth) * depth**-0.5
+    up = torch.randn(adapters, sum(parts), rank)
+    return StackedFactors(
+        down.to(dtype).to(DEVICE),
+        up.to(dtype).to(DEVICE),
+        torch.tensor(blocks, dtype=torch.int32, device=DEVICE),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("parts", "depth", "rank", "adapters", "tokens"),
+    [
+        ([200], 160, 16, 3, 21),
+        ([96, 40, 40], 300, 16, 2, 40),
+        ([64], 1100, 128, 5, 9),
+        ([32, 32], 64, 32, 1, 1),
+    ],
+)
+def test_the_kernels_equal_the_reference(
+    parts: list[int], depth: int, rank: int, adapters: int, tokens: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    stacked = factors(parts, depth, rank, adapters, dtype)
+    x = torch.randn(tokens, depth + 8).to(dtype).to(DEVICE)[:, :depth]  # rows of a wider tensor
+    out = torch.randn(tokens, sum(parts)).to(dtype).to(DEVICE)
+    slots = torch.randint(0, adapters + 1, (tokens,), device=DEVICE)
+    slots[0] = adapters
+    expected = add_lora_reference_(out.clone(), x, slots, stacked)
+    found = add_lora_triton_(out.clone(), x, sorted_tokens(slots, adapters), *stacked)
+    if dtype == torch.float32:
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    else:
+        torch.testing.assert_close(found.float(), expected.float(), atol=0.15, rtol=2e-2)
+    assert torch.equal(found[slots == 0], out[slots == 0])
+
+
+def test_a_token_has_the_same_bits_in_any_batch() -> None:
+    torch.manual_seed(0)
+    stacked = factors([64, 32], 256, 16, 3, torch.float32)
+    x, out = torch.randn(30, 256, device=DEVICE), torch.zeros(30, 96, device=DEVICE)
+    slots = torch.randint(0, 4, (30,), device=DEVICE)
+    whole = add_lora_triton_(out.clone(), x, sorted_tokens(slots, 3), *stacked)
+    for i in range(0, 30, 7):
+        one = slice(i, i + 1)
+        alone = add_lora_triton_(out[one].clone(), x[one], sorted_tokens(slots[one], 3), *stacked)
+        assert torch.equal(alone, whole[one])

@@ -1,0 +1,88 @@
+"""Adapters of the tiny models as PEFT writes them, and the models that they are merged into."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.support.engine.edited_models import edit_weights
+
+SKIPPED = re.compile(r"experts\.\d|visual|vision_tower")
+"""Modules that batchgen has no adapters for."""
+DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def write_adapter(
+    folder: Path,
+    base: Path,
+    targets: Sequence[str] = DENSE,
+    *,
+    rank: int = 4,
+    alpha: float = 6.0,
+    seed: int = 0,
+    strength: float = 0.3,
+    ranks: dict[str, int] | None = None,
+    **config: Any,
+) -> Path:
+    """Write an adapter with random factors for the modules of `base` that end with `targets`;
+    `ranks` are those that differ, by the last part of the name."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    layers = config.get("layers_to_transform")
+    for name, weight in load_file(base / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        last = module.rpartition(".")[2]
+        if (
+            not name.endswith(".weight")
+            or last not in targets
+            or weight.ndim != 2
+            or SKIPPED.search(name)
+        ):
+            continue
+        if layers is not None and int(module.split("layers.")[1].split(".")[0]) not in layers:
+            continue
+        own = (ranks or {}).get(last, rank)
+        out_features, in_features = weight.shape
+        for factor, shape in (("A", (own, in_features)), ("B", (out_features, own))):
+            drawn = torch.randn(shape, generator=generator) * strength
+            tensors[f"base_model.model.{module}.lora_{factor}.weight"] = drawn
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    written = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": str(base),
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": list(targets),
+        "rank_pattern": ranks or {},
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(written | config))
+    return folder
+
+
+def merge(base: Path, adapter: Path, target: Path) -> Path:
+    """Write the model whose weights are W + scale · B·A, by PEFT's definition."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    factors = load_file(adapter / "adapter_model.safetensors")
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name, down in factors.items():
+            if ".lora_A." not in name:
+                continue
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            up, last = factors[name.replace("lora_A", "lora_B")], module.rpartition(".")[2]
+            alpha = config.get("alpha_pattern", {}).get(last, config["lora_alpha"])
+            scale = alpha / (math.sqrt(len(down)) if config.get("use_rslora") else len(down))
+            tensors[f"{module}.weight"] += scale * (up.double() @ down.double()).float()
+
+    return edit_weights(base, target, change)
