@@ -1,22 +1,31 @@
-"""`batchgen score OUT`: the scores of a graded job."""
+"""`batchgen score OUT`: the scores of a graded job, or of one that still runs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from batchgen.cli.job_outcome import verb
 from batchgen.cli.verb_table import Parser
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
+from batchgen.util.errors import ConfigError
 
 _ABOUT = """\
 Score the marks of a graded job, and print the scores. The intervals are of 95%: for new questions
 of the same kind, and for the same questions asked again. Nothing is written without --save, which
 puts these scores into the job's metrics.json and report.html.
 
+With --so-far a job may still run: the answers that are there are graded in memory. Short answers
+end first, so it says how much better the shorter half of the answers is than the longer one, and
+which score is possible at all.
+
   batchgen score OUT
   batchgen score OUT score.subset=category score.ks=1,4
+  batchgen score OUT score.column=score           # of a judge, or any other column of numbers
   batchgen score OUT score.subset=category --save
+  batchgen score OUT --so-far
+  batchgen score OUT --format markdown
 """
 
 
@@ -28,28 +37,65 @@ def main(arguments: Sequence[str]) -> int:
         "override",
         metavar="KEY=VALUE",
         nargs="*",
-        help="score.subset=…, score.cluster=…, score.ks=…",
+        help="score.column=…, score.subset=…, score.cluster=…, score.ks=…",
     )
-    parser.add_argument("--json", action="store_true", help="print everything, as JSON")
+    parser.add_argument(
+        "--format", choices=("text", "markdown", "json", "csv"), default="text",
+        help="default: text; json has everything",
+    )  # fmt: skip
+    parser.add_argument(
+        "--json", action="store_const", const="json", dest="format", help="as --format json"
+    )
     parser.add_argument(
         "--save", action="store_true", help="write the scores into metrics.json and report.html"
     )
+    parser.add_argument(
+        "--so-far", action="store_true", help="score the answers of a job that is not complete"
+    )
+    parser.add_argument(
+        "--trust",
+        metavar="OUT",
+        action="append",
+        default=[],
+        help="with --so-far: run what post in OUT/config.yaml names that is not batchgen's own",
+    )
     given = parser.parse_intermixed_args(arguments)
-    job = GradedJob(given.out, "score")
-    config = scoring(job, given.override)
+    if given.so_far and given.save:
+        raise ConfigError("score --so-far is of some answers alone: leave out --save")
+    job = GradedJob(given.out, "score", complete=not given.so_far)
     from batchgen.evals.scores.job_score import job_score, save_score
     from batchgen.pages.report.write_report import renew_report
-    from batchgen.util.text.text_table import score_lines, table
 
     job.warn_of_copies()
-    scores = job_score(job.path, config.score)
+    if given.so_far:
+        from batchgen.evals.scores.so_far import score_so_far
+
+        config = scoring(job, given.override, given.trust)
+        print(_text(score_so_far(job, config.post, config.score), given.format))
+        return 0
+    scores = job_score(job.path, scoring(job, given.override).score)
     if given.save:
         with job.locked():
             save_score(job.path, scores)
             renew_report(job.path)
-    print(
-        json.dumps(scores, indent=2, ensure_ascii=False)
-        if given.json
-        else table(score_lines(scores))
-    )
+    print(_text(scores, given.format))
     return 0
+
+
+def _text(scores: Mapping[str, Any], form: str) -> str:
+    from batchgen.evals.scores.score_tables import HEADER, score_cells, score_rows
+    from batchgen.util.text.data_tables import csv_text, markdown
+    from batchgen.util.text.text_table import score_lines, table
+
+    if form == "json":
+        return json.dumps(scores, indent=2, ensure_ascii=False)
+    if form == "csv":
+        return csv_text(HEADER, score_rows(scores))
+    if form == "markdown":
+        return markdown([HEADER, *score_cells(scores)])
+    lines = score_lines(scores)
+    if "so_far" in scores:
+        from batchgen.evals.scores.so_far import so_far_lines
+
+        lines = [*so_far_lines(scores), *lines]
+    return table(lines)
