@@ -17,7 +17,7 @@ from batchgen.engine.models.hybrid import HybridConfig
 from batchgen.engine.models.mla_model import LatentConfig
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.models.moe_model import MoEConfig
-from batchgen.kernels.mxfp4.mxfp4_weight import VALUE_BYTES
+from batchgen.kernels.four_bit.mxfp4_weight import VALUE_BYTES
 
 _BYTES_PER_VALUE = 2
 """Bytes of a weight, a key or a value in bfloat16."""

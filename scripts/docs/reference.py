@@ -65,12 +65,12 @@ MODELS_HEAD = """# Models
 
 The families of models, by the `architectures` of their config.json. Checkpoints are safetensors or,
 where the table says so, GGUF; weights may be in FP8, those of gpt-oss in MXFP4, and those of AWQ,
-GPTQ, compressed-tensors and ModelOpt are dequantised ([Sampling](../guides/sampling.md)). Families
-with experts write the column `routed_experts`. DeepseekV3 also loads R1, Moonlight and Kimi-K2,
-whose tokenizers are code of their repositories, which is never run: put a converted tokenizer.json
-into the folder. Glm4MoeLite is GLM-4.7-Flash. Phi-3 and Phi-4-mini with LongRoPE have contexts of
-4,096 tokens here. Vision towers are left out but for Qwen3VL and Qwen3_5 and their Moe kinds, which
-read images."""
+GPTQ, compressed-tensors and ModelOpt are kept in int4 or dequantised
+([Sampling](../guides/sampling.md)). Families with experts write the column `routed_experts`.
+DeepseekV3 also loads R1, Moonlight and Kimi-K2, whose tokenizers are code of their repositories,
+which is never run: put a converted tokenizer.json into the folder. Glm4MoeLite is GLM-4.7-Flash.
+Phi-3 and Phi-4-mini with LongRoPE have contexts of 4,096 tokens here. Vision towers are left out
+but for Qwen3VL and Qwen3_5 and their Moe kinds, which read images."""
 MISSING_HEAD = """## What is not supported
 
 A refusal names the nearest family, and what is missing in it."""

@@ -32,6 +32,7 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
         "Grade": "batchgen.evals.graders.grade:Grade",
         "Instructions": "batchgen.evals.graders.instructions:Instructions",
         "RunTests": "batchgen.evals.graders.run_tests:RunTests",
+        "Verdict": "batchgen.evals.graders.verdict:Verdict",
         "ParseScore": "batchgen.evals.graders.parse_score:ParseScore",
         "ChoiceScore": "batchgen.evals.graders.parse_score:ChoiceScore",
     },

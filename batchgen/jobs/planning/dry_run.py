@@ -129,7 +129,7 @@ def _model(config: JobConfig, opened: OpenedJob) -> str:
     model, group = opened.model, config.model
     revision = "" if group.revision is None else f" at {group.revision}"
     dtype = str(opened.dtype).removeprefix("torch.")
-    if (weights := model.weights_text(config.engine.device)) is not None:
+    if (weights := model.weights_text(opened.dtype, config.engine.device)) is not None:
         dtype += f" with weights in {weights}"
     return (
         f"{group.path}{revision}: {model.config.architecture}, {dtype}, at most "

@@ -55,7 +55,7 @@ def model_fingerprints(
         # `auto` may mean another dtype on another machine, and that gives other tokens.
         "dtype": str(dtype).removeprefix("torch."),
     }
-    if (weights := model.weights_text(config.engine.device)) is not None:
+    if (weights := model.weights_text(dtype, config.engine.device)) is not None:
         found["weights"] = weights  # of FP8 is computed with only where the device can
     for name, other in others.items():
         found[f"{name}_model"] = fingerprint_files(model_files(other.path))

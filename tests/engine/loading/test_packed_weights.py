@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from batchgen.engine.layers.packed_format import PackedFormat, packed_format
+from batchgen.engine.layers.packed_format import Int4Format, PackedFormat, packed_format
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
 from tests.support.engine.packed_checkpoints import (
@@ -44,6 +44,8 @@ def groups(bits: int, kind: str, **more: Any) -> dict[str, Any]:
 
 
 INT4 = groups(4, "int")
+ORDERED = groups(4, "int")
+ORDERED["config_groups"]["group_0"]["weights"]["actorder"] = "group"
 FLOAT8 = groups(8, "float", input_activations={"num_bits": 8, "type": "float", "dynamic": True})
 
 
@@ -66,7 +68,7 @@ FORMS: dict[str, tuple[dict[str, Any], Pack]] = {
     "awq": (AWQ, awq),
     "int4 in groups": (INT4, pack_quantized),
     "int4 with zero points": (INT4, partial(pack_quantized, zero=True)),
-    "int4 by activation": (INT4, partial(pack_quantized, ordered=True, zero=True)),
+    "int4 by activation": (ORDERED, partial(pack_quantized, ordered=True, zero=True)),
     "int8 packed": (groups(8, "int"), partial(pack_quantized, bits=8, zero=True)),
     "int8": (groups(8, "int"), int8),
     "int8 with zero points": (groups(8, "int"), partial(int8, zero=True)),
@@ -136,12 +138,13 @@ def test_int4_is_rounded_to_fp8_where_that_is_asked_for(
 def test_the_format_is_named_for_the_user() -> None:
     names = {name: packed_format(quantization) for name, (quantization, _) in FORMS.items()}
     assert names["gptq by activation"] == PackedFormat(
-        name="int4 (GPTQ, groups of 32 by activation)", zeros_are_less=True
+        name="int4 (GPTQ, groups of 32 by activation)", zeros_are_less=True, ordered=True
     )
     assert names["fp8 by tensor"] == PackedFormat(
         name="float8 (compressed-tensors)", activations="float8"
     )
-    assert names["awq"] == PackedFormat(name="int4 (AWQ, groups of 32)")
+    awq = "int4 (AWQ, groups of 32)"
+    assert names["awq"] == PackedFormat(name=awq, int4=Int4Format(name=awq, group=32))
 
 
 AT = "model.layers.0.self_attn.q_proj."
