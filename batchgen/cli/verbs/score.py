@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from batchgen.cli.job_outcome import verb
 from batchgen.cli.verb_table import Parser
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
+from batchgen.storage.metrics.job_scores import JobScores
 from batchgen.util.errors import ConfigError
 
 _ABOUT = """\
 Score the marks of a graded job, and print the scores. The intervals are of 95%: for new questions
 of the same kind, and for the same questions asked again. Nothing is written without --save, which
-puts these scores into the job's metrics.json and report.html.
+puts these scores into the job's metrics.json and report.html. Rows that run with each of several
+adapters have a score for each of these.
 
 With --so-far a job may still run: the answers that are there are graded in memory. Short answers
 end first, so it says how much better the shorter half of the answers is than the longer one, and
@@ -63,7 +64,8 @@ def main(arguments: Sequence[str]) -> int:
     if given.so_far and given.save:
         raise ConfigError("score --so-far is of some answers alone: leave out --save")
     job = GradedJob(given.out, "score", complete=not given.so_far)
-    from batchgen.evals.scores.job_score import job_score, save_score
+    from batchgen.evals.scores.job_score import job_scores, save_score
+    from batchgen.evals.scores.samples import Samples
     from batchgen.pages.report.write_report import renew_report
 
     job.warn_of_copies()
@@ -71,9 +73,10 @@ def main(arguments: Sequence[str]) -> int:
         from batchgen.evals.scores.so_far import score_so_far
 
         config = scoring(job, given.override, given.trust)
-        print(_text(score_so_far(job, config.post, config.score), given.format))
+        values = score_so_far(job, config.post, config.score)
+        print(_text(JobScores(values), given.format))
         return 0
-    scores = job_score(job.path, scoring(job, given.override).score)
+    scores = job_scores(Samples(job.path, scoring(job, given.override).score, by=job.grid_column))
     if given.save:
         with job.locked():
             save_score(job.path, scores)
@@ -82,20 +85,21 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _text(scores: Mapping[str, Any], form: str) -> str:
-    from batchgen.evals.scores.score_tables import HEADER, score_cells, score_rows
+def _text(scores: JobScores, form: str) -> str:
+    from batchgen.evals.scores.score_tables import header, score_cells, score_rows
     from batchgen.util.text.data_tables import csv_text, markdown
-    from batchgen.util.text.text_table import score_lines, table
+    from batchgen.util.text.text_table import adapter_lines, score_lines, table
 
     if form == "json":
-        return json.dumps(scores, indent=2, ensure_ascii=False)
+        values = scores.score or {"adapters": scores.adapters}
+        return json.dumps(values, indent=2, ensure_ascii=False)
     if form == "csv":
-        return csv_text(HEADER, score_rows(scores))
+        return csv_text(header(scores), score_rows(scores))
     if form == "markdown":
-        return markdown([HEADER, *score_cells(scores)])
-    lines = score_lines(scores)
-    if "so_far" in scores:
+        return markdown([header(scores), *score_cells(scores)])
+    lines = [] if scores.score is None else score_lines(scores.score)
+    if scores.score is not None and "so_far" in scores.score:
         from batchgen.evals.scores.so_far import so_far_lines
 
-        lines = [*so_far_lines(scores), *lines]
-    return table(lines)
+        lines = [*so_far_lines(scores.score), *lines]
+    return table(lines + adapter_lines(scores.adapters))

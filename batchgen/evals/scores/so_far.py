@@ -40,6 +40,11 @@ def score_so_far(job: GradedJob, post: Sequence[StepConfig], config: ScoreConfig
         ConfigError: no row is finished, or there is no column of a name in `config`.
         JobError: a file is damaged.
     """
+    if (grid := job.grid_column) is not None:
+        raise ConfigError(
+            f"{job.given}: its rows run with several adapters ({grid}), which end at different "
+            "times: it is scored when it is complete"
+        )
     steps = post_steps(post)
     if steps:
         check_fields(steps, job.columns)

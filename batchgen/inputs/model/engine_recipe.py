@@ -67,6 +67,11 @@ class EngineRecipe:
             raise ValueError(
                 f"tensor_parallel is {size}, and PyTorch sees {torch.cuda.device_count()} GPUs"
             )
+        if self.config.deterministic and kind == "cuda" and self.model.adapters:
+            raise ValueError(
+                "deterministic is true, and it was not shown yet that products of adapters keep "
+                "the bits of rows on a GPU: set it to false, or merge the adapter"
+            )
         if self.config.deterministic:
             refuse_unkept(
                 device_of(self.device),
