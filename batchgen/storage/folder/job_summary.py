@@ -99,6 +99,14 @@ class JobSummary:
         return total
 
     @property
+    def rows_recorded(self) -> int:
+        """Of how many rows that are not finished there are records, by the workers of the last
+        attempt, as far as they said."""
+        session = self.attempt.get("session")
+        last = (one for one in self.attempts if one.get("session") == session)
+        return sum(one.get("rows_recorded", 0) for one in last)
+
+    @property
     def mean_mark(self) -> float | None:
         value: float | None = None if self.score is None else self.score["avg"]["value"]
         return value
@@ -154,6 +162,8 @@ def status_line(reader: JobFolderReader, name: str) -> str:
         facts.append(until_line(job.totals))
     if job.rows_copied:
         facts.append(f"{job.rows_copied:,} copied")
+    if job.status != "complete" and job.rows_recorded:
+        facts.append(f"{job.rows_recorded:,} begun")
     if job.tokens_per_s:
         facts.append(f"{job.tokens_per_s:,.0f} tokens/s")
     if job.status == "running" and total is not None and (speed := _rows_per_s(job.attempts)):

@@ -34,6 +34,8 @@ class Attempt:
             them.
         rows_begun: those of its rows that earlier attempts had begun, and that it went on with.
         tokens_begun: the tokens of these that earlier attempts had generated.
+        rows_recorded: output rows that it has begun and not finished, and of which there are
+            records to go on from.
         rows_total: output rows of the whole job; None if that is not known.
         status: how it ended. If it was killed, the file still says `running`, and the next attempt
             changes that to `killed`.
@@ -80,6 +82,7 @@ class Attempt:
     devices: int = 1
     rows_begun: int = 0
     tokens_begun: int = 0
+    rows_recorded: int = 0
 
 
 class Metrics:
