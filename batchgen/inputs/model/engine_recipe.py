@@ -84,7 +84,8 @@ class EngineRecipe:
             return
         heads = strategy_heads(self.strategy, self.model)
         for opened in (self.model, *self.others.values()):
-            bare(opened, torch.float32, heads if opened is self.model else [], size)
+            units = Units(fp8=True, four_bits=True)  # formats say where weights can be cut
+            bare(opened, torch.float32, heads if opened is self.model else [], size, units=units)
 
     def contract(self) -> dict[str, str]:
         """Return what decides the bits of rows besides the models, see `contract`."""

@@ -15,6 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from batchgen.config.groups.adapter_names import LoRA, named_places, only_one
+from batchgen.engine.layers.mxfp4_format import Units
 from batchgen.engine.loading.adapters import check_adapter
 from batchgen.engine.loading.peft_files import CONFIG, WEIGHTS, AdapterFile, open_adapter
 from batchgen.engine.sampling.sampling_params import BASE
@@ -39,7 +40,7 @@ def with_adapters(model: OpenedModel, given: LoRA) -> OpenedModel:
             f"lora stands beside weights in safetensors, and {model.path.name} is a GGUF file: "
             "merge the adapter, or use the original checkpoint"
         )
-    weights = bare(model, torch.float32, [])
+    weights = bare(model, torch.float32, [], units=Units(fp8=False, four_bits=False))
     found = {}
     for name, place in places.items():
         adapter = open_adapter(_folder(name, place))

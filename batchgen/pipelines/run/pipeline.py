@@ -136,8 +136,8 @@ def compose_pipeline(given: GivenPipeline, trust: Trust, folders: Sequence[Path]
             start = "" if f"{STEPS}.{name}" in str(error) else f"step {name}: "
             raise ConfigError(f"{start}{error}") from None
     ordered = {name: steps[name] for name in in_order({n: s.reads for n, s in steps.items()})}
-    for name, step in ordered.items():
-        for other in step.reads:
+    for name, composed in ordered.items():
+        for other in composed.reads:
             if ordered[other].config.model.lora_grid:
                 raise ConfigError(f"step {name}: the step {other} {GRID_REFUSAL}")
     most = given.keys.get(MOST_ERRORS, _MOST_ERRORS)
