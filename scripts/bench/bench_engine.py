@@ -8,6 +8,7 @@
     TRITON_CACHE_DIR=$(mktemp -d) python scripts/bench/bench_engine.py start-up --model qwen3-8b
     python scripts/bench/bench_engine.py determinism [--models qwen3-0.6b] [--schedules 200]
     python scripts/bench/bench_engine.py price --models qwen3-8b,gpt-oss-20b [--layers 12]
+    python scripts/bench/bench_engine.py price --models qwen3-8b --against qwen3-8b-int4
     python scripts/bench/bench_engine.py tensor-parallel [--model qwen3-30b-a3b] [--ranks 1,2,4] \\
         [--chunk-tokens 256,0] [--runs 2] [--profile]
 

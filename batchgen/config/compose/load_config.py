@@ -51,7 +51,7 @@ from batchgen.config.groups.workers_config import BudgetConfig, WorkersConfig
 from batchgen.util.errors import ConfigError
 
 _NOT_DECIDING: Mapping[str, Collection[str]] = {
-    "model": {"name", "path", "revision"},
+    "model": {"name", "path", "revision", "lora"},
     "dataset": {"path", "limit", "follow"},
     "prompt": {"image_root", "constant"},
     "sampling": {"n"},

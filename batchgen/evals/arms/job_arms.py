@@ -179,6 +179,11 @@ class _Job:
 
         if self.job is None or self.score is None or self.without:
             return None
+        if by is None and (grid := self.job.grid_column) is not None:
+            raise ConfigError(
+                f"{self.folder.folder}: its rows run with several adapters, of which one score "
+                f"would say nothing: compare them with --by {grid}"
+            )
         if by not in self._tables:
             try:
                 self._tables[by] = Samples(self.job.path, self.score, by=by).table()

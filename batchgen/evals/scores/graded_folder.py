@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from batchgen.config.groups.adapter_names import ADAPTER
 from batchgen.storage.folder.open_folder import open_folder, refuse_incomplete
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import short_user_path
@@ -68,6 +69,11 @@ class GradedJob:
         """The columns of its rows."""
         schema = self._reader.schema
         return [] if schema is None else list(schema.names)
+
+    @property
+    def grid_column(self) -> str | None:
+        """The column that tells the adapters apart with each of which its rows run; else None."""
+        return ADAPTER if (self.config.get("model") or {}).get("lora_grid") is True else None
 
     def rows(self, columns: Sequence[str]) -> Any:
         """Its rows with some columns."""

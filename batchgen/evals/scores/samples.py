@@ -38,11 +38,12 @@ class Samples:
     Attributes:
         grades: of the job.
         config: how the job is scored.
+        by: the column that `table` has besides.
     """
 
     def __init__(self, job: Path, config: ScoreConfig, *, by: str | None = None) -> None:
         """Open the samples; `by` is a column that `table` has besides, as texts."""
-        self.config, self._by = config, by
+        self.config, self.by = config, by
         witness = Witness(tuple(self._columns), self._keep) if config.column == MARK else None
         self.grades = JobGrades(job, witness)
         self._kept: dict[Part, pa.Table] = {}
@@ -86,7 +87,7 @@ class Samples:
     def _columns(self) -> list[str]:
         """The columns of rows that are read."""
         config = self.config
-        keys = (config.subset, config.cluster, config.choices, self._by)
+        keys = (config.subset, config.cluster, config.choices, self.by)
         named: list[str] = [name for name in keys if name is not None]
         return list(dict.fromkeys([*_ROWS, *named]))
 
@@ -112,7 +113,7 @@ class Samples:
             "score.subset": config.subset,
             "score.cluster": config.cluster,
             "score.choices": config.choices,
-            "--by": self._by,
+            "--by": self.by,
         }.items():
             if name is not None and name not in names:
                 raise ConfigError(
@@ -143,7 +144,7 @@ class Samples:
             "choices": self._num_choices(rows),
         }
         table = {name: columns[name].cast(kind) for name, kind in SAMPLES.items()}
-        return pa.table(table | ({} if self._by is None else {self._by: _names(rows, self._by)}))
+        return pa.table(table | ({} if self.by is None else {self.by: _names(rows, self.by)}))
 
     def _values(self, rows: pa.Table, grades: pa.Table) -> pa.ChunkedArray:
         """The marks, or the numbers in their place; null for those that are not finite."""

@@ -67,6 +67,11 @@ class EngineRecipe:
             raise ValueError(
                 f"tensor_parallel is {size}, and PyTorch sees {torch.cuda.device_count()} GPUs"
             )
+        if self.config.deterministic and kind == "cuda" and self.model.adapters:
+            raise ValueError(
+                "deterministic is true, and it was not shown yet that products of adapters keep "
+                "the bits of rows on a GPU: set it to false, or merge the adapter"
+            )
         if self.config.deterministic:
             refuse_unkept(
                 device_of(self.device),
@@ -79,7 +84,8 @@ class EngineRecipe:
             return
         heads = strategy_heads(self.strategy, self.model)
         for opened in (self.model, *self.others.values()):
-            bare(opened, torch.float32, heads if opened is self.model else [], size)
+            units = Units(fp8=True, four_bits=True)  # formats say where weights can be cut
+            bare(opened, torch.float32, heads if opened is self.model else [], size, units=units)
 
     def contract(self) -> dict[str, str]:
         """Return what decides the bits of rows besides the models, see `contract`."""

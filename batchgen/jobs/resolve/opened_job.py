@@ -245,6 +245,10 @@ def open_job(
     columns = image_columns(config, model)
     # Last of what can be refused: it takes seconds to load datasets.
     source, of_steps = _open_rows(config, model, post, promised, wait, columns)
+    if config.model.lora_grid:
+        from batchgen.inputs.dataset.grid_source import GridSource  # it loads datasets
+
+        source = GridSource(source, config.model.adapters)
     counts = [count.name for count in strategy.counts]
     check_scored(post, config.score, [*source.schema.names, *counts])
     images = row_images(config, model, source)

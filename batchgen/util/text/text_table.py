@@ -104,6 +104,14 @@ def score_lines(scores: Mapping[str, Any]) -> list[Line]:
     return lines
 
 
+def adapter_lines(adapters: Mapping[str, Mapping[str, Any]]) -> list[Line]:
+    """A line for the scores of each adapter, by its name."""
+    return [
+        (f"{scores.get('column', 'score')} {name}", _average(scores["avg"], score_value(scores)))
+        for name, scores in adapters.items()
+    ]
+
+
 def _short(names: Sequence[str]) -> list[str]:
     """Each name in one line of at most _NAME characters; names that this makes equal end in their
     place."""

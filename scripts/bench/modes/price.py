@@ -1,4 +1,4 @@
-"""The mode price of bench_engine.py: what `engine.deterministic` costs."""
+"""The mode price of bench_engine.py: what `engine.deterministic`, or another model, costs."""
 
 from __future__ import annotations
 
@@ -106,6 +106,7 @@ class Process:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", type=commas(str, MODELS), required=True)
+    parser.add_argument("--against", type=commas(str, MODELS), help="B of each, without the mode")
     parser.add_argument("--workloads", type=commas(str, WORKLOADS), default=["mixed", "decode"])
     parser.add_argument("--layers", type=int, default=12, help="the first so many; 0: all")
     parser.add_argument("--requests", type=int, default=256, help="the most rows of a workload")
@@ -114,17 +115,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time workloads without the mode (A) and with it (B), in turn: A B A B A B. Both engines are
-    on the same card, and one of them runs at a time. Tokens go to random experts.
+    """Time workloads without the mode (A) and with it, or of another model (B), in turn: A B A B A
+    B. Both engines are on the same card, and one of them runs at a time. Tokens go to random
+    experts.
 
     Printed are the difference of the medians, and beside it the spread of A: the largest less the
     smallest, of the median. The models' processes start at once and run one model after the other.
     """
     workloads = tuple(options.workloads)
     pairs = []
-    for name in options.models:
-        timed = Timed(name, options.layers, workloads, options.requests, options.cache_gib)
-        pairs.append((name, [Process(timed, deterministic) for deterministic in (False, True)]))
+    for name, other in zip(options.models, options.against or options.models, strict=True):
+        both = (
+            Timed(each, options.layers, workloads, options.requests, options.cache_gib)
+            for each in (name, other)
+        )
+        modes = (False, not options.against)
+        pairs.append((name, [Process(*each) for each in zip(both, modes, strict=True)]))
     for _, processes in pairs:
         for process in processes:
             process.wait()
