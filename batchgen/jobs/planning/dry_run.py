@@ -117,6 +117,7 @@ def _prompts(scan: Scan, room: int) -> str:
     )
     if scan.looked_at and scan.looked_at == sum(bad.count for bad in scan.bad.values()):
         text = f"none {found[-1]} can be made"
+        text += f"; {too_long.count} too long (room for {room:,})" if too_long else ""
     if scan.cut:
         text += f"; {scan.cut:,} cut to that"
     text += image_share(scan).replace("\n", f"\n{'':<10}  ")

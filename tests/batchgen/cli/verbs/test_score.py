@@ -40,9 +40,9 @@ def test_score_only_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("count_as", "shown", "marked"),
     [
-        ("as_marked", "75.0%", "truncated 50.0% (with an answer 50.0%) of 8 answers"),
-        ("wrong", "37.5%", "truncated 50.0% (counted as wrong) of 8 answers"),
-        ("left_out", "75.0%", "truncated 50.0% (left out) of 8 answers"),
+        ("as_marked", "75.0%", "50.0% truncated (50.0% of all have an answer)"),
+        ("wrong", "37.5%", "50.0% truncated (counted as wrong)"),
+        ("left_out", "75.0%", "50.0% truncated (left out)"),
     ],
 )
 def test_an_exam_says_what_cut_texts_count_as(
@@ -112,7 +112,7 @@ def test_numbers_of_a_judge_are_scored_and_shown_everywhere(
     assert run_verb("grade", [str(job), post, "score.column=score"]) == 0
     said = capsys.readouterr().out
     assert "score       7, new questions 4.636 to 9.364" in said and "range       4 to 9" in said
-    assert "no answer 16.7%" in said
+    assert "16.7% no answer found" in said
     scores = json.loads((job / "metrics.json").read_bytes())["score"]
     assert scores["column"] == "score" and scores["marked"] == 5 and "pass@1" not in scores
     assert run_verb("report", [str(job)]) == 0
