@@ -1,7 +1,7 @@
 """Trains LoRA adapters for nano_vl, a small model that comes with batchgen, on a CPU.
 
 The model adds, but was never asked to double a number. Three adapters learn it from different
-amounts of practice, which takes about a minute in all on two cores:
+amounts of practice, in less than a minute on two cores:
 
     python scripts/nano/nano_adapters.py --out adapters
     batchgen adapters/job.yaml
@@ -38,7 +38,7 @@ JOB = """\
 # Each question runs with each adapter and with the model alone, in one batch.
 model:
   choice: nano_vl
-  lora: [{adapters}, base]
+  lora: [base, {adapters}]
   lora_grid: true
 dataset:
   path: {out}/doubles.jsonl
