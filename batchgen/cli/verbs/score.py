@@ -1,4 +1,4 @@
-"""`batchgen score OUT`: the scores of a graded job."""
+"""`batchgen score OUT`: the scores of a graded job, or of one that still runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from batchgen.cli.job_outcome import verb
 from batchgen.cli.verb_table import Parser
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
+from batchgen.storage.metrics.job_scores import JobScores
+from batchgen.util.errors import ConfigError
 
 _ABOUT = """\
 Score the marks of a graded job, and print the scores. The intervals are of 95%: for new questions
@@ -15,9 +17,16 @@ of the same kind, and for the same questions asked again. Nothing is written wit
 puts these scores into the job's metrics.json and report.html. Rows that run with each of several
 adapters have a score for each of these.
 
+With --so-far a job may still run: the answers that are there are graded in memory. Short answers
+end first, so it says how much better the shorter half of the answers is than the longer one, and
+which score is possible at all.
+
   batchgen score OUT
   batchgen score OUT score.subset=category score.ks=1,4
+  batchgen score OUT score.column=score           # of a judge, or any other column of numbers
   batchgen score OUT score.subset=category --save
+  batchgen score OUT --so-far
+  batchgen score OUT --format markdown
 """
 
 
@@ -29,30 +38,68 @@ def main(arguments: Sequence[str]) -> int:
         "override",
         metavar="KEY=VALUE",
         nargs="*",
-        help="score.subset=…, score.cluster=…, score.ks=…",
+        help="score.column=…, score.subset=…, score.cluster=…, score.ks=…",
     )
-    parser.add_argument("--json", action="store_true", help="print everything, as JSON")
+    parser.add_argument(
+        "--format", choices=("text", "markdown", "json", "csv"), default="text",
+        help="default: text; json has everything",
+    )  # fmt: skip
+    parser.add_argument(
+        "--json", action="store_const", const="json", dest="format", help="as --format json"
+    )
     parser.add_argument(
         "--save", action="store_true", help="write the scores into metrics.json and report.html"
     )
+    parser.add_argument(
+        "--so-far", action="store_true", help="score the answers of a job that is not complete"
+    )
+    parser.add_argument(
+        "--trust",
+        metavar="OUT",
+        action="append",
+        default=[],
+        help="with --so-far: run what post in OUT/config.yaml names that is not batchgen's own",
+    )
     given = parser.parse_intermixed_args(arguments)
-    job = GradedJob(given.out, "score")
-    config = scoring(job, given.override)
+    if given.so_far and given.save:
+        raise ConfigError("score --so-far is of some answers alone: leave out --save")
+    job = GradedJob(given.out, "score", complete=not given.so_far)
     from batchgen.evals.scores.job_score import job_scores, save_score
     from batchgen.evals.scores.samples import Samples
     from batchgen.pages.report.write_report import renew_report
-    from batchgen.util.text.text_table import adapter_lines, score_lines, table
 
     job.warn_of_copies()
-    scores = job_scores(Samples(job.path, config.score, by=job.grid_column))
+    if given.so_far:
+        from batchgen.evals.scores.so_far import score_so_far
+
+        config = scoring(job, given.override, given.trust)
+        values = score_so_far(job, config.post, config.score)
+        print(_text(JobScores(values), given.format))
+        return 0
+    scores = job_scores(Samples(job.path, scoring(job, given.override).score, by=job.grid_column))
     if given.save:
         with job.locked():
             save_score(job.path, scores)
             renew_report(job.path)
-    if given.json:
-        values = scores.score or {"adapters": scores.adapters}
-        print(json.dumps(values, indent=2, ensure_ascii=False))
-        return 0
-    lines = [] if scores.score is None else score_lines(scores.score)
-    print(table(lines + adapter_lines(scores.adapters)))
+    print(_text(scores, given.format))
     return 0
+
+
+def _text(scores: JobScores, form: str) -> str:
+    from batchgen.evals.scores.score_tables import header, score_cells, score_rows
+    from batchgen.util.text.data_tables import csv_text, markdown
+    from batchgen.util.text.text_table import adapter_lines, score_lines, table
+
+    if form == "json":
+        values = scores.score or {"adapters": scores.adapters}
+        return json.dumps(values, indent=2, ensure_ascii=False)
+    if form == "csv":
+        return csv_text(header(scores), score_rows(scores))
+    if form == "markdown":
+        return markdown([header(scores), *score_cells(scores)])
+    lines = [] if scores.score is None else score_lines(scores.score)
+    if scores.score is not None and "so_far" in scores.score:
+        from batchgen.evals.scores.so_far import so_far_lines
+
+        lines = [*so_far_lines(scores.score), *lines]
+    return table(lines + adapter_lines(scores.adapters))
