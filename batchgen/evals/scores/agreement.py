@@ -72,6 +72,15 @@ class Agreement:
     def _counts(self) -> list[float]:
         return [self.both, self.judge_only, self.known_only, self.neither]
 
+    @property
+    def text(self) -> str:
+        """All of it in words."""
+        low, high = self.interval
+        kappa = "cannot be told" if self.kappa is None else f"{self.kappa:.2f}"
+        more = f", {self.left_out:,} left out" if self.left_out else ""
+        alike = f"{self.share:.1%} of {self.count:,} answers"
+        return f"{alike}, kappa {kappa} ({low:.2f} to {high:.2f}){more}"
+
     def summary(self) -> dict[str, Any]:
         """All of it as plain values."""
         low, high = self.interval
