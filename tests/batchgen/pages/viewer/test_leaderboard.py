@@ -30,7 +30,8 @@ def outputs(tmp_path: Path) -> Path:
 def test_each_exam_has_a_table_with_the_best_first(outputs: Path) -> None:
     page = read(FolderSite(outputs, "outputs"), "leaderboard")
     keys = {job.name: f"{job.key}/" for job in jobs_below(outputs).jobs}
-    best, averaged = page.text.index("A  large"), page.text.index("averaged over sampling.seed 1, 2")
+    best = page.text.index("A  large")
+    averaged = page.text.index("averaged over sampling.seed 1, 2")
     assert best < page.text.index("90.0%") < page.text.index("45.0%") < averaged
     assert page.text.index("60.0%") > averaged and "bare" not in page.text
     assert keys["large"] in page.links and keys["other"] in page.links
