@@ -152,6 +152,25 @@ def test_the_chance_of_guesses_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     assert "Of guesses 37.5% would be right" in (job / "report.html").read_text()
 
 
+def test_a_judge_is_compared_with_marks_that_are_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row(i, text="yes" if i % 2 else "no") for i in range(8)]
+    for i, one in enumerate(rows):
+        one["question"] = str(int(i % 2 == 1 or i == 0))
+    job = finished_job(tmp_path / "job", rows, graded=True)
+    assert run_verb("score", [str(job), "--agreement", "question"]) == 0
+    said = capsys.readouterr().out
+    assert "agreement" in said and "with question: 87.5% of 8 answers, kappa 0.75 (" in said
+    assert run_verb("score", [str(job), "--agreement", "question", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["agreement"]
+    assert (found["answers"], found["left_out"], found["kappa"]) == (8, 0, 0.75)
+    assert run_verb("score", [str(job), "--agreement", "other"]) == 2
+    assert "have no such column: choose among" in capsys.readouterr().err
+    assert run_verb("score", [str(job), "--agreement", "text"]) == 2
+    assert "no answer has a mark of 0 or 1 in both" in capsys.readouterr().err
+
+
 def test_a_job_that_runs_is_scored_so_far(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
