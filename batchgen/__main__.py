@@ -108,6 +108,7 @@ def _run_options(options: Options) -> int:
 def _run_pipeline(pipeline: Pipeline, options: Options) -> int:
     if "--multirun" in options.flags:
         raise ConfigError("--multirun runs jobs: give a pipeline one value for each key")
+    pipeline.check_early()
     if "--dry-run" in options.flags:
         from batchgen.pipelines.run.planned_steps import show_steps
 

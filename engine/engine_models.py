@@ -131,9 +131,10 @@ def check_products(model: CausalLM) -> None:
 def _products(layer: Linear) -> Iterator[Product]:
     """Yield the products of a layer: by itself, and added to a residual where it may be. Where
     ranks share a layer, their parts are added to it in the order of the ranks, row by row."""
-    width, depth = layer.weight.shape
+    width, depth = layer.out_features, layer.in_features
     biased = "" if layer.bias is None else " and a bias"
-    name = f"a product with a weight of {width}×{depth}{biased} in {layer.weight.dtype}"
+    kept = layer.weight.dtype if layer.in_int4 is None else "int4"
+    name = f"a product with a weight of {width}×{depth}{biased} in {kept}"
     yield Product(name, depth, layer)
     if isinstance(layer, RowParallelLinear) and not layer.is_divided:
         ones = torch.ones((1, width), dtype=torch.bfloat16, device=layer.weight.device)

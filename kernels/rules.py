@@ -11,7 +11,8 @@ the tile is, so tiles decide nothing. These choices do:
 - whether latent attention expands the latents of a prompt;
 - chunks of recurrent layers begin at absolute multiples of 64, and their states are written back
   after so many tokens behind the prompt (`FOLDED`), in any batch;
-- where the library (`kernels/library.py`) and products in FP8 (`BitRules.cut_fp8_sums`) cut a sum.
+- where the library (`kernels/library.py`) and products of weights in FP8 and 4 bits
+  (`BitRules.cut_sums`) cut a sum.
 
 `BY_BATCH` may choose what is fastest for a batch. Under `BY_ROW` a choice depends on the row and on
 the shapes of the model alone, so a row has the same bits in every batch.
@@ -41,6 +42,17 @@ _EQUAL_QUERIES = 32
 decode attention."""
 
 
+_LEAST_STEPS = 4
+"""Steps of a sum below which cutting it costs more than it brings."""
+_MOST_PARTS = 8
+
+
+def num_parts(tiles: int, steps: int, programs: int) -> int:
+    """Choose in how many parts the sums of a product, of so many steps, are cut: for up to so many
+    programs where there are few tiles."""
+    return max(1, min(programs // tiles, steps // _LEAST_STEPS, _MOST_PARTS))
+
+
 class Splits(NamedTuple):
     """How the context of a row is cut for decode attention: into splits of `tokens` tokens, or, of
     a long context, into `most` equal ones."""
@@ -68,9 +80,10 @@ class BitRules:
     # Tokens of a row behind its prompt are read in the form of a decode step whenever they are read
     # again: after a preemption, and to be scored.
     replay: bool
-    # Sums of products in FP8 are cut where there are few tiles. Uncut ones have the bits of the
-    # library's, which rounds them before they are added to a residual.
-    cut_fp8_sums: bool
+    # Sums of products of weights in FP8 and in 4 bits are cut where there are few tiles. In FP8
+    # uncut ones have the bits of the library's, which rounds them before they are added to a
+    # residual. Weights in 4 bits are not dequantised for the library if sums are not cut.
+    cut_sums: bool
 
     def splits(self, rows: int, kv_heads: int, width: int) -> Splits:
         """Choose how contexts are cut for `rows` rows of `width` queries."""
@@ -120,7 +133,7 @@ BY_BATCH = BitRules(
     expand_latents=True,
     wide_latent_tiles=True,
     replay=False,
-    cut_fp8_sums=True,
+    cut_sums=True,
 )
 BY_ROW = BitRules(
     short_splits=False,
@@ -131,5 +144,5 @@ BY_ROW = BitRules(
     expand_latents=False,
     wide_latent_tiles=False,
     replay=True,
-    cut_fp8_sums=False,
+    cut_sums=False,
 )

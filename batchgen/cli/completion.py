@@ -1,11 +1,15 @@
-"""`batchgen --completion bash`: a script after which TAB completes groups, choices and keys.
+"""`batchgen --completion bash`: a script after which TAB completes groups, choices and keys, those
+of a pipeline's step among them, and the options of verbs.
 
 The words are written into the script, so that a TAB starts no process.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from batchgen.cli.options import FLAGS
@@ -20,7 +24,13 @@ _BASH = """\
     local line=${{COMP_LINE:0:COMP_POINT}} words={words}
     local current=${{line##*[[:space:]]}}
     local value=${{current#*=}}
+    case ${{COMP_WORDS[1]}} in
+{verbs}
+    esac
     COMPREPLY=($(compgen -W "$words" -- "$current"))
+    if [[ ${{#COMPREPLY[@]}} == 0 && $current == [A-Za-z]*.* ]]; then  # STEP.KEY of a pipeline
+        COMPREPLY=($(compgen -P "${{current%%.*}}." -W "$words" -- "${{current#*.}}"))
+    fi
     if [[ $current == *=* ]]; then
         # bash takes the = for the end of a word: what stands before it is not part of the answer.
         COMPREPLY=("${{COMPREPLY[@]#${{current%%=*}}=}}")
@@ -31,31 +41,53 @@ _BASH = """\
 }}
 complete -o nospace -F _batchgen batchgen
 """
+_DEFAULTS = "defaults"
+"""The key of a choice that names the choices that it is made of."""
 _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 _FISH = """\
 # batchgen: batchgen --completion fish | source
 complete -c batchgen -a {words}
+{verbs}
 """
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
 def completion_script(shell: str) -> str:
     """The script for a shell; ConfigError for one that has none."""
     words = shlex.quote(" ".join(_words()))
     if shell == "fish":
-        return _FISH.format(words=words)
+        seen = "complete -c batchgen -n '__fish_seen_subcommand_from {}' -a {}"
+        of_verbs = [seen.format(verb, shlex.quote(own)) for verb, own in _verb_options().items()]
+        return _FISH.format(words=words, verbs="\n".join(of_verbs))
     if shell not in ("bash", "zsh"):
         raise ConfigError(f"--completion {shell}: give bash, zsh or fish")
-    return _BASH.format(shell=shell, first=_ZSH if shell == "zsh" else "", words=words)
+    cases = [f'    {verb}) words="{own} $words" ;;' for verb, own in _verb_options().items()]
+    first = _ZSH if shell == "zsh" else ""
+    return _BASH.format(shell=shell, first=first, words=words, verbs="\n".join(cases))
+
+
+def _verb_options() -> dict[str, str]:
+    """The options of each verb. They are read in the text of its module, which names them, as
+    importing all of them takes seconds."""
+    found = {}
+    for name, verb in VERBS.items():
+        spec = find_spec(verb.module)
+        assert spec is not None and spec.origin is not None
+        text = Path(spec.origin).read_text(encoding="utf-8")
+        found[name] = " ".join(sorted({"--help", *_OPTION.findall(text)}))
+    return found
 
 
 def _words() -> list[str]:
     words = [*VERBS, *(flag for flag, text in FLAGS.items() if text)]
     words += [
         f"{group}={choice}"
-        for group in (*GROUPS, EXPERIMENT, PIPELINE)
-        for choice in choices(group)
+        for group in (*GROUPS, EXPERIMENT, f"+{EXPERIMENT}", PIPELINE)
+        for choice in choices(group.lstrip("+"))
     ]
     for key in all_keys():
+        if key.endswith(f".{_DEFAULTS}"):
+            continue
         values = _values(key)
         words += [f"{key}={value}" for value in values] or [f"{key}="]
     return words

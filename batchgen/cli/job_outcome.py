@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from batchgen.api.python.configured_job import Result
 from batchgen.util.errors import ConfigError, JobError
-from batchgen.util.text.colours import allows_colour, coloured_table
+from batchgen.util.text.colours import print_table
 
 
 def report(run: Callable[[], Result]) -> int:
@@ -27,8 +27,7 @@ def report(run: Callable[[], Result]) -> int:
     if result.stopped_by is not None or result.exit_code == 4:
         print(result.message, file=sys.stderr)
     else:
-        is_coloured = allows_colour(sys.stdout)
-        print(coloured_table(result.message) if is_coloured else result.message)
+        print_table(result.message)
     return result.exit_code
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,10 @@ class FP8Format:
     def excludes(self, name: str) -> bool:
         """Whether a module of this name, or one that it is part of, is excluded."""
         return any(f".{entry}." in f".{name}." for entry in self.excluded)
+
+    def renamed(self, rename: Callable[[str], str]) -> FP8Format:
+        """Return this format with other names of modules."""
+        return replace(self, excluded=tuple(map(rename, self.excluded)))
 
 
 def has_fp8_units(device: torch.device) -> bool:

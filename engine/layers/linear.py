@@ -1,4 +1,4 @@
-"""Linear layers, whose weight may be in FP8."""
+"""Linear layers, whose weight may be in FP8 or int4."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from batchgen.engine.layers.cpu_products import CPUProducts
 from batchgen.engine.layers.fp8_format import FP8Format
+from batchgen.engine.layers.int4_slot import Int4Slot, int4_parameters
 from batchgen.engine.layers.lora import Factors, LayerLoRA, LoRAPlace, LoRAState
+from batchgen.engine.layers.packed_format import Int4Format
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
+from batchgen.engine.parallel.shard import Shard
 from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream, summed
+from batchgen.kernels.four_bit.int4_layout import Int4Panels
+from batchgen.kernels.four_bit.int4_weight import int4_value_bytes
+from batchgen.kernels.four_bit.linear import four_bit_linear, four_bit_linear_parts
 from batchgen.kernels.fp8.fp8_linear import fp8_linear, fp8_linear_parts
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, scales_shape
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
-from batchgen.kernels.layers.cpu_product import CPUProduct, choose_product, few_keep_bits
 from batchgen.kernels.layers.linear import MOST_ROWS, add_linear_, linear, pack_weight
 from batchgen.kernels.layers.narrow_linear_triton import MOST_COLUMNS, narrow_linear
 from batchgen.kernels.lora.lora import LoRAPart
@@ -27,37 +33,6 @@ from batchgen.kernels.rules import BY_BATCH
 def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
     """Return an uninitialised parameter; the loader fills every parameter exactly once."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
-
-
-class CPUProducts:
-    """Chooses how the linear layers of a model compute on this CPU, once for each weight shape."""
-
-    def __init__(self) -> None:
-        self._chosen: dict[tuple[torch.Size, torch.dtype, bool], CPUProduct] = {}
-        self._few: dict[tuple[torch.Size, torch.dtype], bool] = {}
-
-    def choose(self, weight: Tensor, bias: Tensor | None) -> CPUProduct:
-        """Return how products with this weight [N, K] and bias [N] are computed, once tried out."""
-        key = (weight.shape, weight.dtype, bias is not None)
-        if key not in self._chosen:
-            self._chosen[key] = choose_product(weight, bias)
-        return self._chosen[key]
-
-    def takes_few(self, weight: Tensor) -> bool:
-        """Return whether `linear` need not fill up few rows for a weight [N, K] without a bias."""
-        key = (weight.shape, weight.dtype)
-        if key not in self._few:
-            self._few[key] = few_keep_bits(weight, self.choose(weight, None))
-        return self._few[key]
-
-    @property
-    def unsteady(self) -> list[str]:
-        """The weights whose rows' bits depend on the batch anyhow, as `1024×3072 in float32`."""
-        return [
-            f"{k}×{n} in {str(dtype).removeprefix('torch.')}"
-            for ((n, k), dtype, _), product in self._chosen.items()
-            if product.most_rows is None
-        ]
 
 
 def empty_fp8(
@@ -72,10 +47,10 @@ def empty_fp8(
 
 
 class Linear(nn.Module):
-    """The linear layer y = x Wᵀ + b, with or without the bias b, and W maybe kept in FP8. Tokens
-    may have adapters, which add their own thin products to y."""
+    """The linear layer y = x Wᵀ + b, with or without the bias b, and W maybe kept in FP8 or int4.
+    Tokens may have adapters, which add their own thin products to y."""
 
-    weight: Tensor  # W, [out_features, in_features]
+    weight: Tensor  # W, [out_features, in_features], or the words of `Int4Panels`
 
     def __init__(
         self,
@@ -87,12 +62,14 @@ class Linear(nn.Module):
         where: Placement,
     ) -> None:
         super().__init__()
-        self.out_features, self._quantisable, self._dtype = out_features, quantisable, where.dtype
+        self.in_features, self.out_features = in_features, out_features
+        self._quantisable, self._dtype = quantisable, where.dtype
         make = partial(empty_parameter, device=where.device, dtype=where.dtype)
         self.weight = make(out_features, in_features)
         self.bias = make(out_features) if bias else None
         self.scales: nn.Parameter | None = None
         self.form: FP8Format | None = None
+        self._group: int | None = None  # the columns of a group of a weight in int4
         self.rules = BY_BATCH
         self.lora: LayerLoRA | None = None
         self._most_rows: int | None = MOST_ROWS
@@ -100,7 +77,14 @@ class Linear(nn.Module):
     @property
     def computes_in_fp8(self) -> bool:
         """Whether rows of activations may come as `FP8Rows`; adapters read them as they were."""
-        return self.scales is not None and self.lora is None
+        return self.scales is not None and self._group is None and self.lora is None
+
+    @property
+    def in_int4(self) -> Int4Panels | None:
+        """The weight, if it is kept in int4."""
+        if self._group is None or self.scales is None:
+            return None
+        return Int4Panels(self.weight, self.scales, self._group, self._dtype)
 
     def forward(self, x: Tensor | FP8Rows) -> Tensor:
         """Compute [T, out_features] from [T, in_features]."""
@@ -111,6 +95,9 @@ class Linear(nn.Module):
         """Compute `forward` without adapters."""
         if isinstance(x, Tensor) and self.scales is None:
             return linear(x, self.weight, self.bias, self._most_rows)
+        if (packed := self.in_int4) is not None:
+            assert isinstance(x, Tensor)
+            return four_bit_linear(x, packed, self.bias, rules=self.rules)
         return self._compute_fp8(x)
 
     def _with_lora(self, out: Tensor, x: Tensor | FP8Rows) -> Tensor:
@@ -127,6 +114,9 @@ class Linear(nn.Module):
         """Do what `add_to` does, without adapters."""
         if isinstance(x, Tensor) and self.scales is None:
             return add_linear_(residual, x, self.weight, self.bias, self._most_rows)
+        if (packed := self.in_int4) is not None:
+            assert isinstance(x, Tensor)
+            return self._add_int4(residual, x, packed)
         x, weight = self._fp8_operands(x)
         rules, parts = self.rules, None
         if self.bias is None:
@@ -136,6 +126,14 @@ class Linear(nn.Module):
         return fp8_linear(
             x, weight, self.bias, dtype=self._dtype, out=residual, add=True, rules=rules
         )
+
+    def _add_int4(self, residual: Tensor, x: Tensor, packed: Int4Panels) -> Stream:
+        rules, parts = self.rules, None
+        if self.bias is None:
+            parts = four_bit_linear_parts(x, packed, rules)
+        if parts is not None:
+            return PendingParts(residual, parts)
+        return four_bit_linear(x, packed, self.bias, out=residual, add=True, rules=rules)
 
     def _compute_fp8(self, x: Tensor | FP8Rows) -> Tensor:
         return self._fp8_product(x, self.bias)
@@ -150,23 +148,52 @@ class Linear(nn.Module):
             x = quantise_rows(x, powers_of_two=self.form.powers_of_two)
         return x, FP8Weight(self.weight, self.scales)
 
-    def quantise(self, form: FP8Format, path: str) -> None:
-        """Keep the weight in FP8 from now on; it must not be loaded yet.
+    def quantise(self, form: FP8Format | Int4Format, path: str) -> None:
+        """Keep the weight in FP8 or int4 from now on; it must not be loaded yet.
 
         `path` is this module's name in checkpoints.
         """
         if not self._quantisable or form.excludes(path):
             return
+        if isinstance(form, Int4Format):
+            self.keep_int4(form)
+            return
         self.form = form
         if form.native:
             self.weight, self.scales = empty_fp8(*self.weight.shape, device=self.weight.device)
 
+    def keep_int4(self, form: Int4Format) -> None:
+        """Keep the weight in int4, if its width allows it."""
+        sizes = 1, self.out_features, self.in_features
+        found = int4_parameters(form, sizes, self._dtype, self.weight.device)
+        if found is not None:
+            self.weight, self.scales, self._group = found
+
+    @property
+    def value_bytes(self) -> float | None:
+        """The bytes of a weight in int4, with its share of the scale; None if it is kept
+        otherwise."""
+        return None if self._group is None else int4_value_bytes(self._group)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The bytes of the weight that is dequantised for a step of many tokens."""
+        values = self.in_features * self.out_features
+        return 0 if self._group is None else values * self._dtype.itemsize
+
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slots of the weight and of the bias."""
-        name = f"{path}.weight"
-        yield WeightSlot(self.weight, (name,), (name,), form=self.form, scales=self.scales)
+        yield self._slot(f"{path}.weight")
         if self.bias is not None:
             yield WeightSlot.plain(f"{path}.bias", self.bias)
+
+    def _slot(self, name: str, shard: Shard | None = None) -> WeightSlot:
+        """Return the slot of a weight that stands in a tensor of its own, or this shard of it."""
+        if (packed := self.in_int4) is not None:
+            return Int4Slot(self.weight, (name,), (name,), shard=shard, panels=packed)
+        return WeightSlot(
+            self.weight, (name,), (name,), form=self.form, scales=self.scales, shard=shard
+        )
 
     def lora_places(self, path: str) -> Iterator[LoRAPlace]:
         """Yield the weights that adapters can stand beside; `path` is the layer's name in
@@ -180,7 +207,7 @@ class Linear(nn.Module):
         """Let adapters stand beside the layer; each maps names of weights to what it adds."""
         places = list(self.lora_places(path))
         if any(place.name in own for place in places for own in factors):
-            depth, device = self.weight.shape[1], self.weight.device
+            depth, device = self.in_features, self.weight.device
             self.lora = LayerLoRA(
                 places, factors, state, self.out_features, depth, self._dtype, device
             )
@@ -253,12 +280,13 @@ class RowParallelLinear(Linear):
         """Whether several ranks have a part of the weight each."""
         return self._parallel.size > 1
 
-    def quantise(self, form: FP8Format, path: str) -> None:
-        """Keep the weight in FP8, as `Linear.quantise` says. Raises ValueError if a rank's columns
-        do not end where blocks do, as two ranks would need a block's scale for half a group."""
+    def quantise(self, form: FP8Format | Int4Format, path: str) -> None:
+        """Keep the weight in FP8 or int4, as `Linear.quantise` says. Raises ValueError for FP8 if a
+        rank's columns do not end where blocks do, as two ranks would need a block's scale for half
+        a group."""
         super().quantise(form, path)
         own = self._shard.length
-        if self.scales is not None and own < self._shard.size and own % BLOCK:
+        if self.computes_in_fp8 and own < self._shard.size and own % BLOCK:
             raise ValueError(
                 f"tensor_parallel={self._parallel.size} leaves each rank {own} of the "
                 f"{self._shard.size} columns of {path}, and weights in FP8 are cut at multiples of "
@@ -271,6 +299,9 @@ class RowParallelLinear(Linear):
             return super()._product(x)
         if isinstance(x, Tensor) and self.scales is None:
             return linear(x, self.weight, None, self._most_rows)
+        if (packed := self.in_int4) is not None:
+            assert isinstance(x, Tensor)
+            return four_bit_linear(x, packed, rules=self.rules)
         return self._fp8_product(x, None)
 
     def add_to(self, residual: Tensor, x: Tensor | FP8Rows) -> Stream:
@@ -289,9 +320,6 @@ class RowParallelLinear(Linear):
         if self._parallel.size == 1:
             yield from super().weight_slots(path)
             return
-        name = f"{path}.weight"
-        yield WeightSlot(
-            self.weight, (name,), (name,), form=self.form, scales=self.scales, shard=self._shard
-        )
+        yield self._slot(f"{path}.weight", self._shard)
         if self.bias is not None:
             yield WeightSlot.plain(f"{path}.bias", self.bias)

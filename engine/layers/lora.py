@@ -12,14 +12,13 @@ from torch import Tensor
 
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.shard import Shard
+from batchgen.engine.sampling.sampling_params import BASE
 from batchgen.kernels.layers.cpu_product import CPUProduct
 from batchgen.kernels.layers.linear import linear, pack_weight
 from batchgen.kernels.lora.lora import LoRAPart, LoRAProducts, StackedFactors, add_lora_
 from batchgen.kernels.lora.lora_tokens import LoRATokens
 from batchgen.kernels.lora.lora_triton import BLOCK_N
 
-BASE = "base"
-"""The name under which rows ask for the model without an adapter."""
 _FEWEST_RANKS = 16
 """The least rank that matrix units of a GPU multiply; smaller ones are filled up with zeros."""
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from batchgen.engine.layers.fp8_format import FP8Format
+from batchgen.engine.layers.int4_slot import Int4Slot
 from batchgen.engine.layers.linear import Linear, empty_fp8, empty_parameter
 from batchgen.engine.layers.lora import LoRAPlace
+from batchgen.engine.layers.packed_format import Int4Format
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.shard import Shard
@@ -53,13 +55,18 @@ class MergedLinear(Linear):
         self._in_fp8: tuple[str, ...] = ()
         self.tail: nn.Parameter | None = None
 
-    def quantise(self, form: FP8Format, path: str) -> None:
-        """Keep the weights of the projections in FP8, as `Linear.quantise` says.
+    def quantise(self, form: FP8Format | Int4Format, path: str) -> None:
+        """Keep the weights of the projections in FP8 or int4, as `Linear.quantise` says.
 
         128 rows share a scale where all projections have multiples of 128 features in the
         checkpoint's order; else each row has its own. Raises ValueError if a projection is excluded
         and one behind it is not.
         """
+        if isinstance(form, Int4Format):
+            parts = (form.excludes(_beside(path, name)) for name in self.parts)
+            if not self._unquantised and not (form.excludes(path) and any(parts)):
+                self.keep_int4(form)
+            return
         names = list(self.parts)
         kept = [name for name in names if self._stays(name, form, path)]
         first = len(names) - len(kept)
@@ -73,7 +80,7 @@ class MergedLinear(Linear):
         self.form, self._in_fp8 = form, tuple(names[:first])
         if not form.native:
             return
-        depth, device = self.weight.shape[1], self.weight.device
+        depth, device = self.in_features, self.weight.device
         sizes = [self.parts[name] for name in self._in_fp8]
         aligned = not self._arrange and all(size % BLOCK == 0 for size in sizes)
         self.weight, self.scales = empty_fp8(
@@ -104,25 +111,28 @@ class MergedLinear(Linear):
         """Yield a weight slot for each projection, and one for all of them together."""
         start, names = 0, [_beside(path, part) for part in self.parts]
         for (part, size), name in zip(self.parts.items(), names, strict=True):
-            values, scales = self._rows(start, size)
-            form, source = self.form if part in self._in_fp8 else None, f"{name}.weight"
+            source = f"{name}.weight"
             combine, shard = self._arranged(part, source), self._shards.get(part)
-            yield WeightSlot(
-                values, (source,), (source,), combine, form=form, scales=scales, shard=shard
-            )
+            if (packed := self.in_int4) is not None:
+                rows, own = packed.rows(start, start + size), (source,)
+                yield Int4Slot(rows.words, own, own, combine, shard=shard, panels=rows)
+            else:
+                values, scales = self._rows(start, size)
+                form = self.form if part in self._in_fp8 else None
+                yield WeightSlot(
+                    values, (source,), (source,), combine, form=form, scales=scales, shard=shard
+                )
             start += size
-        if len(self._in_fp8) in (0, len(self.parts)):
-            pieces = tuple(f"{name}.weight" for name in names)
-            source = f"{path}.weight"
+        whole = f"{path}.weight"
+        pieces = tuple(f"{name}.weight" for name in names)
+        combine, shard = self._all_arranged(whole), self._whole_shard()
+        if (packed := self.in_int4) is not None:
+            yield Int4Slot(self.weight, pieces, (whole,), combine, shard=shard, panels=packed)
+        elif len(self._in_fp8) in (0, len(self.parts)):
             yield WeightSlot(
-                self.weight,
-                pieces,
-                (source,),
-                self._all_arranged(source),
-                form=self.form,
-                scales=self.scales,
-                shard=self._whole_shard(),
-            )
+                self.weight, pieces, (whole,), combine, form=self.form, scales=self.scales,
+                shard=shard,
+            )  # fmt: skip
         if self.bias is not None:
             yield from self._bias_slots(self.bias, path, [f"{name}.bias" for name in names])
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from batchgen.engine.layers.fp8_format import FP8Format, checkpoint_format
-from batchgen.engine.layers.packed_format import PackedFormat, packed_format
+import torch
+
+from batchgen.engine.layers.fp8_format import FP8Format, checkpoint_format, has_fp8_units
+from batchgen.engine.layers.packed_format import Int4Format, PackedFormat, packed_format
 
 _NAME = re.compile(r"[\w.*-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MXFP4Format:
-    """Weights of experts in MXFP4 (`kernels/mxfp4`), as gpt-oss publishes them. All other weights
-    are as they would be without."""
+    """Weights of experts in MXFP4 (`kernels/four_bit`), as gpt-oss publishes them. All other
+    weights are as they would be without."""
 
     excluded: tuple[str, ...] = ()  # more modules that are not in MXFP4; * stands for any letters
     native: bool = True  # kernels read MXFP4; else weights are kept in the model's dtype
@@ -26,13 +28,38 @@ class MXFP4Format:
         patterns = (re.escape(entry).replace(r"\*", "[^.]*") for entry in self.excluded)
         return any(re.search(rf"\.{pattern}\.", f".{name}.") for pattern in patterns)
 
+    def renamed(self, rename: Callable[[str], str]) -> MXFP4Format:
+        """Return this format with other names of modules."""
+        return replace(self, excluded=tuple(map(rename, self.excluded)))
 
-WeightFormat = FP8Format | MXFP4Format
+
+WeightFormat = FP8Format | MXFP4Format | Int4Format
 """How weights of a model are kept, if not in its dtype."""
+
+
+class Units(NamedTuple):
+    """From which formats a device computes."""
+
+    fp8: bool
+    four_bits: bool  # there are kernels for weights in MXFP4 and in int4
+
+
+_FOUR_BITS = (8, 0)
+"""The compute capability from which there are products of pairs in bfloat16."""
+
+
+def units_of(device: torch.device, dtype: torch.dtype) -> Units:
+    """From which formats this device computes with activations of this dtype."""
+    if device.type != "cuda":
+        return Units(fp8=False, four_bits=False)
+    four_bits = torch.cuda.get_device_capability(device) >= _FOUR_BITS and dtype.itemsize == 2
+    return Units(has_fp8_units(device), four_bits)
 
 
 def format_name(form: WeightFormat) -> str:
     """Name a format to the user."""
+    if isinstance(form, Int4Format):
+        return form.name
     return "FP8" if isinstance(form, FP8Format) else "MXFP4"
 
 

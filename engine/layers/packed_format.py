@@ -1,12 +1,42 @@
-"""Quantised weights that no kernel here computes from: they are dequantised while they load."""
+"""Weights that are quantised as people publish them: kept in int4, or dequantised at load."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from batchgen.kernels.fp8.fp8_weight import BLOCK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int4Format:
+    """Weights of linear layers and experts that stay in int4 (`kernels/four_bit`).
+
+    Layers whose columns do not end where groups of 32 do are dequantised, as are merged ones of
+    which only a part is in int4.
+
+    Attributes:
+        name: of the format, in words for the user.
+        group: the columns that share a scale; None: a whole row does.
+        modules: what is in int4, as checkpoints name it; None: every layer that may be.
+        native: kernels read int4; else weights are kept in the model's dtype.
+    """
+
+    name: str
+    group: int | None
+    modules: frozenset[str] | None = None
+    native: bool = True
+
+    def excludes(self, name: str) -> bool:
+        """Whether a module of this name is not in int4."""
+        return self.modules is not None and name not in self.modules
+
+    def renamed(self, rename: Callable[[str], str]) -> Int4Format:
+        """Return this format with other names of modules."""
+        if self.modules is None:
+            return self
+        return replace(self, modules=frozenset(map(rename, self.modules)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,16 +46,23 @@ class PackedFormat:
 
     Attributes:
         name: of the format, in words for the user.
+        int4: how kernels compute from the weights; None: they are dequantised.
         activations: what the checkpoint was made to compute with, if that is not the model's dtype.
         zeros_are_less: GPTQ's first form holds zero points minus 1.
         block: the rows and columns that share a scale, where a weight may have incomplete blocks;
             None: scales divide each axis into equal parts.
+        ordered: the inputs of a group are anywhere (`desc_act`, `actorder`), as `g_idx` says.
+        kv_cache: in what the checkpoint would keep keys and values, which stay in the model's
+            dtype.
     """
 
     name: str
     activations: str | None = None
     zeros_are_less: bool = False
     block: tuple[int, int] | None = None
+    int4: Int4Format | None = None
+    ordered: bool = False
+    kv_cache: str | None = None
 
 
 def packed_format(quantization: Mapping[str, Any]) -> PackedFormat | None:
@@ -50,18 +87,28 @@ def _gptq(values: Mapping[str, Any]) -> PackedFormat:
     _check(values, "checkpoint_format", ("gptq", "gptq_v2", None))
     if values.get("dynamic"):
         raise _refused("dynamic", values["dynamic"], "empty: modules must have one form")
-    groups = _groups(values, "group_size", values.get("desc_act"))
-    is_first = values.get("checkpoint_format") != "gptq_v2"
-    return PackedFormat(name=f"int4 (GPTQ, {groups})", zeros_are_less=is_first)
+    ordered = bool(values.get("desc_act"))
+    name = f"int4 (GPTQ, {_groups(values, 'group_size', ordered)})"
+    return PackedFormat(
+        name=name,
+        zeros_are_less=values.get("checkpoint_format") != "gptq_v2",
+        int4=None if ordered else _int4(name, values["group_size"]),
+        ordered=ordered,
+    )
 
 
 def _awq(values: Mapping[str, Any]) -> PackedFormat:
     _check(values, "bits", (4,))
     _check(values, "version", ("gemm", "GEMM", None))
-    return PackedFormat(name=f"int4 (AWQ, {_groups(values, 'group_size')})")
+    name = f"int4 (AWQ, {_groups(values, 'group_size')})"
+    return PackedFormat(name=name, int4=_int4(name, values["group_size"]))
 
 
-def _groups(values: Mapping[str, Any], key: str, ordered: Any = False) -> str:
+def _int4(name: str, group: int) -> Int4Format:
+    return Int4Format(name=name, group=None if group == -1 else group)
+
+
+def _groups(values: Mapping[str, Any], key: str, ordered: bool = False) -> str:
     size = values.get(key)
     if type(size) is not int or (size < 1 and size != -1):
         raise _refused(key, size, "-1 or the values of a group")
@@ -79,6 +126,7 @@ def _compressed_tensors(values: Mapping[str, Any]) -> PackedFormat:
         raise _refused("config_groups", groups, "an object that names how weights are quantised")
     kinds, activations = dict[str, None](), dict[str, None]()
     blocks = list[tuple[int, int]]()
+    ordered, forms = False, list[tuple[str, int | None]]()
     for name, group in groups.items():
         key = f"config_groups.{name}.weights"
         weights = group.get("weights") if isinstance(group, Mapping) else None
@@ -90,20 +138,47 @@ def _compressed_tensors(values: Mapping[str, Any]) -> PackedFormat:
         kinds["nvfp4" if (kind, bits) == ("float", 4) else f"{kind}{bits}"] = None
         if (block := weights.get("block_structure")) is not None:
             blocks.append(_block(f"{key}.block_structure", block))
+        size, order = weights.get("group_size"), weights.get("actorder")
+        if not (size is None or (type(size) is int and (size > 0 or size == -1))):
+            raise _refused(f"{key}.group_size", size, "null, -1 or the values of a group")
+        forms.append((f"{kind}{bits}", None if size == -1 else size))
+        # With `static` and `weight` groups stay where they are.
+        ordered = ordered or order in (True, "group", "dynamic")
         inputs = group.get("input_activations")
         if isinstance(inputs, Mapping):
             activations[f"{inputs.get('type')}{inputs.get('num_bits')}"] = None
+    name = f"{' and '.join(kinds)} (compressed-tensors)"
+    kept = {*kinds} == {"int4"} and not ordered and len(set(forms)) == 1
     return PackedFormat(
-        name=f"{' and '.join(kinds)} (compressed-tensors)",
+        name=name,
         activations=" and ".join(activations) or None,
         block=blocks[0] if blocks else None,
+        int4=Int4Format(name=name, group=forms[0][1]) if kept else None,
+        ordered=ordered,
+        kv_cache=_kv_cache(values.get("kv_cache_scheme")),
     )
+
+
+def _kv_cache(scheme: Any) -> str | None:
+    """Name what a checkpoint would keep keys and values in."""
+    if scheme is None:
+        return None
+    if not isinstance(scheme, Mapping):
+        raise _refused("kv_cache_scheme", scheme, "null or an object")
+    kind = {"int": "int", "float": "FP"}.get(str(scheme.get("type")))
+    bits = scheme.get("num_bits")
+    if kind is None or bits not in (4, 8):
+        raise _refused("kv_cache_scheme", scheme, "null, or int or float of 4 or 8 bits")
+    return f"{kind}{bits}"
 
 
 def _modelopt(values: Mapping[str, Any]) -> PackedFormat:
     algorithm = values.get("quant_algo")
     _check(values, "quant_algo", ("FP8", "NVFP4"))
-    return PackedFormat(name=f"{algorithm} (ModelOpt)", activations=algorithm)
+    kv_cache = values.get("kv_cache_quant_algo") or _kv_cache(values.get("kv_cache_scheme"))
+    return PackedFormat(
+        name=f"{algorithm} (ModelOpt)", activations=algorithm, kv_cache=kv_cache and f"{kv_cache}"
+    )
 
 
 def _fbgemm(values: Mapping[str, Any]) -> PackedFormat:

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.parallel.shard import Shard
+from batchgen.kernels.four_bit.int4_weight import Int4Weight
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight, quantise_weight, rows_of_scales
 
+CheckpointTensor = Tensor | FP8Weight | Int4Weight
+"""What a checkpoint has under a name: values, or quantised ones with their scales."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -33,7 +36,7 @@ class WeightSlot:
     # reorders rows, of the values and of the scales of rows.
     combine: Callable[[Mapping[str, Tensor]], Tensor] | None = None
     dummy: float | None = None  # all elements without a checkpoint; None draws random values
-    form: FP8Format | None = None  # None: not in FP8; a source in FP8 is dequantised then
+    form: FP8Format | None = None  # None: not in FP8; a source in FP8 or int4 is dequantised then
     scales: Tensor | None = None  # of a parameter in FP8; each row's if `combine` is given
     shard: Shard | None = None  # the part of the checkpoint's tensor here; None: all
     elsewhere: bool = False  # other ranks hold the whole piece; `parameter` is empty
@@ -62,7 +65,7 @@ class WeightSlot:
         shape = self._shape_of(self.parameter)
         return shape if self.shard is None else self.shard.whole_shape(shape)
 
-    def fill(self, tensors: Mapping[str, Tensor | FP8Weight]) -> None:
+    def fill(self, tensors: Mapping[str, CheckpointTensor]) -> None:
         """Copy the checkpoint's tensors named by `sources` into the parameter.
 
         Raises ValueError if the shape differs, or the values are not in FP8 and should be.
@@ -161,22 +164,25 @@ class WeightSlot:
         for own, given in zip(target, rows, strict=True):
             own.copy_(given)
 
-    def _in_fp8(self, name: str, tensor: Tensor | FP8Weight) -> FP8Weight:
+    def _in_fp8(self, name: str, tensor: CheckpointTensor) -> FP8Weight:
         """Round a source to FP8, if that is to be done while loading."""
         assert self.form is not None
         if isinstance(tensor, FP8Weight):
             return tensor
+        plain = tensor if isinstance(tensor, Tensor) else tensor.dequantise()
         if not self.form.at_load:
             raise ValueError(
-                f"tensor {name} is in {str(tensor.dtype).removeprefix('torch.')} and has no "
+                f"tensor {name} is in {str(plain.dtype).removeprefix('torch.')} and has no "
                 f"scales, but quantization_config says that weights are in FP8: list its module in "
                 "modules_to_not_convert if it is not"
             )
-        return quantise_weight(tensor.to(self.parameter.device))
+        return quantise_weight(plain.to(self.parameter.device))
 
-    def _plain(self, tensor: Tensor | FP8Weight) -> Tensor:
+    def _plain(self, tensor: CheckpointTensor) -> Tensor:
         if isinstance(tensor, Tensor):
             return tensor
+        if isinstance(tensor, Int4Weight):
+            return tensor.dequantise()
         device = self.parameter.device
         return FP8Weight(tensor.values.to(device), tensor.scales.to(device)).dequantise()
 

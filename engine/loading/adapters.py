@@ -20,7 +20,7 @@ def check_adapter(adapter: AdapterFile, model: CausalLM) -> None:
     places: dict[str, list[tuple[LoRAPlace, int]]] = {}
     for layer, path in _layers(model):
         for place in layer.lora_places(path):
-            depth = layer.weight.shape[1] if place.columns is None else place.columns.size
+            depth = layer.in_features if place.columns is None else place.columns.size
             places.setdefault(place.name, []).append((place, depth))
     adapted = set()
     for module, (down, up) in adapter.modules().items():

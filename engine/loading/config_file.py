@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from batchgen.engine.layers.packed_format import PackedFormat
 from batchgen.engine.loading.model_keys import check_keys, unknown_keys
+from batchgen.engine.loading.packed_weights import with_modules
 from batchgen.engine.loading.safetensors_files import are_equal, read_json, tensor_names
 from batchgen.engine.loading.tokenizer import load_tokenizer
 from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM, full_name
@@ -56,6 +58,8 @@ def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     looked_at = load_format != "dummy" and any(path.glob("*.safetensors"))
+    if isinstance(config.form, PackedFormat) and looked_at:
+        config = replace(config, form=with_modules(config.form, path))
     if config.tie_word_embeddings and looked_at:
         names = {model.piece_name(full_name(name), config): name for name in tensor_names(path)}
         if names.keys() >= {EMBEDDING, LM_HEAD}:

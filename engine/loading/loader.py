@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.device.transfer import release_cached_memory
-from batchgen.engine.layers.fp8_format import FP8Format, has_fp8_units
-from batchgen.engine.layers.mxfp4_format import MXFP4Format, WeightFormat
-from batchgen.engine.layers.packed_format import PackedFormat
-from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.layers.fp8_format import FP8Format
+from batchgen.engine.layers.mxfp4_format import MXFP4Format, Units, WeightFormat, units_of
+from batchgen.engine.layers.packed_format import Int4Format, PackedFormat
+from batchgen.engine.layers.weight_slot import CheckpointTensor, WeightSlot
 from batchgen.engine.loading.config_file import LoadFormat, load_config
-from batchgen.engine.loading.packed_weights import dequantised
+from batchgen.engine.loading.packed_weights import packed_weights
 from batchgen.engine.loading.safetensors_files import (
     abbreviate,
     are_equal,
@@ -30,7 +30,6 @@ from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM, full_
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
-from batchgen.kernels.fp8.fp8_weight import FP8Weight
 
 Quantization = Literal["fp8"]
 
@@ -43,8 +42,7 @@ def load_model(
     load_format: LoadFormat = "auto",
     heads: Collection[str] = (),  # the model's heads to load with it
     quantization: Quantization | None = None,  # `fp8` rounds weights of layers that are not in FP8
-    # Keep FP8 or MXFP4 instead of dequantising; None: if the device has units for FP8, from which
-    # on kernels for MXFP4 are good.
+    # Keep FP8, MXFP4 or int4 instead of dequantising; None: what the device computes from.
     native_fp8: bool | None = None,
     parallel: TensorParallel = ALONE,  # the ranks; only this one's weights are read
     vision: bool = False,  # load the tower that reads images
@@ -60,12 +58,13 @@ def load_model(
     config = load_config(path, load_format)
     kind = model_class(config.architecture, path)
     release_cached_memory(device)
-    native = has_fp8_units(device) if native_fp8 is None else native_fp8
-    form = chosen_form(config, quantization, native=native)
+    dtype = dtype or config.dtype
+    units = units_of(device, dtype) if native_fp8 is None else Units(native_fp8, native_fp8)
+    form = chosen_form(config, quantization, units)
     model = kind(
         config,
         device=device,
-        dtype=dtype or config.dtype,
+        dtype=dtype,
         heads=heads,
         form=form,
         parallel=parallel,
@@ -82,9 +81,9 @@ def load_model(
         in_fp8 = isinstance(config.form, FP8Format)
         if heads:
             _check_copies(model, path)
-        weights: Iterable[tuple[str, Tensor | FP8Weight]]
+        weights: Iterable[tuple[str, CheckpointTensor]]
         if isinstance(config.form, PackedFormat):
-            weights = dequantised(path, config.form)
+            weights = packed_weights(path, config.form)
         else:
             weights = tensors_with_scales(path) if in_fp8 else tensors(path)
         _fill(model, _with_embedding(weights, model), path)
@@ -92,22 +91,27 @@ def load_model(
 
 
 def chosen_form(
-    config: ModelConfig, quantization: Quantization | None, *, native: bool
+    config: ModelConfig, quantization: Quantization | None, units: Units
 ) -> WeightFormat | None:
     """Return the format of the weights of a model's layers; None if it is the model's dtype.
 
-    With `native`, products are computed from that format; `quantization` is as for `load_model`.
+    `units` say from which formats products are computed; `quantization` is as for `load_model`.
     Raises ValueError if the weights are not rounded to FP8 as it asks for.
     """
-    form = None if isinstance(config.form, PackedFormat) else config.form
+    form = config.form.int4 if isinstance(config.form, PackedFormat) else config.form
     if quantization is not None and isinstance(form, MXFP4Format):
         raise ValueError(
             f"model.quantization is {quantization}, and the checkpoint's experts are in MXFP4, "
             "which is smaller: leave it out"
         )
-    if form is None and quantization is not None:
+    if quantization is not None and not isinstance(form, FP8Format):
         form = FP8Format(at_load=True)
-    return None if form is None else replace(form, native=native)
+    if form is None:
+        return None
+    native = units.fp8 if isinstance(form, FP8Format) else units.four_bits
+    if isinstance(form, Int4Format) and not native:
+        return None
+    return replace(form, native=native)
 
 
 def _check_copies(model: CausalLM, path: Path) -> None:
@@ -122,10 +126,10 @@ def _check_copies(model: CausalLM, path: Path) -> None:
 
 
 def _with_embedding(
-    weights: Iterable[tuple[str, Tensor | FP8Weight]], model: CausalLM
-) -> Iterator[tuple[str, Tensor | FP8Weight]]:
+    weights: Iterable[tuple[str, CheckpointTensor]], model: CausalLM
+) -> Iterator[tuple[str, CheckpointTensor]]:
     """Yield a checkpoint's weights, and the shared embedding if only the logits' layer names it."""
-    shared: dict[str, Tensor | FP8Weight] = {}
+    shared: dict[str, CheckpointTensor] = {}
     for given, tensor in weights:
         name = model.piece_name(full_name(given), model.config)
         if name in (EMBEDDING, LM_HEAD):
@@ -135,7 +139,7 @@ def _with_embedding(
         yield EMBEDDING, shared[LM_HEAD]
 
 
-def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor | FP8Weight]], path: Path) -> None:
+def _fill(model: CausalLM, weights: Iterable[tuple[str, CheckpointTensor]], path: Path) -> None:
     """Fill every piece of the model exactly once, with a checkpoint's named values."""
     slots = model.checkpoint_slots()
     by_source: dict[str, list[WeightSlot]] = defaultdict(list)
@@ -143,7 +147,7 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor | FP8Weight]], pa
         for source in slot.sources:
             by_source[source].append(slot)
     # The sources found so far of slots that need several, by the slot's identity.
-    waiting: dict[int, dict[str, Tensor | FP8Weight]] = defaultdict(dict)
+    waiting: dict[int, dict[str, CheckpointTensor]] = defaultdict(dict)
     filled: set[str] = set()
     unexpected: list[str] = []
     skipped: set[str] = set()
@@ -177,12 +181,12 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor | FP8Weight]], pa
             raise ValueError(f"{path}: {problem} tensors: {abbreviate(sorted(names))}")
 
 
-def _is_no_bias(name: str, tensor: Tensor | FP8Weight) -> bool:
+def _is_no_bias(name: str, tensor: CheckpointTensor) -> bool:
     """Whether a tensor is a bias of zeros, as quantised checkpoints have them without need."""
     return name.endswith(".bias") and isinstance(tensor, Tensor) and not tensor.any()
 
 
-def _check_dtype(path: Path, name: str, tensor: Tensor | FP8Weight, slot: WeightSlot) -> None:
+def _check_dtype(path: Path, name: str, tensor: CheckpointTensor, slot: WeightSlot) -> None:
     """Refuse a tensor of another type than the slot takes, unless it comes with scales."""
     if isinstance(tensor, Tensor) and tensor.dtype not in slot.dtypes:
         if torch.uint8 in slot.dtypes:

@@ -1,4 +1,4 @@
-"""Dequantises the weights of a checkpoint in `PackedFormat`, one after another.
+"""Reads the weights of a checkpoint in `PackedFormat`, one after another.
 
 Each quantised module holds several tensors, whose names and types say in which form they are:
 
@@ -15,13 +15,17 @@ Each quantised module holds several tensors, whose names and types say in which 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from batchgen.engine.layers.packed_format import PackedFormat
-from batchgen.engine.loading.safetensors_files import open_by_name
+from batchgen.engine.layers.weight_slot import CheckpointTensor
+from batchgen.engine.loading.safetensors_files import open_by_name, tensor_names
+from batchgen.kernels.four_bit.int4_weight import Int4Weight
+from batchgen.kernels.four_bit.mxfp4_weight import pack_codes, unpack_codes
 
 _FP8 = torch.float8_e4m3fn
 _WORDS = (".qweight", ".weight_packed")
@@ -40,9 +44,19 @@ _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, 
 _NVFP4_GROUP = 16
 
 
-def dequantised(folder: Path, form: PackedFormat) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a checkpoint, those of quantised modules as one `weight` [N, K] in
-    float32.
+def with_modules(form: PackedFormat, folder: Path) -> PackedFormat:
+    """Complete a format with the names of the modules that the checkpoint has in int4, which no
+    list of what is left out in config.json says as surely."""
+    if form.int4 is None:
+        return form
+    names = (name.rpartition(".") for name in tensor_names(folder))
+    modules = frozenset(module for module, _, last in names if f".{last}" in _WORDS)
+    return replace(form, int4=replace(form.int4, modules=modules))
+
+
+def packed_weights(folder: Path, form: PackedFormat) -> Iterator[tuple[str, CheckpointTensor]]:
+    """Yield the tensors of a checkpoint, those of quantised modules as one `weight` [N, K], or
+    [E, N, K] of experts: in int4 where groups are neighbours, otherwise in float32.
 
     Raises ValueError if one of a module's tensors is missing, or does not fit the others.
     """
@@ -62,14 +76,41 @@ def dequantised(folder: Path, form: PackedFormat) -> Iterator[tuple[str, Tensor]
                 if (full := f"{module}.{part}") in where
             }
             try:
-                weight = _weight(last, values, parts, form)
+                weight = _of_experts(last, values, parts, form)
             except (ValueError, RuntimeError, IndexError) as error:
                 raise ValueError(f"{folder}: {name}: {error}") from None
             yield f"{module}.weight", weight
 
 
-def _weight(last: str, values: Tensor, parts: Mapping[str, Tensor], form: PackedFormat) -> Tensor:
-    """The weight [N, K] of a module in float32."""
+def _of_experts(
+    last: str, values: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
+) -> Tensor | Int4Weight:
+    """The weight of a module, which may have those of all experts one after another."""
+    if values.dim() != 3:
+        return _weight(last, values, parts, form)
+    each = []
+    for index, expert in enumerate(values):
+        own = {
+            part: tensor[index] if tensor.dim() and len(tensor) == len(values) else tensor
+            for part, tensor in parts.items()
+        }
+        if "weight_shape" in own:
+            own["weight_shape"] = own["weight_shape"][-2:]
+        each.append(_weight(last, expert, own, form))
+    if all(isinstance(weight, Int4Weight) for weight in each):
+        return Int4Weight(*map(torch.stack, zip(*each, strict=True)))
+    whole: Tensor = torch.stack([_plain(weight) for weight in each])
+    return whole
+
+
+def _plain(weight: Tensor | Int4Weight) -> Tensor:
+    return weight.dequantise() if isinstance(weight, Int4Weight) else weight
+
+
+def _weight(
+    last: str, values: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
+) -> Tensor | Int4Weight:
+    """The weight [N, K] of a module, in float32 or in int4."""
     if values.dim() != 2:
         raise ValueError(f"a quantised weight must have two axes, and has {list(values.shape)}")
     if last == "qweight":
@@ -79,7 +120,7 @@ def _weight(last: str, values: Tensor, parts: Mapping[str, Tensor], form: Packed
     if values.dtype == torch.uint8:
         return _of_nvfp4(values, parts)
     if last == "weight_packed":
-        return _of_words(values, parts)
+        return _of_words(values, parts, form)
     name = "weight_scale" if "weight_scale" in parts else "weight_scale_inv"
     scales, block = _part(parts, name), form.block
     if block is not None and scales.shape == tuple(map(_blocks, values.shape, block)):
@@ -93,58 +134,116 @@ def _weight(last: str, values: Tensor, parts: Mapping[str, Tensor], form: Packed
 
 def _of_gptq(
     words: Tensor, scales: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
-) -> Tensor:
-    values = _unpacked(words.T, 4)
-    size, (groups, _) = values.shape[1], scales.shape
+) -> Tensor | Int4Weight:
+    values = _bytes(words.T)
+    size, (groups, _) = 2 * values.shape[1], scales.shape
     zeros = _unpacked(_part(parts, "qzeros"), 4)
     if form.zeros_are_less:
         zeros = (zeros + 1) & 15
+    if zeros.shape != scales.shape:
+        raise ValueError(f"scales {list(scales.shape)} and qzeros {list(zeros.shape)} differ")
+    weight = Int4Weight(values, scales.T, zeros.T.to(torch.uint8))
     group = parts.get("g_idx")
     if group is None:
-        group = torch.arange(size) // _group_size(size, groups)
+        _group_size(size, groups)
+        return weight
+    return _ordered(weight, group, "g_idx", form)
+
+
+def _ordered(
+    weight: Int4Weight, group: Tensor, name: str, form: PackedFormat
+) -> Tensor | Int4Weight:
+    """A weight whose inputs [K] each name their group: in float32 unless these are neighbours."""
+    size, groups = weight.shape[1], weight.scales.shape[1]
     if len(group) != size or not 0 <= int(group.min()) <= int(group.max()) < groups:
-        raise ValueError(f"g_idx must name one of {groups} groups for each of {size} inputs")
+        raise ValueError(f"{name} must name one of {groups} groups for each of {size} inputs")
     group = group.long()
-    return (values - zeros.T[:, group]) * scales.T[:, group]
+    if size % groups == 0 and torch.equal(group, torch.arange(size) // (size // groups)):
+        return weight
+    if not form.ordered:
+        raise ValueError(
+            f"{name} is out of order, and quantization_config does not say so: desc_act (GPTQ) or "
+            "actorder (compressed-tensors) must"
+        )
+    codes = unpack_codes(weight.values).int()
+    values = codes - weight.zeros.int()[:, group]
+    plain: Tensor = values * weight.scales.float()[:, group]
+    return plain
 
 
 def _of_awq(
     words: Tensor, scales: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
-) -> Tensor:
+) -> Int4Weight:
     values, zeros = (
         _unpacked(each, 4).unflatten(1, (-1, 8))[..., _AWQ_PLACES].flatten(1)
         for each in (words, _part(parts, "qzeros"))
     )
-    size = _group_size(len(values), len(scales))
-    weight: Tensor = (values - zeros.repeat_interleave(size, 0)) * scales.repeat_interleave(size, 0)
-    return weight.T
+    _group_size(len(values), len(scales))
+    if zeros.shape != scales.shape:
+        raise ValueError(f"scales {list(scales.shape)} and qzeros {list(zeros.shape)} differ")
+    codes = pack_codes(values.T.to(torch.uint8))
+    return Int4Weight(codes, scales.T, zeros.T.to(torch.uint8))
 
 
-def _of_words(words: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+def _of_words(
+    words: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
+) -> Tensor | Int4Weight:
     rows, columns = _part(parts, "weight_shape").tolist()
     bits = 32 * words.shape[1] // max(columns, 1)
     bits = 4 if bits < 8 else 8
     if words.shape != (rows, -(-columns * bits // 32)):
         raise ValueError(f"words {list(words.shape)} do not hold a weight of {rows} × {columns}")
     half = 1 << (bits - 1)
-    values = _unpacked(words, bits)[:, :columns] - half
-    scales = _part(parts, "weight_scale").float()
+    scales = _part(parts, "weight_scale")
     if (packed := parts.get("weight_zero_point")) is not None:
         zeros = packed.to(torch.int32)
         if packed.dtype == torch.int32 and len(packed) != rows:
-            zeros = _unpacked(packed.T, bits).T[:rows] - half
+            zeros = _unpacked(packed.T, bits).T[:rows]
+        else:
+            zeros = zeros + half
     else:
-        zeros = torch.zeros(1, 1, dtype=torch.int32)
+        zeros = torch.tensor([[half]], dtype=torch.int32)
     group = parts.get("weight_g_idx")
-    if group is not None and len(group) == columns and int(group.min()) >= 0:
-        if int(group.max()) >= scales.shape[1]:
-            raise ValueError(f"weight_g_idx names more groups than {scales.shape[1]}")
+    if group is not None and (group.numel() == 0 or int(group.min()) < 0):
+        group = None  # which stands for none
+    if 0 in scales.shape:
+        raise ValueError(f"scales have the shape {list(scales.shape)}")
+    if bits == 4 and columns % 8 == 0 and scales.dim() == 2 and columns % scales.shape[1] == 0:
+        shape = (rows, scales.shape[1])
+        spread = [_expanded(part, shape) for part in (scales, zeros.to(torch.uint8))]
+        weight = Int4Weight(_bytes(words), *spread)
+        return weight if group is None else _ordered(weight, group, "weight_g_idx", form)
+    values = _unpacked(words, bits)[:, :columns]
+    if group is not None:
+        if len(group) != columns or int(group.max()) >= scales.shape[1]:
+            raise ValueError(
+                f"weight_g_idx must name one of {scales.shape[1]} groups for each of {columns} "
+                "inputs"
+            )
         group = group.long()
-        return (values - (zeros[:, group] if zeros.numel() > 1 else zeros)) * scales[:, group]
+        ordered = scales.float()[:, group]
+        return (values - (zeros[:, group] if zeros.numel() > 1 else zeros)) * ordered
     if zeros.numel() > 1:
         zeros = _spread(zeros, values.shape)
-    weight: Tensor = (values - zeros) * _spread(scales, values.shape)
-    return weight
+    plain: Tensor = (values - zeros) * _spread(scales, values.shape)
+    return plain
+
+
+def _expanded(part: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Scales or zero points of groups, rows or of a whole weight as those [N, G] of all groups."""
+    try:
+        return part.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"scales or zero points {list(part.shape)} are not for {shape[0]} values in "
+            f"{shape[1]} groups"
+        ) from None
+
+
+def _bytes(words: Tensor) -> Tensor:
+    """Words [N, C] int32 as the bytes [N, 4·C] of two codes each, the lowest bits first."""
+    _check_words(words)
+    return words.contiguous().view(torch.uint8)
 
 
 def _of_nvfp4(pairs: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
@@ -167,10 +266,14 @@ def _part(parts: Mapping[str, Tensor], name: str) -> Tensor:
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
     """The values of words [R, C] int32, the lowest bits first: [R, C · 32 / bits] int32."""
-    if words.dtype != torch.int32:
-        raise ValueError(f"words must be int32, and are {str(words.dtype).removeprefix('torch.')}")
+    _check_words(words)
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (words.unsqueeze(-1) >> shifts & ((1 << bits) - 1)).flatten(1)
+
+
+def _check_words(words: Tensor) -> None:
+    if words.dtype != torch.int32:
+        raise ValueError(f"words must be int32, and are {str(words.dtype).removeprefix('torch.')}")
 
 
 def _group_size(size: int, groups: int) -> int:

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from batchgen.engine.device.host_limits import available_memory
 from batchgen.engine.interface.engine_config import ResolvedConfig
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
+from batchgen.engine.layers.linear import Linear
 from batchgen.engine.memory.largest_steps import GRAPH_BYTES, LIBRARY_BYTES, replay_bytes
 from batchgen.engine.memory.memory_plan import CPU_SHARE, MemoryPlan, Room, divide_memory
 from batchgen.engine.memory.model_use import ModelUse, weight_bytes
 from batchgen.engine.vision.vision_config import VisionConfig
+from batchgen.kernels.four_bit.linear import is_dequantised
 
 _CONTEXT_BYTES = 768 * 2**20
 """What CUDA itself takes of a GPU: its context and the code of the libraries."""
@@ -68,7 +70,10 @@ def _activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     graphs = _NUM_GRAPHS * GRAPH_BYTES if config.cuda_graph else 0
     step = activations * model.dtype.itemsize
     mixtures = (part for part in model.modules() if isinstance(part, SparseMoE))
-    step += max((each.scratch_bytes(config.max_batched_tokens) for each in mixtures), default=0)
+    scratch = [each.scratch_bytes(config.max_batched_tokens) for each in mixtures]
+    if is_dequantised(config.max_batched_tokens, config.rules):
+        scratch += [each.scratch_bytes for each in model.modules() if isinstance(each, Linear)]
+    step += max(scratch, default=0)
     if model.tower is not None:
         step = max(step, _image_bytes(model.tower.config, config, model.dtype.itemsize))
     again = replay_bytes(0, config)

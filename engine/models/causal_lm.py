@@ -127,10 +127,7 @@ class CausalLM(TokenModel):
         self.config = config
         self.parallel = parallel
         self.device, self.dtype = device, dtype
-        self.form = form
-        if form is not None:
-            excluded = (self.piece_name(full_name(name), config) for name in form.excluded)
-            self.form = replace(form, excluded=tuple(excluded))
+        self.form = form and form.renamed(self._module_name)
         self.skipped_parts: tuple[str, ...] = ()
         self.visual = self._vision_tower() if vision else None
         self.turns_by_axes = vision
@@ -152,6 +149,14 @@ class CausalLM(TokenModel):
             self.lm_head.weight = self.model.embed_tokens.weight
         self.count_parameters()
         self.heads: Mapping[str, TokenModel] = {name: self._head(name) for name in heads}
+
+    def _module_name(self, name: str) -> str:
+        """Return what weight slots call a checkpoint's module, whose weight may have another name
+        than the module alone."""
+        weight = self.piece_name(full_name(f"{name}.weight"), self.config)
+        if weight.endswith(".weight"):
+            return weight.removesuffix(".weight")
+        return self.piece_name(full_name(name), self.config)
 
     def _vision_tower(self) -> VisionTower:
         config = self.config.vision

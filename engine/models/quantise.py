@@ -1,18 +1,19 @@
-"""Turns layers to FP8 or MXFP4 before their weights are loaded."""
+"""Turns layers to FP8, MXFP4 or int4 before their weights are loaded."""
 
 from __future__ import annotations
 
 from batchgen.engine.layers.decoder_layer import DecoderLayer, HasInputProjection
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
+from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.mxfp4_format import MXFP4Format, WeightFormat
 from batchgen.engine.layers.weight_slot import named_parts
 
 
 def quantise_layer(layer: DecoderLayer, path: str, form: WeightFormat) -> None:
-    """Keep the weights of a layer's projections and experts in FP8, as `FP8Format` says, or those
-    of its experts alone in MXFP4.
+    """Keep the weights of a layer's projections and experts in FP8, as `FP8Format` says, or in
+    int4, or those of its experts alone in MXFP4.
 
     They are not loaded yet, and `path` is the layer's name in checkpoints. Norms quantise results
     that only modules in FP8 read. Raises ValueError if only some modules that are computed together
@@ -23,7 +24,7 @@ def quantise_layer(layer: DecoderLayer, path: str, form: WeightFormat) -> None:
             part.quantise(form, place)
         elif isinstance(part, Linear) and not isinstance(form, MXFP4Format):
             part.quantise(form, place)
-    if isinstance(form, MXFP4Format):
+    if not isinstance(form, FP8Format):
         return
     for reader, norm in (
         (layer.mixer, layer.mixer_norm),

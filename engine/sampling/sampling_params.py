@@ -6,6 +6,8 @@ from typing import Literal
 
 from batchgen.engine.constraint.constraint import Constraint
 
+BASE = "base"
+"""The name under which rows ask for the model without an adapter."""
 LogprobsMode = Literal["raw", "processed"]
 """Which distribution log-probabilities are of: the model's, or the one that is sampled from."""
 
@@ -42,7 +44,7 @@ class SamplingParams(SharedSampling):
     top_logprobs: int = 0  # K, ids and log-probabilities of the most likely; 0: none
     logprobs_mode: LogprobsMode = "raw"  # raw: the model's distribution; processed: the sampled one
     columns: tuple[str, ...] = ()  # output columns of the strategy or of layers
-    lora: str | None = None  # the name of the row's adapter; None: the model without one
+    lora: str | None = None  # the name of the row's adapter; None: the default one, or none
     constraint: Constraint | None = None  # the form of the output; ends the row when complete
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ def fp8_linear(
 ) -> Tensor:
     """Compute x·Wᵀ + b [M, N], adding up in float32, into `out` or a new tensor."""
     # Whether the library adds a bias before it rounds, as our kernel does, is not known.
-    of_library = x.values.is_cuda and (rules.cut_fp8_sums or bias is None)
+    of_library = x.values.is_cuda and (rules.cut_sums or bias is None)
     of_library = of_library and library_multiplies(x, weight, dtype)
     if not x.values.is_cuda or of_library:
         run = fp8_linear_library if x.values.is_cuda else fp8_linear_reference
@@ -57,7 +57,7 @@ def fp8_linear_parts(
     """
     if not x.values.is_cuda:
         return None
-    if not rules.cut_fp8_sums:
+    if not rules.cut_sums:
         return fp8_linear(x, weight, dtype=dtype, rules=rules).unsqueeze(0)
     if library_multiplies(x, weight, dtype):
         return fp8_linear_library(x, weight).unsqueeze(0)

@@ -21,13 +21,12 @@ from batchgen.kernels.fp8.fp8_tiles import (
     linear_tiles,
 )
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
+from batchgen.kernels.layers.add_splits_triton import add_splits
 from batchgen.kernels.layers.matrix_tile_triton import load_tile
 from batchgen.kernels.rules import BY_BATCH, BitRules
 
 _GROUP = 8
 """Tiles of rows that are computed beside each other with the same weights."""
-_CHUNK = 1024
-"""Columns that a program of the second launch adds up."""
 
 
 def fp8_linear_triton(
@@ -55,11 +54,7 @@ def fp8_linear_triton(
         return
     parts = torch.empty((splits, rows, width), dtype=torch.float32, device=out.device)
     _multiply(values, scales, weight, parts, splits, tiles)
-    chunks = triton.cdiv(width, _CHUNK)
-    _add_splits[(rows * chunks,)](
-        parts, bias, out, splits, rows, width, out.stride(0), ADD=add, BIAS=bias is not None,
-        BLOCK=_CHUNK, num_warps=4,
-    )  # fmt: skip
+    add_splits(parts, bias, out, add=add)
 
 
 def fp8_linear_parts_triton(
@@ -200,26 +195,3 @@ def _linear(
         if ADD:
             acc += tl.load(target, mask=mask, other=0.0).to(tl.float32)
     tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["splits", "rows"])
-def _add_splits(
-    parts_ptr, bias_ptr, out_ptr, splits, rows, width, out_stride,
-    ADD: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Each program adds up one chunk of columns of one row, in the order of the parts."""
-    chunks = tl.cdiv(width, BLOCK)
-    row = (tl.program_id(0) // chunks).to(tl.int64)
-    column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
-    mask = column < width
-    source = parts_ptr + row * width + column
-    total = tl.zeros([BLOCK], tl.float32)
-    for _ in range(splits):
-        total += tl.load(source, mask=mask, other=0.0)
-        source += rows.to(tl.int64) * width
-    if BIAS:
-        total += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    target = out_ptr + row * out_stride + column
-    if ADD:
-        total += tl.load(target, mask=mask, other=0.0).to(tl.float32)
-    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=mask)

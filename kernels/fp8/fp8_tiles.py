@@ -12,7 +12,7 @@ import torch
 
 from batchgen.kernels.device import shared_bytes
 from batchgen.kernels.fp8.fp8_weight import BLOCK
-from batchgen.kernels.rules import BitRules
+from batchgen.kernels.rules import BitRules, num_parts
 
 _ALIGNED = 16
 """Rows that the copy engine reads begin at multiples of this many bytes."""
@@ -20,9 +20,6 @@ _COPY_ENGINE = (9, 0)
 """The compute capability from which there is one."""
 _RESERVED = 3 * 2**10
 """Bytes of shared memory that a program needs besides the tiles of its stages."""
-_LEAST_STEPS = 4
-"""Steps of a sum below which cutting it costs more than it brings."""
-_MOST_SPLITS = 8
 
 
 class LinearTiles(NamedTuple):
@@ -40,8 +37,7 @@ class LinearTiles(NamedTuple):
     def num_splits(self, rows: int, width: int, depth: int) -> int:
         """In how many parts the sums of a product [rows, depth] × [width, depth]ᵀ are cut."""
         tiles = -(-rows // self.block_m) * -(-width // self.block_n)
-        steps = -(-depth // BLOCK)
-        return max(1, min(self.programs // tiles, steps // _LEAST_STEPS, _MOST_SPLITS))
+        return num_parts(tiles, -(-depth // BLOCK), self.programs)
 
 
 LINEAR = (
@@ -57,7 +53,7 @@ on an H200, the layers of Qwen3-8B and Qwen3-30B-A3B with 16, 64, 256, 512 and 8
 def linear_tiles(rows: int, rules: BitRules) -> LinearTiles:
     """Look up how to cut a product of `rows` rows."""
     tiles = next(tiles for most, tiles in LINEAR if rows <= most)
-    return tiles if rules.cut_fp8_sums else tiles._replace(programs=0)
+    return tiles if rules.cut_sums else tiles._replace(programs=0)
 
 
 class ExpertTiles(NamedTuple):

@@ -90,6 +90,9 @@ _FP8 = {
         "activation_scheme": "dynamic",
     }
 }
+_INT4: dict[str, Any] = {
+    "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}
+}
 _WINDOW, _FULL = "sliding_attention", "full_attention"
 
 
@@ -201,8 +204,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _QWEN3 | _sizes(1024, 3072, 28, 16, 8) | {"tie_word_embeddings": True},
     "qwen3-8b": _8B,
     "qwen3-8b-fp8": _8B | _FP8,
+    "qwen3-8b-int4": _8B | _INT4,
     "qwen3-30b-a3b": _30B,
     "qwen3-30b-a3b-fp8": _30B | _FP8,
+    "qwen3-30b-a3b-int4": _30B | _INT4,
     "sdar-8b": _8B | _DIFFUSION | {"mask_token_id": 151669},
     # The shape of Qwen3.5-35B-A3B without its vision tower.
     "hybrid-35b-a3b": _QWEN3

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from shapes import MODELS
 
+from batchgen.engine.layers.mxfp4_format import Units
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import Quantization, chosen_form, load_model
 from batchgen.engine.models.causal_lm import CausalLM
@@ -117,5 +118,5 @@ def bare_model(
     """Make a model in bfloat16 whose parameters have shapes and no values, to be called within
     `Undone` for a GPU."""
     kind = model_class(config.architecture, Path())
-    form = chosen_form(config, quantization, native=True)
+    form = chosen_form(config, quantization, Units(True, True))
     return kind(config, device=device, dtype=torch.bfloat16, form=form)

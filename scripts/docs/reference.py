@@ -5,7 +5,8 @@
 
 docs/reference/config.md comes from the comments of conf/, docs/reference/commands.md from the help
 texts, docs/reference/models.md from the registry of models, docs/reference/extractions.md from the
-texts of extractions.yaml, and a table of the overview from the sources.
+texts of extractions.yaml, docs/reference/job.schema.json from the keys and their
+types, and a table of the overview from the sources.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from importlib import import_module
 from pathlib import Path
 
 from extractions import extractions_page
+from job_schema import schema_text
 
 from batchgen.cli.conf_files import Choice, read_choice
 from batchgen.cli.help import help_text
@@ -63,12 +65,12 @@ MODELS_HEAD = """# Models
 
 The families of models, by the `architectures` of their config.json. Checkpoints are safetensors or,
 where the table says so, GGUF; weights may be in FP8, those of gpt-oss in MXFP4, and those of AWQ,
-GPTQ, compressed-tensors and ModelOpt are dequantised ([Sampling](../guides/sampling.md)). Families
-with experts write the column `routed_experts`. DeepseekV3 also loads R1, Moonlight and Kimi-K2,
-whose tokenizers are code of their repositories, which is never run: put a converted tokenizer.json
-into the folder. Glm4MoeLite is GLM-4.7-Flash. Phi-3 and Phi-4-mini with LongRoPE have contexts of
-4,096 tokens here. Vision towers are left out but for Qwen3VL and Qwen3_5 and their Moe kinds, which
-read images."""
+GPTQ, compressed-tensors and ModelOpt are kept in int4 or dequantised
+([Sampling](../guides/sampling.md)). Families with experts write the column `routed_experts`.
+DeepseekV3 also loads R1, Moonlight and Kimi-K2, whose tokenizers are code of their repositories,
+which is never run: put a converted tokenizer.json into the folder. Glm4MoeLite is GLM-4.7-Flash.
+Phi-3 and Phi-4-mini with LongRoPE have contexts of 4,096 tokens here. Vision towers are left out
+but for Qwen3VL and Qwen3_5 and their Moe kinds, which read images."""
 MISSING_HEAD = """## What is not supported
 
 A refusal names the nearest family, and what is missing in it."""
@@ -218,6 +220,7 @@ def pages() -> dict[Path, str]:
         ROOT / "docs/reference/config.md": f"{WRITTEN_BY}\n\n{config_page()}",
         ROOT / "docs/reference/commands.md": f"{WRITTEN_BY}\n\n{commands_page()}",
         ROOT / "docs/reference/extractions.md": f"{WRITTEN_BY}\n\n{extractions_page()}",
+        ROOT / "docs/reference/job.schema.json": schema_text(),
         ROOT / "docs/reference/models.md": f"{WRITTEN_BY}\n\n{models_page()}",
         overview: with_tables(overview, touched=touched_table()),
     }

@@ -11,6 +11,7 @@ from nano_learning import IM_END_ID, Batch, Recipe, answer_loss
 from nano_sums import make_batch
 from torch import Tensor, nn
 from transformers import DynamicCache, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeDecoderLayer,
     Qwen3_5MoeRMSNorm,
@@ -21,6 +22,14 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
 DRAFTS, DRAFT_WEIGHT = 3, 0.3
 """How many tokens the MTP head learns to draft, and the weight of the loss of each."""
 BALANCE_WEIGHT = 0.005
+
+
+def all_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Compute all E experts of each token x [T, H], since they are few and small, and add up those
+    of `ids` [T, K] by their `weights`. Products of groups in float32 do not compile."""
+    chosen = x.new_zeros(len(x), len(module.down_proj)).scatter(1, ids, weights.to(x.dtype))
+    inner = module._apply_gate(torch.einsum("th,eih->tei", x, module.gate_up_proj))
+    return torch.einsum("tei,ehi->th", inner * chosen[..., None], module.down_proj)
 
 
 class MTP(nn.Module):
@@ -49,6 +58,8 @@ class Hybrid:
     def __init__(self, contents: dict[str, Any]) -> None:
         config = Qwen3_5MoeTextConfig(**contents | {"dtype": "float32", "use_cache": False})
         config._attn_implementation = "sdpa"
+        ALL_EXPERTS_FUNCTIONS.register("all", all_experts)
+        config._experts_implementation = "all"
         self.module: Any = Qwen3_5MoeForCausalLM(config)
         self.module.mtp = MTP(config)
         self.module.mtp.apply(self.module._init_weights)

@@ -55,7 +55,7 @@ def test_a_signal_stops_cleanly(tmp_path: Path, number: int, code: int) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
     done = finished_rows(tmp_path / "out")
-    assert f"Stopped with {done} answers done." in errors
+    assert f"Stopped with {done} answers done." in errors  # its engine keeps nothing that is begun
     assert f"in {tmp_path / 'out'}; run the same command to go on" in errors
     assert "Traceback" not in errors
     assert attempts(tmp_path / "out")[0]["status"] == "stopped"

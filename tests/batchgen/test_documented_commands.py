@@ -30,6 +30,7 @@ PAGES = (
 FIRST_HOUR = ("quickstart", "guides/running", "guides/evals")
 FILES = {
     "job.yaml": "{}",
+    "adapters/job.yaml": "{}",
     "exam.yaml": "{}",
     "out/config.yaml": "{}",
     "evals/score.yaml": "{}",

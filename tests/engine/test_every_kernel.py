@@ -161,6 +161,11 @@ MXFP4 = GPT_OSS | {
     "intermediate_size": 192,
     "quantization_config": {"quant_method": "mxfp4"},
 }
+INT4 = QWEN3 | {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64},
+}
 RUNS = (
     (QWEN3, torch.float32),
     (LLAMA, torch.float32),
@@ -177,10 +182,12 @@ RUNS = (
     (GEMMA4_MOE, torch.bfloat16),
     (GEMMA4_SMALL, torch.float32),
     (MXFP4, torch.bfloat16),
+    (INT4, torch.bfloat16),
 )
 ELSEWHERE = (
-    "fp8.", "mxfp4.mxfp4_dequantise_triton.", "parallel.", "moe.persistent_triton.",
-    "moe.moe_align_triton.", "sampling.token_mask.", "layers.narrow_linear_triton.",
+    "fp8.", "four_bit.dequantise_triton.", "layers.add_splits_triton.", "parallel.",
+    "moe.persistent_triton.", "moe.moe_align_triton.", "sampling.token_mask.",
+    "layers.narrow_linear_triton.",
     "layers.cache_plane.", "attention.kv_gather.", "moe.experts_triton._sum_slots",
 )  # fmt: skip
 """How the names of kernels begin that these runs do not need; tests/kernels runs them."""
@@ -256,7 +263,7 @@ def make_model(sizes: dict[str, Any], dtype: torch.dtype, device: torch.device) 
         Path(folder, "config.json").write_text(json.dumps(sizes))
         model = load_model(Path(folder), device=device, dtype=dtype, load_format="dummy")
     for index, (name, weight) in enumerate(model.named_parameters()):
-        if not weight.is_floating_point():  # in MXFP4; only runs in float32 are compared
+        if not weight.is_floating_point():  # in 4 bits; only runs in float32 are compared
             continue
         generator = torch.Generator().manual_seed(index)
         mean = 1.0 if name.endswith(("norm.weight", "scale", "scales", "scalar")) else 0.0

@@ -7,6 +7,7 @@ import bench_job_layer
 import bench_kernels
 import pytest
 from measuring import DEVICE, run_mode
+from modes import price
 from modes.workers import of_attempts
 
 ON_CPU = pytest.mark.skipif(DEVICE.type == "cuda", reason="the sizes are for a CPU")
@@ -45,6 +46,23 @@ def test_two_ranks() -> None:
     for rank in two["runs"][0]["ranks"]:
         steps = rank["kinds"]["decode"]["steps"]
         assert rank["kinds"]["decode"]["collectives"]["add_sum_norm"] == 5 * steps
+
+
+@ON_CPU
+@pytest.mark.slow
+def test_the_price_of_equal_bits() -> None:
+    """Of a mixture, whose experts are chosen by chance, and of block diffusion."""
+    arguments = ["--models", "tiny-moe,tiny-sdar", "--layers", "1", "--requests", "2"]
+    arguments += ["--workloads", "smoke", "--rounds", "2", "--cache-gib", "0.02"]
+    found = run_mode("", bench_engine.MODES, ["price", *arguments])
+    assert [each["model"] for each in found] == ["tiny-moe", "tiny-sdar"]
+    assert all(len(each["A"]) == len(each["B"]) == 2 for each in found)
+
+
+@pytest.mark.quick(1)
+def test_prices_are_of_medians() -> None:
+    found = price.compared([2.0, 1.0, 4.0], [3.0, 2.2, 1.0])
+    assert found["difference"] == pytest.approx(0.1) and found["spread"] == pytest.approx(1.5)
 
 
 @pytest.mark.thorough

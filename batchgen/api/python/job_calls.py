@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from batchgen.api.python.configured_job import Result
 from batchgen.config.compose.compose_config import compose
 from batchgen.config.groups.job_config import JobConfig
-from batchgen.util.errors import JobError
+from batchgen.jobs.resolve.early_checks import check_early
+from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.paths import folder_here
+from batchgen.util.text.text_table import counted
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -34,7 +36,7 @@ class Summary(dict[str, Any]):
         return self._text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CompleteJob:
     """A job whose rows are all in its output folder.
 
@@ -48,11 +50,45 @@ class CompleteJob:
     exit_code: int
     summary: Summary
 
-    def dataset(self) -> Dataset:
-        """The rows, which `datasets` maps from files and does not hold in memory."""
+    def dataset(self, *, grades: bool = False) -> Dataset:
+        """The rows, which `datasets` maps from files and does not hold in memory.
+
+        Args:
+            grades: bring the columns of the grades beside them, such as `mark`. One whose name the
+                rows have, too, begins with `grades_`.
+
+        Raises:
+            ConfigError: the job has no grades, or they belong to other rows.
+        """
         from datasets import load_dataset
 
-        return load_dataset(str(self.path), split="train")
+        rows = load_dataset(str(self.path), split="train")
+        return _with_grades(rows, self.path) if grades else rows
+
+    def __repr__(self) -> str:
+        rows, errors = self.summary["rows"], self.summary["error_rows"]
+        figures = f"{counted(rows, 'answer')}, {counted(errors, 'error')}"
+        return f"CompleteJob({str(self.path)!r}, {figures}, exit_code={self.exit_code})"
+
+
+def _with_grades(rows: Dataset, folder: Path) -> Dataset:
+    """The rows of a job with the columns of its grades."""
+    from datasets import concatenate_datasets, load_dataset
+
+    from batchgen.evals.grades.folder_grades import GRADES, JobGrades
+    from batchgen.storage.folder.how_to_read import GRADE_KEYS
+    from batchgen.storage.shards.row_order import KEYS
+
+    if not JobGrades(folder).lie_beside():
+        raise ConfigError(
+            f"{folder} has no grades of all its rows: batchgen grade {folder} makes them"
+        )
+    made = load_dataset("parquet", data_files=f"{folder}/{GRADES}/*.parquet", split="train")
+    if any(rows.data.column(key) != made.data.column(key) for key in KEYS):
+        raise ConfigError(f"{folder}/{GRADES} is of other rows: run batchgen grade {folder}")
+    made = made.remove_columns(list(GRADE_KEYS))
+    taken = {name: f"{GRADES}_{name}" for name in made.column_names if name in rows.column_names}
+    return concatenate_datasets([rows, made.rename_columns(taken)], axis=1)
 
 
 def run_job(job: Mapping[str, Any], overrides: Sequence[str] = ()) -> CompleteJob:
@@ -81,6 +117,7 @@ def run_job(job: Mapping[str, Any], overrides: Sequence[str] = ()) -> CompleteJo
 
         return _completed(config, launch(config))
     # These load torch and datasets, which a mistake in the configuration need not wait for.
+    check_early(config, folder=True)
     from batchgen.jobs.resolve.opened_job import resolve_job
     from batchgen.jobs.run.run_job import run_job as run
 

@@ -35,6 +35,7 @@ from batchgen.api.python.output import Output
 from batchgen.api.python.params import SamplingOptions, SamplingParams
 from batchgen.api.python.scored import Answer, Score, pairs_of, read_answers, scores_of
 from batchgen.api.python.streams import Request, Streams
+from batchgen.config.groups.adapter_names import LoRA
 from batchgen.engine.device.transfer import release_cached_memory
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import RequestError
@@ -44,7 +45,7 @@ from batchgen.engine.loading.loader import Quantization
 from batchgen.engine.requests import sample_params
 from batchgen.engine.strategy import Strategy
 from batchgen.inputs.model.engine_recipe import EngineRecipe
-from batchgen.inputs.model.model_adapters import LoRA, with_adapters
+from batchgen.inputs.model.model_adapters import with_adapters
 from batchgen.inputs.model.open_model import DeviceName, DtypeName, open_model
 from batchgen.inputs.model.other_models import open_others
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -77,8 +78,8 @@ class LLM:
         max_pixels: the most pixels of an image, to which larger ones are scaled down; None allows
             what makes 1,280 tokens, or less where the model says so.
         lora: adapters that stand beside the weights, as PEFT writes them: a folder or hub name,
-            which all rows then have; or several of them, or a mapping of names to them, of which a
-            row has the one that its parameters name (`lora`), and otherwise none.
+            which all prompts then have; or several of them, or a mapping of names to them, of which
+            a prompt has the one that its parameters name (`lora`), and otherwise none.
         **engine: single keys of `EngineConfig`, such as `max_model_len`, `max_num_seqs` and
             `gpu_memory_utilization`; they go before those of `config`. Names that vLLM has for
             them are taken, too, and its other names are refused with a word on what to do.
@@ -115,7 +116,7 @@ class LLM:
         opened = open_model(model, revision, load_format, quantization)
         self._images = images_of(opened, max_pixels) if images else None
         opened = replace(opened, with_vision=self._images is not None)
-        opened = with_adapters(opened, lora, only=isinstance(lora, str))
+        opened = with_adapters(opened, lora)
         strategy = ARStrategy() if strategy is None else copy.deepcopy(strategy)
         longest = config.model_len(opened.config.max_position_embeddings)
         max_model_len = strategy.model_len(longest, opened.config)

@@ -9,6 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.engine.interface.outputs import RequestOutput
+from batchgen.util.shorten import both_ends
+from batchgen.util.text.text_table import counted
+
+MOST_SHOWN = 80
+"""Characters of a text that `repr` shows."""
 
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
@@ -61,7 +66,8 @@ class Output(RequestOutput):
         return self.columns.get("top_logprob_ids")
 
     def __repr__(self) -> str:
+        which = f"prompt {self.prompt_index}, sample {self.sample_index}"
         if self.error is not None:
-            return f"Output({self.request_id}, error {self.error.type}: {self.error})"
-        number = len(self.token_ids)
-        return f"Output({self.request_id}, {self.text!r}, {number} tokens, {self.finish_reason})"
+            return f"Output(error {self.error.type}: {self.error}, {which})"
+        text, tokens = both_ends(self.text, MOST_SHOWN), counted(len(self.token_ids), "token")
+        return f"Output({text!r}, {tokens}, {self.finish_reason}, {which})"

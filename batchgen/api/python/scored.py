@@ -12,9 +12,12 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from batchgen.api.python.given_prompts import AskedPrompt, PromptIds, ReadPrompt, is_token_id
+from batchgen.api.python.output import MOST_SHOWN
 from batchgen.api.python.streams import Request, Streams
 from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.util.shorten import both_ends
+from batchgen.util.text.text_table import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,7 +26,7 @@ Answer = str | Sequence[int]
 """An answer is a text, or token ids."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class Score:
     """What a model says of one given answer to one prompt, of N tokens.
 
@@ -43,6 +46,13 @@ class Score:
     columns: Mapping[str, npt.NDArray[Any]]  # all columns by name, those of context scope included
     error: RequestError | None = None
     num_cached_tokens: int = 0  # the number of prompt tokens that came from the prefix cache
+
+    def __repr__(self) -> str:
+        answer = self.answer if isinstance(self.answer, str) else str(self.answer)
+        text = repr(both_ends(answer, MOST_SHOWN))
+        if self.error is not None:
+            return f"Score({text}, error {self.error.type}: {self.error})"
+        return f"Score({text}, {counted(len(self.token_ids), 'token')}, logprob={self.logprob:.4g})"
 
     @property
     def logprob(self) -> float:

@@ -30,6 +30,10 @@ data/ are needed. Of a set that `select` has written, the texts and what else it
 compared. Model and data set must be there, and must be those of the manifest. Of a pipeline's
 folder each step is audited, with its share of --rows; STEP.KEY=VALUE is for one step.
 
+With --operations the rows are computed at once and then one by one, and not compared with the
+shards: of a row that depends on the rows beside it, it names the first operation of the model whose
+result is another. This is for those who look for the cause in the engine; CUDA graphs are off.
+
   batchgen audit OUT
   batchgen audit OUT --rows 100 --seed 7 model.path=/models/m dataset.path=rows.jsonl
 
@@ -44,7 +48,11 @@ def main(arguments: Sequence[str]) -> int:
 
     seed = secrets.randbelow(2**31) if given.seed is None else given.seed
     values, remarks, all_equal = dict[str | None, dict[str, Any]](), set[str](), True
-    for step, found in audit_steps(given.out, given.rows, seed, given.override, given.trust):
+    steps = audit_steps(
+        given.out, given.rows, seed, given.override, given.trust, operations=given.operations
+    )
+    what = "equal beside each other and alone" if given.operations else "equal to the bit"
+    for step, found in steps:
         different = [row for row in found.rows if row.difference is not None]
         all_equal = all_equal and not different
         if given.json:
@@ -57,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
             if remark not in remarks:
                 print(f"batchgen: {remark}", file=sys.stderr)
             remarks.add(remark)
-        print(of + _verdict(found, len(different), seed))
+        print(of + _verdict(found, len(different), seed, what))
     if given.json:
         print(json.dumps(values.get(None, values), ensure_ascii=False))
     return int(not all_equal)
@@ -72,6 +80,10 @@ def _given(arguments: Sequence[str]) -> Namespace:
     )  # fmt: skip
     parser.add_argument("--rows", metavar="N", type=int, default=20, help="how many (default: 20)")
     parser.add_argument("--seed", metavar="N", type=int, help="draw the rows that N draws")
+    parser.add_argument(
+        "--operations", action="store_true",
+        help="name the first operation in which a row depends on the rows beside it",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one object and nothing else")
     parser.add_argument(
         "--trust", metavar="OUT", action="append", default=[],
@@ -97,7 +109,7 @@ def _values(found: Audited, different: Sequence[AuditedRow], seed: int) -> dict[
     }
 
 
-def _verdict(found: Audited, different: int, seed: int) -> str:
+def _verdict(found: Audited, different: int, seed: int, what: str) -> str:
     """How many rows are equal, and what that says of all of them."""
     from batchgen.pipelines.proof.audit.share_bound import most_different
 
@@ -105,7 +117,7 @@ def _verdict(found: Audited, different: int, seed: int) -> str:
     samples = sum(row.samples for row in found.rows)
     of = f" ({samples:,} samples)" if samples > count else ""
     equal = count - different
-    head = f"{equal:,} of {count:,} rows{of} equal to the bit, of {found.total:,}, seed {seed}"
+    head = f"{equal:,} of {count:,} rows{of} {what}, of {found.total:,}, seed {seed}"
     if count == found.total:
         return f"{head}: these are all rows"
     bound = most_different(different, count)

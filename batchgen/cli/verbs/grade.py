@@ -65,7 +65,8 @@ def _grade(arguments: Sequence[str]) -> int:
 
     check_scored(post_steps(config.post), config.score, job.columns)
     with job.locked(), _added_to(given.changes) as write:
-        samples, changes = Samples(job.path, config.score), ChangedMarks(write)
+        samples = Samples(job.path, config.score, by=job.grid_column)
+        changes = ChangedMarks(write)
         try:
             count = samples.grades.make(config.post, job.text_column, config.score, changes=changes)
         finally:
@@ -76,11 +77,12 @@ def _grade(arguments: Sequence[str]) -> int:
         save_scores(job.path, scores)
         renew_report(job.path)
     print(f"{count:,} rows graded" if count else "All rows have these grades already.")
-    if scores is not None:
+    if scores.score is not None or scores.adapters:
         job.warn_of_copies()
-        from batchgen.util.text.text_table import score_lines, table
+        from batchgen.util.text.text_table import adapter_lines, score_lines, table
 
-        print(table(score_lines(scores)))
+        lines = [] if scores.score is None else score_lines(scores.score)
+        print(table(lines + adapter_lines(scores.adapters)))
     return 0
 
 

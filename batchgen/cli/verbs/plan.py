@@ -76,6 +76,7 @@ def _plan(arguments: list[str]) -> int:
 def _plan_steps(pipeline: Pipeline, settings: PlanSettings, *, as_json: bool) -> int:
     """Plan the steps of a pipeline."""
     print(f"batchgen: reading the models of {len(pipeline.steps)} steps …", file=sys.stderr)
+    pipeline.check_early()
     from batchgen.pipelines.run.planned_steps import plan_steps, plans_summary, plans_text
 
     steps = plan_steps(pipeline, settings)

@@ -51,7 +51,7 @@ from batchgen.config.groups.workers_config import BudgetConfig, WorkersConfig
 from batchgen.util.errors import ConfigError
 
 _NOT_DECIDING: Mapping[str, Collection[str]] = {
-    "model": {"name", "path", "revision"},
+    "model": {"name", "path", "revision", "lora"},
     "dataset": {"path", "limit", "follow"},
     "prompt": {"image_root", "constant"},
     "sampling": {"n"},
@@ -316,6 +316,9 @@ def step_configs(values: Any, key: str) -> tuple[StepConfig, ...]:
         raise ConfigError(f"{form}, got {values!r}")
     steps = []
     for number, step in enumerate(values or ()):
+        if isinstance(step, str) and (bare := re.match(r"(\w+): *\{", step)):
+            name = bare[1]
+            raise ConfigError(f"{key}: each step stands in braces of its own: [{{{name}: {{…}}}}]")
         if not isinstance(step, dict):
             raise ConfigError(f"{form}, got {step!r} in it")
         if len(step) == 1 and "_target_" not in step:

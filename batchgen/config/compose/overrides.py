@@ -21,6 +21,8 @@ WORKER = "worker"
 """What names this process among the workers of a job, as `+worker=3`; it is no group."""
 _WORKER_NAME = "workers.name"
 _ARGUMENT = re.compile(r"(\+\+|\+|~|)([\w./@-]+)(?:=(.*))?", re.DOTALL)
+_BARE_STEP = re.compile(r"\s*\[\s*(\w+):\s*\{")
+"""A list whose first step lacks the braces around its name."""
 
 
 def names_worker(argument: str) -> bool:
@@ -58,7 +60,9 @@ class Override:
         except UnclearEscape as error:
             raise ConfigError(f"{self.argument}: {error}: {self._clear_forms()}") from None
         except Unreadable as error:
-            raise ConfigError(f"{self.argument} cannot be read: {error}") from None
+            bare = _BARE_STEP.match(self.text)
+            braces = f"; each step stands in braces of its own: [{{{bare[1]}: …}}]" if bare else ""
+            raise ConfigError(f"{self.argument} cannot be read: {error}{braces}") from None
 
     def _clear_forms(self) -> str:
         """How to type a text whose escape may mean two things."""

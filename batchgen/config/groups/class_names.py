@@ -25,6 +25,7 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
         "Join": "batchgen.inputs.steps.join:Join",
         "Pick": "batchgen.inputs.steps.pieces:Pick",
         "Cross": "batchgen.inputs.steps.pieces:Cross",
+        "Ruler": "batchgen.inputs.steps.ruler:Ruler",
         "OrderChoices": "batchgen.evals.graders.choices:OrderChoices",
     },
     "post": {
@@ -32,6 +33,7 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
         "Grade": "batchgen.evals.graders.grade:Grade",
         "Instructions": "batchgen.evals.graders.instructions:Instructions",
         "RunTests": "batchgen.evals.graders.run_tests:RunTests",
+        "Verdict": "batchgen.evals.graders.verdict:Verdict",
         "ParseScore": "batchgen.evals.graders.parse_score:ParseScore",
         "ChoiceScore": "batchgen.evals.graders.parse_score:ChoiceScore",
     },

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from batchgen.config.groups.adapter_names import ADAPTER, check_choice, named_places, only_one
 from batchgen.config.groups.class_names import CLASSES, short_name
 from batchgen.config.groups.constraint_config import (
     ChoiceConstraintConfig,
@@ -50,14 +51,35 @@ class ModelGroup:
     load_format: Literal["auto", "gguf", "dummy"] = "auto"
     quantization: Literal["fp8"] | None = None
     trust_remote_code: bool = False
+    lora: str | tuple[str, ...] | Mapping[str, str] | None = None
+    lora_column: str | None = None
+    lora_grid: bool = False
 
     def __post_init__(self) -> None:
+        check_choice(self.lora, self.lora_column, self.lora_grid)
         check(bool(self.path), "model.path", "a folder, a .gguf file or a hub name", self.path)
         if self.trust_remote_code:
             raise ConfigError(
                 "model.trust_remote_code must be false: batchgen never runs code that comes with "
                 "a model; models it knows need none"
             )
+
+    @property
+    def adapter_column(self) -> str | None:
+        """The column that names each row's adapter; None if all rows have the same, or none."""
+        return self.grid_column or self.lora_column
+
+    @property
+    def grid_column(self) -> str | None:
+        """The column that tells the adapters apart with each of which rows run; None for one."""
+        return ADAPTER if self.lora_grid else None
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of several adapters, `base` among them; empty if all rows have the same."""
+        if self.adapter_column is None and only_one(self.lora):
+            return ()
+        return tuple(named_places(self.lora))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.config.groups.job_config import ScoreConfig
 from batchgen.evals.arms.arm_table import Arm, ArmTable
-from batchgen.evals.arms.job_facts import SEED, job_numbers, own_times, settings
+from batchgen.evals.arms.job_facts import SEED, is_config, job_numbers, own_times, settings
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.step_folders import find_record, step_folder
@@ -160,6 +160,8 @@ class _Job:
             if not folder.listed and not (path / MANIFEST).exists():
                 GradedJob(folder.folder, "compare")  # it says what there is instead
             return _Job(folder, None, str(error))
+        if not is_config(made.config):
+            return _Job(folder, None, f"{folder.folder}/config.yaml is not that of a job")
         try:
             made.job = GradedJob(folder.folder, "compare")
         except (ConfigError, JobError) as error:
@@ -179,6 +181,11 @@ class _Job:
 
         if self.job is None or self.score is None or self.without:
             return None
+        if by is None and (grid := self.job.grid_column) is not None:
+            raise ConfigError(
+                f"{self.folder.folder}: its rows run with several adapters, of which one score "
+                f"would say nothing: compare them with --by {grid}"
+            )
         if by not in self._tables:
             try:
                 self._tables[by] = Samples(self.job.path, self.score, by=by).table()

@@ -18,6 +18,9 @@ from batchgen.evals.graders.step import MARK, PostStep, SelfTimedStep
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
+_OF_ROWS = ("num_prompt_tokens", "num_generated_tokens")
+"""Columns of numbers that every row of an output has."""
+
 
 class _Versioned(Protocol):
     @property
@@ -95,12 +98,24 @@ def _made(key: str, number: int, config: StepConfig, protocol: type) -> Any:
 
 def check_scored(post: Sequence[PostStep], config: ScoreConfig, columns: Sequence[str]) -> None:
     """Check before a job runs that it can be scored when it ends. Marks whose column has a prefix
-    give no scores, which is said on stderr if there are no others."""
+    give no scores, which is said on stderr if there are no others.
+
+    Raises:
+        ConfigError: there will be no column that is scored.
+    """
     made = [column.name for step in post for column in step.columns]
-    if MARK not in made and (marks := [name for name in made if name.endswith(f"_{MARK}")]):
+    scored, rows = config.column, [*columns, *_OF_ROWS]
+    if scored not in (MARK, *made, *rows):
+        raise ConfigError(
+            f"score.column: neither the steps of post nor the rows of the output have a column "
+            f"{scored!r}: choose among {some_names([*made, *rows], scored)}"
+        )
+    marks = [name for name in made if name.endswith(f"_{MARK}")]
+    if scored == MARK and MARK not in made and marks:
         print(
             f"batchgen: warning: there will be no scores: these are made of the column {MARK}, and "
-            f"the steps of post write {', '.join(marks)}: leave out the prefix of one of them",
+            f"the steps of post write {', '.join(marks)}: leave out the prefix of one of them, or "
+            f"score another column: score.column={marks[0]}",
             file=sys.stderr,
         )
     for key, name in {"subset": config.subset, "cluster": config.cluster}.items():

@@ -90,8 +90,8 @@ class OrderChoices:
     right, too. A row with more than 26 choices has no letters for them and becomes an error row.
 
     Attributes:
-        columns: the columns of the choices, the right one first; each holds one text or number.
-            Must be empty with `choices_column`.
+        columns: the columns of the choices, the right one first; each holds one text or number, and
+            those behind the first may hold a list of several. Must be empty with `choices_column`.
         choices_column: the column that holds a list of all choices.
         target_column: with `choices_column`, the column that holds the letter or the position (from
             0) of the right one.
@@ -158,7 +158,11 @@ class OrderChoices:
     def _choices(self, fields: Mapping[str, Any]) -> tuple[list[str], str]:
         """The choices as the row has them, and the text of the right one."""
         if self.choices_column is None:
-            given = [_text(self._value(fields, name), name) for name in self.columns]
+            first, *rest = ((name, self._value(fields, name)) for name in self.columns)
+            given = [_text(first[1], first[0])]
+            for name, value in rest:
+                many = value if isinstance(value, list | tuple) else [value]
+                given += [_text(choice, name) for choice in many]
             return _lettered(given), given[0]
         assert self.target_column is not None
         listed, name = self._value(fields, self.choices_column), self.choices_column

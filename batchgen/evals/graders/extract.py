@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from batchgen.engine.constraint.json_schema.json_text import NotJson, parse_json
-from batchgen.evals.graders.code_blocks import code_spans
 from batchgen.evals.graders.latex import Span, boxes, stripped
 from batchgen.evals.graders.letters import letter_spans
 from batchgen.evals.graders.step import AnswerRow, AnswerRows, Column, GradeFailure, TextStep
+from batchgen.evals.programs.code_blocks import code_spans
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:

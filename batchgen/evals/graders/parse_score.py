@@ -189,10 +189,9 @@ class ChoiceScore(TextStep):
 
     def apply(self, row: AnswerRow) -> dict[str, Any]:
         scores = row.fields[_CHOICE_SCORES]
+        values: tuple[float | None, ...] = (self._score(scores),)
         if self.labels is not None:
             values = self._labelled(scores, row.fields)
-        else:
-            values = (self._score(scores),)
         return {c.name: value for c, value in zip(self.columns, values, strict=True)}
 
     def _score(self, scores: Sequence[float] | None) -> float | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchgen.config.groups.job_config import ScoreConfig
 from batchgen.evals.graders.step import MARK
@@ -15,6 +15,7 @@ from batchgen.evals.grades.folder_grades import JobGrades
 from batchgen.evals.scores.marks import Marks
 from batchgen.evals.scores.samples import Samples, graded_rows
 from batchgen.evals.scores.scores import score
+from batchgen.storage.metrics.job_scores import JobScores
 from batchgen.storage.metrics.timeline import metrics_text
 from batchgen.storage.stores.whole_file import write_atomic
 
@@ -54,35 +55,40 @@ def job_targets(job: Path) -> dict[str, str]:
     return targets
 
 
-def job_score(job: Path, config: ScoreConfig) -> dict[str, Any]:
-    """The scores of a job, as of `batchgen.evals.scores.scores.score`.
+def job_scores(samples: Samples) -> JobScores:
+    """The scores of the job that the samples are of: one, or one for each value of the column by
+    which they were opened.
 
     Raises:
         ConfigError, JobError: as of `job_marks`.
     """
-    return sample_score(Samples(job, config))
+    table, by = samples.table(), samples.by
+    if by is None:
+        return JobScores(_score(table, samples.config))
+    return JobScores(
+        adapters={
+            name: _score(table.filter(pc.equal(table[by], name)), samples.config)
+            for name in table[by].unique().to_pylist()
+        }
+    )
 
 
-def sample_score(samples: Samples) -> dict[str, Any]:
-    """The scores of the job that the samples are of.
-
-    Raises:
-        ConfigError, JobError: as of `job_marks`.
-    """
-    config = samples.config
-    return score(config_marks(samples.table(), config), config.ks, config.cut_texts, config.column)
+def _score(table: pa.Table, config: ScoreConfig) -> dict[str, Any]:
+    return score(config_marks(table, config), config.ks, config.cut_texts, config.column)
 
 
-def save_score(job: Path, scores: Mapping[str, Any] | None) -> None:
-    """Write the scores into the metrics.json of a complete job, or take them out.
+def save_score(job: Path, scores: JobScores) -> None:
+    """Write the scores into the metrics.json of a complete job, in place of those that it has.
 
     Raises:
         JobError: it cannot be written.
     """
     path = job / "metrics.json"
     metrics = json.loads(path.read_text(encoding="utf-8"))
-    metrics.pop("score", None)
-    if scores is not None:
-        last = {key: metrics.pop(key) for key in ("attempts", "timeline") if key in metrics}
-        metrics |= {"score": scores, **last}
+    last = {key: metrics.pop(key) for key in ("attempts", "timeline") if key in metrics}
+    for key, value in (("score", scores.score), ("adapter_scores", scores.adapters)):
+        metrics.pop(key, None)
+        if value:
+            metrics[key] = value
+    metrics |= last
     write_atomic(path, metrics_text(metrics))

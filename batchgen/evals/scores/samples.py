@@ -38,12 +38,13 @@ class Samples:
     Attributes:
         grades: of the job.
         config: how the job is scored.
+        by: the column that `table` has besides.
     """
 
     def __init__(self, job: Path, config: ScoreConfig, *, by: str | None = None) -> None:
         """Open the samples; `by` is a column that `table` has besides, as texts."""
-        self.config, self._by = config, by
-        witness = Witness(tuple(self._columns), self._keep) if config.column == MARK else None
+        self.config, self.by = config, by
+        witness = Witness(tuple(self.columns), self._keep) if config.column == MARK else None
         self.grades = JobGrades(job, witness)
         self._kept: dict[Part, pa.Table] = {}
 
@@ -83,10 +84,10 @@ class Samples:
         return found.filter(pc.less(found["sample_index"], enough.valid))
 
     @property
-    def _columns(self) -> list[str]:
+    def columns(self) -> list[str]:
         """The columns of rows that are read."""
         config = self.config
-        keys = (config.subset, config.cluster, config.choices, self._by)
+        keys = (config.subset, config.cluster, config.choices, self.by)
         named: list[str] = [name for name in keys if name is not None]
         return list(dict.fromkeys([*_ROWS, *named]))
 
@@ -103,7 +104,7 @@ class Samples:
         if MARK not in grades.column_names or self._choices not in (None, self.config.choices):
             return
         if sum(map(len, self._kept.values())) + len(rows) <= _MOST_KEPT:
-            self._kept[part] = self._samples(rows, grades)
+            self._kept[part] = self.joined(rows, grades)
 
     def part(self, part: Part, *, graded: bool = True) -> pa.Table:
         """The samples of a shard, `graded` or with numbers of its rows alone."""
@@ -112,18 +113,19 @@ class Samples:
             "score.subset": config.subset,
             "score.cluster": config.cluster,
             "score.choices": config.choices,
-            "--by": self._by,
+            "--by": self.by,
         }.items():
             if name is not None and name not in names:
                 raise ConfigError(
                     f"{key}: the rows of {self.grades.job} have no column {name!r}: choose "
                     f"among {some_names(names)}"
                 )
-        wanted = [*self._columns, *(n for n in (config.column, self._choices) if n and n in names)]
+        wanted = [*self.columns, *(n for n in (config.column, self._choices) if n and n in names)]
         rows = read_columns(part.shard, list(dict.fromkeys(wanted)))
-        return self._samples(rows, grades_of(part, rows) if graded else rows.select([]))
+        return self.joined(rows, grades_of(part, rows) if graded else rows.select([]))
 
-    def _samples(self, rows: pa.Table, grades: pa.Table) -> pa.Table:
+    def joined(self, rows: pa.Table, grades: pa.Table) -> pa.Table:
+        """The samples of some rows, given their grades, as `table` has them."""
         values = self._values(rows, grades)
         # A judge's score has no answer to vote with, but a row that has one is not without answer.
         is_key = self.config.column == MARK and _ANSWER_KEY in grades.column_names
@@ -143,7 +145,7 @@ class Samples:
             "choices": self._num_choices(rows),
         }
         table = {name: columns[name].cast(kind) for name, kind in SAMPLES.items()}
-        return pa.table(table | ({} if self._by is None else {self._by: _names(rows, self._by)}))
+        return pa.table(table | ({} if self.by is None else {self.by: _names(rows, self.by)}))
 
     def _values(self, rows: pa.Table, grades: pa.Table) -> pa.ChunkedArray:
         """The marks, or the numbers in their place; null for those that are not finite."""
@@ -153,7 +155,7 @@ class Samples:
             raise ConfigError(
                 f"the grades of {self.grades.job} have no column {MARK!r}: add a step that gives "
                 "marks, such as Grade, or name another column of numbers, such as "
-                f"score.column={next(iter(_numeric(grades)), 'num_generated_tokens')}"
+                f"score.column={_first_score(grades)}"
             )
         if table is None or column not in _numeric(table):
             names = [*_numeric(grades), *_numeric(rows)]
@@ -212,6 +214,12 @@ def _names(rows: pa.Table, column: str | None) -> pa.Array | pa.ChunkedArray:
         return rows[column]
     values = rows[column].to_pylist()
     return pa.array([None if value is None else str(value) for value in values], pa.string())
+
+
+def _first_score(grades: pa.Table) -> str:
+    """The first column of grades that is no place in a text, or one that all rows have."""
+    floats = (f.name for f in grades.schema if pa.types.is_floating(f.type))
+    return next(floats, "num_generated_tokens")
 
 
 def _numeric(table: pa.Table) -> list[str]:

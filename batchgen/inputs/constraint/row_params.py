@@ -33,6 +33,10 @@ class RowParams:
             ConfigError: the data set does not have the column of constraints, or that of options.
         """
         self._job, self._check = config.params, check
+        self._adapters = config.model.adapters
+        self._adapter_column = config.model.adapter_column
+        if self._adapter_column is not None:
+            self._adapter = named_path("model.lora_column", self._adapter_column, features)
         self._constraints = RowConstraints(config.constraint, features)
         self._column = config.sampling.column
         if self._column is None:
@@ -54,8 +58,23 @@ class RowParams:
         """The parameters of a row without its constraint, if a column holds that.
 
         Raises:
-            RequestError: bad_option, bad_constraint: the row's options cannot be honoured.
+            RequestError: bad_option, bad_constraint, unknown_adapter: the row's options cannot be
+                honoured, or it names no adapter.
         """
+        params = self._sampled(row)
+        if self._adapter_column is None:
+            return params
+        name = value_at(row.fields, self._adapter)
+        if name not in self._adapters:
+            raise RequestError(
+                "unknown_adapter",
+                f"column {self._adapter_column!r} must name an adapter of model.lora "
+                f"({', '.join(self._adapters)}), got {name!r:.100}",
+            )
+        return replace(params, lora=name)
+
+    def _sampled(self, row: Row) -> SamplingParams:
+        """What `sampling` returns, without the row's adapter."""
         if self._column is None:
             return self._job
         try:

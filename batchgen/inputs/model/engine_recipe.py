@@ -15,7 +15,7 @@ from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.device.contract import contract, refuse_unkept
 from batchgen.engine.engine_models import planned_uses
 from batchgen.engine.interface.engine_config import EngineConfig, ResolvedConfig
-from batchgen.engine.layers.fp8_format import has_fp8_units
+from batchgen.engine.layers.mxfp4_format import Units, units_of
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.memory.kernel_warmup import compiling_kernels
 from batchgen.engine.memory.model_use import ModelUse
@@ -67,6 +67,11 @@ class EngineRecipe:
             raise ValueError(
                 f"tensor_parallel is {size}, and PyTorch sees {torch.cuda.device_count()} GPUs"
             )
+        if self.config.deterministic and kind == "cuda" and self.model.adapters:
+            raise ValueError(
+                "deterministic is true, and it was not shown yet that products of adapters keep "
+                "the bits of rows on a GPU: set it to false, or merge the adapter"
+            )
         if self.config.deterministic:
             refuse_unkept(
                 device_of(self.device),
@@ -79,7 +84,8 @@ class EngineRecipe:
             return
         heads = strategy_heads(self.strategy, self.model)
         for opened in (self.model, *self.others.values()):
-            bare(opened, torch.float32, heads if opened is self.model else [], size)
+            units = Units(fp8=True, four_bits=True)  # formats say where weights can be cut
+            bare(opened, torch.float32, heads if opened is self.model else [], size, units=units)
 
     def contract(self) -> dict[str, str]:
         """Return what decides the bits of rows besides the models, see `contract`."""
@@ -126,11 +132,11 @@ class EngineRecipe:
     def _plan(self) -> tuple[list[ModelUse], ResolvedConfig]:
         """Return what `planned_uses` does, of models without values."""
         device, dtype = device_of(self.device), self.model.dtype(self.dtype, self.device)
-        native = has_fp8_units(device)
+        units = units_of(device, dtype)
         heads = strategy_heads(self.strategy, self.model)
-        target = bare(self.model, dtype, heads, native_fp8=native, device=device)
+        target = bare(self.model, dtype, heads, units=units, device=device)
         others = {
-            name: bare(other, dtype, [], native_fp8=native, device=device)
+            name: bare(other, dtype, [], units=units, device=device)
             for name, other in self.others.items()
         }
         uses, config = planned_uses(
@@ -197,13 +203,13 @@ def bare(
     heads: list[str],
     tensor_parallel: int = 1,
     *,
-    native_fp8: bool = True,
+    units: Units,
     device: torch.device = _META,
 ) -> CausalLM:
     """Make a model whose parameters have shapes and no values, as rank 0 would have it.
 
     Args:
-        native_fp8: whether the device computes in FP8, and so from MXFP4, too.
+        units: from which formats the device computes.
         device: where the parameters are, or where they say that they are within `Undone`.
     """
     kind = model_class(opened.config.architecture, opened.path)
@@ -213,7 +219,7 @@ def bare(
         device=device,
         dtype=dtype,
         heads=heads,
-        form=opened.form(native=native_fp8),
+        form=opened.form(units),
         parallel=parallel,
         vision=opened.with_vision,
     )

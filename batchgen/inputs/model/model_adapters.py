@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from batchgen.engine.layers.lora import BASE
+from batchgen.config.groups.adapter_names import LoRA, named_places, only_one
+from batchgen.engine.layers.mxfp4_format import Units
 from batchgen.engine.loading.adapters import check_adapter
 from batchgen.engine.loading.peft_files import CONFIG, WEIGHTS, AdapterFile, open_adapter
+from batchgen.engine.sampling.sampling_params import BASE
 from batchgen.inputs.model.engine_recipe import bare
 from batchgen.inputs.model.open_model import OpenedModel
 from batchgen.util.errors import ConfigError
@@ -26,52 +28,11 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _MOST_BYTES = 64 * 2**20
 """The size of a tokenizer's file from which on an adapter's is refused; the largest have 33 MB."""
 
-LoRA = str | Sequence[str] | Mapping[str, str] | None
-"""Adapters as users name them: a place, several places, or places by name. A place is a folder or
-a hub name, which may end with @REVISION; `base` is the model without an adapter."""
 
-
-def adapter_places(given: LoRA) -> dict[str, str]:
-    """Return the places of adapters by their names, which are the last part of the place where the
-    user gives none, without `base`. Raises ValueError for a name that comes twice or is none."""
-    if given is None:
-        return {}
-    if isinstance(given, str):
-        pairs = [(_name_of(given), given)]
-    elif isinstance(given, Mapping):
-        pairs = list(given.items())
-    else:
-        pairs = [(_name_of(place), place) for place in given]
-    found: dict[str, str] = {}
-    for name, place in pairs:
-        if name in found:
-            raise ValueError(
-                f"lora has two adapters named {name} ({found[name]} and {place}): name them, as in "
-                "{first: PATH, second: PATH}"
-            )
-        if re.fullmatch(r"[\w.+:-]+", name) is None:
-            raise ValueError(
-                f"lora: an adapter's name has letters, digits, _, ., +, : and -, got {name!r}: "
-                "name it, as in {name: PATH}"
-            )
-        if (name == BASE) != (place == BASE):
-            raise ValueError(
-                f"lora: {BASE} is the model without an adapter, so no adapter has that name; got "
-                f"{name}: {place}"
-            )
-        found[name] = place
-    return {name: place for name, place in found.items() if name != BASE}
-
-
-def _name_of(place: str) -> str:
-    path = place.partition("@")[0] if _hub_name(place) else place
-    return Path(path).name
-
-
-def with_adapters(model: OpenedModel, given: LoRA, *, only: bool) -> OpenedModel:
-    """Return the model with these adapters. With `only` there is one, which rows have unless they
-    ask for another. Raises ValueError if one cannot be found, is damaged, or does not fit."""
-    places = adapter_places(given)
+def with_adapters(model: OpenedModel, given: LoRA) -> OpenedModel:
+    """Return the model with these adapters; rows have the only one unless they ask for another.
+    Raises ValueError if one cannot be found, is damaged, or does not fit."""
+    places = {name: place for name, place in named_places(given).items() if name != BASE}
     if not places:
         return model
     if model.path.is_file():
@@ -79,7 +40,7 @@ def with_adapters(model: OpenedModel, given: LoRA, *, only: bool) -> OpenedModel
             f"lora stands beside weights in safetensors, and {model.path.name} is a GGUF file: "
             "merge the adapter, or use the original checkpoint"
         )
-    weights = bare(model, torch.float32, [])
+    weights = bare(model, torch.float32, [], units=Units(fp8=False, four_bits=False))
     found = {}
     for name, place in places.items():
         adapter = open_adapter(_folder(name, place))
@@ -87,7 +48,9 @@ def with_adapters(model: OpenedModel, given: LoRA, *, only: bool) -> OpenedModel
         _check_tokenizer(name, adapter.folder, model)
         _warn_of_base(name, adapter, model)
         found[name] = adapter
-    return replace(model, adapters=found, default_adapter=next(iter(found)) if only else None)
+    return replace(
+        model, adapters=found, default_adapter=next(iter(found)) if only_one(given) else None
+    )
 
 
 def adapter_files(adapter: AdapterFile) -> list[Path]:

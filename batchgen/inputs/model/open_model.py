@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.device.host_limits import usable_cores
 from batchgen.engine.interface.engine_config import EngineConfig
-from batchgen.engine.layers.fp8_format import has_fp8_units
-from batchgen.engine.layers.mxfp4_format import WeightFormat, format_name
+from batchgen.engine.layers.mxfp4_format import Units, WeightFormat, format_name, units_of
 from batchgen.engine.layers.packed_format import PackedFormat
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.adapters import add_adapters
@@ -76,18 +75,21 @@ class OpenedModel:
         assert isinstance(dtype, torch.dtype)
         return dtype
 
-    def form(self, *, native: bool) -> WeightFormat | None:
-        """The format of the layers' weights on a device that does or does not compute from it;
-        None if it is the model's dtype."""
-        return chosen_form(self.config, self.quantization, native=native)
+    def form(self, units: Units) -> WeightFormat | None:
+        """The format of the layers' weights on a device that computes from these formats; None if
+        it is the model's dtype."""
+        return chosen_form(self.config, self.quantization, units)
 
-    def weights_text(self, device: DeviceName) -> str | None:
-        """In which format the weights are on a device, if that is not the model's dtype."""
-        form = self.form(native=has_fp8_units(device_of(device)))
-        packed = self.config.form
+    def weights_text(self, dtype: torch.dtype, device: DeviceName) -> str | None:
+        """In which format the weights are on a device, if that is not the model's dtype, and what
+        the checkpoint was made to compute with and the device does not."""
+        form, packed = self.form(units_of(device_of(device), dtype)), self.config.form
+        instead = unused_text(packed, dtype) if isinstance(packed, PackedFormat) else ""
         if form is None:
-            return f"dequantised {packed.name}" if isinstance(packed, PackedFormat) else None
-        return format_name(form) if form.native else f"dequantised {format_name(form)}"
+            if not isinstance(packed, PackedFormat):
+                return None
+            return f"dequantised {packed.name}{instead}"
+        return f"{'' if form.native else 'dequantised '}{format_name(form)}{instead}"
 
     def load(
         self,
@@ -108,21 +110,22 @@ class OpenedModel:
         if target.type == "cpu" and parallel.size == 1:
             limit_threads()
         torch_dtype = self.dtype(dtype, device)
-        form = self.form(native=has_fp8_units(target))
+        form, packed = self.form(units_of(target, torch_dtype)), self.config.form
+        name = str(torch_dtype).removeprefix("torch.")
         if form is not None and not form.native:
-            name, given = str(torch_dtype).removeprefix("torch."), format_name(form)
+            given = format_name(form)
             print(
                 f"model: this device does not compute in {given}, so weights in {given} are "
                 f"dequantised to {name}",
                 file=sys.stderr,
                 flush=True,
             )
-        if isinstance(packed := self.config.form, PackedFormat):
-            name = str(torch_dtype).removeprefix("torch.")
-            instead = "" if packed.activations is None else f" instead of {packed.activations}"
+        if isinstance(packed, PackedFormat):
+            kept = form is not None and self.quantization is None
             print(
-                f"model: weights in {packed.name} are dequantised to {name}; activations: {name}"
-                f"{instead}",
+                f"model: weights in {packed.name} "
+                f"{'stay in 4 bits' if kept else f'are dequantised to {name}'}"
+                f"{unused_text(packed, torch_dtype) or f'; activations: {name}'}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -235,6 +238,14 @@ def open_model(
     # Some checkpoints name ids behind those that the model has, which no answer can end with.
     eos = tuple(i for i in eos_token_ids(path, tokenizer) if 0 <= i < config.vocab_size)
     return OpenedModel(path, config, tokenizer, eos, load_format, quantization)
+
+
+def unused_text(packed: PackedFormat, dtype: torch.dtype) -> str:
+    """What a checkpoint was made to compute with besides its weights and the engine does not, each
+    behind a semicolon."""
+    name = str(dtype).removeprefix("torch.")
+    kinds = {"activations": packed.activations, "KV cache": packed.kv_cache}
+    return "".join(f"; {kind}: {name} instead of {of}" for kind, of in kinds.items() if of)
 
 
 def limit_threads() -> None:

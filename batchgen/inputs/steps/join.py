@@ -35,7 +35,8 @@ class Join(TableStep):
         on: the column, or a list of columns, that both have; `{ours: theirs}` where the names
             differ. `row_id` is the row's id where there is no such column. Each key of the other
             table must be there once.
-            In a job's folder `row_id` is that of the row which was answered.
+            In a job's folder `row_id` is that of the row which was answered, and `answer_id`
+            that of the answer, q17#3: `{row_id: answer_id}` joins the answers of two jobs.
         columns: the columns to add; `{theirs: ours}` for other names.
         missing: what becomes of a row without a partner. `error` makes an error row, `null` leaves
             its new columns empty, `drop` takes it out.

@@ -18,14 +18,15 @@ from batchgen.util.package_files import PACKAGE_SCHEME
 from batchgen.util.paths import is_url
 from batchgen.util.shorten import some_names
 
-ROW_ID = "row_id"
+ROW_ID, ANSWER_ID = "row_id", "answer_id"
 
 if TYPE_CHECKING:
     from batchgen.inputs.dataset.source import Source
 
 
 class SideTable:
-    """A table at a path. That of a job also has its rows' ids, as the column `row_id`."""
+    """A table at a path. That of a job also has its rows' ids, as the column `row_id`, and those of
+    its answers (`q17#3`), as `answer_id`."""
 
     def __init__(self, path: str, name: str | None = None, split: str | None = None) -> None:
         """Open files as `dataset.path` has them, the folder of a complete job, or a data set of the
@@ -47,7 +48,8 @@ class SideTable:
         if self._is_job:
             from datasets import Value
 
-            found.setdefault(ROW_ID, Value("string"))
+            for name in (ROW_ID, ANSWER_ID):
+                found.setdefault(name, Value("string"))
         for column in columns:
             if column_path(column, found) is None:
                 near = some_names(found, column)
@@ -61,10 +63,11 @@ class SideTable:
         with of_table(self._path):
             for row in self._source(columns).rows():
                 source = getattr(row, "source", None)
-                if source is None or ROW_ID in row.fields:
+                if source is None:
                     yield row.fields
                 else:
-                    yield {**row.fields, ROW_ID: source[ROW_ID]}
+                    answer = f"{source[ROW_ID]}#{source['sample_index']}"
+                    yield {ROW_ID: source[ROW_ID], ANSWER_ID: answer, **row.fields}
 
     def _source(self, columns: Sequence[str]) -> Source:
         """The table; a job is read as far as these columns need it."""

@@ -11,14 +11,18 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.caches.model_caches import row_bytes, window_token_bytes
 from batchgen.engine.engine_models import model_uses
 from batchgen.engine.interface.engine_config import ResolvedConfig, Sizes
+from batchgen.engine.layers.mxfp4_format import Units
+from batchgen.engine.layers.packed_format import PackedFormat
 from batchgen.engine.memory.expected_memory import expected_memory
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.memory.model_use import ModelUse, cache_token_bytes, weight_bytes
+from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.strategy import TARGET
 from batchgen.inputs.model.engine_recipe import bare
 from batchgen.inputs.model.open_model import OpenedModel
 from batchgen.inputs.model.other_models import strategy_heads
 from batchgen.jobs.forecast.step_cost import ModelSizes
+from batchgen.util.text.text_table import size
 
 if TYPE_CHECKING:
     from batchgen.jobs.resolve.opened_job import OpenedJob
@@ -41,6 +45,19 @@ class EngineEstimate:
     def weight_bytes(self) -> int:
         """The bytes of the weights of all models."""
         return weight_bytes(list(self.uses.values()))
+
+    @property
+    def weights_text(self) -> str:
+        """How large the weights of all models are, and in which form those of a target are that a
+        checkpoint has in another than FP8."""
+        model, text = self.uses[TARGET].model, size(self.weight_bytes)
+        assert isinstance(model, CausalLM)
+        packed, parameters = model.config.form, model.parameters()
+        if not isinstance(packed, PackedFormat):
+            return text
+        kept = sum(each.nbytes for each in parameters if each.dtype == torch.int32)
+        form = f"{size(kept)} of it in" if kept else "dequantised from"
+        return f"{text}, {form} {packed.name}"
 
     @property
     def token_bytes(self) -> int:
@@ -73,17 +90,16 @@ class EngineEstimate:
 
 
 def estimate_engine(
-    opened: OpenedJob, config: JobConfig, gpu_bytes: int | None, *, native_fp8: bool
+    opened: OpenedJob, config: JobConfig, gpu_bytes: int | None, units: Units
 ) -> EngineEstimate:
     """The engine that a job would have on a device with this memory; None for a CPU."""
     on = "cpu" if gpu_bytes is None else "cuda"
     dtype = _dtype(opened.model, config, on)
     heads = strategy_heads(opened.strategy, opened.model)
     ranks = config.engine.tensor_parallel
-    target = bare(opened.model, dtype, heads, ranks, native_fp8=native_fp8)
+    target = bare(opened.model, dtype, heads, ranks, units=units)
     others = {
-        name: bare(other, dtype, [], ranks, native_fp8=native_fp8)
-        for name, other in opened.others.items()
+        name: bare(other, dtype, [], ranks, units=units) for name, other in opened.others.items()
     }
     columns = tuple(opened.context_columns)
     uses = model_uses(target, others, opened.strategy, columns, opened.max_model_len)

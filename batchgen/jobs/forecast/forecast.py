@@ -81,6 +81,7 @@ class Work:
     With `exact` every answer has `longest` tokens. A row gets `least` to `width` tokens in a
     forward; `least` is 0 for block diffusion. Of the answers there are `spread` times as many where
     their number is not known. `compiled` says that an earlier start has compiled a GPU's kernels.
+    Steps take `price` times as long as those of the engine that the constants are of.
     """
 
     prompts: Ints
@@ -94,6 +95,7 @@ class Work:
     weight_bytes: int
     seen: Calibration | None = None
     compiled: bool = True
+    price: float = 1.0
     notes: tuple[str, ...] = field(default=())
     spread: Range = Range(1, 1, 1)
 
@@ -104,7 +106,7 @@ def forecast(cost: StepCost, work: Work) -> Forecast:
     gpu = cost.device.is_gpu
     known = Range(1 / _STEADY, 1, _STEADY)
     speed = Range(_FASTER[gpu], 1, _SLOWER[gpu]) if factor is None else known
-    cost = cost if factor is None else cost.scaled(factor)
+    cost = cost.scaled(work.price if factor is None else factor)
     answers, of_answers = _answers(work)
     per_forward, of_forwards = _per_forward(work)
     runs, generated = [], []

@@ -14,12 +14,12 @@ from batchgen.engine.caches.cache_specs import KVSpec
 from batchgen.engine.caches.model_caches import state_bytes
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.fp8_format import FP8Format
+from batchgen.engine.layers.linear import Linear
 from batchgen.engine.memory.model_use import ModelUse, cache_token_bytes
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.moe_model import MoEConfig
 from batchgen.jobs.forecast.devices import Device
 from batchgen.kernels.fp8.fp8_weight import FP8
-from batchgen.kernels.mxfp4.mxfp4_weight import VALUE_BYTES
 
 _PAD = 16
 """On a CPU every forward has a multiple of so many tokens."""
@@ -33,7 +33,7 @@ class ModelSizes:
     it says bytes.
 
     Attributes:
-        dense: weights of layers that every token is multiplied by.
+        dense: weights of layers that every token is multiplied by; a value has `dense_bytes`.
         experts: those of all experts, of which a token goes through `expert_share`; a value has
             `expert_bytes`.
         head: weights that compute logits.
@@ -52,6 +52,7 @@ class ModelSizes:
     row_bytes: int
     dtype: torch.dtype
     weight_dtype: torch.dtype
+    dense_bytes: float
     expert_bytes: float
 
     @classmethod
@@ -70,8 +71,9 @@ class ModelSizes:
         specs = [spec for spec in model.cache_specs if isinstance(spec, KVSpec)]
         in_fp8 = isinstance(model.form, FP8Format) and model.form.native
         weight_dtype = FP8 if in_fp8 else model.dtype
-        modules = (each for each in model.modules() if isinstance(each, Experts))
-        in_mxfp4 = any(each.computes_in_mxfp4 for each in modules)
+        mixtures = (each.value_bytes for each in model.modules() if isinstance(each, Experts))
+        dense = [each.value_bytes for each in model.modules() if isinstance(each, Linear)]
+        in_four_bits = [each for each in dense if each is not None]
         return cls(
             layers=len(model.cache_specs),
             dense=model.num_parameters - experts - tables,
@@ -83,7 +85,8 @@ class ModelSizes:
             row_bytes=state_bytes(model.cache_specs),
             dtype=model.dtype,
             weight_dtype=weight_dtype,
-            expert_bytes=VALUE_BYTES if in_mxfp4 else weight_dtype.itemsize,
+            dense_bytes=min(in_four_bits, default=weight_dtype.itemsize),
+            expert_bytes=min(filter(None, mixtures), default=weight_dtype.itemsize),
         )
 
     @property
@@ -96,7 +99,7 @@ class ModelSizes:
         goes to experts of its own choice."""
         untouched: float = (1 - self.expert_share) ** tokens
         experts = self.experts * (1 - untouched) * self.expert_bytes
-        return self.dense * self.weight_dtype.itemsize + experts
+        return self.dense * self.dense_bytes + experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,14 @@ from batchgen.config.compose.load_config import resolved
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.jobs.forecast.calibration import Calibration
+from batchgen.jobs.forecast.deterministic_price import BLOCKS, DECODE, SCORED
 from batchgen.jobs.forecast.devices import Device, measured_cpu, this_gpu
 from batchgen.jobs.forecast.engine_estimate import EngineEstimate
 from batchgen.jobs.forecast.forecast import Work
 from batchgen.jobs.forecast.run_time import Places
 from batchgen.jobs.forecast.samples_per_row import SamplesPerRow
 from batchgen.jobs.forecast.scan import Scan
+from batchgen.kernels.rules import BY_ROW
 
 if TYPE_CHECKING:
     from batchgen.jobs.resolve.opened_job import OpenedJob
@@ -61,7 +63,13 @@ def job_work(
         samples=samples.whole if settings.prefix_caching else 1,
         block=block,
     )
-    several = "what the models beside the target cost is not counted"
+    notes, price = list[str](), None
+    if len(room.uses) > 1:
+        notes.append("what the models beside the target cost is not counted")
+    if settings.rules is BY_ROW:
+        price = SCORED if opened.answer is not None else DECODE
+        price = BLOCKS if opened.model.config.diffusion is not None else price
+        notes.append(price.text)
     return Work(
         prompts=scan.lengths,
         rows=rows,
@@ -75,7 +83,8 @@ def job_work(
         weight_bytes=room.weight_bytes,
         seen=seen,
         compiled=compiled,
-        notes=(several,) if len(room.uses) > 1 else (),
+        price=1.0 if price is None else price.times,
+        notes=tuple(notes),
     )
 
 

@@ -56,11 +56,12 @@ class BegunAnswers:
         """Whether it is time for a record."""
         return bool(self._every) and time.monotonic() - self._last >= self._every
 
-    def save(self, asked: Callable[[RequestId], RowRequest], seconds: float | None = None) -> None:
+    def save(self, asked: Callable[[RequestId], RowRequest], seconds: float | None = None) -> int:
         """Record what the requests of the engine have generated since their last records, within so
-        many seconds, or `_SHARE` of the time; `asked` says what a request asked for."""
+        many seconds, or `_SHARE` of the time; `asked` says what a request asked for. Returns of how
+        many requests there are records then."""
         if not self._every:
-            return
+            return 0
         self._last = time.monotonic()
         ends = self._last + (self._every * _SHARE if seconds is None else seconds)
         lengths = self._engine.begun_lengths()
@@ -81,6 +82,7 @@ class BegunAnswers:
                 "after a stop they begin again",
                 file=sys.stderr,
             )
+        return len(self._known)
 
     def _batch(
         self, todo: list[RequestId], asked: Callable[[RequestId], RowRequest]

@@ -172,6 +172,7 @@ class Generation:
                 self._end_costs()
                 self._save_metrics()
                 return False
+        self._metrics.attempt.rows_recorded = 0
         self._add_point(time.monotonic() - started)
         self._end_costs()
         self._save_metrics()
@@ -179,8 +180,12 @@ class Generation:
 
     def _save_begun(self, seconds: float | None = None) -> None:
         """Record what the rows in flight have generated, unless all rows may be failing."""
-        if not self._first.holds_rows:
-            self._begun.save(lambda one: self._in_flight[one].of_sample(self._stream), seconds)
+        if self._first.holds_rows:
+            return
+        attempt, requests = self._metrics.attempt, self._in_flight
+        attempt.rows_recorded = self._begun.save(
+            lambda one: requests[one].of_sample(self._stream), seconds
+        )
 
     def _end_costs(self) -> None:
         """Write what requests cost, those that have not ended too."""

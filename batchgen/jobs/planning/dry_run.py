@@ -110,11 +110,13 @@ def _prompts(scan: Scan, room: int) -> str:
     if len(lengths := scan.lengths):
         shortest, longest, mean = lengths.min(), lengths.max(), lengths.mean()
         found.append(f"{shortest:,} to {longest:,} tokens, {mean:,.1f} on average,")
-    found.append(f"in the first {scan.looked_at:,} row{'s' * (scan.looked_at != 1)}")
+    found.append(f"in the first {counted(scan.looked_at, 'row')}")
     too_long = scan.bad.get("prompt_too_long")
     text = (
         f"{' '.join(found)}; {too_long.count if too_long else 'none'} too long (room for {room:,})"
     )
+    if scan.looked_at and scan.looked_at == sum(bad.count for bad in scan.bad.values()):
+        text = f"none {found[-1]} can be made"
     if scan.cut:
         text += f"; {scan.cut:,} cut to that"
     text += image_share(scan).replace("\n", f"\n{'':<10}  ")
@@ -127,7 +129,7 @@ def _model(config: JobConfig, opened: OpenedJob) -> str:
     model, group = opened.model, config.model
     revision = "" if group.revision is None else f" at {group.revision}"
     dtype = str(opened.dtype).removeprefix("torch.")
-    if (weights := model.weights_text(config.engine.device)) is not None:
+    if (weights := model.weights_text(opened.dtype, config.engine.device)) is not None:
         dtype += f" with weights in {weights}"
     return (
         f"{group.path}{revision}: {model.config.architecture}, {dtype}, at most "

@@ -133,10 +133,10 @@ def _model(plan: Plan) -> str:
     dtype = str(sizes.dtype).removeprefix("torch.")
     if sizes.weight_dtype != sizes.dtype:
         dtype += " with weights in FP8"
-    elif sizes.expert_bytes < sizes.dtype.itemsize:
+    elif sizes.expert_bytes < sizes.dtype.itemsize and sizes.dense_bytes == sizes.dtype.itemsize:
         dtype += " with experts in MXFP4"
     name = config.model.path.rpartition("/")[2]
-    return f"{name}: {plan.model}, {dtype}, weights {size(plan.engine.weight_bytes)}"
+    return f"{name}: {plan.model}, {dtype}, weights {plan.engine.weights_text}"
 
 
 def _memory(plan: Plan) -> str:

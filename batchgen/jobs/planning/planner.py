@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from batchgen.config.groups.job_config import JobConfig
-from batchgen.engine.layers.fp8_format import has_fp8_units
+from batchgen.engine.layers.mxfp4_format import Units, units_of
 from batchgen.jobs.forecast.devices import DEVICES, Device, device_named
 from batchgen.jobs.forecast.engine_estimate import EngineEstimate, estimate_engine
 from batchgen.jobs.forecast.forecast import Forecast, forecast
@@ -110,8 +110,13 @@ class _Planner:
         device = self._device()
         gpu_bytes = device.memory if device is not None and device.is_gpu else None
         # A GPU that is not in the table is this machine's.
-        fp8 = has_fp8_units(torch.device("cuda")) if device is None else device.fp8
-        engine = estimate_engine(opened, config, gpu_bytes, native_fp8=fp8)
+        four_bits = opened.dtype.itemsize == 2
+        units = (
+            units_of(torch.device("cuda"), opened.dtype)
+            if device is None
+            else Units(device.fp8, device.is_gpu and four_bits)
+        )
+        engine = estimate_engine(opened, config, gpu_bytes, units)
         memory = self._memory(engine, gpu_bytes)
         expected = None
         if memory is not None and device is not None and scan.sample:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.model_sampling import recommended
 from batchgen.engine.strategy import Strategy
+from batchgen.inputs.model.model_adapters import adapter_files, with_adapters
 from batchgen.inputs.model.model_source import model_files
 from batchgen.inputs.model.open_model import OpenedModel, open_model
 from batchgen.inputs.model.other_models import open_others, strategy_heads
 from batchgen.jobs.resolve.build_strategy import build_strategy
+from batchgen.storage.stores.manifest import OF_ADAPTER, OF_ADAPTERS
 from batchgen.util.errors import ConfigError, mistakes_in
 from batchgen.util.fingerprint import fingerprint_files, fingerprint_text
 
@@ -24,7 +26,8 @@ def open_job_model(config: JobConfig) -> OpenedModel:
     """The target of a job; ConfigError if it cannot be one."""
     with mistakes_in("model"):
         group = config.model
-        return open_model(group.path, group.revision, group.load_format, group.quantization)
+        model = open_model(group.path, group.revision, group.load_format, group.quantization)
+        return with_adapters(model, group.lora)
 
 
 def model_sampling(path: Path) -> Mapping[str, float]:
@@ -55,14 +58,28 @@ def model_fingerprints(
         # `auto` may mean another dtype on another machine, and that gives other tokens.
         "dtype": str(dtype).removeprefix("torch."),
     }
-    if (weights := model.weights_text(config.engine.device)) is not None:
+    if (weights := model.weights_text(dtype, config.engine.device)) is not None:
         found["weights"] = weights  # of FP8 is computed with only where the device can
+    found |= _adapter_fingerprints(config, model)
     for name, other in others.items():
         found[f"{name}_model"] = fingerprint_files(model_files(other.path))
     if (constraint := config.params.constraint) is not None:
         # The configuration is compared without the order of keys, in which the row writes them.
         found["constraint"] = fingerprint_text(constraint.text)
     return found
+
+
+def _adapter_fingerprints(config: JobConfig, model: OpenedModel) -> dict[str, str]:
+    """The digests of adapters: of the only one, or of several with their names, whose order that of
+    a grid's rows follows."""
+    names = config.model.adapters
+    digests = {name: fingerprint_files(adapter_files(a)) for name, a in model.adapters.items()}
+    if not names:
+        return dict(zip([OF_ADAPTER] * len(digests), digests.values(), strict=True))
+    return {
+        OF_ADAPTERS: ", ".join(names),
+        **{f"{OF_ADAPTER} {name}": digest for name, digest in digests.items()},
+    }
 
 
 def answers_depend_on(config: JobConfig) -> dict[str, str]:

@@ -27,7 +27,7 @@ from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.prefill_policy import check_chunk_sizes
 from batchgen.engine.strategy import Strategy
-from batchgen.evals.graders.build_steps import check_fields, post_steps
+from batchgen.evals.graders.build_steps import check_fields, check_scored, post_steps
 from batchgen.inputs.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES, choice_ids
 from batchgen.inputs.images.row_images import RowImages
 from batchgen.inputs.model.engine_recipe import EngineRecipe
@@ -245,6 +245,12 @@ def open_job(
     columns = image_columns(config, model)
     # Last of what can be refused: it takes seconds to load datasets.
     source, of_steps = _open_rows(config, model, post, promised, wait, columns)
+    if config.model.lora_grid:
+        from batchgen.inputs.dataset.grid_source import GridSource  # it loads datasets
+
+        source = GridSource(source, config.model.adapters)
+    counts = [count.name for count in strategy.counts]
+    check_scored(post, config.score, [*source.schema.names, *counts])
     images = row_images(config, model, source)
     if images is not None:
         model = dataclasses.replace(model, with_vision=True)
@@ -344,7 +350,7 @@ def _open_rows(
 ) -> tuple[Source, Mapping[str, str]]:
     """The rows behind their steps, with the columns that post steps read, and the digests of what
     the steps read."""
-    from batchgen.evals.graders.build_steps import check_machine, check_scored
+    from batchgen.evals.graders.build_steps import check_machine
     from batchgen.inputs.row_index.open_rows import behind_steps
     from batchgen.inputs.upstream.open_source import open_source
 
@@ -353,6 +359,5 @@ def _open_rows(
     source, of_steps = behind_steps(data, config.rows, of_data, model.tokenizer)
     scores = [CHOICE_LOGPROBS.name, CHOICE_SCORES.name] if config.scores_choices else []
     check_fields(post, [*source.schema.names, *scores])
-    check_scored(post, config.score, source.schema.names)
     check_machine(post)
     return source, of_steps

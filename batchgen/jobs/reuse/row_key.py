@@ -14,6 +14,7 @@ from batchgen.config.compose.load_config import identity
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.inputs.prompts.row_request import RowRequest
+from batchgen.storage.stores.manifest import OF_ADAPTER, OF_ADAPTERS
 
 KEY_BYTES = 16
 _ONLY_COLUMNS = ("logprobs", "top_logprobs", "columns")
@@ -48,6 +49,14 @@ class RowKeys:
         }
         # A row's own constraint is among its parameters.
         deciding.pop("constraint", None)
+        # So is its adapter, of which the digest counts.
+        self._adapter = deciding.pop(OF_ADAPTER, None)
+        start = f"{OF_ADAPTER} "
+        of_names = [name for name in deciding if name.startswith(start)]
+        self._adapters = {name.removeprefix(start): deciding.pop(name) for name in of_names}
+        deciding.pop(OF_ADAPTERS, None)
+        for key in ("lora_column", "lora_grid"):
+            groups["model"].pop(key, None)
         shared = [
             groups["model"],
             groups["strategy"],
@@ -65,7 +74,8 @@ class RowKeys:
         """The key of a request, in whose parameters the seed is the row's own."""
         prompt, params, answer, choices, images = request
         digest = blake2b(self._shared, digest_size=KEY_BYTES)
-        digest.update(_params_digest(replace(params, seed=0)))
+        lora = self._adapter if params.lora is None else self._adapters.get(params.lora)
+        digest.update(_params_digest(replace(params, seed=0, lora=lora)))
         digest.update((params.seed % 2**64).to_bytes(8, "little"))
         # Where one list ends and the next begins counts, and whether there is an answer at all.
         for ids in (prompt, *([] if answer is None else [answer]), *choices):

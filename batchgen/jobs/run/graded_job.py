@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.evals.grades.changed_marks import ChangedMarks
@@ -13,6 +12,7 @@ from batchgen.evals.grades.folder_grades import JobGrades
 from batchgen.evals.grades.grading_queue import GradingQueue
 from batchgen.jobs.generation.turns import Turns
 from batchgen.storage.folder.dataset_card import grades_section, with_grades
+from batchgen.storage.metrics.job_scores import JobScores
 from batchgen.storage.shards.checked_file import read_schema
 from batchgen.storage.shards.shard_files import shard_files
 from batchgen.storage.stores.whole_file import write_atomic
@@ -24,15 +24,14 @@ if TYPE_CHECKING:
 
 def scores_of(
     samples: Samples, config: JobConfig, signals: StopSignals, queue: GradingQueue | None = None
-) -> Turns[dict[str, Any] | None]:
-    """Grade the rows of a job as its configuration says, and score them; None if no step gives
-    marks.
+) -> Turns[JobScores]:
+    """Grade the rows of a job as its configuration says, and score them, if a step gives marks.
 
     Marks of earlier grades that change are named on stderr. What the `queue` has begun is waited
     for. If a signal comes first, JobStopped is raised, and what is graded stays.
     """
     if not config.post:
-        return score(samples) if config.is_scored else None
+        return score(samples) if config.is_scored else JobScores()
     print("grading …", file=sys.stderr, flush=True)
     text = config.output.text_column
 
@@ -52,15 +51,15 @@ def scores_of(
     return score(samples)
 
 
-def score(samples: Samples) -> dict[str, Any] | None:
-    """The scores of a graded job; None if its grades have no marks."""
+def score(samples: Samples) -> JobScores:
+    """The scores of a graded job, if its grades have marks."""
     # numpy is needed from here on, and not by a job without marks.
-    from batchgen.evals.scores.job_score import sample_score
+    from batchgen.evals.scores.job_score import job_scores
 
-    return sample_score(samples) if samples.have_marks else None
+    return job_scores(samples) if samples.have_marks else JobScores()
 
 
-def save_scores(folder: Path, scores: Mapping[str, Any] | None, shown: str | None = None) -> None:
+def save_scores(folder: Path, scores: JobScores, shown: str | None = None) -> None:
     """Write scores into metrics.json, and the columns of the grades into README.md if that is still
     there. `shown` is what people call the folder."""
     from batchgen.evals.scores.job_score import save_score

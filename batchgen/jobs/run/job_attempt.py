@@ -98,11 +98,14 @@ class JobAttempt:
         self.writer.flush()
         self.metrics.save("stopped")
         done = self.metrics.attempt.rows + self.metrics.attempt.rows_resumed
-        shown = self.folder.storage.shown
+        shown, recorded = self.folder.storage.shown, self.metrics.attempt.rows_recorded
+        begun = f" and {recorded:,} begun" if recorded else ""
         if self.signals.received is None and self.spending.is_spent:
-            message = f"{self.spending.text()}\nStopped with {done:,} answers done in {shown}."
+            message = (
+                f"{self.spending.text()}\nStopped with {done:,} answers done{begun} in {shown}."
+            )
             return JobResult(0, None, message, is_spent=True)
-        message = f"Stopped with {done:,} answers done. {how_to_resume(shown)}"
+        message = f"Stopped with {done:,} answers done{begun}. {how_to_resume(shown)}"
         return JobResult(0, self.signals.received, message)
 
 

@@ -60,7 +60,13 @@ def completed_elsewhere(storage: Storage, parts: ResolvedJob, rows: int) -> JobR
     head = f"The job is complete; this worker has computed {rows:,} of its answers.\n"
     steps = all_steps(figures, _name(storage))
     copied = figures.get("rows_copied", 0)
-    job = JobSummary(totals, score=figures.get("score"), rows_copied=copied, costs=steps)
+    job = JobSummary(
+        totals,
+        score=figures.get("score"),
+        adapter_scores=figures.get("adapter_scores", {}),
+        rows_copied=copied,
+        costs=steps,
+    )
     table = end_table(job, storage.shown, parts.strategy)
     return JobResult(totals.error_rows, None, head + table)
 
@@ -103,6 +109,7 @@ def complete(
         totals,
         attempts=[asdict(metrics.attempt)],
         score=metrics.score,
+        adapter_scores=metrics.adapter_scores,
         config=resolved(config),
         row_facts=facts,
         rows_copied=metrics.rows_copied,
@@ -126,9 +133,10 @@ def already_complete(
     folder.remove_journal()
     wants_report = config.output.report and not is_up_to_date(storage)
     with storage.local_copy(needed=config.is_scored or wants_report):
-        score = yield from scores_of(Samples(folder.path, config.score), config, signals)
+        samples = Samples(folder.path, config.score, by=config.model.grid_column)
+        found = yield from scores_of(samples, config, signals)
         if config.is_scored:
-            save_scores(folder.path, score, storage.shown)
+            save_scores(folder.path, found, storage.shown)
         totals = _count_shards(config, parts, folder).totals
         wants_report = config.output.report and not is_up_to_date(storage)  # scores may be new
         report = _report(parts, folder) if wants_report else None
@@ -138,7 +146,14 @@ def already_complete(
     figures = json.loads(storage.read(folder.path / "metrics.json") or b"{}")
     steps = all_steps(figures, _name(storage))
     questions = folder.manifest.growing.get(ROWS)
-    job = JobSummary(totals, score=score, row_facts=facts, costs=steps, questions=questions)
+    job = JobSummary(
+        totals,
+        score=found.score,
+        adapter_scores=found.adapters,
+        row_facts=facts,
+        costs=steps,
+        questions=questions,
+    )
     table = end_table(job, shown, parts.strategy, report)
     return JobResult(totals.error_rows, None, message + table)
 

@@ -85,7 +85,7 @@ def _turns(attempt: JobAttempt) -> Turns[JobResult]:
         card = unfinished_card(folder.storage.shown)
         folder.storage.write(folder.path / "README.md", card)
         folder.storage.delete(folder.path / REPORT)  # it would tell of fewer rows
-    samples = Samples(folder.path, config.score)
+    samples = Samples(folder.path, config.score, by=config.model.grid_column)
     at_once, claim = parts.grades_at_once, partial(attempt.worker.claim, GRADING)
     needed = folder.storage.in_place and (at_once or not is_done)
     queue = GradingQueue(folder.path, config, claim, needed=needed, at_once=at_once)
@@ -103,7 +103,8 @@ def _turns(attempt: JobAttempt) -> Turns[JobResult]:
             attempt.write_config(replace(config, dataset=data))
             attempt.note_read()
         with folder.storage.local_copy(needed=config.is_scored or config.output.report):
-            metrics.score = yield from scores_of(samples, config, attempt.signals, queue)
+            found = yield from scores_of(samples, config, attempt.signals, queue)
+            metrics.score, metrics.adapter_scores = found.score, found.adapters
             return complete(config, parts, folder, attempt.rows.schema, metrics)
 
 

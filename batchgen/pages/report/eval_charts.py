@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from batchgen.pages.report.svg import (
     Scale,
     drawing,
     percent,
+    short,
     tag,
     text,
     ticks,
@@ -61,7 +62,7 @@ def score_by_length(lengths: Lengths) -> Chart:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A share with its 95% interval; None where that is not known."""
+    """A share, or another number, with its 95% interval; None where that is not known."""
 
     name: str
     value: float | None
@@ -74,18 +75,27 @@ _TWO_LINES = 40  # height of an interval with its name above it
 _ABOVE = 60  # characters of a name above an interval
 
 
-def intervals(title: str, estimates: Sequence[Estimate], note: str) -> Chart:
-    """Estimates below each other, with their intervals; names that are long stand above these."""
+def intervals(
+    title: str,
+    estimates: Sequence[Estimate],
+    note: str,
+    shown: Callable[[float | None], str] = exact_percent,
+) -> Chart:
+    """Estimates below each other, with their intervals; names that are long stand above these.
+    `shown` writes them; on an axis of other numbers than shares there are those that occur."""
     above = any(len(e.name) > LABEL for e in estimates)
     start = 14.0 if above else 14 + 6.8 * max(len(e.name) for e in estimates)
     end, line = WIDTH - 56, _TWO_LINES if above else LINE
-    low, high = _range([v for e in estimates for v in (e.low, e.value, e.high) if v is not None])
+    values = [v for e in estimates for v in (e.low, e.value, e.high) if v is not None]
+    is_share = shown is exact_percent
+    low, high = _range(values) if is_share else (min(values), max(values))
     scale, bottom = Scale(low, high, start, end), 8 + line * len(estimates)
     parts = []
     for share in ticks(low, high, 4):
         x = scale(share)
         parts.append(tag("line", x1=x, x2=x, y1=2, y2=bottom, class_="grid"))
-        parts.append(text(percent(share), x, bottom + 15, "tick", "middle"))
+        mark = percent(share) if is_share else short(share)
+        parts.append(text(mark, x, bottom + 15, "tick", "middle"))
     for place, found in enumerate(estimates):
         y = 4 + (place + 1) * line - LINE / 2
         if above:
@@ -98,8 +108,8 @@ def intervals(title: str, estimates: Sequence[Estimate], note: str) -> Chart:
             x1, x2 = scale(found.low), scale(found.high)
             parts.append(tag("line", x1=x1, x2=x2, y1=y, y2=y, class_=f"whisker {found.kind}"))
         parts.append(tag("circle", cx=scale(found.value), cy=y, r=4.5, class_="dot"))
-        parts.append(text(exact_percent(found.value), end + 8, y + 4, "tick"))
-    rows = [(e.name, *map(exact_percent, (e.value, e.low, e.high))) for e in estimates]
+        parts.append(text(shown(found.value), end + 8, y + 4, "tick"))
+    rows = [(e.name, *map(shown, (e.value, e.low, e.high))) for e in estimates]
     said = f"{title}: " + ", ".join(f"{r[0]} {r[1]}" for r in rows)
     svg = drawing(parts, said, bottom + 22)
     return Chart(title, note, svg, ("metric", "value", "low", "high"), rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from batchgen.pages.tokens.step_name import step_name
 from batchgen.storage.folder.job_summary import JobSummary
 from batchgen.storage.metrics.tally import OUTCOMES
 from batchgen.util.duration import duration
-from batchgen.util.text.text_table import COUNT_AS, counted, percent, percent_range
+from batchgen.util.text.text_table import COUNT_AS, counted, percent, score_value, value_range
 
 _MOST_SUBSETS = 100
 _MOST_TEXT = 300  # characters of a message or a name
@@ -46,7 +46,8 @@ def headline(job: JobSummary, found: Collected) -> list[Fact]:
     """The numbers at the top of the page."""
     facts, totals = [], job.totals
     if job.score is not None and job.mean_mark is not None:
-        facts.append(Fact("score", percent(job.mean_mark), _two_intervals(job.score["avg"])))
+        name, shown = job.score.get("column", "score"), score_value(job.score)
+        facts.append(Fact(name, shown(job.mean_mark), _two_intervals(job.score["avg"], shown)))
     failed = sum(found.errors.values())
     of = [counted(failed, "error")] if failed else []
     if job.questions is not None:
@@ -140,18 +141,22 @@ def _scores(score: Mapping[str, Any] | None, found: Collected, links: Mapping[in
         "With 95% intervals: blue for new questions of the same kind, orange for the same "
         "questions asked again."
     )
-    section.charts.append(intervals("Estimates", estimates, note))
+    shown = score_value(score)
+    section.charts.append(intervals("Estimates", estimates, note, shown))
     subsets = list(score.get("subsets", {}).items())
     if subsets:
-        shown = [_estimate(n, part["avg"], "population") for n, part in subsets[:_MOST_SUBSETS]]
+        parts = [_estimate(n, part["avg"], "population") for n, part in subsets[:_MOST_SUBSETS]]
         note = f"The first {_MOST_SUBSETS} of {len(subsets)}." * (len(subsets) > _MOST_SUBSETS)
-        section.charts.append(intervals("Subsets", shown, note))
-    if found.output.marked.sum() > 1:
+        section.charts.append(intervals("Subsets", parts, note, shown))
+    of_marks = "column" not in score
+    if of_marks and found.output.marked.sum() > 1:
         section.charts.append(score_by_length(found.output))
-    if found.questions:
+    if of_marks and found.questions:
         section.charts.append(question_dots(found.questions, links, _questions_note(found)))
     rates = [(name.replace("_", " "), percent(rate)) for name, rate in score["rates"].items()]
-    if score["bounds"][0] != score["bounds"][1]:
+    if (chance := score.get("chance")) is not None:
+        section.notes.append(f"Of guesses {percent(chance)} would be right.")
+    if of_marks and score["bounds"][0] != score["bounds"][1]:
         wrong, right = (percent(bound) for bound in score["bounds"])
         rates.append(("score if all without a mark were wrong, or right", f"{wrong}, {right}"))
     section.table = ("What the score leaves open", ("of all answers", "share"), rates)
@@ -290,7 +295,7 @@ def _experts(facts: TokenFacts) -> Section:
     return section
 
 
-def _two_intervals(average: Mapping[str, Any]) -> str:
+def _two_intervals(average: Mapping[str, Any], shown: Callable[[float | None], str]) -> str:
     names = {"population": "new questions", "same_questions": "same questions"}
-    bounds = ((name, percent_range(average[key])) for key, name in names.items())
+    bounds = ((name, value_range(average[key], shown)) for key, name in names.items())
     return "; ".join(f"{name} {text}" for name, text in bounds if text)

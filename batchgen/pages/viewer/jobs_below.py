@@ -7,20 +7,21 @@ numbers of jobs and of entries have bounds.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from batchgen.config.groups.dataset_config import dataset_name
+from batchgen.evals.arms.job_facts import is_config
 from batchgen.pages.viewer.overview import rows_to_come
 from batchgen.storage.folder.job_summary import JobSummary
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.stores.manifest import ROWS, Manifest
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.shorten import short_name
-from batchgen.util.text.text_table import percent_range
+from batchgen.util.text.text_table import score_value, value_range
 
 DEEPEST = 4
 """Folders between the given one and a job's, the job's included."""
@@ -45,6 +46,7 @@ class JobBelow:
     rows: int | None = None  # answers that are finished
     of_rows: int | None = None  # of a job that is not complete
     score: float | None = None
+    shown_score: str = ""
     interval: str = ""  # of 95%, for new questions
 
     @property
@@ -144,7 +146,8 @@ def _job(folder: Path, name: str) -> JobBelow:
             rows=int(known.totals.rows) if known.is_begun else None,
             of_rows=None if to_come is None else int(to_come),
             score=None if score is None else float(score),
-            interval="" if known.score is None else percent_range(known.score["avg"]["population"]),
+            shown_score="" if known.score is None else _value(known.score),
+            interval="" if known.score is None else _interval(known.score),
         )
     except (ConfigError, JobError, OSError) as error:
         return replace(job, fault=str(error))
@@ -153,16 +156,23 @@ def _job(folder: Path, name: str) -> JobBelow:
         return replace(job, fault="its manifest.json or metrics.json is damaged")
 
 
+def _value(scores: Mapping[str, Any]) -> str:
+    """A score for people; of other numbers than marks with the column's name."""
+    column = f"{scores['column']} " if "column" in scores else ""
+    return column + score_value(scores)(scores["avg"]["value"])
+
+
+def _interval(scores: Mapping[str, Any]) -> str:
+    return value_range(scores["avg"]["population"], score_value(scores))
+
+
 def config_fault(folder: Path) -> str:
     """Why the configuration of a job cannot be read; empty if it can."""
     try:
         config = JobFolderReader(folder).config
     except (ConfigError, OSError) as error:
         return str(error)
-    is_one = isinstance(config, dict) and all(
-        isinstance(group, dict | list | None) for group in config.values()
-    )
-    return "" if is_one else "its config.yaml is not that of a job"
+    return "" if is_config(config) else "its config.yaml is not that of a job"
 
 
 def _too_large(folder: Path) -> str:

@@ -11,7 +11,7 @@ from batchgen.pages.viewer.job_view import JobView
 from batchgen.pages.viewer.rows.filters import MARKS
 from batchgen.storage.folder.job_summary import JobSummary, until_line
 from batchgen.util.duration import duration
-from batchgen.util.text.text_table import Line, answers_text, percent_range, score_lines
+from batchgen.util.text.text_table import Line, answers_text, score_lines, score_value, value_range
 
 Query = Mapping[str, str]
 """The keys of a filter."""
@@ -34,7 +34,7 @@ class Subset:
 
     name: str
     questions: int
-    value: float | None  # the mean mark
+    value: str  # the mean mark
     interval: str  # of 95%, for new questions
     query: Query | None  # None where rows do not name their subset
 
@@ -96,9 +96,10 @@ def _counts(job: JobSummary, counts: Mapping[str, int], key: str) -> list[Count]
 def _subsets(job: JobView) -> list[Subset]:
     found = []
     for name, part in job.subsets.items():
-        interval = percent_range(part["avg"]["population"])
+        shown, average = score_value(part), part["avg"]
+        interval = value_range(average["population"], shown)
         query = {"subset": name} if job.subset_column else None
-        found.append(Subset(name, part["questions"], part["avg"]["value"], interval, query))
+        found.append(Subset(name, part["questions"], shown(average["value"]), interval, query))
     return found
 
 

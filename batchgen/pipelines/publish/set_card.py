@@ -38,7 +38,7 @@ def set_card(
     """The README.md of a folder: what it is about, where its rows came from, how many were left
     after which step, and its columns. The text depends on these alone; `mark` is a digest of them.
     """
-    reading = [f"- {reader}: `{line}`" for reader, line in how_to_read(str(folder)).items()]
+    reading = [f"- {reader}: `{line}`" for reader, line in how_to_read(".").items()]
     parts = [
         CARD_HEADER.format(mark=mark),
         *(f"# {folder.name}", "", about, "", "## Lineage", ""),
@@ -47,7 +47,7 @@ def set_card(
         *(f"| `{step}` | {rows:,} |" for step, rows in steps),
         *("", "## Columns", ""),
         *column_lines(schema),
-        *("", "## How to read it", ""),
+        *("", "## How to read it", "", "In this folder:", ""),
         *reading,
     ]
     return "\n".join(parts)

@@ -12,8 +12,10 @@ import yaml
 from batchgen.config.compose.compose_config import compose_groups
 from batchgen.config.compose.load_config import literal, load_config, resolved
 from batchgen.config.compose.trust import Trust
+from batchgen.config.groups.adapter_names import GRID_REFUSAL
 from batchgen.config.groups.convert_value import convert
 from batchgen.config.groups.job_config import JobConfig
+from batchgen.jobs.resolve.early_checks import check_early
 from batchgen.pipelines.run.pipeline_file import (
     AFTER,
     COMPLETE,
@@ -103,6 +105,14 @@ class Pipeline:
     pushes: Sequence[Push] = ()
     most_errors: float = _MOST_ERRORS
 
+    def check_early(self) -> None:
+        """Find the usual mistakes of the steps before torch is loaded; as of `check_early`."""
+        for name, step in self.steps.items():
+            try:
+                check_early(step.config, folder=False)
+            except ConfigError as error:
+                raise ConfigError(f"step {name}: {error}") from None
+
     def text(self) -> str:
         """The pipeline as a file, with all keys."""
         values: dict[str, Any] = {"output": {"dir": self.out}}
@@ -126,6 +136,10 @@ def compose_pipeline(given: GivenPipeline, trust: Trust, folders: Sequence[Path]
             start = "" if f"{STEPS}.{name}" in str(error) else f"step {name}: "
             raise ConfigError(f"{start}{error}") from None
     ordered = {name: steps[name] for name in in_order({n: s.reads for n, s in steps.items()})}
+    for name, composed in ordered.items():
+        for other in composed.reads:
+            if ordered[other].config.model.lora_grid:
+                raise ConfigError(f"step {name}: the step {other} {GRID_REFUSAL}")
     most = given.keys.get(MOST_ERRORS, _MOST_ERRORS)
     most_errors = convert(most, float, MOST_ERRORS)
     if not 0 <= most_errors <= 1:

@@ -23,6 +23,7 @@ from batchgen.config.groups.config_keys import (
     nearest,
     nearest_key,
 )
+from batchgen.pipelines.run.judge import JUDGE, judge_values
 from batchgen.storage.folder.pipeline_record import STEP_NAME
 from batchgen.util.errors import ConfigError
 
@@ -150,8 +151,11 @@ def _step(name: str, given: Any, common: Mapping[str, Any], places: Mapping[str,
         raise ConfigError(f"{start} must be a mapping of keys, got {given!r:.50}")
     values = dict(given)
     parents = _parents(values.pop(FROM, ()), places.get(prefix + FROM, prefix + FROM))
+    judged = values.pop(JUDGE, None)
     waits = _waits(values.pop(AFTER, None), parents, places.get(prefix + AFTER, prefix + AFTER))
     own = _flat(values, places, prefix)
+    if judged is not None:
+        own, parents = _with_judge(own, judged, parents, places.get(prefix + JUDGE, prefix + JUDGE))
     if _DIR in own:
         raise ConfigError(
             f"{places.get(prefix + _DIR, prefix + _DIR)}: a step writes into a folder below the "
@@ -171,6 +175,17 @@ def _step(name: str, given: Any, common: Mapping[str, Any], places: Mapping[str,
     of_file = {key: place for key, place in places.items() if not key.startswith(f"{STEPS}.")}
     of_step = {k.removeprefix(prefix): v for k, v in places.items() if k.startswith(prefix)}
     return GivenStep(name, parents, {**kept, **own}, {**of_file, **of_step}, waits)
+
+
+def _with_judge(
+    own: dict[str, Any], judged: Any, parents: tuple[str, ...], start: str
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The keys of a step that judges others, and the step whose answers are its rows. What the
+    step says itself counts; a group of which it makes a choice is all its own."""
+    ready = _flat(judge_values(judged, parents, start), {}, "")
+    chosen = {key for key in own if key in GROUPS}
+    kept = {key: value for key, value in ready.items() if key.partition(".")[0] not in chosen}
+    return {**kept, **own}, parents[:1]
 
 
 def _parents(given: Any, start: str) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.workers_config import WorkersConfig
@@ -14,7 +14,7 @@ from batchgen.storage.folder.refused_folder import written_manifest
 from batchgen.storage.leases.lease_files import DATA, LEASES, parse_lease
 from batchgen.storage.shards.shard_files import shard_files
 from batchgen.storage.stores.job_storage import names_in
-from batchgen.storage.stores.manifest import ROWS
+from batchgen.storage.stores.manifest import ROWS, runs_of_row
 from batchgen.storage.stores.open_storage import open_storage
 from batchgen.util.paths import is_url
 
@@ -81,8 +81,9 @@ class StepGroups:
         with closing(open_storage(config.output.dir, WorkersConfig())) as storage:
             manifest = written_manifest(storage)
             rows = None if manifest is None else manifest.growing.get(ROWS)
-            if rows is None:
+            if rows is None or manifest is None:
                 return math.inf
+            rows = int(rows) * runs_of_row(asdict(manifest))
             leases = [parse_lease(lease) for lease in names_in(storage, LEASES)]
             begun = {lease[0] for lease in leases if lease is not None and lease[0] >= 0}
             done = shard_files(storage.path / DATA, names_in(storage, DATA))

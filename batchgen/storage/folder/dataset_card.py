@@ -14,7 +14,9 @@ from batchgen.config.groups.model_sampling import sampling_text
 from batchgen.storage.folder.how_to_read import (
     CARD_HEADER,
     GRADE_KEYS,
+    as_cards_say,
     how_to_read,
+    inside,
     rows_with_grades,
 )
 from batchgen.storage.folder.job_summary import JobSummary
@@ -70,8 +72,10 @@ def unfinished_card(folder: str) -> str:
 
 
 def _reading(folder: str) -> str:
-    lines = [f"- {name}: `{line}`" for name, line in how_to_read(folder).items()]
-    return "\n".join([_HOW_TO_READ, "", *lines])
+    place = as_cards_say(folder)
+    lines = [f"- {name}: `{line}`" for name, line in how_to_read(place).items()]
+    where = ["In this folder:", ""] if place == "." else []
+    return "\n".join([_HOW_TO_READ, "", *where, *lines])
 
 
 def dataset_card(
@@ -137,6 +141,8 @@ def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str
     """What a card says of the files in `grades`, which have a schema beside the columns of the
     rows in `data`."""
     made = [field for field in schema if field.name not in GRADE_KEYS]
+    place, keys = as_cards_say(folder), ", ".join(f'"{key}"' for key in GRADE_KEYS)
+    rows_at, grades_at = (inside(place, name) for name in ("data", "grades"))
     columns = [(f"`{f.name}`", f"`{f.type}`", _meta(f, "meaning")) for f in made]
     return "\n".join(
         [
@@ -144,10 +150,15 @@ def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str
             "",
             "`grades/` has a row for each row of `data/`, in the same order and in files of the "
             "same names; the metadata of each file (`batchgen.steps`) say which steps made it. "
-            "Rows and grades belong together by `row_id` and `sample_index`. In duckdb:",
+            "Rows and grades belong together by `row_id` and `sample_index`. By pandas and duckdb:",
+            "",
+            "```python",
+            f'rows, grades = pd.read_parquet("{rows_at}"), pd.read_parquet("{grades_at}")',
+            f'both = rows.merge(grades, on=[{keys}], suffixes=("", "_of_grades"))',
+            "```",
             "",
             "```sql",
-            rows_with_grades([field.name for field in made], rows, folder),
+            rows_with_grades([field.name for field in made], rows, place),
             "```",
             "",
             *_table(("column", "type", "meaning"), columns),

@@ -26,13 +26,25 @@ dataset_info:
 """What a README.md begins with, for the hub and `load_dataset`; `mark` says what wrote it."""
 
 
+def as_cards_say(folder: str) -> str:
+    """The folder of a card for those who read the card: the one that they are in, wherever it was
+    moved to; of an object store its URL."""
+    return folder if is_url(folder) else "."
+
+
+def inside(folder: str, name: str) -> str:
+    """The path of something in a folder."""
+    return name if folder == "." else f"{folder.rstrip('/')}/{name}"
+
+
 def how_to_read(folder: str) -> dict[str, str]:
-    """A line of code for each of the common readers."""
-    data = f"{folder.rstrip('/')}/data"
+    """A line of code for each of the common readers; of the folder `.` for who works in it."""
+    data = inside(folder, "data")
     named, files = f'"{folder}"', data
-    if is_url(folder):  # load_dataset and polars take URLs of files only
+    if is_url(folder):  # polars takes URLs of files only
         files = f"{data}/*.parquet"
-        named = f'"parquet", data_files="{files}"'
+    if is_url(folder) or folder == ".":  # load_dataset takes neither
+        named = f'"parquet", data_files="{data}/*.parquet"'
     return {
         "datasets": f'load_dataset({named}, split="train")',
         "pandas": f'pd.read_parquet("{data}")',
@@ -59,7 +71,7 @@ def rows_with_grades(grades: Sequence[str], rows: Collection[str], folder: str) 
                 other = f"grades_{other}"
             column += f" AS {_quoted(other)}"
         chosen.append(column)
-    data, made = (_in_duckdb(f"{folder.rstrip('/')}/{name}") for name in ("data", "grades"))
+    data, made = (_in_duckdb(inside(folder, name)) for name in ("data", "grades"))
     return (
         f"SELECT {', '.join(['data.*', *chosen])} FROM {data} AS data JOIN {made} AS grades "
         f"USING ({', '.join(GRADE_KEYS)})"

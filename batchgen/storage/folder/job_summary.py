@@ -12,7 +12,14 @@ from batchgen.storage.folder.how_to_read import how_to_read
 from batchgen.storage.metrics.tally import Totals
 from batchgen.storage.shards.enough import OUTCOMES
 from batchgen.util.duration import duration
-from batchgen.util.text.text_table import Line, answers_text, counted, score_lines, table
+from batchgen.util.text.text_table import (
+    Line,
+    adapter_lines,
+    answers_text,
+    counted,
+    score_lines,
+    table,
+)
 
 if TYPE_CHECKING:
     from batchgen.engine.strategy import Strategy
@@ -47,6 +54,7 @@ class JobSummary:
         default_factory=dict
     )  # as metrics.json has it
     questions: int | None = None  # input rows; None if nobody knows
+    adapter_scores: Mapping[str, Any] = field(default_factory=dict)  # by the adapter's name
 
     @classmethod
     def of(
@@ -72,6 +80,7 @@ class JobSummary:
             all_steps(metrics, name),
             metrics.get("sampling") or {},
             questions,
+            metrics.get("adapter_scores") or {},
         )
 
     @property
@@ -88,6 +97,14 @@ class JobSummary:
         """How many rows the job will have when it is complete; None if that is not known."""
         total: int | None = self.attempt.get("rows_total")
         return total
+
+    @property
+    def rows_recorded(self) -> int:
+        """Of how many rows that are not finished there are records, by the workers of the last
+        attempt, as far as they said."""
+        session = self.attempt.get("session")
+        last = (one for one in self.attempts if one.get("session") == session)
+        return sum(one.get("rows_recorded", 0) for one in last)
 
     @property
     def mean_mark(self) -> float | None:
@@ -145,6 +162,8 @@ def status_line(reader: JobFolderReader, name: str) -> str:
         facts.append(until_line(job.totals))
     if job.rows_copied:
         facts.append(f"{job.rows_copied:,} copied")
+    if job.status != "complete" and job.rows_recorded:
+        facts.append(f"{job.rows_recorded:,} begun")
     if job.tokens_per_s:
         facts.append(f"{job.tokens_per_s:,.0f} tokens/s")
     if job.status == "running" and total is not None and (speed := _rows_per_s(job.attempts)):
@@ -206,6 +225,7 @@ def end_table(
         stats = attempt.get("engine", {}).get("strategy", {})
         lines += strategy.summary(totals.counts, stats, totals.generated_tokens)
     scores = [] if job.score is None else score_lines(job.score)
+    scores += adapter_lines(job.adapter_scores)
     times = _times(attempt) if attempt else []
     if job.cost is not None:
         times.append(("device", job.cost))

@@ -15,7 +15,7 @@ from batchgen.storage.shards.checked_file import CheckedFile, damaged
 from batchgen.storage.shards.row_order import KEYS
 from batchgen.storage.shards.shard_files import shard_files, shard_path
 from batchgen.storage.stores.job_storage import Storage, names_in
-from batchgen.storage.stores.manifest import ROWS, SAMPLES, UNTIL_VALID
+from batchgen.storage.stores.manifest import ROWS, SAMPLES, UNTIL_VALID, runs_of_row
 from batchgen.util.errors import ConfigError, JobError
 
 _TYPES = {
@@ -136,6 +136,7 @@ def check_job(
     output, samples = identity["output"], growing.get(SAMPLES)
     rows = None if "rows" in identity else growing.get(ROWS)  # steps leave fewer than there are
     rows = rows if facts is None else facts.rows
+    rows = None if rows is None else int(rows) * runs_of_row(manifest)
     count = None if rows is None else max(1, -(-int(rows) // int(output["rows_per_shard"])))
     shard_numbers(storage, given, count)
     if not storage.in_place:

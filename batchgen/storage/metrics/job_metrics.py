@@ -34,6 +34,8 @@ class Attempt:
             them.
         rows_begun: those of its rows that earlier attempts had begun, and that it went on with.
         tokens_begun: the tokens of these that earlier attempts had generated.
+        rows_recorded: output rows that it has begun and not finished, and of which there are
+            records to go on from.
         rows_total: output rows of the whole job; None if that is not known.
         status: how it ended. If it was killed, the file still says `running`, and the next attempt
             changes that to `killed`.
@@ -80,6 +82,7 @@ class Attempt:
     devices: int = 1
     rows_begun: int = 0
     tokens_begun: int = 0
+    rows_recorded: int = 0
 
 
 class Metrics:
@@ -95,6 +98,7 @@ class Metrics:
         in_flight: how many rows run in the engine, without waiting ones.
         was_complete: whether an earlier attempt completed the job.
         score: what the job's marks come to; None without marks.
+        adapter_scores: the same of each adapter that rows run with, by its name.
         funnel: how many answers of other jobs each choice among them has left, if it reads any.
         budget: what is used of the job's budget; None without one.
         timeline: how the job went on over time; of workers beside each other it has only this one.
@@ -126,6 +130,7 @@ class Metrics:
         self._earlier: list[dict[str, Any]] = []
         self.was_complete = False
         self.score: Mapping[str, Any] | None = None
+        self.adapter_scores: Mapping[str, Any] = {}
         self.funnel: Sequence[tuple[str, int]] = ()
         self.budget: Callable[[], Mapping[str, Any]] | None = None
         self.timeline = Timeline(rows=rows_resumed)
@@ -204,6 +209,8 @@ class Metrics:
             summary["budget"] = self.budget()
         if self.score is not None:
             summary["score"] = self.score
+        if self.adapter_scores:
+            summary["adapter_scores"] = self.adapter_scores
         if self.funnel:
             summary["funnel"] = self.funnel
         if self.sampling:

@@ -15,6 +15,8 @@ from batchgen.util.errors import ConfigError
 FORMAT_VERSION = 2
 _PACKAGES = ("torch", "transformers", "datasets", "pyarrow", "xgrammar", "triton")
 ROWS = "dataset rows"
+OF_ADAPTER, OF_ADAPTERS = "adapter", "adapters"
+"""The names of fingerprints: of an adapter, whose name may follow, and the names of several."""
 """The key in `Manifest.growing` of the number of rows that the job uses."""
 SAMPLES = "sampling.n"
 UNTIL_VALID, UNTIL_MOST = "sampling.until.valid", "sampling.until.most"
@@ -49,6 +51,13 @@ RowDigests = Callable[[int], list[str] | None]
 ChangedRow = Callable[[int, int], str | None]
 """The first row of two numbers and those between that has changed, for people; None if it cannot be
 said."""
+
+
+def runs_of_row(manifest: Mapping[str, Any]) -> int:
+    """How often each row of a job's data runs: once, or with each of several adapters."""
+    if manifest["identity"].get("model", {}).get("lora_grid") is not True:
+        return 1
+    return len(str(manifest["fingerprints"].get(OF_ADAPTERS, "")).split(", "))
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from typing import TextIO
+
+from batchgen.util.hidden import visible
+from batchgen.util.text.terminal import SafeTerminal
 
 _LINE = re.compile(r"( *\S+(?: \S+)*)(  +)(.*)")
 """A line of a table: a name, the room behind it, and a value."""
 _BOLD, _DIM, _RED, _END = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[0m"
 
 
-def allows_colour(stream: TextIO) -> bool:
+def allows_colour(stream: TextIO | SafeTerminal) -> bool:
     """Whether a stream is a terminal that shows colours, and the user has not set NO_COLOR
     (https://no-color.org)."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
-    return stream.isatty()
+    return bool(stream.isatty())
+
+
+def print_table(text: str) -> None:
+    """Print the lines of `table`, in colour if stdout is a terminal that allows it."""
+    out = sys.stdout
+    if isinstance(out, SafeTerminal) and allows_colour(out):
+        out.write_styled(coloured_table(visible(text)) + "\n")
+    else:
+        print(text)
 
 
 def coloured_table(text: str) -> str:

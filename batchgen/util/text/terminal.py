@@ -27,6 +27,11 @@ class SafeTerminal:
         self._stream.write(start + visible(text[len(start) :]))
         return len(text)
 
+    def write_styled(self, text: str) -> None:
+        """Write a text whose escapes are this program's own, and whose strangers' parts are made
+        visible."""
+        self._stream.write(text)
+
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)

@@ -67,11 +67,6 @@ def percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.1f}%"
 
 
-def percent_range(interval: Mapping[str, Any] | None) -> str:
-    """`40.0% to 60.0%`; empty where the bounds are not known."""
-    return _range(interval, percent)
-
-
 def score_value(scores: Mapping[str, Any]) -> Callable[[float | None], str]:
     """What writes a value of these scores: marks in percent, numbers of other columns as such."""
     return number if "column" in scores else percent
@@ -82,7 +77,8 @@ def number(value: float | None) -> str:
     return "–" if value is None else f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
 
 
-def _range(interval: Mapping[str, Any] | None, shown: Callable[[float | None], str]) -> str:
+def value_range(interval: Mapping[str, Any] | None, shown: Callable[[float | None], str]) -> str:
+    """The bounds of an interval, `40.0% to 60.0%`; empty where they are not known."""
     if interval is None or interval["low"] is None:
         return ""
     return f"{shown(interval['low'])} to {shown(interval['high'])}"
@@ -108,6 +104,14 @@ def score_lines(scores: Mapping[str, Any]) -> list[Line]:
     return lines
 
 
+def adapter_lines(adapters: Mapping[str, Mapping[str, Any]]) -> list[Line]:
+    """A line for the scores of each adapter, by its name."""
+    return [
+        (f"{scores.get('column', 'score')} {name}", _average(scores["avg"], score_value(scores)))
+        for name, scores in adapters.items()
+    ]
+
+
 def _short(names: Sequence[str]) -> list[str]:
     """Each name in one line of at most _NAME characters; names that this makes equal end in their
     place."""
@@ -125,7 +129,7 @@ def _average(average: Mapping[str, Any], shown: Callable[[float | None], str]) -
     text = shown(average["value"])
     for name, what in (("population", "new"), ("same_questions", "same")):
         if (interval := average[name]) is not None:
-            text += f", {what} questions {_range(interval, shown) or _UNKNOWN}"
+            text += f", {what} questions {value_range(interval, shown) or _UNKNOWN}"
     return text
 
 
@@ -158,5 +162,5 @@ def _rates(scores: Mapping[str, Any]) -> list[Line]:
 
 
 def _bounds(metric: Mapping[str, Any], shown: Callable[[float | None], str] = percent) -> str:
-    bounds = _range(metric["population"], shown)
+    bounds = value_range(metric["population"], shown)
     return f" ({bounds})" if bounds else ""

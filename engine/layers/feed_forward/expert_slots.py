@@ -9,8 +9,10 @@ from functools import partial
 from torch import Tensor
 
 from batchgen.engine.layers.fp8_format import FP8Format
+from batchgen.engine.layers.int4_slot import Int4Slot
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.shard import Shard
+from batchgen.kernels.four_bit.int4_layout import Int4Panels
 from batchgen.kernels.layers.activation import GateFunction
 from batchgen.kernels.moe.epilogues import ClampedGate
 from batchgen.kernels.moe.tiled_layout import are_panels, rows_of_panels
@@ -98,6 +100,35 @@ def expert_slots(
             in_panels=in_panels,
         )
     yield from bias_slots(path, projections, len(parts) if variant.interleaved else 1, shard)
+
+
+def int4_slots(
+    path: str,
+    projections: Projections,
+    panels: Int4Panels,  # of this rank's experts
+    *,
+    of: int,
+    first: int,
+    shard: Shard | None,
+) -> Iterator[WeightSlot]:
+    """Yield the slots of `expert_slots` for weights in int4."""
+    parts, (own, rows, _) = projections.parts, panels.sizes
+    size, pieces = rows // len(parts), list[str]()
+    for expert in range(of):
+        place = expert - first
+        elsewhere = not 0 <= place < own
+        for index, part in enumerate(parts):
+            name = f"{path}.{expert}.{part}.weight"
+            pieces.append(name)
+            if elsewhere:
+                empty = panels.words.new_empty(0)
+                yield Int4Slot(empty, (name,), (name,), elsewhere=True)
+                continue
+            its = panels.experts(place, place + 1).rows(index * size, (index + 1) * size)
+            yield Int4Slot(its.words, (name,), (name,), panels=its)
+    source = (f"{path}.{projections.name}.weight",)
+    yield Int4Slot(panels.words, tuple(pieces), source, shard=shard, panels=panels, several=True)
+    yield from bias_slots(path, projections, 1, shard)
 
 
 def bias_slots(

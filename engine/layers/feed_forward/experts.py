@@ -9,19 +9,33 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
+from batchgen.engine.layers.cpu_products import CPUProducts
 from batchgen.engine.layers.feed_forward.expert_slots import (
     PLAIN_EXPERTS,
     ExpertForm,
     Projections,
     expert_slots,
+    int4_slots,
 )
 from batchgen.engine.layers.feed_forward.mxfp4_slots import mxfp4_slots
 from batchgen.engine.layers.fp8_format import FP8Format
-from batchgen.engine.layers.linear import CPUProducts, empty_fp8, empty_parameter
+from batchgen.engine.layers.int4_slot import int4_parameters
+from batchgen.engine.layers.linear import empty_fp8, empty_parameter
 from batchgen.engine.layers.mxfp4_format import MXFP4Format, WeightFormat
+from batchgen.engine.layers.packed_format import Int4Format
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream
+from batchgen.kernels.four_bit.experts import (
+    four_bit_mlp,
+    four_bit_parts,
+)
+from batchgen.kernels.four_bit.int4_layout import Int4Panels
+from batchgen.kernels.four_bit.int4_weight import int4_value_bytes
+from batchgen.kernels.four_bit.mxfp4_layout import MXFP4Panels, empty_panels, takes_mxfp4
+from batchgen.kernels.four_bit.mxfp4_weight import VALUE_BYTES
+from batchgen.kernels.four_bit.panels import FourBitPanels
+from batchgen.kernels.four_bit.tiles import four_bit_tiles
 from batchgen.kernels.fp8.fp8_experts import fp8_grouped_mlp, fp8_grouped_parts
 from batchgen.kernels.fp8.fp8_tiles import copy_engine_reads
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
@@ -32,13 +46,6 @@ from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_parts
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
 from batchgen.kernels.moe.tiled_layout import keeps_panels, matrix_sizes, panels_shape
-from batchgen.kernels.mxfp4.mxfp4_experts import (
-    mxfp4_grouped_mlp,
-    mxfp4_grouped_parts,
-    takes_mxfp4,
-)
-from batchgen.kernels.mxfp4.mxfp4_layout import MXFP4Panels, empty_panels
-from batchgen.kernels.mxfp4.mxfp4_tiles import mxfp4_tiles
 
 
 class _Options(TypedDict):
@@ -92,16 +99,21 @@ class Experts(nn.Module):
             self.down_bias = make(own, hidden_size)
         self.gate_up_scales: nn.Parameter | None = None
         self.down_scales: nn.Parameter | None = None
-        self.form: WeightFormat | None = None
+        self.form: FP8Format | MXFP4Format | None = None
+        self._groups: tuple[int, int] | None = None  # columns of a group of weights in int4
+        self._dtype = where.dtype
         self._packed: tuple[ExpertProducts, ExpertProducts] | None = None
 
     def quantise(self, form: WeightFormat, path: str) -> None:
-        """Keep the weights in FP8 or MXFP4 from now on; they must not be loaded yet.
+        """Keep the weights in FP8, MXFP4 or int4 from now on; they must not be loaded yet.
 
         If I is a multiple of 128, 128 rows share a scale of FP8; else each row of gate and up has
         its own. `path` is this module's name in checkpoints. Raises ValueError if only some experts
         are excluded, and for FP8 of experts whose products have other epilogues.
         """
+        if isinstance(form, Int4Format):
+            self._keep_int4(form, path)
+            return
         if form.excludes(path):
             return
         if isinstance(form, MXFP4Format):
@@ -126,15 +138,42 @@ class Experts(nn.Module):
             self.gate_up_proj, self.gate_up_scales = _empty_fp8(self.gate_up_proj, rows)
             self.down_proj, self.down_scales = _empty_fp8(self.down_proj, BLOCK)
 
+    def _keep_int4(self, form: Int4Format, path: str) -> None:
+        """Keep the weights in int4 if all experts are, in parts that our layout has."""
+        kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+        for whole, parts in kinds.items():
+            names = (f"{path}.{i}.{part}" for i in range(self._num_experts) for part in parts)
+            if form.excludes(f"{path}.{whole}") and any(map(form.excludes, names)):
+                return
+        if self.variant.interleaved:
+            return
+        weights = self.gate_up_proj, self.down_proj
+        dtype, device = self._dtype, self.down_proj.device
+        found = [int4_parameters(form, matrix_sizes(each), dtype, device) for each in weights]
+        wide, narrow = found
+        if wide is None or narrow is None:
+            return
+        self.gate_up_proj, self.gate_up_scales, gate_up_group = wide
+        self.down_proj, self.down_scales, down_group = narrow
+        self._groups = gate_up_group, down_group
+
     @property
     def computes_in_fp8(self) -> bool:
         """Whether tokens may come as `BothRows`."""
         return self.gate_up_scales is not None and isinstance(self.form, FP8Format)
 
     @property
-    def computes_in_mxfp4(self) -> bool:
-        """Whether kernels read the weights in MXFP4."""
-        return self.gate_up_scales is not None and isinstance(self.form, MXFP4Format)
+    def computes_in_four_bits(self) -> bool:
+        """Whether kernels read the weights in MXFP4 or int4."""
+        return self.gate_up_scales is not None and not self.computes_in_fp8
+
+    @property
+    def value_bytes(self) -> float | None:
+        """The bytes of a weight that kernels read in 4 bits, with its share of the scale; None if
+        they read others."""
+        if not self.computes_in_four_bits:
+            return None
+        return VALUE_BYTES if self._groups is None else int4_value_bytes(self._groups[0])
 
     @property
     def epilogues(self) -> Epilogues:
@@ -168,8 +207,8 @@ class Experts(nn.Module):
             )
         assert isinstance(x, Tensor)
         own = self.epilogues
-        if (in_mxfp4 := self._in_mxfp4()) is not None:
-            return mxfp4_grouped_mlp(x, *in_mxfp4, ids, weights, residual, epilogues=own, **options)
+        if (packed := self._in_four_bits()) is not None:
+            return four_bit_mlp(x, *packed, ids, weights, residual, epilogues=own, **options)
         if self._packed is None:
             products = self.gate_up_proj, self.down_proj
             return grouped_mlp(x, *products, ids, weights, residual, epilogues=own, **options)
@@ -197,8 +236,8 @@ class Experts(nn.Module):
             gate_up, down, powers = in_fp8
             return fp8_grouped_parts(x, gate_up, down, ids, weights, powers_of_two=powers)
         assert isinstance(x, Tensor)
-        if (in_mxfp4 := self._in_mxfp4()) is not None:
-            return mxfp4_grouped_parts(x, *in_mxfp4, ids, weights, self.epilogues)
+        if (packed := self._in_four_bits()) is not None:
+            return four_bit_parts(x, *packed, ids, weights, self.epilogues)
         if self._packed is not None:
             return None
         products = self.gate_up_proj, self.down_proj
@@ -212,18 +251,24 @@ class Experts(nn.Module):
         gate_up, down = FP8Weight(self.gate_up_proj, wide), FP8Weight(self.down_proj, narrow)
         return gate_up, down, form.powers_of_two
 
-    def _in_mxfp4(self) -> tuple[MXFP4Panels, MXFP4Panels] | None:
-        """Return the weights of both products; None if they are not in MXFP4."""
+    def _in_four_bits(self) -> tuple[FourBitPanels, FourBitPanels] | None:
+        """Return the weights of both products; None if they are not in 4 bits."""
         wide, narrow = self.gate_up_scales, self.down_scales
-        if wide is None or narrow is None or not self.computes_in_mxfp4:
+        if wide is None or narrow is None or self.computes_in_fp8:
             return None
-        return MXFP4Panels(self.gate_up_proj, wide), MXFP4Panels(self.down_proj, narrow)
+        if self._groups is None:
+            return MXFP4Panels(self.gate_up_proj, wide), MXFP4Panels(self.down_proj, narrow)
+        gate_up, down = self._groups
+        return (
+            Int4Panels(self.gate_up_proj, wide, gate_up, self._dtype),
+            Int4Panels(self.down_proj, narrow, down, self._dtype),
+        )
 
     def scratch_bytes(self, slots: int) -> int:
         """Return the bytes of the weights that are dequantised at once if the experts of all ranks
         compute this many slots."""
         experts, rows, columns = len(self.gate_up_proj), 2 * self._inner, self._hidden
-        if not self.computes_in_mxfp4 or mxfp4_tiles(slots, self._num_experts) is not None:
+        if not self.computes_in_four_bits or four_bit_tiles(slots, self._num_experts) is not None:
             return 0
         return experts * rows * columns * torch.bfloat16.itemsize
 
@@ -242,6 +287,14 @@ class Experts(nn.Module):
             Projections("gate_up_proj", both, self.gate_up_proj, self._hidden, *wide),
             Projections("down_proj", single, self.down_proj, self._inner, *narrow),
         ):
+            if self._groups is not None:
+                packed = self._in_four_bits()
+                assert packed is not None
+                own = packed[0] if kind.parts == both else packed[1]
+                assert isinstance(own, Int4Panels)
+                of, first = self._num_experts, self._first
+                yield from int4_slots(path, kind, own, of=of, first=first, shard=shard)
+                continue
             if isinstance(self.form, MXFP4Format):
                 rows = 2 * self._inner if kind.parts == both else self._hidden
                 turns = len(kind.parts) if self.variant.interleaved else 1

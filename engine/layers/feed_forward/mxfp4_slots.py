@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.layers.feed_forward.expert_slots import Projections, bias_slots
-from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.layers.weight_slot import CheckpointTensor, WeightSlot
 from batchgen.engine.parallel.shard import Shard
-from batchgen.kernels.fp8.fp8_weight import FP8Weight
+from batchgen.kernels.four_bit.mxfp4_layout import MXFP4Panels, pack_panels
+from batchgen.kernels.four_bit.mxfp4_weight import GROUP, MXFP4Weight, quantise_weight
 from batchgen.kernels.moe.tiled_layout import are_panels, rows_of_panels
-from batchgen.kernels.mxfp4.mxfp4_layout import MXFP4Panels, pack_panels
-from batchgen.kernels.mxfp4.mxfp4_weight import GROUP, MXFP4Weight, quantise_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class MXFP4Slot(WeightSlot):
     def dtypes(self) -> tuple[torch.dtype, ...]:
         return (torch.uint8,)
 
-    def fill(self, tensors: Mapping[str, Tensor | FP8Weight]) -> None:
+    def fill(self, tensors: Mapping[str, CheckpointTensor]) -> None:
         """Lay out or dequantise the checkpoint's two tensors.
 
         Raises ValueError if a shape differs, or kernels cannot multiply by a scale.

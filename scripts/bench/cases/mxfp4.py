@@ -13,15 +13,15 @@ from cases.experts import ROUTINGS, Batch, Shape, random, shape_of, way
 from measuring import DEVICE, Case, Group, Launch
 from torch import Tensor
 
+from batchgen.kernels.four_bit.dequantise_triton import dequantise_panels
+from batchgen.kernels.four_bit.experts_triton import four_bit_mlp_triton
+from batchgen.kernels.four_bit.grouped_product_triton import four_bit_down, four_bit_gate_up
+from batchgen.kernels.four_bit.mxfp4_layout import MXFP4Panels, empty_panels
+from batchgen.kernels.four_bit.mxfp4_weight import VALUE_BYTES
+from batchgen.kernels.four_bit.tiles import FourBitTiles, ProductTiles, four_bit_tiles
 from batchgen.kernels.moe.epilogues import ClampedGate, Epilogues
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
 from batchgen.kernels.moe.moe_tiles import tiles_of_panels
-from batchgen.kernels.mxfp4.mxfp4_dequantise_triton import dequantise_panels
-from batchgen.kernels.mxfp4.mxfp4_experts_triton import mxfp4_grouped_mlp_triton
-from batchgen.kernels.mxfp4.mxfp4_grouped_product_triton import mxfp4_down, mxfp4_gate_up
-from batchgen.kernels.mxfp4.mxfp4_layout import MXFP4Panels, empty_panels
-from batchgen.kernels.mxfp4.mxfp4_tiles import MXFP4Tiles, ProductTiles, mxfp4_tiles
-from batchgen.kernels.mxfp4.mxfp4_weight import VALUE_BYTES
 
 _SCALES = 0xF6F6F6F6 - 2**32
 """Four scales of 2**-7, with which results of the widths in use are about 1."""
@@ -64,14 +64,14 @@ def mxfp4_cases(options: argparse.Namespace) -> Iterator[Case]:
         def case(name: str, launch: Callable[[int], object], num_bytes: float) -> Case:
             return replace(batch.case(name, launch), num_bytes=num_bytes, flops=flops)  # noqa: B023
 
-        own, kernel = (layer.gate_up, layer.down), mxfp4_grouped_mlp_triton
+        own, kernel = (layer.gate_up, layer.down), four_bit_mlp_triton
         name = f"{options.shape}, {batch.touched:.1f} experts"
         yield case(f"{name}, MXFP4", partial(run, kernel, own, None), least)
         before = tiles_of_panels(batch.slots, shape.experts)
         yield case("  dequantised before", partial(run, kernel, own, before), least)
         in_bf16 = partial(run, grouped_mlp_triton, layer.dequantised, None)
         yield case("  in bf16", in_bf16, least * 2 / VALUE_BYTES)
-        tiles = mxfp4_tiles(batch.slots, shape.experts)
+        tiles = four_bit_tiles(batch.slots, shape.experts)
         if tiles is not None:
             gate_up, down = products(layer, batch, tiles.block_m)
             flops, least = flops * 2 / 3, least * 2 / 3
@@ -87,11 +87,11 @@ def products(layer: Layer, batch: Batch, block_m: int) -> tuple[Launch, Launch]:
 
     def gate_up(tiles: ProductTiles, i: int) -> Tensor:
         k = batch.shape.k
-        mxfp4_gate_up(batch.x, layer.gate_up, alignments[i], tiles, k, written, epilogues)
+        four_bit_gate_up(batch.x, layer.gate_up, alignments[i], tiles, k, written, epilogues)
         return written
 
     def down(tiles: ProductTiles, i: int) -> Tensor:
-        mxfp4_down(
+        four_bit_down(
             batch.activated, layer.down, batch.weights[i], alignments[i], tiles, batch.parts,
             epilogues.down_bias,
         )  # fmt: skip
@@ -114,7 +114,7 @@ def mxfp4_groups(options: argparse.Namespace) -> Iterator[Group]:
         }
 
         def line(block_m: int, tiles: list[Any], slots: float = slots) -> object:
-            return slots, MXFP4Tiles(block_m, *tiles)
+            return slots, FourBitTiles(block_m, *tiles)
 
         yield Group(f"{options.shape}, {tokens} tokens", ways, line)
 

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from measuring import DEVICE, commas
-from modes.digests import Tape
 from shapes import MODELS
 from torch import Tensor
 from workloads import dummy_model, model_config, prompt_vocab
@@ -36,6 +35,7 @@ from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.operation_digests import Tape
 from batchgen.engine.parallel.rank_group import end_process
 from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel

@@ -28,6 +28,7 @@ from batchgen.engine.device.step_timing import PhaseSplit, StepTime, StepTimer
 from batchgen.engine.engine_models import planned_uses
 from batchgen.engine.interface.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.layers.mxfp4_format import MXFP4Format
+from batchgen.engine.layers.packed_format import Int4Format
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import Quantization
 from batchgen.engine.memory.kernel_warmup import compiling_kernels
@@ -198,12 +199,13 @@ class Bench:
     def _floor(self, load: list[BenchRequest], rates: Rates) -> Floor:
         form = self.weights.form
         native = form is not None and form.native
-        in_mxfp4 = isinstance(form, MXFP4Format)
+        in_mxfp4, in_int4 = isinstance(form, MXFP4Format), isinstance(form, Int4Format)
         return floor_seconds(
             self.model_config,
             load,
             rates,
-            in_fp8=native and not in_mxfp4,
+            in_fp8=native and not in_mxfp4 and not in_int4,
+            in_int4=in_int4,
             in_mxfp4=native and in_mxfp4,
         )
 

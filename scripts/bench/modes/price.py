@@ -1,4 +1,4 @@
-"""The mode price of bench_engine.py: what `engine.deterministic` costs."""
+"""The mode price of bench_engine.py: what `engine.deterministic`, or another model, costs."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class Timed:
     Attributes:
         layers: how many layers; 0 is all.
         requests: the most rows of a workload.
+        scored: whether rows have answers of these lengths, which are scored, and generate nothing.
     """
 
     model: str
@@ -40,6 +41,7 @@ class Timed:
     workloads: tuple[str, ...]
     requests: int
     cache_gib: float
+    scored: bool
 
     def serve(self, deterministic: bool, calls: Connection[Any, Any]) -> None:
         """Run each workload once, say so, and then send the seconds of each that is asked for."""
@@ -67,16 +69,18 @@ class Timed:
             rows = self._rows(calls.recv(), engine.vocab_size, turn)
             calls.send(run_rows(engine, rows)[0])
 
-    def _rows(self, workload: str, size: int, turn: int) -> list[tuple[list[int], SamplingParams]]:
+    def _rows(self, workload: str, size: int, turn: int) -> list[tuple[Any, ...]]:
         """Make the rows, with prompts that the prefix cache does not have."""
-        vocab = prompt_vocab(size)
-        return [
-            (
-                [(token + turn) % vocab for token in each.prompt],
-                SamplingParams(temperature=0, max_new_tokens=each.output_len, ignore_eos=True),
-            )
-            for each in requests(workload, vocab)[: self.requests]
-        ]
+        vocab, rows = prompt_vocab(size), list[tuple[Any, ...]]()
+        for each in requests(workload, vocab)[: self.requests]:
+            prompt, new = [(token + turn) % vocab for token in each.prompt], each.output_len
+            if self.scored:
+                answer = [(7 * place + turn) % vocab for place in range(new)]
+                rows.append((prompt, SamplingParams(max_new_tokens=0), answer))
+            else:
+                params = SamplingParams(temperature=0, max_new_tokens=new, ignore_eos=True)
+                rows.append((prompt, params))
+        return rows
 
 
 class Process:
@@ -106,25 +110,30 @@ class Process:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", type=commas(str, MODELS), required=True)
+    parser.add_argument("--against", type=commas(str, MODELS), help="B of each, without the mode")
     parser.add_argument("--workloads", type=commas(str, WORKLOADS), default=["mixed", "decode"])
     parser.add_argument("--layers", type=int, default=12, help="the first so many; 0: all")
     parser.add_argument("--requests", type=int, default=256, help="the most rows of a workload")
+    parser.add_argument("--scored", action="store_true", help="answers are scored")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache-gib", type=float, default=6.0, help="KV cache of each engine")
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time workloads without the mode (A) and with it (B), in turn: A B A B A B. Both engines are
-    on the same card, and one of them runs at a time. Tokens go to random experts.
+    """Time workloads without the mode (A) and with it, or of another model (B), in turn: A B A B A
+    B. Both engines are on the same card, and one of them runs at a time. Tokens go to random
+    experts.
 
     Printed are the difference of the medians, and beside it the spread of A: the largest less the
     smallest, of the median. The models' processes start at once and run one model after the other.
     """
     workloads = tuple(options.workloads)
     pairs = []
-    for name in options.models:
-        timed = Timed(name, options.layers, workloads, options.requests, options.cache_gib)
-        pairs.append((name, [Process(timed, deterministic) for deterministic in (False, True)]))
+    for name, other in zip(options.models, options.against or options.models, strict=True):
+        sizes = options.requests, options.cache_gib, options.scored
+        both = (Timed(each, options.layers, workloads, *sizes) for each in (name, other))
+        modes = (False, not options.against)
+        pairs.append((name, [Process(*each) for each in zip(both, modes, strict=True)]))
     for _, processes in pairs:
         for process in processes:
             process.wait()

@@ -19,7 +19,7 @@ from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
-from batchgen.engine.layers.mxfp4_format import MXFP4Format, weight_format
+from batchgen.engine.layers.mxfp4_format import MXFP4Format, Units, weight_format
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import chosen_form, load_model
@@ -27,8 +27,8 @@ from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.kernels.mxfp4.mxfp4_layout import MXFP4Panels, unpack_panels
-from batchgen.kernels.mxfp4.mxfp4_weight import VALUE_BYTES, quantise_weight
+from batchgen.kernels.four_bit.mxfp4_layout import MXFP4Panels, unpack_panels
+from batchgen.kernels.four_bit.mxfp4_weight import VALUE_BYTES, quantise_weight
 from batchgen.strategies.ar.strategy import ARStrategy
 
 TinyModel = Callable[..., Path]
@@ -185,7 +185,7 @@ def test_weights_stay_in_mxfp4_where_kernels_are(
     saved = 2 * of_experts - (plain.weight_bytes - held.weight_bytes)
     assert of_experts * VALUE_BYTES <= saved <= of_experts * VALUE_BYTES * 1.06
     for own, other in zip(_experts(held), _experts(plain), strict=True):
-        assert own.gate_up_scales is not None and own.computes_in_mxfp4
+        assert own.gate_up_scales is not None and own.computes_in_four_bits
         assert not own.computes_in_fp8
         panels = MXFP4Panels(own.gate_up_proj, own.gate_up_scales)
         assert torch.equal(unpack_panels(panels).dequantise(torch.bfloat16), other.gate_up_proj)
@@ -201,7 +201,7 @@ def test_an_engine_on_a_gpu_computes_from_mxfp4_with_and_without_graphs(
     expected = generate(load_model(checkpoints[1], device=CPU), prompts)
     for graph in (False, True):
         model = load_model(checkpoints[0], device=gpu, dtype=torch.bfloat16)
-        assert all(part.computes_in_mxfp4 for part in _experts(model))
+        assert all(part.computes_in_four_bits for part in _experts(model))
         # The first token follows from the prompt alone, and its probability from bfloat16.
         for found, exact in zip(generate(model, prompts, cuda_graph=graph), expected, strict=True):
             assert found == pytest.approx(exact, abs=0.3)
@@ -237,7 +237,7 @@ def test_excluded_experts_are_in_the_dtype(checkpoints: tuple[Path, Path], tmp_p
         tmp_path / "mixed", quantization_config=QUANTIZATION | {"modules_to_not_convert": excluded}
     )
     model = load_model(tmp_path / "mixed", device=CPU, dtype=torch.bfloat16, native_fp8=True)
-    assert [part.computes_in_mxfp4 for part in _experts(model)] == [True, False, True]
+    assert [part.computes_in_four_bits for part in _experts(model)] == [True, False, True]
 
 
 def test_dummy_weights(checkpoints: tuple[Path, Path], run_paged: RunPaged) -> None:
@@ -325,7 +325,7 @@ def test_the_published_sizes_in_mxfp4(
     ).save_pretrained(tmp_path)
     change_config(tmp_path, quantization_config=QUANTIZATION, dtype="bfloat16")
     config = load_config(tmp_path, "dummy")
-    form = chosen_form(config, None, native=True)
+    form = chosen_form(config, None, Units(True, True))
     meta = torch.device("meta")
     model = model_class(config.architecture, tmp_path)(
         config, device=meta, dtype=config.dtype, form=form

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from batchgen.engine.layers.packed_format import PackedFormat, packed_format
+from batchgen.engine.layers.packed_format import Int4Format, PackedFormat, packed_format
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
 from tests.support.engine.packed_checkpoints import (
@@ -44,6 +45,8 @@ def groups(bits: int, kind: str, **more: Any) -> dict[str, Any]:
 
 
 INT4 = groups(4, "int")
+ORDERED = groups(4, "int")
+ORDERED["config_groups"]["group_0"]["weights"]["actorder"] = "group"
 FLOAT8 = groups(8, "float", input_activations={"num_bits": 8, "type": "float", "dynamic": True})
 
 
@@ -66,7 +69,7 @@ FORMS: dict[str, tuple[dict[str, Any], Pack]] = {
     "awq": (AWQ, awq),
     "int4 in groups": (INT4, pack_quantized),
     "int4 with zero points": (INT4, partial(pack_quantized, zero=True)),
-    "int4 by activation": (INT4, partial(pack_quantized, ordered=True, zero=True)),
+    "int4 by activation": (ORDERED, partial(pack_quantized, ordered=True, zero=True)),
     "int8 packed": (groups(8, "int"), partial(pack_quantized, bits=8, zero=True)),
     "int8": (groups(8, "int"), int8),
     "int8 with zero points": (groups(8, "int"), partial(int8, zero=True)),
@@ -136,12 +139,13 @@ def test_int4_is_rounded_to_fp8_where_that_is_asked_for(
 def test_the_format_is_named_for_the_user() -> None:
     names = {name: packed_format(quantization) for name, (quantization, _) in FORMS.items()}
     assert names["gptq by activation"] == PackedFormat(
-        name="int4 (GPTQ, groups of 32 by activation)", zeros_are_less=True
+        name="int4 (GPTQ, groups of 32 by activation)", zeros_are_less=True, ordered=True
     )
     assert names["fp8 by tensor"] == PackedFormat(
         name="float8 (compressed-tensors)", activations="float8"
     )
-    assert names["awq"] == PackedFormat(name="int4 (AWQ, groups of 32)")
+    awq = "int4 (AWQ, groups of 32)"
+    assert names["awq"] == PackedFormat(name=awq, int4=Int4Format(name=awq, group=32))
 
 
 AT = "model.layers.0.self_attn.q_proj."
@@ -189,6 +193,7 @@ def test_a_damaged_checkpoint_is_named(
         (AWQ | {"version": "gemv"}, "version is 'gemv', and it must be 'gemm'"),
         (INT4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is"),
         (INT4 | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config is"),
+        (INT4 | {"kv_cache_scheme": {"num_bits": 3, "type": "int"}}, "kv_cache_scheme is"),
         (INT4 | {"config_groups": {}}, "config_groups is {}"),
         (groups(2, "int"), "weights is 'int of 2 bits'"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo is 'W4A8'"),
@@ -203,3 +208,63 @@ def test_what_is_not_supported_is_refused_by_name(
     packed, _ = write_packed(tiny_model("qwen3"), tmp_path, quantization, pack_quantized)
     with pytest.raises(ValueError, match=message):
         load_config(packed)
+
+
+def test_forms_may_differ_between_modules(
+    tiny_model: TinyModel, tmp_path: Path, run_paged: Callable[..., Tensor]
+) -> None:
+    """int4, int8 and FP8 in one model, and modules that `ignore` names by a pattern; scales of the
+    cache are passed over."""
+    folder, target = tiny_model("qwen3"), tmp_path / "mixed"
+    forms = {"int4": INT4, "int8": groups(8, "int"), "fp8": FLOAT8}
+    parts = [q["config_groups"]["group_0"] for q in forms.values()]
+    mixed = INT4 | {
+        "config_groups": {f"group_{place}": part for place, part in enumerate(parts)},
+        "ignore": ["lm_head", "re:.*o_proj"],
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+    }
+    packs: dict[str, Pack] = {
+        "int4": pack_quantized, "int8": int8, "fp8": partial(fp8, scales=(1,), name="weight_scale"),
+    }  # fmt: skip
+    made = {
+        name: [load_file(f / "model.safetensors") for f in write_packed(
+            folder, tmp_path / name, mixed, pack)]
+        for name, pack in packs.items()
+    }  # fmt: skip
+    chosen = {"q_proj": "int8", "down_proj": "fp8"}
+    packed, plain = (made["int4"][place].copy() for place in (0, 1))
+    for place, into in ((0, packed), (1, plain)):
+        for name in [name for name in into if any(f".{part}." in name for part in chosen)]:
+            del into[name]
+        for part, form in chosen.items():
+            own = made[form][place].items()
+            into.update({name: tensor for name, tensor in own if f".{part}." in name})
+    for name in [name for name in packed if ".o_proj." in name]:
+        del packed[name]
+    packed |= {name: tensor for name, tensor in plain.items() if ".o_proj." in name}
+    packed |= {f"model.layers.{i}.self_attn.{kind}_scale": torch.ones(1)
+               for i in range(3) for kind in ("k", "v")}  # fmt: skip
+    shutil.copytree(tmp_path / "int4" / "packed", target)
+    save_file(packed, target / "model.safetensors", metadata={"format": "pt"})
+    twin = tmp_path / "int4" / "plain"
+    save_file(plain, twin / "model.safetensors", metadata={"format": "pt"})
+    for native in (True, False):
+        ours = load_model(target, device=CPU, native_fp8=native)
+        expected = run_paged(load_model(twin, device=CPU), IDS, [40])
+        assert torch.allclose(run_paged(ours, IDS, [40]), expected, rtol=1e-4)
+    form = load_config(target).form
+    assert isinstance(form, PackedFormat) and form.int4 is None
+    assert form.name == "int4 and int8 and float8 (compressed-tensors)"
+    assert (form.activations, form.kv_cache) == ("float8", "FP8")
+
+
+@pytest.mark.parametrize("form", ["gptq", "int4 in groups"])
+def test_groups_out_of_order_must_be_declared(
+    form: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    quantization, pack = FORMS[form]
+    folder, _ = write_packed(
+        tiny_model("qwen3"), tmp_path, quantization, partial(pack, ordered=True)
+    )
+    with pytest.raises(ValueError, match=r"g_idx is out of order, and quantization_config does"):
+        load_model(folder, device=CPU)

@@ -13,7 +13,8 @@ import yaml
 
 from batchgen.config.groups.job_config import ScoreConfig, StepConfig
 from batchgen.evals.grades.folder_grades import JobGrades
-from batchgen.evals.scores.job_score import job_score, save_score
+from batchgen.evals.scores.job_score import job_scores, save_score
+from batchgen.evals.scores.samples import Samples
 from batchgen.storage.shards.checked_file import seal
 from batchgen.storage.shards.shard_files import shard_path
 from batchgen.storage.stores.manifest import FORMAT_VERSION
@@ -91,7 +92,7 @@ def finished_job(
     _write_facts(path, rows, in_shard // samples, metrics or {}, config or {})
     if graded:
         JobGrades(path).make(POST, "text", ScoreConfig())
-        save_score(path, job_score(path, ScoreConfig()))
+        save_score(path, job_scores(Samples(path, ScoreConfig())))
     return path
 
 

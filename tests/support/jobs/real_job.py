@@ -33,7 +33,7 @@ def save_tokenizer(folder: Path, first: str = "") -> None:
     tokenizer.save_pretrained(folder)
 
 
-def overrides(model: Path, rows: Path, out: Path, *more: str) -> list[str]:
+def overrides(model: Path, rows: Path, out: Path | str, *more: str) -> list[str]:
     return [
         "model=hf", f"model.path={model}", "dataset=files", f"dataset.path={rows}",
         "dataset.id_column=id", "prompt.user='{{ q }}'", "sampling=sample", "sampling.n=2",

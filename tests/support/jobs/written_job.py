@@ -25,7 +25,8 @@ from batchgen.config.groups.job_config import (
 from batchgen.config.groups.prompt_config import ChatPromptConfig
 from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.evals.grades.folder_grades import JobGrades
-from batchgen.evals.scores.job_score import job_score, save_score
+from batchgen.evals.scores.job_score import job_scores, save_score
+from batchgen.evals.scores.samples import Samples
 from batchgen.storage.shards.checked_file import seal
 from batchgen.storage.shards.output_schema import OutputSchema
 from batchgen.storage.shards.shard_files import shard_path
@@ -98,7 +99,7 @@ def grade_job(folder: Path, *, scored: bool) -> None:
     steps = integer_steps("answer_is", methods=["last_number"])
     JobGrades(folder).make(steps, "text", ScoreConfig())
     if scored:
-        save_score(folder, job_score(folder, ScoreConfig()))
+        save_score(folder, job_scores(Samples(folder, ScoreConfig())))
 
 
 class _Shards:

@@ -3,6 +3,8 @@ undisturbed.
 
     python -m tests.support.kills --work /tmp/check [--kills 60] [--workers 4]
         [--engine null] [--grade regex] [--launcher] [--store s3]
+    python -m tests.support.kills --work /tmp/check --long 400 [--rows 60] [--kills 40]
+        [--model nano_hybrid] [--workers 2] [--store s3]
     python -m tests.support.kills --work /tmp/check --pipeline [--kills 40] [--workers 2]
         [--histories 20] [--change judge.sampling.seed=1]
     python -m tests.support.kills --work /tmp/check --only-grading integer
@@ -19,15 +21,18 @@ processes are started by `launcher=local`, and the launcher is killed, too. With
 job lies on a server of this process that fails `--rate` of its requests, before or after they have
 happened, or too late.
 
-The second form kills workers of a pipeline of three steps, which run in one engine and follow each
+The second form has answers of so many tokens that hardly one is finished between two kills, and
+counts the tokens that were computed more than once.
+
+The third form kills workers of a pipeline of three steps, which run in one engine and follow each
 other, and counts what was computed: a row that was finished twice must have been in flight at a
 kill, or have been begun by two workers at once. Its exports and pipeline.json are compared, too.
 With `--histories` all is done so many times, each with other moments. With `--change` the pipeline
 is another one for a third of the time, in the same folder, so that its steps get new versions and
 come back to their old ones.
 
-The third form kills `batchgen grade` over a finished job, and grades it anew by other steps, which
-may change the grades alone. The fourth form kills any command; with `--grow` the job then grows,
+The fourth form kills `batchgen grade` over a finished job, and grades it anew by other steps, which
+may change the grades alone. The fifth form kills any command; with `--grow` the job then grows,
 once for each of them, and all is done again in the same folder.
 
 A shard whose workers were killed three times before they had finished one of its rows is put in
@@ -44,9 +49,11 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import random
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +63,8 @@ from typing import TYPE_CHECKING, Any
 from batchgen.config.compose.compose_config import compose
 from batchgen.config.compose.load_config import step_configs
 from batchgen.config.groups.workers_config import WorkersConfig
+from batchgen.engine.interface.outputs import RequestOutput
+from batchgen.engine.llm_engine import LLMEngine
 from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.jobs.run.run_job import run_job
@@ -83,6 +92,8 @@ if TYPE_CHECKING:
     from tests.support.jobs.s3_server import FaultyS3
 
 NULL_STEP = 0.05  # seconds of a step of the null engine
+WAIT_SECONDS = 60.0  # the most between two kills with --long
+RECORD_SECONDS = 0.5  # between two records of what is begun, with --long
 
 
 def steps(method: str | None, target: str) -> list[dict[str, Any]]:
@@ -109,10 +120,12 @@ class NullJob(FakeJob):
         return dataclasses.replace(super().config(), workers=workers, post=post)
 
 
-def arguments(out: object, rows: Path, grade: str | None = None) -> list[str]:
-    """The command line of a job with the small model."""
+def arguments(
+    out: object, rows: Path, grade: str | None = None, model: str = "nano_sdar"
+) -> list[str]:
+    """The command line of a job with a small model."""
     return [
-        *("+experiment=nano_sdar", "dataset=files", f"dataset.path={rows}"),
+        *(f"+experiment={model}", "dataset=files", f"dataset.path={rows}"),
         *("prompt.user={{ q }}", "sampling=sample", "sampling.n=2", "sampling.max_new_tokens=16"),
         *("engine.device=cpu", "engine.max_num_seqs=8", "engine.kv_cache_gib=0.02"),
         *(f"output.rows_per_shard={PER_SHARD}", "output.columns=[logprobs]", f"output.dir={out}"),
@@ -120,9 +133,50 @@ def arguments(out: object, rows: Path, grade: str | None = None) -> list[str]:
     ]
 
 
-def run_real(command: list[str]) -> JobResult:
+def long_arguments(args: argparse.Namespace) -> list[str]:
+    """What makes answers long, and records of them frequent."""
+    return [
+        *("sampling.n=1", f"sampling.max_new_tokens={args.long}", "sampling.ignore_eos=true"),
+        f"output.begun_every={RECORD_SECONDS}",
+    ]
+
+
+def run_real(command: list[str], computed: Path | None = None) -> JobResult:
+    """Run a job. How many tokens each step commits is appended to the file `computed`."""
+    if computed is not None:
+        _count_tokens(computed)
     config = compose({}, command)
     return run_job(config, resolve_job(config))
+
+
+def _count_tokens(path: Path) -> None:
+    """Let all engines of this process append to a file how many tokens a step commits."""
+    step, file = LLMEngine.step, os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+    def counted(engine: LLMEngine) -> list[RequestOutput]:
+        before = engine.generated_tokens
+        outputs = step(engine)
+        os.write(file, b"%d\n" % (engine.scheduler.running.num_committed - before))
+        return outputs
+
+    LLMEngine.step = counted  # type: ignore[method-assign]
+
+
+def num_computed(path: Path) -> int:
+    """How many tokens were computed, as `_count_tokens` has written."""
+    return sum(map(int, path.read_text().split())) if path.exists() else 0
+
+
+def _wait_for_tokens(
+    args: argparse.Namespace, rng: random.Random, computed: tuple[Path, Path]
+) -> None:
+    """Wait until workers have computed further tokens: so many that they end after the last kill,
+    and now and then none."""
+    whole, out = computed
+    needed = num_computed(out) + rng.uniform(-0.2, 1.8) * num_computed(whole) / args.kills / 1.1
+    waited = time.monotonic()
+    while num_computed(out) < needed and time.monotonic() - waited < WAIT_SECONDS:
+        time.sleep(0.05)
 
 
 def check_workers(check: Check, server: FaultyS3 | None = None, url: str = "") -> None:
@@ -136,8 +190,11 @@ def check_workers(check: Check, server: FaultyS3 | None = None, url: str = "") -
             rows = {"rows": args.rows, "rows_per_shard": PER_SHARD}
             return NullJob(str(folder), **rows, step_s=step_s, grade=args.grade).run
         more = ["output.report=false"] if server else []
-        return partial(run_real, [*arguments(folder, data, args.grade), *more])
+        more += long_arguments(args) if args.long else []
+        where = computed[folder != whole] if args.long else None
+        return partial(run_real, [*arguments(folder, data, args.grade, args.model), *more], where)
 
+    computed = args.work / "whole.computed", args.work / "out.computed"
     seconds = check.undisturbed(Fork(job(whole), log), Finished(whole))
     if server:
         server.rate = args.rate
@@ -152,6 +209,7 @@ def check_workers(check: Check, server: FaultyS3 | None = None, url: str = "") -
         seconds,
         Finished(out),
         lambda: f"; requests failed: {server.faults}" if server else "",
+        wait=partial(_wait_for_tokens, args, rng, computed) if args.long else None,
     )
     if server:
         server.rate = 0.0
@@ -160,10 +218,14 @@ def check_workers(check: Check, server: FaultyS3 | None = None, url: str = "") -
         left, requests = {path.name for path in Path(out).iterdir()}, ""
     assert digests(out, "data", "grades") == digests(whole, "data", "grades"), "the files differ"
     rows = [each for each in Finished(out)() if isinstance(each, tuple) and type(each[0]) is int]
-    assert len(rows) == 2 * args.rows
+    assert len(rows) == (1 if args.long else 2) * args.rows
     left &= {"leases", "workers", "journal", "differing"}
     assert server or not left, f"{left} are left"
     print(f"the files equal those of one worker, byte for byte{requests}")
+    if args.long:
+        once, tokens = map(num_computed, computed)
+        again = tokens - once
+        print(f"{once:,} tokens, of which {again:,} ({again / once:.0%}) were computed again")
 
 
 def _launched(command: list[str], args: argparse.Namespace, rng: random.Random) -> Peers:
@@ -244,6 +306,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rows", type=int, default=3000)
+    parser.add_argument("--long", type=int, metavar="TOKENS", help="how long the answers are")
+    parser.add_argument("--model", choices=["nano_sdar", "nano_hybrid"], default="nano_sdar")
     parser.add_argument("--engine", choices=["real", "null"], default="real")
     parser.add_argument("--grade", choices=["integer", "regex"], help="grade the job while it runs")
     parser.add_argument("--launcher", action="store_true", help="start workers by launcher=local")

@@ -196,6 +196,7 @@ class Check:
         safe: Safe,
         remark: Callable[[], str] = lambda: "",
         enough: bool = True,
+        wait: Callable[[], None] | None = None,
     ) -> None:
         """Disturb processes until as many were killed as asked for, then leave them alone.
 
@@ -204,11 +205,15 @@ class Check:
                 some get to work.
             safe: must only grow.
             enough: whether it is an error if the work was complete before.
+            wait: waits until it is time for the next kill; None waits for a random time.
         """
         kills, done, before = self.args.kills, Counter[str](), safe()
         most = 1.2 * seconds[0] + seconds[1] / kills / team.count
         while killed(done) < kills:
-            time.sleep(self.rng.uniform(0.0, most))
+            if wait is None:
+                time.sleep(self.rng.uniform(0.0, most))
+            else:
+                wait()
             if (what := team.disturb(pauses=team.count > 1)) is None:
                 break
             done[what] += 1

@@ -20,6 +20,7 @@ from batchgen.pipelines.proof.audit.audited_set import (
     chosen_rows_of_set,
     job_of_set,
 )
+from batchgen.pipelines.proof.audit.operations import compare_operations
 from batchgen.pipelines.proof.audit.stored_rows import StoredRows
 from batchgen.pipelines.publish.finished_rows import SET_FILE, FinishedRows, is_set, open_rows
 from batchgen.pipelines.trace.source_places import places_beside
@@ -46,7 +47,13 @@ class Audited:
 
 
 def audit_steps(
-    given: str, rows: int, seed: int, overrides: Sequence[str], trusted: Sequence[str]
+    given: str,
+    rows: int,
+    seed: int,
+    overrides: Sequence[str],
+    trusted: Sequence[str],
+    *,
+    operations: bool = False,
 ) -> Iterator[tuple[str | None, Audited]]:
     """Audit a folder, or one after the other the steps of a pipeline that have shards.
 
@@ -55,7 +62,7 @@ def audit_steps(
     `audit_folder`; among the overrides of a pipeline STEP.KEY=VALUE is for one step.
     """
     if is_set(given) or not is_pipeline(out := str(user_path(folder_here(given, _VERB), "OUT"))):
-        yield None, audit_folder(given, rows, seed, overrides, trusted)
+        yield None, audit_folder(given, rows, seed, overrides, trusted, operations=operations)
         return
     record = find_record(out)
     assert record is not None
@@ -65,7 +72,8 @@ def audit_steps(
     for place, name in enumerate(begun):
         share = max(1, rows // len(begun) + (place < rows % len(begun)))
         own = list(_of_step(overrides, name, record))
-        yield name, audit_folder(f"{out}/{record.current[name]}", share, seed, own, trusted)
+        folder = f"{out}/{record.current[name]}"
+        yield name, audit_folder(folder, share, seed, own, trusted, operations=operations)
 
 
 def _has_shards(folder: Path) -> bool:
@@ -86,28 +94,41 @@ def _of_step(overrides: Sequence[str], name: str, record: PipelineRecord) -> Ite
 
 
 def audit_folder(
-    given: str, rows: int, seed: int, overrides: Sequence[str] = (), trusted: Sequence[str] = ()
+    given: str,
+    rows: int,
+    seed: int,
+    overrides: Sequence[str] = (),
+    trusted: Sequence[str] = (),
+    *,
+    operations: bool = False,
 ) -> Audited:
     """Compute rows of a job's folder, or of a set, again, which `seed` draws.
 
     Args:
         overrides: arguments `key=value` besides the folder's configuration.
         trusted: what the user trusts, as of `--trust`.
+        operations: compare operations of the engine with rows at once and one by one, instead of
+            rows with those that are stored.
 
     Raises:
         ConfigError: the folder does not hold enough, or model or data set are others.
         JobError: a file is damaged, or the rows cannot be computed.
     """
     if is_set(given):
+        if operations:
+            raise ConfigError(f"audit --operations: {given} is a set of rows: name their job")
         return _audit_set(open_rows(given), rows, seed, overrides, trusted)
     reader = open_folder(given, "audit")
     config = _with_jobs_beside(config_of(reader, given, overrides, trusted), reader.path)
     stored = StoredRows(reader)
     numbers = stored.choose(rows, seed)
-    tables = dict(zip(numbers, stored.rows(numbers), strict=True))
     manifest = Manifest.read(reader.path / "manifest.json")
     with closing(open_parts(config, manifest, given)) as parts:
-        found = audit_rows(config, parts, tables, reader.storage)
+        if operations:
+            found = compare_operations(config, parts, numbers, reader.storage)
+        else:
+            tables = dict(zip(numbers, stored.rows(numbers), strict=True))
+            found = audit_rows(config, parts, tables, reader.storage)
     return Audited(found, stored.count, remarks(config, manifest))
 
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from batchgen import run_job
+from batchgen.api.python.job_calls import CompleteJob, Summary
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
+from batchgen.storage.folder.how_to_read import CARD_HEADER
 from batchgen.util.errors import ConfigError
+from tests.support.jobs.finished_job import finished_job
+from tests.support.jobs.finished_job import row as job_row
 from tests.support.jobs.real_job import ROWS
 
 
@@ -36,13 +43,39 @@ def test_a_job_gives_its_figures_and_its_rows(job: dict[str, Any], tmp_path: Pat
     assert result.summary["generated_tokens"] <= 88
     assert "attempts" not in result.summary
     text = str(result.summary)
-    assert text.startswith("rows ") and str(tmp_path / "out") in text
+    assert text.startswith("answers ") and str(tmp_path / "out") in text
     rows = result.dataset()
     assert rows.num_rows == 22
     assert rows["q"][::2] == [row["q"] for row in ROWS]
+    assert repr(result) == f"CompleteJob('{tmp_path}/out', 22 answers, 0 errors, exit_code=0)"
+    with pytest.raises(ConfigError, match=r"has no grades of all its rows: batchgen grade "):
+        result.dataset(grades=True)
     again = run_job(job)
     assert "complete already" in str(again.summary)
     assert again.summary == result.summary
+
+
+def test_rows_come_with_their_grades(tmp_path: Path) -> None:
+    rows = [job_row(i, text="yes" if i % 3 else "no") | {"mark": i} for i in range(9)]
+    folder = finished_job(tmp_path / "out", rows, [pa.field("mark", pa.int64())], graded=True)
+    (folder / "README.md").write_text(CARD_HEADER.format(mark=tmp_path))
+    result = CompleteJob(folder, 0, Summary({"rows": 9, "error_rows": 0}, ""))
+    found = result.dataset(grades=True)
+    assert found["grades_mark"] == [float(i % 3 > 0) for i in range(9)]
+    assert found["mark"] == list(range(9)) and found["answer"][:2] == ["no", "yes"]
+    assert found.column_names.count("row_id") == 1
+
+
+def test_a_mistake_of_a_job_is_found_before_torch_is_loaded(tmp_path: Path) -> None:
+    code = (
+        "import sys; from batchgen import run_job\n"
+        "try: run_job({'dataset.path': 'no.jsonl', 'prompt.user': '{{ q }}', 'output.dir': 'x'})\n"
+        "except ValueError as error: print('torch' in sys.modules, error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("False dataset.path: no.jsonl does not exist in "), done
 
 
 def test_overrides_go_before_the_job(job: dict[str, Any], tmp_path: Path) -> None:

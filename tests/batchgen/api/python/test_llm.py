@@ -113,7 +113,7 @@ def test_a_prompt_that_cannot_be_served_has_an_error_in_its_place(
         assert output.error.type == type
         assert says in str(output.error)
         assert (output.token_ids, output.text, output.request_id) == ([], "", f"1-{sample}")
-        assert repr(output) == f"Output(1-{sample}, error {type}: {output.error})"
+        assert repr(output) == (f"Output(error {type}: {output.error}, prompt 1, sample {sample})")
     assert [tokens(found)[i][:1] for i in (0, 2)] == [tokens(alone)[i] for i in (0, 2)]
 
 
@@ -131,7 +131,7 @@ def test_shapes_of_outputs(llm: LLM) -> None:
     assert output.top_logprobs is not None and output.top_logprobs.shape == (4, 5)
     assert output.top_logprob_ids is not None and output.top_logprob_ids.shape == (4, 5)
     assert (np.diff(output.top_logprobs) <= 0).all()
-    assert repr(output) == f"Output(0-0, {output.text!r}, 4 tokens, length)"
+    assert repr(output) == f"Output({output.text!r}, 4 tokens, length, prompt 0, sample 0)"
     (plain,) = llm.generate("ab", PARAMS)
     found = [plain.logprobs, plain.top_logprobs, plain.top_logprob_ids]
     assert found == [None, None, None]

@@ -31,6 +31,8 @@ def test_scores_are_nested_as_prompts_and_answers_are(llm: LLM) -> None:
     assert one.top_logprobs is not None and one.rest_probs is not None
     assert one.top_logprobs.shape == (len(one.token_ids), 3)
     assert one.logprob == pytest.approx(one.logprobs.sum())
+    count = len(one.token_ids)
+    assert repr(one) == f"Score(' cd', {count} tokens, logprob={one.logprob:.4g})"
     assert one.perplexity == pytest.approx(math.exp(-one.logprobs.mean()))
     many = llm.score("ab", [" cd", " e"])
     both: list[Any] = [" cd", one.token_ids]

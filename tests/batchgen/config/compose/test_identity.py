@@ -29,10 +29,13 @@ from batchgen.util.errors import ConfigError
 PRINTS = {"model": "m", "dtype": "float32"}
 MODEL: dict[str, Any] = {
     "dtype": "bfloat16", "load_format": "gguf", "quantization": "fp8", "trust_remote_code": True,
-    "path": "other", "name": "other", "revision": "other",
+    "path": "other", "name": "other", "revision": "other", "lora": "other",
+    "lora_column": "other", "lora_grid": True,
 }  # fmt: skip
-PRINTED = ("path", "name", "revision")
-"""What these decide, the fingerprint of the model's files says."""
+PRINTED = ("path", "name", "revision", "lora")
+"""What these decide, the fingerprints of the files of model and adapters say."""
+OF_ROWS = ("lora_column", "lora_grid")
+"""Keys that choose an adapter for each row, by whose digest row keys know it."""
 ENGINE: dict[str, Any] = {
     "device": "cpu", "max_num_seqs": 3, "max_batched_tokens": 64, "chunk_tokens": 64,
     "image_tokens": 64, "max_model_len": 300, "block_size": 4, "prefix_caching": False,
@@ -76,7 +79,8 @@ def walked() -> Iterator[tuple[str, str, Any]]:
     """Every key of model, engine and strategy: what goes with it, the key, another value."""
     for name, group, values in (("hf", "model", MODEL), ("default", "engine", ENGINE)):
         assert values.keys() == choice_values(group, name).keys(), "a key is without another value"
-        yield from (("", f"{group}.{key}", value) for key, value in values.items())
+        for key, value in values.items():
+            yield "model.lora=[a]" * (key in OF_ROWS), f"{group}.{key}", value
     for choice in choices("strategy"):
         known = choice_values("strategy", choice).keys() - {"_target_"}
         assert STRATEGY[choice].keys() == known, "a key is without another value"
@@ -95,7 +99,7 @@ def test_a_key_that_can_change_a_token_tells_jobs_apart(beside: str, key: str, v
         assert name == "trust_remote_code"
         return
     different = [old != new for old, new in zip(marks(job(*first)), changed, strict=True)]
-    if key == "engine.max_model_len":  # row keys have the one that holds, given beside
+    if key == "engine.max_model_len" or name in OF_ROWS:  # row keys have what holds, given beside
         assert different == [True, False, True]
     elif group == "engine" or name in PRINTED:
         assert different == [False] * 3 and name in _NOT_DECIDING[group]

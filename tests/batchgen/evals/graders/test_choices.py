@@ -71,6 +71,12 @@ def test_the_letter_of_equal_choices_is_the_first() -> None:
     assert letter_of(["x", "y", "y"], "y") == "B"
 
 
+def test_a_column_behind_the_first_may_hold_several_choices() -> None:
+    step = OrderChoices(columns=("right", "wrong"))
+    made = step.apply(0, {"right": "Paris", "wrong": ["Rome", "Oslo", 3]})
+    assert made == {"choices": ["Paris", "Rome", "Oslo", "3"], "target": "A"}
+
+
 @pytest.mark.parametrize("target", ["C", "c", 2])
 def test_choices_in_one_column(target: Any) -> None:
     step = OrderChoices(choices_column="options", target_column="answer", order="rotated")

@@ -15,12 +15,23 @@ from unittest.mock import patch
 
 import pytest
 
+from batchgen.config.compose.compose_config import compose
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
+from batchgen.jobs.resolve.opened_job import resolve_job
+from batchgen.jobs.run.job_end import JobResult
+from batchgen.jobs.run.run_jobs import SharingJob, run_jobs
+from batchgen.storage.folder.job_summary import status_line
+from batchgen.storage.folder.open_folder import open_job
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.leases.lease_files import BEGUN
+from batchgen.storage.metrics import job_metrics
+from batchgen.storage.shards.journal import Journal
 from batchgen.storage.shards.output_writer import OutputWriter
+from batchgen.storage.stores import object_storage
 from batchgen.util.errors import JobError
+from tests.support.jobs.job_comparison import finished_rows
+from tests.support.jobs.object_files import FaultyFiles, use
 from tests.support.jobs.real_job import ROWS, VOCAB, overrides, run, save_tokenizer
 
 
@@ -104,8 +115,15 @@ def test_a_stopped_job_goes_on_with_what_it_has_begun(
     for stop_at in (1, 25, 70, 40):
         with watched(stop_at=stop_at) as found:
             # Without records in between, a stop writes them.
-            assert run(overrides(model, rows, out, *LONG, "output.begun_every=3600")).exit_code
+            result = run(overrides(model, rows, out, *LONG, "output.begun_every=3600"))
+            assert result.exit_code == 130
         computed += found.tokens
+        recorded = attempts(out)[-1]["rows_recorded"]
+        assert recorded == min(6, 22 - finished_rows(out)) or stop_at == 1
+        begun = f" and {recorded} begun" if recorded else ""
+        assert f"Stopped with {finished_rows(out)} answers done{begun}. " in result.message
+        line = status_line(open_job(str(out)), "out")
+        assert (f", {recorded} begun" in line) == (recorded > 0)
     assert records(out)
     with watched() as found:
         assert run(overrides(model, rows, out, *LONG)).exit_code == 0
@@ -121,7 +139,7 @@ def test_a_stopped_job_goes_on_with_what_it_has_begun(
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["rows_begun"] == sum(one["rows_begun"] for one in told)
     assert metrics["tokens_begun"] == sum(one["tokens_begun"] for one in told)
-    assert not (out / "journal").exists()
+    assert not (out / "journal").exists() and told[-1]["rows_recorded"] == 0
 
 
 @pytest.mark.parametrize("strategy", ["ar", "ar_spec", "constraint", "until", "reasoning"])
@@ -224,3 +242,74 @@ def test_damaged_records_are_passed_over(model: Path, rows: Path, tmp_path: Path
             path.write_bytes(content[: rng.randrange(len(content))])
     assert run(overrides(model, rows, out, *LONG)).exit_code == 0
     assert shards(out) == shards(whole)
+
+
+def test_a_job_in_an_object_store_goes_on(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left of the machine on which it was begun."""
+    files = FaultyFiles()
+    use(monkeypatch, files)
+    monkeypatch.setattr(job_metrics, "SAVE_SECONDS", 0.01)
+    monkeypatch.setattr(object_storage, "SYNC_SECONDS", 0.01)
+    whole, url = tmp_path / "whole", "s3://jobs/a"
+    run(overrides(model, rows, whole, *LONG))
+    computed, sync = 0, Journal.sync
+
+    def unless_forced(journal: Journal, force: bool = False) -> None:
+        if not force:
+            sync(journal)
+
+    for kill_at in (30, 50, 70):
+        with (
+            watched(kill_at=kill_at) as found,
+            pytest.raises(Killed),
+            patch.object(Journal, "sync", unless_forced),
+        ):
+            run(overrides(model, rows, url, *LONG))
+        computed += found.tokens
+        there = [name for name in files.store if name.endswith(BEGUN)]
+        assert len(there) > 6, "no piece was ended"
+    with watched() as found:
+        run(overrides(model, rows, url, *LONG))
+    start = "jobs/a/data/"
+    data = {n.removeprefix(start): c for n, c in files.store.items() if n.startswith(start)}
+    assert data == shards(whole)
+    metrics = json.loads(files.store["jobs/a/metrics.json"])
+    assert metrics["rows_begun"] >= 12 and metrics["tokens_begun"] > 300
+    assert not [name for name in files.store if name.endswith(BEGUN)]
+
+
+def test_jobs_that_share_an_engine_go_on(model: Path, rows: Path, tmp_path: Path) -> None:
+    names = {"first": "sampling.seed=1", "second": "sampling.seed=2"}
+
+    def run_both(out: Path) -> dict[str, JobResult]:
+        jobs = {}
+        for name, seed in names.items():
+            config = compose({}, overrides(model, rows, out / name, *LONG, seed))
+            jobs[name] = SharingJob(config, resolve_job(config))
+        return run_jobs(jobs, jobs["first"].parts.build_engine)
+
+    run_both(tmp_path / "whole")
+    for stop_at in (30, 45):
+        with watched(stop_at=stop_at):
+            results = run_both(tmp_path / "out")
+        assert {result.exit_code for result in results.values()} == {130}
+    run_both(tmp_path / "out")
+    for name in names:
+        assert shards(tmp_path / "out" / name) == shards(tmp_path / "whole" / name)
+    told = [one for name in names for one in attempts(tmp_path / "out" / name)]
+    assert sum(one["rows_begun"] for one in told) >= 6
+    for name in names:
+        timeline = json.loads((tmp_path / "out" / name / "metrics.json").read_text())["timeline"]
+        assert all(point[2] >= 0 for point in timeline), timeline
+
+
+def test_nothing_is_recorded_while_all_rows_fail(model: Path, rows: Path, tmp_path: Path) -> None:
+    """What was wrong may be mended, and must leave no trace."""
+    out = tmp_path / "out"
+    bad = json.dumps({"id": "bad", "q": None})
+    rows.write_text("\n".join([bad, rows.read_text()]))
+    with watched(stop_at=30):
+        run(overrides(model, rows, out, *LONG))
+    assert not records(out)

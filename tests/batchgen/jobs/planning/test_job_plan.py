@@ -137,6 +137,28 @@ def test_a_plan_for_two_gpus_divides_the_model_and_counts_both(config: JobConfig
     assert "on each of 2 GPUs" in " ".join(plan_text(two).split())
 
 
+def test_a_plan_counts_what_equal_bits_cost(
+    tiny_model: Callable[..., Path], model: Path, rows: Path, tmp_path: Path
+) -> None:
+    diffuses = tiny_model("sdar", **VOCAB)
+    save_tokenizer(diffuses)
+    answered = ("sampling.n=1", "sampling.max_new_tokens=0", "prompt.answer=' {{ id }}!'")
+    for path, times, says, more in (
+        (model, 1.0, "of dense models", ()),
+        (model, 1.5, "scored answers", answered),
+        (diffuses, 1.15, "of block diffusion", ("strategy=dllm", "strategy.block_length=4")),
+    ):
+        job = configured(path, rows, tmp_path / "out", *more)
+        exact = replace(job, engine=replace(job.engine, deterministic=True))
+        plain, kept = planned(job, device="H100").forecast, planned(exact, device="H100").forecast
+        assert plain is not None and kept is not None
+        steps = [each.seconds.likely - each.start_s for each in (plain, kept)]
+        assert steps[1] == pytest.approx(times * steps[0])
+        assert says in str(kept.assumptions) and "deterministic" not in str(plain.assumptions)
+        on_cpu = planned(exact, device="cpu").forecast
+        assert on_cpu is not None and "deterministic" not in str(on_cpu.assumptions)
+
+
 def test_what_is_on_the_disk_is_about_what_was_planned(
     config: JobConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,6 +83,15 @@ def test_nothing_heavy_is_loaded() -> None:
         "assert not {'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)\n"
     )
     given = [f"{key}={value}" for key, value in {**USUAL, "prompt.user": "{{ x }}"}.items()]
-    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "no column 'x': choose among q, c" in done.stderr
+    wrong = 'prompt: {choice: chat, user: "{{ x }}"}, model: nano_hybrid, dataset.path: rows.jsonl'
+    Path("pipe.yaml").write_text(f"steps: {{ask: {{{wrong}}}}}\noutput.dir: out\n")
+    for arguments, step in (
+        (given, ""),
+        (["pipe.yaml"], "step ask: "),
+        (["plan", "pipe.yaml"], ""),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"{step}prompt.user: the data set has no column 'x'" in done.stderr

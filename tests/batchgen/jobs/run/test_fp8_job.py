@@ -14,6 +14,7 @@ import torch
 from batchgen import LLM, SamplingParams
 from batchgen.__main__ import run_command
 from batchgen.config.compose.compose_config import compose
+from batchgen.engine.layers.mxfp4_format import Units
 from batchgen.jobs.forecast.engine_estimate import estimate_engine
 from batchgen.jobs.planning.job_plan import Plan
 from batchgen.jobs.planning.plan_settings import PlanSettings
@@ -85,7 +86,7 @@ def test_the_sizes_of_a_quantised_model_are_those_of_the_plain_one(
     found = {}
     for name, given in (("plain", []), ("fp8", [FP8])):
         config = compose({}, overrides(model, rows, tmp_path / "out", *given))
-        room = estimate_engine(open_job(config), config, 80 * 2**30, native_fp8=True)
+        room = estimate_engine(open_job(config), config, 80 * 2**30, Units(True, True))
         found[name] = room
     plain, fp8 = found["plain"].sizes, found["fp8"].sizes
     assert fp8.weight_dtype == torch.float8_e4m3fn and plain.weight_dtype == plain.dtype

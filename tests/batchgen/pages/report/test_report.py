@@ -339,7 +339,7 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_verb("score", [str(job), "score.ks=3", "--save"]) == 0
     new = (job / "report.html").read_text()
     assert "pass@3" in new and "pass@3" not in old
-    assert run_verb("report", [str(tmp_path)]) == 2
+    assert run_verb("report", [str(tmp_path / "none")]) == 2
     with pytest.raises(ConfigError):
         make_report(tmp_path)
 

@@ -18,7 +18,8 @@ import pytest
 
 from batchgen.config.groups.job_config import ScoreConfig
 from batchgen.evals.grades.folder_grades import JobGrades
-from batchgen.evals.scores.job_score import job_score, save_score
+from batchgen.evals.scores.job_score import job_scores, save_score
+from batchgen.evals.scores.samples import Samples
 from batchgen.pages.rows.row_facts import RowFacts
 from batchgen.pages.viewer.job_view import votes
 from batchgen.pages.viewer.pages import Site
@@ -446,7 +447,7 @@ def test_subsets_have_a_table_and_a_filter(tmp_path: Path) -> None:
     rows = [job_row(i, text="yes" if i % 3 else "no", topic=i % 2) for i in range(12)]
     finished_job(folder, rows, fields, config={"score": {"subset": "topic"}})
     JobGrades(folder).make(POST, "text", ScoreConfig())
-    save_score(folder, job_score(folder, ScoreConfig(subset="topic")))
+    save_score(folder, job_scores(Samples(folder, ScoreConfig(subset="topic"))))
     pages = site(folder)
     first = read(pages, "")
     assert "rows?subset=1" in first.links and "66.7%" in first.text

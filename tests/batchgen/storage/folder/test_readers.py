@@ -44,13 +44,19 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", ["out", "lr=0.1"])
-def test_each_reader_reads_all_rows(tmp_path: Path, reader: str, name: str) -> None:
+def test_each_reader_reads_all_rows(
+    tmp_path: Path, reader: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Several shards, error rows without text, lists, lists of lists of a fixed size."""
     out = tmp_path / name
     FakeJob(str(out), rows=40, rows_per_shard=16).run()
-    line = how_to_read(str(out))[reader]
+    found = READERS[reader](how_to_read(str(out))[reader])
+    line = how_to_read(".")[reader]
     assert f"- {reader}: `{line}`\n" in (out / "README.md").read_text()
-    found = READERS[reader](line)
+    moved = out.rename(tmp_path / "moved")
+    monkeypatch.chdir(moved)
+    assert READERS[reader](line) == found  # who has the folder reads it by its card
+    moved.rename(out)
     expected = list(JobFolderReader(out).rows())
     assert len(expected) == 80 and any(row["text"] is None for row in expected)
     assert [*found[0]] == [*expected[0]]
@@ -58,14 +64,21 @@ def test_each_reader_reads_all_rows(tmp_path: Path, reader: str, name: str) -> N
 
 
 @pytest.mark.parametrize("column", ["answer", "Answer", "grades_answer", "topic"])
-def test_the_query_of_the_card_gives_every_column_once(tmp_path: Path, column: str) -> None:
+def test_the_query_of_the_card_gives_every_column_once(
+    tmp_path: Path, column: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the data set has a column of a name that the grades have, for duckdb at least."""
     rows = [row(n, text=f"so {n}") | {column: f"given {n}"} for n in range(5)]
     out = finished_job(tmp_path / "Ann's job", rows, [pa.field(column, pa.string())], graded=True)
-    (query,) = re.findall(
-        "^```sql\n(.*)\n```$", graded_card("## How to read it", out), re.MULTILINE
-    )
+    card = graded_card("## How to read it", out)
+    monkeypatch.chdir(out)
+    (query,) = re.findall("^```sql\n(.*)\n```$", card, re.MULTILINE)
     found = _query(query)
+    (code,) = re.findall("^```python\n(.*?)\n```$", card, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"pd": pd}
+    exec(code, names)
+    assert names["both"]["mark"].tolist() == [values["mark"] for values in found]
+    assert len(names["both"]) == 5
     grades = pq.read_table(out / "grades/part-00000.parquet").to_pylist()
     data = pq.read_table(out / "data/part-00000.parquet").to_pylist()
     taken = {"answer": "grades_answer"} if column.lower() == "answer" else {}

@@ -2,10 +2,12 @@
 
 import io
 import re
+import sys
 
 import pytest
 
-from batchgen.util.text.colours import allows_colour, coloured_table
+from batchgen.util.text.colours import allows_colour, coloured_table, print_table
+from batchgen.util.text.terminal import SafeTerminal
 from batchgen.util.text.text_table import answers_text, table
 
 
@@ -32,6 +34,21 @@ def test_the_score_is_bold_errors_are_red_and_no_text_is_lost() -> None:
     assert re.sub(r"\x1b\[\d+m", "", shown) == text
     assert "\x1b[1m9.0%\x1b[0m" in shown and "\x1b[31ma 1\x1b[0m" in shown
     assert "\x1b[31mnone" not in shown
+
+
+def test_a_strangers_escapes_stay_visible_beside_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", SafeTerminal(out, bars=False))
+    print_table("score  9%\n  \x1b]0;x  1%")
+    assert (
+        out.getvalue()
+        == "\x1b[2mscore\x1b[0m  \x1b[1m9%\x1b[0m\n\x1b[2m  ⟨U+001B⟩]0;x\x1b[0m  1%\n"
+    )
+    monkeypatch.setenv("NO_COLOR", "1")
+    print_table("score  9%")
+    assert out.getvalue().endswith("\nscore  9%\n")
 
 
 def test_parts_of_a_table_share_one_column() -> None:

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen.kernels.four_bit.mxfp4_weight import GROUP, MXFP4Weight, pack_codes, unpack_codes
 from batchgen.kernels.moe.tiled_layout import PANEL
-from batchgen.kernels.mxfp4.mxfp4_weight import GROUP, MXFP4Weight, pack_codes, unpack_codes
 
 WORD_VALUES = 8
 """Values in a word."""
@@ -48,6 +48,22 @@ class MXFP4Panels(NamedTuple):
         """E, N and K."""
         experts, panels, rows, _ = self.words.shape
         return experts, rows, panels * PANEL
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tokens that it is multiplied by."""
+        return torch.bfloat16
+
+    @property
+    def constants(self) -> dict[str, int | str]:
+        """What kernels are compiled with."""
+        return {"CODE": "mxfp4", "GROUP": GROUP}
+
+
+def takes_mxfp4(dtype: torch.dtype, *widths: int) -> bool:
+    """Whether tokens of this dtype are multiplied by weights of these widths K in MXFP4: bfloat16,
+    if panels divide the widths."""
+    return dtype == torch.bfloat16 and all(width % PANEL == 0 for width in widths)
 
 
 def empty_panels(experts: int, rows: int, columns: int, *, device: torch.device) -> MXFP4Panels:
@@ -80,9 +96,7 @@ def pack_panels(weight: MXFP4Weight, into: MXFP4Panels) -> None:
 
 def unpack_panels(panels: MXFP4Panels) -> MXFP4Weight:
     """Return the weights [E, N, K] that were laid out."""
-    # The axes [E, panel, row, lane, group] become those of `_words`.
-    words = panels.words.unflatten(-1, (4, 2)).permute(0, 2, 1, 4, 3)
-    halves = torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), -1)
+    halves = lanes_of_words(panels.words)
     steps = [
         ((halves >> sign & 1) << 3) | (halves >> first & 7)
         for sign, first in zip(_SIGN_BITS, _FIRST_BITS, strict=True)
@@ -95,14 +109,31 @@ def unpack_panels(panels: MXFP4Panels) -> MXFP4Weight:
 
 def _words(values: Tensor) -> Tensor:
     """Lay out the values [N, K/2] of one expert as words [K/64, N, 8]."""
-    # [row, panel, group, step of 8 columns, lane, one of two]
-    codes = unpack_codes(values).int().unflatten(-1, (-1, 2, 4, 4, 2))
+    codes = codes_of_lanes(values)
     halves = torch.zeros_like(codes[:, :, :, 0])
     for step, (sign, first) in enumerate(zip(_SIGN_BITS, _FIRST_BITS, strict=True)):
         of_step = codes[:, :, :, step]
         halves |= ((of_step >> 3) << sign) | ((of_step & 7) << first)
+    return words_of_lanes(halves)
+
+
+def codes_of_lanes(values: Tensor) -> Tensor:
+    """Turn the values [N, K/2] of one expert into codes [row, panel, group of 32 columns, step of 8
+    columns, lane, one of two]."""
+    codes: Tensor = unpack_codes(values).int().unflatten(-1, (-1, 2, 4, 4, 2))
+    return codes
+
+
+def words_of_lanes(halves: Tensor) -> Tensor:
+    """Turn the halves of words [row, panel, group, lane, one of two] into words [K/64, N, 8]."""
     words = halves[..., 0] | (halves[..., 1] << 16)
     return words.permute(1, 0, 3, 2).flatten(-2)
+
+
+def lanes_of_words(words: Tensor) -> Tensor:
+    """Undo `words_of_lanes` for words [E, K/64, N, 8]: halves [E, row, panel, group, lane, 2]."""
+    lanes = words.unflatten(-1, (4, 2)).permute(0, 2, 1, 4, 3)
+    return torch.stack((lanes & 0xFFFF, (lanes >> 16) & 0xFFFF), -1)
 
 
 def _scale_words(scales: Tensor) -> Tensor:

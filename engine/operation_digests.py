@@ -1,4 +1,5 @@
-"""Digests of what each operation of a model made of each token, for modes/determinism.py."""
+"""Digests of what each operation of a model made of each token: for those who look for the first
+operation in which a row depends on the rows beside it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,10 @@ class Tape:
         self._seen: Counter[str] = Counter()
         self._whole = True
 
+    def resize(self, slots: int) -> None:
+        """Have room for so many slots, and forget what was there."""
+        self.plane = self.plane.new_zeros(len(self.plane), slots)
+
     def first_difference(self, one: Tensor, other: Tensor) -> tuple[str, int] | None:
         """Name the first operation, in the order of the layers, whose digests [operations, tokens]
         differ at tokens of which both are known, and the first such token; None if there is
@@ -91,7 +95,7 @@ class Tape:
                 stack.callback(handle.remove)
             for module, name, label, rows in _OPERATIONS_OF:
                 noting = self._noting(getattr(module, name), label, rows, weights)
-                stack.enter_context(patch.object(module, name, noting))
+                stack.enter_context(_replaced(module, name, noting))
             yield
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -135,3 +139,14 @@ class Tape:
         bits = values.view(torch.int16 if values.itemsize == 2 else torch.int32).long()
         digests = bits.mul_(self._factors[: bits.shape[1]]).sum(1)
         self.plane[place].index_copy_(0, self._slots, digests)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Let the owner have another attribute of this name within the context."""
+    own = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)

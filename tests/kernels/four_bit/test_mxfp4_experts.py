@@ -10,34 +10,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchgen.kernels.four_bit.dequantise_triton import dequantise_panels
+from batchgen.kernels.four_bit.experts import (
+    four_bit_mlp,
+    four_bit_mlp_reference,
+    four_bit_parts,
+)
+from batchgen.kernels.four_bit.experts_triton import four_bit_mlp_triton
+from batchgen.kernels.four_bit.mxfp4_layout import (
+    MXFP4Panels,
+    empty_panels,
+    pack_panels,
+    takes_mxfp4,
+)
+from batchgen.kernels.four_bit.mxfp4_weight import quantise_weight
+from batchgen.kernels.four_bit.tiles import (
+    MOST_SLOTS,
+    TABLE,
+    FourBitTiles,
+    ProductTiles,
+    four_bit_tiles,
+)
 from batchgen.kernels.layers.shared_part import SharedPart
 from batchgen.kernels.moe.epilogues import ClampedGate, Epilogues
 from batchgen.kernels.moe.experts import grouped_mlp_reference
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
 from batchgen.kernels.moe.moe_tiles import ProductTiles as PanelTiles
 from batchgen.kernels.moe.moe_tiles import Tiles, tiles_of_panels
-from batchgen.kernels.mxfp4.mxfp4_dequantise_triton import dequantise_panels
-from batchgen.kernels.mxfp4.mxfp4_experts import (
-    mxfp4_grouped_mlp,
-    mxfp4_grouped_mlp_reference,
-    mxfp4_grouped_parts,
-    takes_mxfp4,
-)
-from batchgen.kernels.mxfp4.mxfp4_experts_triton import mxfp4_grouped_mlp_triton
-from batchgen.kernels.mxfp4.mxfp4_layout import MXFP4Panels, empty_panels, pack_panels
-from batchgen.kernels.mxfp4.mxfp4_tiles import (
-    MOST_SLOTS,
-    TABLE,
-    MXFP4Tiles,
-    ProductTiles,
-    mxfp4_tiles,
-)
-from batchgen.kernels.mxfp4.mxfp4_weight import quantise_weight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TILES: list[MXFP4Tiles | Tiles] = [
-    MXFP4Tiles(16, ProductTiles(64, 4, 3), ProductTiles(64, 4, 4)),
-    MXFP4Tiles(32, ProductTiles(64, 4, 3, halve=True), ProductTiles(128, 4, 3, halve=True)),
+TILES: list[FourBitTiles | Tiles] = [
+    FourBitTiles(16, ProductTiles(64, 4, 3), ProductTiles(64, 4, 4)),
+    FourBitTiles(32, ProductTiles(64, 4, 3, halve=True), ProductTiles(128, 4, 3, halve=True)),
     Tiles(16, PanelTiles(64, 64, 4, 3, swap=True), PanelTiles(64, 64, 4, 3)),
 ]
 
@@ -82,8 +86,8 @@ class Case:
             ),
         )
 
-    def run(self, tiles: MXFP4Tiles | Tiles | None, residual: Tensor | None = None) -> Tensor:
-        return mxfp4_grouped_mlp_triton(
+    def run(self, tiles: FourBitTiles | Tiles | None, residual: Tensor | None = None) -> Tensor:
+        return four_bit_mlp_triton(
             self.x, self.gate_up, self.down, self.ids, self.weights, residual,
             epilogues=self.epilogues, tiles=tiles,
         )  # fmt: skip
@@ -93,7 +97,7 @@ class Case:
         wide, narrow = own.gate_up_bias, own.down_bias
         if wide is not None and narrow is not None:
             own = own._replace(gate_up_bias=wide.to(dtype), down_bias=narrow.to(dtype))
-        return mxfp4_grouped_mlp_reference(
+        return four_bit_mlp_reference(
             self.x.to(dtype), self.gate_up, self.down, self.ids, self.weights, own
         )
 
@@ -128,7 +132,7 @@ def assert_near(found: Tensor, case: Case) -> None:
     limit=st.sampled_from([None, 0.5]),
 )
 def test_experts_equal_the_reference(
-    tokens: int, k: int, sizes: tuple[int, int], tiles: MXFP4Tiles | Tiles, used: int, gap: int,
+    tokens: int, k: int, sizes: tuple[int, int], tiles: FourBitTiles | Tiles, used: int, gap: int,
     biased: bool, limit: float | None,
 ) -> None:  # fmt: skip
     case = Case.make(tokens, k, 3, *sizes, used=used, gap=gap, biased=biased, limit=limit)
@@ -139,14 +143,14 @@ def test_a_residual_a_shared_part_and_experts_elsewhere() -> None:
     case = Case.make(5, 2, 2, 64, 64)
     residual, shared = torch.randn_like(case.x), torch.randn_like(case.x)
     expected = case.reference() + residual.double() + shared.double()
-    found = mxfp4_grouped_mlp(
+    found = four_bit_mlp(
         case.x, case.gate_up, case.down, case.ids, case.weights, residual.clone(),
         epilogues=case.epilogues, shared=lambda: SharedPart(shared, None),
     )  # fmt: skip
     assert (found.double() - expected).norm() < 0.02 * expected.norm()
     alone = case.ids.clone()
     alone[:, 0] = 2
-    some = mxfp4_grouped_mlp_triton(
+    some = four_bit_mlp_triton(
         case.x, case.gate_up, case.down, alone, case.weights, epilogues=case.epilogues,
         num_routed=3,
     )  # fmt: skip
@@ -157,9 +161,9 @@ def test_a_residual_a_shared_part_and_experts_elsewhere() -> None:
 def test_a_call_without_tokens() -> None:
     case = Case.make(1, 1, 2, 64, 64)
     none = torch.empty((0, 1), device=DEVICE)
-    out = mxfp4_grouped_mlp_triton(case.x[:0], case.gate_up, case.down, none.int(), none)
+    out = four_bit_mlp_triton(case.x[:0], case.gate_up, case.down, none.int(), none)
     assert out.shape == (0, 64)
-    assert mxfp4_grouped_parts(case.x[:0], case.gate_up, case.down, none.int(), none) is None
+    assert four_bit_parts(case.x[:0], case.gate_up, case.down, none.int(), none) is None
 
 
 def test_the_reference_is_that_of_dequantised_weights() -> None:
@@ -169,7 +173,7 @@ def test_the_reference_is_that_of_dequantised_weights() -> None:
     )
     x = case.x.bfloat16()
     expected = grouped_mlp_reference(x, wide, narrow, case.ids, case.weights, case.epilogues)
-    found = mxfp4_grouped_mlp_reference(
+    found = four_bit_mlp_reference(
         x, case.gate_up, case.down, case.ids, case.weights, case.epilogues
     )
     assert torch.equal(found, expected)
@@ -178,9 +182,9 @@ def test_the_reference_is_that_of_dequantised_weights() -> None:
 def test_tiles_are_chosen_by_the_mean_number_of_slots() -> None:
     means = [most for most, _ in TABLE]
     assert means == sorted(means)
-    assert mxfp4_tiles(1, 32) == TABLE[0][1]
-    assert mxfp4_tiles(MOST_SLOTS * 32, 32) == TABLE[-1][1]
-    assert mxfp4_tiles(MOST_SLOTS * 32 + 1, 32) is None
+    assert four_bit_tiles(1, 32) == TABLE[0][1]
+    assert four_bit_tiles(MOST_SLOTS * 32, 32) == TABLE[-1][1]
+    assert four_bit_tiles(MOST_SLOTS * 32 + 1, 32) is None
     assert tiles_of_panels(MOST_SLOTS * 32 + 1, 32).down.persistent
 
 

@@ -1,4 +1,4 @@
-"""The two matrix products of experts in MXFP4 with 16-bit tokens, in Triton, in the tiles of `moe`.
+"""The two products of experts in 4 bits with 16-bit tokens, in Triton, in the tiles of `moe`.
 
 Weights are the left operand of the matrix instruction, which takes them from the registers in which
 they are unpacked, so only 4 bits of a weight are read from memory and none of the 16 is written
@@ -13,6 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.kernels.four_bit.mxfp4_layout import PANEL_WORDS
+from batchgen.kernels.four_bit.panels import FourBitPanels
+from batchgen.kernels.four_bit.steps_triton import add_panel, add_steps, load_tokens
+from batchgen.kernels.four_bit.tiles import ProductTiles
+from batchgen.kernels.four_bit.unpack_triton import load_scales, scale_rows
 from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
 from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment
 from batchgen.kernels.moe.slot_tile_triton import (
@@ -22,17 +27,14 @@ from batchgen.kernels.moe.slot_tile_triton import (
     with_bias,
 )
 from batchgen.kernels.moe.tiled_layout import PANEL
-from batchgen.kernels.mxfp4.mxfp4_layout import PANEL_WORDS, MXFP4Panels
-from batchgen.kernels.mxfp4.mxfp4_tiles import ProductTiles
-from batchgen.kernels.mxfp4.unpack_triton import unpack_panel
 
 _PANEL = tl.constexpr(PANEL)
 _WORDS = tl.constexpr(PANEL_WORDS)
 
 
-def mxfp4_gate_up(
+def four_bit_gate_up(
     x: Tensor,  # [T, H]
-    weight: MXFP4Panels,  # [E, 2·I, H]: the I rows of gate, then the rows of up
+    weight: FourBitPanels,  # [E, 2·I, H]: the I rows of gate, then the rows of up
     alignment: Alignment,  # of the T·k slots
     tiles: ProductTiles,
     k: int,
@@ -45,16 +47,16 @@ def mxfp4_gate_up(
     limit, slope = epilogues.clamped or (None, None)
     grid = (alignment.most_tiles * triton.cdiv(inner, tiles.block_n),)
     _gate_up[grid](
-        x, *weight, epilogues.gate_up_bias, out, *alignment[:-1],
+        x, weight.words, weight.scales, epilogues.gate_up_bias, out, *alignment[:-1],
         x.stride(0), k, inner, weight.words.shape[1], LIMIT=limit, SLOPE=slope,
         GELU=epilogues.function == "gelu",
         **_options(alignment, tiles, weight),
     )  # fmt: skip
 
 
-def mxfp4_down(
+def four_bit_down(
     x: Tensor,  # [N, I], contiguous, in the order of places
-    weight: MXFP4Panels,  # [E, H, I]
+    weight: FourBitPanels,  # [E, H, I]
     slot_weights: Tensor,  # [N] float32, in the order of slots
     alignment: Alignment,
     tiles: ProductTiles,
@@ -66,15 +68,16 @@ def mxfp4_down(
     hidden = out.shape[1]
     grid = (alignment.most_tiles * triton.cdiv(hidden, tiles.block_n),)
     _down[grid](
-        x, *weight, bias, slot_weights, out, *alignment[:-1], hidden, weight.words.shape[1],
-        **_options(alignment, tiles, weight),
+        x, weight.words, weight.scales, bias, slot_weights, out, *alignment[:-1], hidden,
+        weight.words.shape[1], **_options(alignment, tiles, weight),
     )  # fmt: skip
 
 
 def _options(
-    alignment: Alignment, tiles: ProductTiles, weight: MXFP4Panels
-) -> dict[str, int | bool]:
+    alignment: Alignment, tiles: ProductTiles, weight: FourBitPanels
+) -> dict[str, int | bool | str]:
     return {
+        **weight.constants,
         "BLOCK_M": alignment.block_m,
         "BLOCK_N": tiles.block_n,
         "EVEN": weight.words.shape[1] % 2 == 0,
@@ -85,45 +88,13 @@ def _options(
     }
 
 
-@triton.jit
-def _load_tokens(
-    source, is_place, panel, panels,
-    HALF: tl.constexpr, EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Load a panel's columns of tokens, transposed [64, BLOCK_M], zeros past the tile's end. Unless
-    EVEN, the second HALF of a step may be past the last panel and is zeros, too."""
-    mask = is_place[:, None]
-    if HALF == 1 and not EVEN:
-        column = panel * _PANEL + tl.arange(0, _PANEL)
-        mask = mask & (column < panels * _PANEL)[None, :]
-    x = tl.load(source + panel * _PANEL, mask=mask, other=0.0)
-    if INTERPRETED:
-        x = x.to(tl.float32)
-    return tl.trans(x)
-
-
-@triton.jit
-def _add_product(
-    acc, source, scales, x, panel, panels, stride,
-    HALF: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """acc [ROWS, BLOCK_M] + a panel's weights · x, where x comes from `_load_tokens`."""
-    if HALF == 1 and not EVEN:
-        word = panel * _WORDS + tl.arange(0, _WORDS)
-        mask = (word < panels * _WORDS)[None, :]
-        words = tl.load(source + panel * stride, mask=mask, other=0)
-    else:
-        words = tl.load(source + panel * stride)
-    weights = unpack_panel(words, scales, HALF, ROWS, INTERPRETED)
-    return tl.dot(weights, x, acc, input_precision="ieee")
-
-
 @triton.jit(do_not_specialize=["slots_per_token"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _gate_up(
     x_ptr, words_ptr, scales_ptr, bias_ptr, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr,
     tile_ends_ptr, num_tiles_ptr, x_stride, slots_per_token, inner, panels,
     LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, EVEN: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_N: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(inner, BLOCK_N)
     is_past, expert, first, end = tile_of_program(
@@ -136,13 +107,13 @@ def _gate_up(
         _gate_up_tile(
             x_ptr, words_ptr, scales_ptr, bias_ptr, out_ptr, slots_ptr, expert, first, end,
             first_column, x_stride, slots_per_token, inner, panels, LIMIT, SLOPE, GELU,
-            BLOCK_M // 2, BLOCK_N, EVEN, INTERPRETED,
+            BLOCK_M // 2, BLOCK_N, CODE, GROUP, EVEN, INTERPRETED,
         )  # fmt: skip
     else:
         _gate_up_tile(
             x_ptr, words_ptr, scales_ptr, bias_ptr, out_ptr, slots_ptr, expert, first, end,
             first_column, x_stride, slots_per_token, inner, panels, LIMIT, SLOPE, GELU, BLOCK_M,
-            BLOCK_N, EVEN, INTERPRETED,
+            BLOCK_N, CODE, GROUP, EVEN, INTERPRETED,
         )  # fmt: skip
 
 
@@ -151,8 +122,10 @@ def _gate_up_tile(
     x_ptr, words_ptr, scales_ptr, bias_ptr, out_ptr, slots_ptr, expert, first, end, first_column,
     x_stride, slots_per_token, inner, panels,
     LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_N: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     place = first + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
     # Rows of weights past the last one are others, whose results are not written.
@@ -165,23 +138,23 @@ def _gate_up_tile(
     steps = tl.cdiv(panels, 2)
     of_row = row[:, None] * _WORDS + tl.arange(0, _WORDS)[None, :]
     words = words_ptr + expert.to(tl.int64) * (panels * rows * _WORDS) + of_row
-    scales = scales_ptr + expert.to(tl.int64) * (steps * rows) + row
+    scales = scales_ptr + expert.to(tl.int64) * (scale_rows(panels, CODE, GROUP) * rows) + row
 
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in tl.range(0, steps):
-        gate_scales = tl.load(scales + step * rows)
-        up_scales = tl.load(scales + step * rows + inner)
+        gate_scales = load_scales(scales, 0, step, panels - 1, rows, CODE, GROUP)
+        up_scales = load_scales(scales, inner, step, panels - 1, rows, CODE, GROUP)
         for half in tl.static_range(2):
             panel = step * 2 + half
-            x = _load_tokens(x_source, is_place, panel, panels, half, EVEN, INTERPRETED)
-            gate = _add_product(
-                gate, words, gate_scales, x, panel, panels, rows * _WORDS, half, EVEN, BLOCK_N,
-                INTERPRETED,
+            x = load_tokens(x_source, is_place, panel, panels, half, EVEN, INTERPRETED)
+            gate = add_panel(
+                gate, words, gate_scales, x, panel, panels, rows * _WORDS, half, CODE, DTYPE, EVEN,
+                BLOCK_N, INTERPRETED,
             )  # fmt: skip
-            up = _add_product(
-                up, words + inner * _WORDS, up_scales, x, panel, panels, rows * _WORDS, half,
-                EVEN, BLOCK_N, INTERPRETED,
+            up = add_panel(
+                up, words + inner * _WORDS, up_scales, x, panel, panels, rows * _WORDS, half, CODE,
+                DTYPE, EVEN, BLOCK_N, INTERPRETED,
             )  # fmt: skip
 
     gate = with_bias(gate, bias_ptr, expert, rows, row, True)
@@ -195,8 +168,8 @@ def _gate_up_tile(
 def _down(
     x_ptr, words_ptr, scales_ptr, bias_ptr, slot_weights_ptr, out_ptr, slots_ptr, tile_experts_ptr,
     tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, hidden, panels,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, HALVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(hidden, BLOCK_N)
     is_past, expert, first, end = tile_of_program(
@@ -208,12 +181,14 @@ def _down(
     if HALVE and end - first <= BLOCK_M // 2:
         _down_tile(
             x_ptr, words_ptr, scales_ptr, bias_ptr, slot_weights_ptr, out_ptr, slots_ptr, expert,
-            first, end, first_column, hidden, panels, BLOCK_M // 2, BLOCK_N, EVEN, INTERPRETED,
+            first, end, first_column, hidden, panels, BLOCK_M // 2, BLOCK_N, CODE, GROUP, EVEN,
+            INTERPRETED,
         )  # fmt: skip
     else:
         _down_tile(
             x_ptr, words_ptr, scales_ptr, bias_ptr, slot_weights_ptr, out_ptr, slots_ptr, expert,
-            first, end, first_column, hidden, panels, BLOCK_M, BLOCK_N, EVEN, INTERPRETED,
+            first, end, first_column, hidden, panels, BLOCK_M, BLOCK_N, CODE, GROUP, EVEN,
+            INTERPRETED,
         )  # fmt: skip
 
 
@@ -221,7 +196,8 @@ def _down(
 def _down_tile(
     x_ptr, words_ptr, scales_ptr, bias_ptr, slot_weights_ptr, out_ptr, slots_ptr, expert, first,
     end, first_column, hidden, panels,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     place = first + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
@@ -232,18 +208,13 @@ def _down_tile(
     steps = tl.cdiv(panels, 2)
     of_row = row[:, None] * _WORDS + tl.arange(0, _WORDS)[None, :]
     words = words_ptr + expert.to(tl.int64) * (panels * hidden * _WORDS) + of_row
-    scales = scales_ptr + expert.to(tl.int64) * (steps * hidden) + row
+    scales = scales_ptr + expert.to(tl.int64) * (scale_rows(panels, CODE, GROUP) * hidden) + row
 
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for step in tl.range(0, steps):
-        of_step = tl.load(scales + step * hidden)
-        for half in tl.static_range(2):
-            panel = step * 2 + half
-            x = _load_tokens(x_source, is_place, panel, panels, half, EVEN, INTERPRETED)
-            acc = _add_product(
-                acc, words, of_step, x, panel, panels, hidden * _WORDS, half, EVEN, BLOCK_N,
-                INTERPRETED,
-            )  # fmt: skip
+    acc = add_steps(
+        acc, x_source, is_place, words, scales, 0, steps, panels, hidden, CODE, GROUP,
+        x_ptr.dtype.element_ty, BLOCK_N, EVEN, INTERPRETED,
+    )  # fmt: skip
 
     acc = with_bias(acc, bias_ptr, expert, hidden, row, True)
     store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, place, end, column, hidden, True)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 
-from batchgen.evals.graders.latex import Span
-
 _FENCE = re.compile(r"^[ \t]*(?P<marks>```+|~~~+)[^\n`]*$", re.M)
 
 
-def code_spans(text: str) -> list[Span]:
+def code_spans(text: str) -> list[tuple[int, int]]:
     """Where the contents of the blocks of code stand that are closed, without empty ones."""
-    found: list[Span] = []
+    found: list[tuple[int, int]] = []
     marks, start = "", 0
     for match in _FENCE.finditer(text):
         if not marks:

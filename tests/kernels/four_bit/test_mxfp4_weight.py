@@ -11,16 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from batchgen.kernels.moe.tiled_layout import rows_of_panels
-from batchgen.kernels.mxfp4.mxfp4_dequantise_triton import dequantise_panels
-from batchgen.kernels.mxfp4.mxfp4_layout import (
+from batchgen.kernels.four_bit.dequantise_triton import dequantise_panels
+from batchgen.kernels.four_bit.mxfp4_layout import (
     LARGEST_SCALE,
     MXFP4Panels,
     empty_panels,
     pack_panels,
     unpack_panels,
 )
-from batchgen.kernels.mxfp4.mxfp4_weight import (
+from batchgen.kernels.four_bit.mxfp4_weight import (
     GROUP,
     VALUES,
     MXFP4Weight,
@@ -28,6 +27,7 @@ from batchgen.kernels.mxfp4.mxfp4_weight import (
     quantise_weight,
     unpack_codes,
 )
+from batchgen.kernels.moe.tiled_layout import rows_of_panels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -81,7 +81,7 @@ def test_half_precision_rounds_and_overflows_where_it_must() -> None:
 
 
 def test_a_weight_is_dequantised_in_place_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from batchgen.kernels.mxfp4 import mxfp4_weight
+    from batchgen.kernels.four_bit import mxfp4_weight
 
     weight = random_weight(3, 4, 64)
     whole = weight.dequantise()

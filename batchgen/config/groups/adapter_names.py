@@ -1,0 +1,92 @@
+"""How users name adapters, and which of them the rows of a job have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+
+from batchgen.engine.sampling.sampling_params import BASE
+from batchgen.util.errors import ConfigError
+
+ADAPTER = "adapter"
+"""The column that says which adapter a row has, in a job that runs each row with each of them."""
+
+GRID_REFUSAL = (
+    "runs each row with several adapters (model.lora_grid), so that several of its rows have one "
+    "id: read a job of one adapter (model.lora=PATH)"
+)
+"""Why a job cannot be read by another one."""
+
+LoRA = str | Sequence[str] | Mapping[str, str] | None
+"""Adapters as users name them: a place, several places, or places by name. A place is a folder or
+a hub name, which may end with @REVISION; `base` is the model without an adapter."""
+
+
+def named_places(given: LoRA) -> dict[str, str]:
+    """Return the places of adapters by their names, which are the last part of the place where the
+    user gives none; `base` is among them if it was given. ConfigError for a name that comes twice
+    or is none."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        pairs = list(given.items())
+    else:
+        places = [given] if isinstance(given, str) else given
+        pairs = [(_last_part(place), place) for place in places]
+    found: dict[str, str] = {}
+    for name, place in pairs:
+        if name in found:
+            raise ConfigError(
+                f"lora has two adapters named {name} ({found[name]} and {place}): name them, as in "
+                "{first: PATH, second: PATH}"
+            )
+        if re.fullmatch(r"[\w.+:-]+", name) is None:
+            raise ConfigError(
+                f"lora: an adapter's name has letters, digits, _, ., +, : and -, got {name!r}: "
+                "name it, as in {name: PATH}"
+            )
+        if (name == BASE) != (place == BASE):
+            raise ConfigError(
+                f"lora: {BASE} is the model without an adapter, so no adapter has that name; got "
+                f"{name}: {place}"
+            )
+        found[name] = place
+    return found
+
+
+def _last_part(place: str) -> str:
+    name = PurePath(place).name
+    return name.partition("@")[0] or name
+
+
+def only_one(given: LoRA) -> bool:
+    """Whether all rows have one adapter, which is the only one."""
+    names = list(named_places(given))
+    return len(names) == 1 and names != [BASE]
+
+
+def check_choice(given: LoRA, column: str | None, grid: bool) -> None:
+    """Raise ConfigError unless the group `model` says which adapter each row has."""
+    names = list(named_places(given))
+    if not names:
+        key = "lora_grid" if grid else "lora_column"
+        if grid or column is not None:
+            raise ConfigError(
+                f"model.{key} chooses among adapters, and model.lora names none: give "
+                "model.lora=PATH, or a list of several"
+            )
+        return
+    if grid and column is not None:
+        raise ConfigError(
+            "model.lora_grid runs each row with each adapter, and model.lora_column names one for "
+            "each: choose one of the two"
+        )
+    if names == [BASE]:
+        raise ConfigError("model.lora is base, the model without an adapter: leave it out")
+    if len(names) > 1 and not grid and column is None:
+        raise ConfigError(
+            f"model.lora has {len(names)} adapters ({', '.join(names)}): say which rows have which "
+            "with model.lora_column=COLUMN, or run each row with each of them by "
+            "model.lora_grid=true"
+        )

@@ -1,0 +1,91 @@
+"""The step that reads what a judge has decided."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from batchgen.evals.graders.step import MARK, AnswerRow, Column, TextStep
+from batchgen.util.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict(TextStep):
+    """Reads the verdict of a judge from what it wrote, and gives it a mark.
+
+    Without `pattern` it is the last of the verdicts that stands in the text as a word, behind any
+    reasoning (</think>). The verdict and the mark are null where there is none: that says nothing
+    about what was judged.
+
+    Attributes:
+        marks: the mark of each verdict, from 0 to 1, such as {A: 1, B: 0}.
+        pattern: a regular expression whose group 1 is the verdict, in any case; its last match
+            counts.
+        flip: a column of the row and the value at which marks are turned round, m to 1 - m, such as
+            {order: ba}: for a judge who sees two answers in both orders.
+        prefix: put before the names of the columns.
+    """
+
+    version = 1
+
+    marks: Mapping[str, float] = field(default_factory=dict)
+    pattern: str | None = None
+    flip: Mapping[str, str] | None = None
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.marks:
+            raise ConfigError("Verdict: marks is empty: give each verdict its mark, {A: 1, B: 0}")
+        for name, mark in self.marks.items():
+            if isinstance(mark, bool) or not isinstance(mark, int | float) or not 0 <= mark <= 1:
+                raise ConfigError(f"Verdict: the mark of {name} must be from 0 to 1: {mark!r}")
+        object.__setattr__(self, "marks", {str(k): float(v) for k, v in self.marks.items()})
+        if self.flip is not None:
+            if len(self.flip) != 1:
+                raise ConfigError("Verdict: flip must be one column and its value, {order: ba}")
+            object.__setattr__(self, "flip", dict(self.flip))
+        if self.pattern is None:
+            return
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ConfigError(f"Verdict: pattern is no regular expression: {error}") from None
+        if groups < 1:
+            raise ConfigError("Verdict: pattern must have a group around the verdict")
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        said = ", ".join(f"{name} {mark:g}" for name, mark in self.marks.items())
+        return (
+            Column(self.prefix + "verdict", "string", "what the judge decided; null if it is none"),
+            Column(self.prefix + MARK, "float64", f"the mark of the judge's verdict: {said}"),
+        )
+
+    @property
+    def isolated(self) -> bool:
+        return self.pattern is not None
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        return tuple(self.flip or ())
+
+    @cached_property
+    def _words(self) -> re.Pattern[str]:
+        if self.pattern is not None:
+            return re.compile(self.pattern, re.I)
+        names = "|".join(map(re.escape, sorted(self.marks, key=len, reverse=True)))
+        return re.compile(rf"(?<!\w)({names})(?!\w)")
+
+    def apply(self, row: AnswerRow) -> dict[str, Any]:
+        names = {name.casefold(): name for name in self.marks}
+        found = [m[1] or "" for m in self._words.finditer(row.text.rpartition("</think>")[2])]
+        known = [names[word.casefold()] for word in found if word.casefold() in names]
+        verdict = known[-1] if known else None
+        mark = None if verdict is None else self.marks[verdict]
+        if mark is not None and self.flip is not None:
+            ((column, value),) = self.flip.items()
+            mark = 1 - mark if str(row.fields.get(column)) == value else mark
+        return {self.prefix + "verdict": verdict, self.prefix + MARK: mark}

@@ -1,0 +1,135 @@
+"""Rows that run with each of several adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+from datasets import Features, Value
+
+from batchgen.config.groups.adapter_names import ADAPTER
+from batchgen.inputs.dataset.source import Left, ReadJob, Row, Source
+from batchgen.storage.stores.job_storage import Storage
+from batchgen.util.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class GridRow(Row):
+    """A row with the name of an adapter in `fields`; `given` is the row without it."""
+
+    given: Row = field(kw_only=True)
+
+
+class GridSource(Source):
+    """A `Source` of which each row comes once for each adapter, one after the other.
+
+    All of these have the id of the row, so that their random numbers are equal and answers of
+    adapters can be compared question by question; the column `adapter` tells them apart. Row i of
+    the source has the indices from i · G on, for G adapters.
+    """
+
+    def __init__(self, source: Source, adapters: Sequence[str]) -> None:
+        self._source, self._adapters = source, tuple(adapters)
+        if ADAPTER in source.columns:
+            raise ConfigError(
+                f"model.lora_grid writes the column {ADAPTER!r}, which the data set has already: "
+                f"rename that with dataset.rename={{{ADAPTER}: NAME}}"
+            )
+        self.features = Features({**source.features, ADAPTER: Value("string")})
+        self.columns = (*source.columns, ADAPTER)
+        self.schema = source.schema.append(pa.field(ADAPTER, pa.string()))
+
+    @property
+    def _times(self) -> int:
+        return len(self._adapters)
+
+    @property
+    def num_rows(self) -> int | None:
+        """See `Source`."""
+        rows = self._source.num_rows
+        return None if rows is None else rows * self._times
+
+    @property
+    def num_ready(self) -> int | None:
+        """See `Source`."""
+        ready = self._source.num_ready
+        return None if ready is None else ready * self._times
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """See `Source`."""
+        return [end * self._times for end in self._source.ends]
+
+    @property
+    def follows(self) -> bool:
+        """See `Source`."""
+        return self._source.follows
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the source: the adapters are part of the job's configuration."""
+        return self._source.fingerprint
+
+    @property
+    def jobs(self) -> tuple[ReadJob, ...]:
+        """Those of the source."""
+        return self._source.jobs
+
+    @property
+    def funnel(self) -> tuple[Left, ...]:
+        """That of the source."""
+        return self._source.funnel
+
+    @property
+    def data(self) -> Source:
+        """That of the source."""
+        return self._source.data
+
+    def rows(self, start: int = 0) -> Iterator[Row]:
+        """See `Source`."""
+        first, skipped = divmod(start, self._times)
+        for row in self._source.rows(first):
+            for number in range(skipped, self._times):
+                yield self._with_adapter(row, number)
+            skipped = 0
+
+    def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
+        """See `Source`."""
+        rows = self._source.rows_at([index // self._times for index in indices])
+        for index, row in zip(indices, rows, strict=True):
+            yield self._with_adapter(row, index % self._times)
+
+    def _with_adapter(self, row: Row, number: int) -> Row:
+        fields = {**row.fields, ADAPTER: self._adapters[number]}
+        return GridRow(row.index * self._times + number, row.id, fields, row.failure, given=row)
+
+    def passthrough(self, row: Row) -> dict[str, Any]:
+        """See `Source`."""
+        assert isinstance(row, GridRow)
+        return {**self._source.passthrough(row.given), ADAPTER: row.fields[ADAPTER]}
+
+    def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
+        """What is read of the rows of the source that come before `stop`, as of `Source`."""
+        return self._source.tables(-(-stop // self._times), size)
+
+    def learn(self, may_write: Callable[[], bool] = lambda: False) -> bool:
+        """See `Source`."""
+        return self._source.learn(may_write)
+
+    def open_index(
+        self, storage: Storage, *, alone: bool, finished: Callable[[], int] = lambda: 0
+    ) -> None:
+        """See `Source`."""
+        self._source.open_index(
+            storage, alone=alone, finished=lambda: -(-finished() // self._times)
+        )
+
+    def find_index(self, storage: Storage | None) -> None:
+        """See `Source`."""
+        self._source.find_index(storage)
+
+    def close(self) -> None:
+        """See `Source`."""
+        self._source.close()

@@ -1,0 +1,126 @@
+"""Names the first operation of an engine in which a row is another beside rows than alone."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.operation_digests import Tape
+from batchgen.engine.rows.sequence import Sequence as Row
+from batchgen.jobs.resolve.opened_job import OpenedJob
+from batchgen.jobs.resolve.resolved_job import ResolvedJob
+from batchgen.pipelines.proof.audit.audited_job import AuditedRow
+from batchgen.pipelines.proof.audit.rows_again import compute_again, rows_at
+from batchgen.storage.stores.job_storage import Storage
+from batchgen.util.errors import ConfigError
+
+
+class _Sample(NamedTuple):
+    """The tokens of a sample, the length of its prompt, and the digests [operations, tokens] of its
+    KV slots."""
+
+    tokens: Sequence[int]
+    prompt: int
+    digests: Tensor
+
+
+Samples = Mapping[tuple[int, int], _Sample]
+"""By the place of a row among those that were computed together, and the number of its sample."""
+
+
+def compare_operations(
+    config: JobConfig, parts: ResolvedJob, numbers: Sequence[int], storage: Storage | None
+) -> list[AuditedRow]:
+    """Compute input rows with these numbers all at once, and then one by one with their samples,
+    and compare what each operation made of each token.
+
+    The first operation that differs, in the order of the layers, is the cause, as all that it read
+    was equal. CUDA graphs are off.
+
+    Raises:
+        ConfigError: the weights are divided between ranks.
+    """
+    if config.engine.tensor_parallel > 1:
+        raise ConfigError(
+            "audit --operations: it looks at one engine on one device: set engine.tensor_parallel=1"
+        )
+    config = replace(config, engine=replace(config.engine, cuda_graph=False))
+    assert isinstance(parts, OpenedJob)
+    watch = _Watch(replace(parts, config=config))
+    beside, found = watch.run(config, numbers, storage), []
+    for place, row in enumerate(rows_at(parts.source, numbers)):
+        alone = watch.run(config, [row.index], storage)
+        others = {sample: beside[place, sample] for _, sample in alone}
+        found.append(AuditedRow(row.id, len(alone), watch.difference(others, alone)))
+    return found
+
+
+class _Watch:
+    """The weights of a job, and what notes the operations of engines that are made of them."""
+
+    def __init__(self, parts: OpenedJob) -> None:
+        self._parts, self._recipe = parts, parts.recipe(parts.config)
+        self._weights = self._recipe.load()
+        self._others = self._recipe.load_others(self._weights)
+        self._tape = Tape(0, self._weights.device)
+        self._samples: dict[tuple[int, int], _Sample] = {}
+
+    def run(self, config: JobConfig, numbers: Sequence[int], storage: Storage | None) -> Samples:
+        """Compute rows beside each other."""
+        self._samples = {}
+        parts = replace(self._parts, port=self._engine)
+        with (
+            tempfile.TemporaryDirectory(prefix="batchgen-operations-") as out,
+            self._tape.watching(self._weights),
+        ):
+            compute_again(config, parts, numbers, Path(out), storage)
+        return self._samples
+
+    def _engine(self) -> LLMEngine:
+        tape, compiler = self._tape, self._parts.compiler
+        tape.resize(2 * self._recipe.config.block_size)  # the scratch block
+        recipe = replace(self._recipe, strategy=deepcopy(self._recipe.strategy))  # it has states
+        engine = recipe.engine(self._weights, self._others, compiler)
+        size, blocks = engine.config.block_size, engine.scheduler.block_manager
+        tape.resize(engine.memory.num_blocks * size)
+        free = blocks.free
+
+        def keep(seq: Row) -> None:
+            starts = torch.tensor(seq.block_table, device=tape.plane.device)[:, None] * size
+            slots = (starts + torch.arange(size, device=starts.device)).flatten()
+            digests = tape.plane[:, slots[: len(seq.token_ids)]].cpu()
+            key = seq.request_id.row, seq.request_id.sample
+            self._samples[key] = _Sample([*seq.token_ids], seq.num_prompt_tokens, digests)
+            free(seq)
+
+        blocks.free = keep  # type: ignore[method-assign]
+        return engine
+
+    def difference(self, beside: Mapping[int, _Sample], alone: Samples) -> str | None:
+        """Say in which operation a sample of a row differs first, in words."""
+        for (_, sample), (tokens, prompt, digests) in sorted(alone.items()):
+            others, _, found = beside[sample]
+            pairs = enumerate(zip(tokens, others, strict=False))
+            least = min(len(tokens), len(others))
+            equal = next((place for place, (one, other) in pairs if one != other), least)
+            known = min(equal, digests.shape[1], found.shape[1])
+            differing = self._tape.first_difference(found[:, :known], digests[:, :known])
+            if differing is not None:
+                name, token = differing
+                where = f"token {token} of the prompt"
+                if token >= prompt:
+                    where = f"token {token - prompt} behind the prompt"
+                return f"sample {sample}: {name} at {where}"
+            if tokens != others:
+                place = equal - prompt
+                return f"sample {sample}: last layer, head or sampler at token {place}"
+        return None

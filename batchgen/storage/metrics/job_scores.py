@@ -1,0 +1,21 @@
+"""The scores of a job as one value, which is of one score or of one for each adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class JobScores:
+    """What the marks of a job come to.
+
+    Attributes:
+        score: of all rows, as of `batchgen.evals.scores.scores.score`; None without marks, and
+            where rows run with several adapters, of which one score would say nothing.
+        adapters: the same of the rows of each adapter, by its name; empty for other jobs.
+    """
+
+    score: Mapping[str, Any] | None = None
+    adapters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

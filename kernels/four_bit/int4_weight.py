@@ -1,0 +1,74 @@
+"""Weights of 4-bit integers with a scale and a zero point for each group, as AWQ, GPTQ and
+compressed-tensors publish them.
+
+A value is (code - zero) · scale with a code and a zero point from 0 to 15. Some neighbours of a
+row, mostly 128, share scale and zero point.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.four_bit.mxfp4_weight import pack_codes, unpack_codes
+
+SYMMETRIC = 8
+"""The zero point of weights that are quantised symmetrically."""
+_STEPS = 7.5
+"""The largest value of a group is so many steps from 0, half of the 15 steps between the codes."""
+
+
+_VALUE_BYTES, _SCALE_BYTES = 0.5, 4
+
+
+def int4_value_bytes(group: int) -> float:
+    """Bytes of a value on a GPU, with its share of the scale and zero point of so many."""
+    return _VALUE_BYTES + _SCALE_BYTES / group
+
+
+class Int4Weight(NamedTuple):
+    """A weight [..., N, K] in int4; each K/G neighbours of a row are a group."""
+
+    values: Tensor  # [..., N, K/2] uint8: two codes each, the one of the lower column in bits 0-3
+    scales: Tensor  # [..., N, G] in any floating-point dtype
+    zeros: Tensor  # [..., N, G] uint8; may be expanded from fewer values
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape [..., N, K] of the weight."""
+        *left, half = self.values.shape
+        return torch.Size((*left, 2 * half))
+
+    @property
+    def group(self) -> int:
+        """The columns that share a scale."""
+        return 2 * self.values.shape[-1] // self.scales.shape[-1]
+
+    def dequantise(self) -> Tensor:
+        """Compute the weight [..., N, K] in float32."""
+        codes: Tensor = unpack_codes(self.values).unflatten(-1, (-1, self.group))
+        values = (codes.int() - self.zeros.int().unsqueeze(-1)).float()
+        weight: Tensor = (values * self.scales.float().unsqueeze(-1)).flatten(-2)
+        return weight
+
+    def regrouped(self, group: int) -> Int4Weight:
+        """Return this weight with smaller groups, which repeat their scale; `group` divides that
+        of this one."""
+        times = self.group // group
+        if times == 1:
+            return self
+        scales, zeros = (part.repeat_interleave(times, -1) for part in (self.scales, self.zeros))
+        return Int4Weight(self.values, scales, zeros)
+
+
+def quantise_int4(weight: Tensor, group: int) -> Int4Weight:
+    """Round a weight [..., N, K] of finite values to int4 symmetrically, with groups of so many
+    columns and scales in the weight's dtype."""
+    groups = weight.float().unflatten(-1, (-1, group))
+    most = groups.abs().amax(-1) / _STEPS
+    scales = torch.where(most > 0, most, 1.0).to(weight.dtype)
+    codes = (groups / scales.float().unsqueeze(-1)).round() + SYMMETRIC
+    zeros = torch.tensor(SYMMETRIC, dtype=torch.uint8, device=weight.device).expand(scales.shape)
+    return Int4Weight(pack_codes(codes.clamp(0, 15).to(torch.uint8).flatten(-2)), scales, zeros)

@@ -1,0 +1,116 @@
+"""The product of rows and a weight in 4 bits, in Triton.
+
+As in the products of experts, weights are the left operand. Where there are few tiles the sums are
+cut (split-K): programs write parts of them, and a second launch adds these up in their order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.four_bit.mxfp4_layout import PANEL_WORDS
+from batchgen.kernels.four_bit.panels import FourBitPanels
+from batchgen.kernels.four_bit.steps_triton import add_steps
+from batchgen.kernels.four_bit.tiles import LinearTiles, linear_tiles
+from batchgen.kernels.layers.add_splits_triton import add_splits
+from batchgen.kernels.moe.tiled_layout import PANEL
+from batchgen.kernels.rules import BY_BATCH, BitRules
+
+_PANEL = tl.constexpr(PANEL)
+_WORDS = tl.constexpr(PANEL_WORDS)
+
+
+def four_bit_linear_triton(
+    x: Tensor,  # [M, K], the last axis contiguous
+    weight: FourBitPanels,  # [1, N, K]
+    out: Tensor,  # [M, N], the last axis contiguous
+    bias: Tensor | None = None,
+    *,
+    add: bool = False,  # to what `out` holds, rounded once
+    tiles: LinearTiles | None = None,  # None chooses from the table
+    rules: BitRules = BY_BATCH,
+) -> None:
+    """Compute x·Wᵀ + b in one launch, two if the sums are cut."""
+    if not len(x):
+        return
+    tiles = tiles or linear_tiles(len(x), rules)
+    parts = four_bit_parts_triton(x, weight, tiles)
+    if parts is None:
+        _multiply(x, weight, out, 1, tiles, bias, add)
+    else:
+        add_splits(parts, bias, out, add=add)
+
+
+def four_bit_parts_triton(x: Tensor, weight: FourBitPanels, tiles: LinearTiles) -> Tensor | None:
+    """Compute x·Wᵀ in one launch, as parts [P, M, N] float32 with P > 1; None if the sums are not
+    cut."""
+    _, width, depth = weight.sizes
+    rows = len(x)
+    splits = tiles.num_splits(rows, width, depth) if rows else 1
+    if splits == 1:
+        return None
+    parts = torch.empty((splits, rows, width), dtype=torch.float32, device=x.device)
+    _multiply(x, weight, parts, splits, tiles)
+    return parts
+
+
+def _multiply(
+    x: Tensor,
+    weight: FourBitPanels,
+    out: Tensor,
+    splits: int,
+    tiles: LinearTiles,
+    bias: Tensor | None = None,
+    add: bool = False,
+) -> None:
+    """Compute the product, or its parts [splits, M, N] without a bias."""
+    (one, width, depth), rows = weight.sizes, len(x)
+    assert one == 1 and x.shape[1] == depth and out.shape[-2:] == (rows, width)
+    assert x.dtype == weight.dtype and x.stride(1) == out.stride(-1) == 1
+    grid = (triton.cdiv(rows, tiles.block_m) * triton.cdiv(width, tiles.block_n), splits)
+    _linear[grid](
+        x, weight.words, weight.scales, bias, out, rows, width, weight.words.shape[1], x.stride(0),
+        out.stride(-2), **weight.constants, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        EVEN=weight.words.shape[1] % 2 == 0, SPLIT=splits > 1, ADD=add,
+        INTERPRETED=not out.is_cuda, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear(
+    x_ptr, words_ptr, scales_ptr, bias_ptr, out_ptr, rows, width, panels, x_stride, out_stride,
+    CODE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, SPLIT: tl.constexpr, ADD: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    row_tiles = tl.cdiv(rows, BLOCK_M)  # which read the same weights
+    token = tl.program_id(0) % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(0) // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_token = token < rows
+    own = column % width  # behind the last one others, whose results are not written
+    x_source = x_ptr + token.to(tl.int64)[:, None] * x_stride + tl.arange(0, _PANEL)[None, :]
+    words = words_ptr + own[:, None] * _WORDS + tl.arange(0, _WORDS)[None, :]
+    steps = tl.cdiv(panels, 2)
+    split = tl.program_id(1)
+    begin = split * steps // tl.num_programs(1)
+    end = (split + 1) * steps // tl.num_programs(1)
+
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc = add_steps(
+        acc, x_source, is_token, words, scales_ptr + own, begin, end, panels, width, CODE, GROUP,
+        x_ptr.dtype.element_ty, BLOCK_N, EVEN, INTERPRETED,
+    )  # fmt: skip
+
+    acc = tl.trans(acc)
+    mask = is_token[:, None] & (column < width)[None, :]
+    target = out_ptr + token.to(tl.int64)[:, None] * out_stride + column[None, :]
+    if SPLIT:
+        target += split.to(tl.int64) * rows * out_stride
+    else:
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + own).to(tl.float32)[None, :]
+        if ADD:
+            acc += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=mask)

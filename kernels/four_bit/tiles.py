@@ -1,0 +1,81 @@
+"""How products of weights in 4 bits are cut into tiles, from fixed tables."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from batchgen.kernels.four_bit.mxfp4_layout import SCALE_COLUMNS
+from batchgen.kernels.rules import BitRules, num_parts
+
+
+class ProductTiles(NamedTuple):
+    """How one of the two products is cut, and what the kernel is compiled with."""
+
+    block_n: int  # rows of weights of a tile; in the first product of gate and of up each
+    num_warps: int
+    num_stages: int
+    halve: bool = False  # compute tiles that are at most half full as half ones
+
+
+class FourBitTiles(NamedTuple):
+    """How both products are cut."""
+
+    block_m: int  # slots of a tile
+    gate_up: ProductTiles
+    down: ProductTiles
+
+
+MOST_SLOTS = 512
+"""The most slots of an expert, on average, for which weights stay in 4 bits. With more of them a
+layer is dequantised for each forward, and multiplied as one in 16 bits."""
+
+TABLE = (
+    (2.0, FourBitTiles(16, ProductTiles(64, 4, 4), ProductTiles(64, 4, 4))),
+    (11.3, FourBitTiles(16, ProductTiles(64, 4, 4), ProductTiles(128, 4, 4))),
+    (26.0, FourBitTiles(32, ProductTiles(128, 4, 3, True), ProductTiles(64, 4, 3, True))),
+    (56.0, FourBitTiles(64, ProductTiles(64, 4, 3, True), ProductTiles(128, 8, 3, True))),
+    (math.inf, FourBitTiles(128, ProductTiles(128, 8, 3, True), ProductTiles(128, 8, 3, True))),
+)
+"""(The most slots of an expert, on average, tiles), tuned with MXFP4."""
+
+
+def four_bit_tiles(num_slots: int, num_experts: int) -> FourBitTiles | None:
+    """Look up how to cut the products of this many slots; None if the weights are to be
+    dequantised. How slots are routed is not known on the host."""
+    if num_slots > MOST_SLOTS * num_experts:
+        return None
+    return next(tiles for most, tiles in TABLE if num_slots <= most * num_experts)
+
+
+class LinearTiles(NamedTuple):
+    """How the product of rows with one weight is cut, and what the kernel is compiled with."""
+
+    block_m: int  # rows of tokens of a tile
+    block_n: int  # rows of weights of a tile
+    num_warps: int
+    num_stages: int
+    programs: int = 0  # sums are cut into up to this many where tiles are few; 0 never
+
+    def num_splits(self, rows: int, width: int, depth: int) -> int:
+        """In how many parts the sums of a product [rows, depth] × [width, depth]ᵀ are cut."""
+        tiles = -(-rows // self.block_m) * -(-width // self.block_n)
+        return num_parts(tiles, -(-depth // SCALE_COLUMNS), self.programs)
+
+
+MOST_ROWS = 512
+"""The most rows that are multiplied by weights in 4 bits. For more of them a weight is dequantised,
+and the library multiplies."""
+LINEAR = (
+    (16, LinearTiles(16, 64, 4, 4, programs=528)),
+    (32, LinearTiles(32, 64, 4, 4, programs=528)),
+    (64, LinearTiles(64, 64, 4, 3, programs=396)),
+    (math.inf, LinearTiles(128, 128, 8, 3, programs=132)),
+)
+"""(The most rows, tiles.)"""
+
+
+def linear_tiles(rows: int, rules: BitRules) -> LinearTiles:
+    """Look up how to cut a product of `rows` rows."""
+    tiles = next(tiles for most, tiles in LINEAR if rows <= most)
+    return tiles if rules.cut_sums else tiles._replace(programs=0)

@@ -1,0 +1,188 @@
+"""Weights of 4 bits become 16-bit floats in registers, in Triton.
+
+Each operation works on the two values in the halves of a word (`mxfp4_layout.py`,
+`int4_layout.py`).
+
+int4: the last bits of the mantissa of 128 in bfloat16 and of 1024 in float16 are ones, so a code
+that is put there is added to it. What is added then takes this number and the zero point away,
+which leaves an exact integer, and the scale is multiplied, with one rounding.
+
+MXFP4: shifted and masked, a code's sign and its three other bits stand where bfloat16 has its sign,
+the last two bits of its exponent and the first one of its mantissa. That is the value times
+2**-126, a subnormal number for ±0.5. One multiplication by a power of two scales it and takes this
+factor back; nothing is rounded.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_SIGNS = tl.constexpr(-0x7FFF8000)
+"""The signs of two values, 0x80008000 as a signed integer; alone, two negative zeros."""
+_REST = tl.constexpr(0x01C001C0)
+_ALL = tl.constexpr(-0x7FFF8000 | 0x01C001C0)
+_POWERS = tl.constexpr(0x00800080)
+"""What turns an exponent into two powers of two."""
+
+
+@triton.jit
+def scale_rows(panels, CODE: tl.constexpr, GROUP: tl.constexpr):
+    """How many words of scales a row of so many panels has."""
+    if CODE == "mxfp4":
+        count = tl.cdiv(panels, 2)
+    elif GROUP == 128:
+        count = panels // 2
+    else:
+        count = panels * (64 // GROUP)
+    return count
+
+
+@triton.jit
+def load_scales(source, offset, step, last, stride, CODE: tl.constexpr, GROUP: tl.constexpr):
+    """Load what `unpack_panel` needs for the 128 columns of a step, of the rows `offset` behind
+    `source`; `last` is the last panel."""
+    if CODE == "mxfp4":
+        scales: tl.tuple = (tl.load(source + step * stride + offset),)
+    elif GROUP == 128:
+        word = tl.load(source + step * stride + offset)
+        scales = (word, word, word, word)
+    else:
+        # Behind the last panel weights are multiplied by zeros, whatever they are.
+        low = source + step * 2 * (64 // GROUP) * stride + offset
+        high = source + tl.minimum(step * 2 + 1, last) * (64 // GROUP) * stride + offset
+        first, third = tl.load(low), tl.load(high)
+        if GROUP == 64:
+            scales = (first, first, third, third)
+        else:
+            scales = (first, tl.load(low + stride), third, tl.load(high + stride))
+    return scales
+
+
+@triton.jit
+def unpack_panel(
+    words, scales, HALF: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Turn the words [ROWS, 8] of a panel into weights [ROWS, 64] in DTYPE.
+
+    The panel is the first or the second HALF of the 128 columns of which `scales` are. The
+    interpreter gets float32, because it multiplies the bits of bfloat16 as integers.
+    """
+    if CODE == "mxfp4":
+        weights = _unpack_mxfp4(words, scales[0], HALF, ROWS, INTERPRETED)
+    elif INTERPRETED:
+        weights = _interpret_int4(words, scales[2 * HALF], scales[2 * HALF + 1], DTYPE, ROWS)
+    else:
+        weights = _unpack_int4(words, scales[2 * HALF], scales[2 * HALF + 1], DTYPE, ROWS)
+    return weights
+
+
+@triton.jit
+def _of_lanes(first, second, ROWS: tl.constexpr):
+    """Spread what two groups of 32 columns have [ROWS] over their words [ROWS, 4, 2]."""
+    return tl.broadcast_to(tl.join(first, second).reshape([ROWS, 1, 2]), [ROWS, 4, 2])
+
+
+@triton.jit
+def _in_columns(step_0, step_1, step_2, step_3):
+    """Put the values [ROWS, 4, 2] of the steps of words in the order of columns."""
+    even, odd = tl.join(step_0, step_2), tl.join(step_1, step_3)
+    return tl.join(even, odd).permute(0, 2, 3, 4, 1)  # [row, group, step (2, 2), lane]
+
+
+@triton.jit
+def _unpack_int4(words, first, second, DTYPE: tl.constexpr, ROWS: tl.constexpr):
+    """Unpack a panel whose two groups of 32 columns have these words of scales [ROWS]."""
+    IS_BF16: tl.constexpr = DTYPE == tl.bfloat16
+    MAGIC: tl.constexpr = 0x43004300 if IS_BF16 else 0x64006400
+    ONES: tl.constexpr = 0x3F803F80 if IS_BF16 else 0x3C003C00
+    scales = _of_lanes(first, second, ROWS)
+    added = (scales & -0x10000) | ((scales >> 16) & 0xFFFF)
+    factors = (scales & 0xFFFF) | (scales << 16)
+    words = words.reshape([ROWS, 4, 2])
+    bits = _in_columns(
+        _with_codes(words, MAGIC),
+        _with_codes(words >> 4, MAGIC),
+        _with_codes(words >> 8, MAGIC),
+        _with_codes(words >> 12, MAGIC),
+    )
+    added = _in_columns(added, added, added, added)
+    factors = _in_columns(factors, factors, factors, factors)
+    integers = _fma(bits, tl.full(bits.shape, ONES, tl.int32), added, IS_BF16)
+    both = _fma(integers, factors, tl.full(bits.shape, _SIGNS, tl.int32), IS_BF16)
+    low = both.to(tl.int16).to(DTYPE, bitcast=True)
+    high = (both >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return tl.join(low, high).reshape([ROWS, 64])
+
+
+@triton.jit
+def _with_codes(words, MAGIC: tl.constexpr):
+    """(words & 0x000F000F) | MAGIC in one instruction; some assemblers make two of it."""
+    codes = tl.full(words.shape, 0x000F000F, tl.int32)
+    return tl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r",
+        [words, codes, tl.full(words.shape, MAGIC, tl.int32)], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _interpret_int4(words, first, second, DTYPE: tl.constexpr, ROWS: tl.constexpr):
+    """`_unpack_int4` in float32, rounded to DTYPE."""
+    scales = _of_lanes(first, second, ROWS)
+    zeros = ((scales >> 16) & 15).to(tl.float32)
+    if DTYPE == tl.bfloat16:
+        factors = (scales << 16).to(tl.float32, bitcast=True)
+    else:
+        factors = scales.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    words = words.reshape([ROWS, 4, 2])
+    codes = _in_columns(words, words >> 4, words >> 8, words >> 12)
+    zeros = _in_columns(zeros, zeros, zeros, zeros)
+    factors = _in_columns(factors, factors, factors, factors)
+    low = ((codes & 15).to(tl.float32) - zeros) * factors
+    high = (((codes >> 16) & 15).to(tl.float32) - zeros) * factors
+    return tl.join(low, high).reshape([ROWS, 64]).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _fma(a, b, c, IS_BF16: tl.constexpr):
+    """a · b + c of pairs of 16-bit floats in words."""
+    if IS_BF16:
+        result = tl.inline_asm_elementwise(
+            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        result = tl.inline_asm_elementwise(
+            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    return result
+
+
+@triton.jit
+def _unpack_mxfp4(words, scales, HALF: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Unpack a panel; `scales` [ROWS] has those of 128 columns."""
+    groups = tl.join((scales >> (16 * HALF)) & 0xFF, (scales >> (16 * HALF + 8)) & 0xFF)
+    powers = tl.broadcast_to((groups * _POWERS).reshape([ROWS, 1, 2]), [ROWS, 4, 2])
+    words = words.reshape([ROWS, 4, 2])  # of four lanes, in two groups
+    steps_0 = words & _ALL
+    steps_1 = (words << 3) & _ALL
+    steps_2 = ((words << 1) & _SIGNS) | ((words >> 3) & _REST)
+    steps_3 = ((words << 2) & _SIGNS) | ((words << 6) & _REST)
+    bits = _in_columns(steps_0, steps_1, steps_2, steps_3)
+    powers = _in_columns(powers, powers, powers, powers)
+    if INTERPRETED:
+        low = (bits << 16).to(tl.float32, bitcast=True) * (powers << 16).to(
+            tl.float32, bitcast=True
+        )
+        high = (bits & -0x10000).to(tl.float32, bitcast=True) * (powers & -0x10000).to(
+            tl.float32, bitcast=True
+        )
+    else:
+        # -0 is added, which changes nothing, because GPUs before Hopper have no product of pairs
+        # without a sum.
+        both = _fma(bits, powers, tl.full(bits.shape, _SIGNS, tl.int32), True)
+        low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, high).reshape([ROWS, 64])

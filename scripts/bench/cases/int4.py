@@ -1,0 +1,120 @@
+"""Cases of bench_kernels.py: linear layers with random weights in int4."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from cases.experts import DTYPE, random
+from measuring import DEVICE, Case, Group
+from torch import Tensor
+
+from batchgen.kernels.four_bit.dequantise_triton import dequantise_rows
+from batchgen.kernels.four_bit.int4_layout import Int4Panels, empty_int4_panels
+from batchgen.kernels.four_bit.int4_weight import int4_value_bytes
+from batchgen.kernels.four_bit.linear_triton import four_bit_linear_triton
+from batchgen.kernels.four_bit.tiles import LinearTiles
+from batchgen.kernels.layers.linear import linear
+
+_GROUP = 128
+_SCALE = 0xC3083C00 - 2**32
+"""A scale of 2**-7, and a zero point of 8."""
+_CACHE = 200 * 2**20
+"""Bytes of weights that are read in turn, so that none is found in the L2 cache."""
+
+
+class Shape(NamedTuple):
+    """The widths N and K of a weight."""
+
+    rows: int
+    columns: int
+
+
+SHAPES = {
+    "qwen3-8b": {
+        "qkv": Shape(6144, 4096),
+        "o": Shape(4096, 4096),
+        "gate_up": Shape(24576, 4096),
+        "down": Shape(4096, 12288),
+    },
+    "tiny": {"o": Shape(64, 256)},
+}
+
+
+class Layer:
+    """A weight in int4, as often as the L2 cache is to be left."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.num_bytes = shape.rows * shape.columns * int4_value_bytes(_GROUP)
+        self.count = int(_CACHE / self.num_bytes) + 1 if DEVICE.type == "cuda" else 1
+        self.weights = [self._random() for _ in range(self.count)]
+
+    def _random(self) -> Int4Panels:
+        panels = empty_int4_panels(1, *self.shape, _GROUP, DTYPE, device=DEVICE)
+        torch.randint(-(2**31), 2**31, panels.words.shape, dtype=torch.int32, out=panels.words)
+        panels.scales.fill_(_SCALE)
+        return panels
+
+    def run(self, x: Tensor, out: Tensor, tiles: LinearTiles | None, i: int) -> Tensor:
+        four_bit_linear_triton(x, self.weights[i], out, tiles=tiles)
+        return out
+
+
+def int4_cases(options: argparse.Namespace) -> Iterator[Case]:
+    """Each layer in int4, as the table cuts it and with a weight that is dequantised before, and in
+    bfloat16."""
+    for name, shape in SHAPES[options.shape].items():
+        layer = Layer(shape)
+        plain = [dequantise_rows(weight)[0] for weight in layer.weights]
+        values = shape.rows * shape.columns
+        for tokens in options.tokens:
+            x, out = random(tokens, shape.columns), random(tokens, shape.rows)
+            flops, title = 2.0 * values * tokens, f"{tokens:6} tokens, {name}"
+
+            def case(kind: str, launch: Any, num_bytes: float) -> Case:
+                return Case(f"{title}{kind}", launch, layer.count, num_bytes, flops)  # noqa: B023
+
+            yield case("", partial(layer.run, x, out), layer.num_bytes)
+            yield case("  dequantised before", partial(_dequantised, x, layer), layer.num_bytes)
+            yield case("  in bf16", partial(_plain, x, plain), 2.0 * values)
+
+
+def _dequantised(x: Tensor, layer: Layer, _: object, i: int) -> Tensor:
+    return F.linear(x, dequantise_rows(layer.weights[i])[0])
+
+
+def _plain(x: Tensor, weights: list[Tensor], _: object, i: int) -> Tensor:
+    return linear(x, weights[i])
+
+
+def int4_groups(options: argparse.Namespace) -> Iterator[Group]:
+    for name, shape in SHAPES[options.shape].items():
+        layer = Layer(shape)
+        for tokens in options.tokens:
+            x, out = random(tokens, shape.columns), random(tokens, shape.rows)
+            run = partial(layer.run, x, out)
+            cases = [Case(name, run, layer.count, candidates=candidates(tokens))]
+
+            def line(_: object, tiles: list[Any], tokens: int = tokens) -> object:
+                return tokens, *tiles
+
+            yield Group(f"{options.shape} {name}, {tokens} tokens", {"int4": cases}, line)
+
+
+def candidates(tokens: int) -> list[LinearTiles]:
+    """Return the tiles to try for this many rows."""
+    found = []
+    for block_m in (16, 32, 64, 128):
+        if block_m > 2 * max(8, tokens) or (block_m < 128 and block_m * 2 < tokens):
+            continue
+        sizes = [(64, 4, 3), (64, 4, 4), (64, 4, 5), (128, 4, 3), (128, 4, 4), (128, 8, 3)]
+        for size in sizes:
+            if block_m * size[0] // size[1] <= 4096:
+                for programs in (264, 528):
+                    found.append(LinearTiles(block_m, *size, programs=programs))
+    return found

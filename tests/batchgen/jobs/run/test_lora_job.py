@@ -1,0 +1,180 @@
+"""Jobs whose rows have adapters: one for all, one by a column, or each with each of several."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen.cli.verbs import compare, score
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.util.errors import ConfigError
+from tests.support.engine.lora_files import merge, write_adapter
+from tests.support.jobs.real_job import contents, overrides, run
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        name: write_adapter(folder / name, model, seed=seed, strength=0.2)
+        for seed, name in enumerate(("one", "two"))
+    }
+
+
+def answers(out: Path) -> dict[tuple[str, int], Any]:
+    """The tokens of each answer by the row's id and the sample."""
+    rows = JobFolderReader(out).rows(["row_id", "sample_index", "token_ids"])
+    return {(row["row_id"], row["sample_index"]): row["token_ids"] for row in rows}
+
+
+def by_adapter(out: Path) -> dict[str, dict[tuple[str, int], Any]]:
+    columns = ["row_id", "sample_index", "token_ids", "adapter"]
+    found: dict[str, dict[tuple[str, int], Any]] = {}
+    for row in JobFolderReader(out).rows(columns):
+        key = row["row_id"], row["sample_index"]
+        assert key not in found.setdefault(row["adapter"], {})
+        found[row["adapter"]][key] = row["token_ids"]
+    return found
+
+
+def grid(adapters: dict[str, Path]) -> list[str]:
+    return [f"model.lora=[{adapters['one']},base,{adapters['two']}]", "model.lora_grid=true"]
+
+
+def test_a_grid_is_each_adapter_by_itself(
+    model: Path, rows: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """The answers of an adapter in a grid are those of a job of it alone, with the same seeds, and
+    of the model that it is merged into."""
+    run(overrides(model, rows, tmp_path / "grid", *grid(adapters)))
+    found = by_adapter(tmp_path / "grid")
+    assert list(found) == ["one", "base", "two"]
+    run(overrides(model, rows, tmp_path / "base"))
+    assert found["base"] == answers(tmp_path / "base")
+    run(overrides(model, rows, tmp_path / "one", f"model.lora={adapters['one']}"))
+    assert found["one"] == answers(tmp_path / "one") != found["base"]
+    merged = merge(model, adapters["two"], tmp_path / "merged")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, merged)
+    run(overrides(merged, rows, tmp_path / "two"))
+    assert found["two"] == answers(tmp_path / "two")
+    before = contents(tmp_path / "grid")
+    result = run(overrides(model, rows, tmp_path / "grid", *grid(adapters)))
+    assert "nothing was computed" in str(result)
+    assert contents(tmp_path / "grid") == before
+
+
+def test_a_column_names_each_row_s_adapter(
+    model: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    names = ["one", "base", "two", "three", None, "one"]
+    lines = [{"id": f"r{i}", "q": f"What is {i}?", "which": name} for i, name in enumerate(names)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lora = f"model.lora={{one: {adapters['one']}, two: {adapters['two']}, base: base}}"
+    run(overrides(model, rows, tmp_path / "out", lora, "model.lora_column=which"))
+    columns = ["row_id", "error", "which", "sample_index"]
+    found = list(JobFolderReader(tmp_path / "out").rows(columns))
+    errors = {row["row_id"]: row["error"] for row in found}
+    assert [row_id for row_id, error in errors.items() if error is not None] == ["r3", "r4"]
+    assert errors["r3"]["type"] == "unknown_adapter"
+    assert (
+        "must name an adapter of model.lora (one, two, base), got 'three'"
+        in (errors["r3"]["message"])
+    )
+    run(overrides(model, rows, tmp_path / "grid", lora, "model.lora_grid=true"))
+    of_grid = by_adapter(tmp_path / "grid")
+    mine = answers(tmp_path / "out")
+    for i, name in enumerate(names):
+        if name in of_grid:
+            assert mine[f"r{i}", 1] == of_grid[name][f"r{i}", 1]
+
+
+def test_a_job_with_another_adapter_is_another_job(
+    model: Path, rows: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run(overrides(model, rows, out, f"model.lora={adapters['one']}", "dataset.limit=2"))
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert len(manifest["fingerprints"]["adapter"]) > 16
+    moved = shutil.copytree(adapters["one"], tmp_path / "moved")
+    result = run(overrides(model, rows, out, f"model.lora={moved}", "dataset.limit=2"))
+    assert "nothing was computed" in str(result)  # the same adapter in another folder
+    for other in ([], [f"model.lora={adapters['two']}"], grid(adapters)):
+        with pytest.raises(ConfigError, match=r"adapter"):
+            run(overrides(model, rows, out, *other, "dataset.limit=2"))
+
+
+def test_rows_of_older_jobs_are_taken_adapter_by_adapter(
+    model: Path, rows: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """A grid copies what jobs of the model alone and of one adapter have computed."""
+    run(overrides(model, rows, tmp_path / "base", "output.reuse=[]"))
+    one = f"model.lora={adapters['one']}"
+    run(overrides(model, rows, tmp_path / "one", one, "output.reuse=[]"))
+    reuse = f"output.reuse=[{tmp_path / 'base'},{tmp_path / 'one'}]"
+    run(overrides(model, rows, tmp_path / "grid", *grid(adapters), reuse))
+    metrics = json.loads((tmp_path / "grid" / "metrics.json").read_text())
+    assert metrics["rows_copied"] == 2 * 11 * 2 and metrics["rows"] == 3 * 11 * 2
+    run(overrides(model, rows, tmp_path / "again", *grid(adapters)))
+    assert by_adapter(tmp_path / "again") == by_adapter(tmp_path / "grid")
+
+
+def test_adapters_have_scores_of_their_own(
+    model: Path,
+    rows: Path,
+    adapters: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    post = "post=[{Extract: {methods: [last_number]}},{Grade: {target: id, method: exact}}]"
+    result = run(overrides(model, rows, out, *grid(adapters), post))
+    assert all(f"score {name}" in str(result) for name in ("one", "base", "two"))
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert list(metrics["adapter_scores"]) == ["one", "base", "two"] and "score" not in metrics
+    assert all(found["questions"] == 11 for found in metrics["adapter_scores"].values())
+    capsys.readouterr()
+    assert score.main([str(out)]) == 0
+    assert "score two" in capsys.readouterr().out
+    assert score.main([str(out), "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)["adapters"]) == ["one", "base", "two"]
+    assert compare.main([str(out), "--by", "adapter"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("one", "base", "two")) and "11" in text
+    assert compare.main([str(out), str(out)]) == 2
+    assert "compare them with --by adapter" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["model.lora=[{one},{two}]"], "model.lora has 2 adapters (one, two): say which rows"),
+        (["model.lora_grid=true"], "model.lora_grid chooses among adapters, and model.lora names"),
+        (["model.lora_column=id"], "model.lora_column chooses among adapters"),
+        (["model.lora=base"], "model.lora is base, the model without an adapter: leave it out"),
+        (["model.lora=[{one}]", "model.lora_grid=true", "model.lora_column=id"], "choose one of"),
+        (["model.lora=[{one},base]", "model.lora_column=which"], "has no column"),
+        (["model.lora=nowhere"], "adapter nowhere: nowhere does not exist"),
+    ],
+)
+def test_what_is_refused_before_weights_load(
+    given: list[str],
+    says: str,
+    model: Path,
+    rows: Path,
+    adapters: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    paths = {name: str(path) for name, path in adapters.items()}
+    arguments = [
+        argument.replace("{one}", paths["one"]).replace("{two}", paths["two"]) for argument in given
+    ]
+    with pytest.raises(ConfigError) as error:
+        run(overrides(model, rows, tmp_path / "out", *arguments))
+    assert says in str(error.value)
+    assert not (tmp_path / "out").exists()
