@@ -7,6 +7,7 @@ import bench_job_layer
 import bench_kernels
 import pytest
 from measuring import DEVICE, run_mode
+from modes import price
 from modes.workers import of_attempts
 
 ON_CPU = pytest.mark.skipif(DEVICE.type == "cuda", reason="the sizes are for a CPU")
@@ -47,6 +48,23 @@ def test_two_ranks() -> None:
         assert rank["kinds"]["decode"]["collectives"]["add_sum_norm"] == 5 * steps
 
 
+@ON_CPU
+@pytest.mark.slow
+def test_the_price_of_equal_bits() -> None:
+    """Of a mixture, whose experts are chosen by chance, and of block diffusion."""
+    arguments = ["--models", "tiny-moe,tiny-sdar", "--layers", "1", "--requests", "2"]
+    arguments += ["--workloads", "smoke", "--rounds", "2", "--cache-gib", "0.02"]
+    found = run_mode("", bench_engine.MODES, ["price", *arguments])
+    assert [each["model"] for each in found] == ["tiny-moe", "tiny-sdar"]
+    assert all(len(each["A"]) == len(each["B"]) == 2 for each in found)
+
+
+@pytest.mark.quick(1)
+def test_prices_are_of_medians() -> None:
+    found = price.compared([2.0, 1.0, 4.0], [3.0, 2.2, 1.0])
+    assert found["difference"] == pytest.approx(0.1) and found["spread"] == pytest.approx(1.5)
+
+
 @pytest.mark.thorough
 def test_the_job_layer() -> None:
     arguments = ["job", "--rows", "10400", "--grade", "--warm-up-rows", "10"]
@@ -78,6 +96,7 @@ def test_workers_beside_each_other() -> None:
     assert two["tokens_per_s"] > 0 and two["computed_twice"] <= 1
 
 
+@pytest.mark.thorough
 @ON_CPU
 @pytest.mark.parametrize("section", bench_kernels.SECTIONS)
 def test_kernels(section: str) -> None:

@@ -91,7 +91,6 @@ def _is_key(word: str) -> bool:
 
 def _text(table: ArmTable, form: str, x: str | None, rows: int) -> str:
     from batchgen.evals.arms.arm_values import (
-        markdown,
         remarks,
         table_cells,
         table_csv,
@@ -99,6 +98,7 @@ def _text(table: ArmTable, form: str, x: str | None, rows: int) -> str:
         table_values,
     )
     from batchgen.evals.arms.frontier import frontier, frontier_lines
+    from batchgen.util.text.data_tables import markdown
 
     if form == "json":
         return json.dumps(table_values(table, x), indent=2, ensure_ascii=False)

@@ -25,6 +25,7 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
         "Join": "batchgen.inputs.steps.join:Join",
         "Pick": "batchgen.inputs.steps.pieces:Pick",
         "Cross": "batchgen.inputs.steps.pieces:Cross",
+        "Ruler": "batchgen.inputs.steps.ruler:Ruler",
         "OrderChoices": "batchgen.evals.graders.choices:OrderChoices",
     },
     "post": {

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from string import ascii_uppercase
 from typing import Any
@@ -15,6 +13,7 @@ from batchgen.evals.graders.step import MARK
 from batchgen.evals.scores.compared_jobs import bound, difference, p_value
 from batchgen.evals.scores.intervals import Interval
 from batchgen.util.shorten import both_ends
+from batchgen.util.text.data_tables import csv_text
 from batchgen.util.text.text_table import columns, counted, number, percent
 
 _DIFFERS = "differs in"
@@ -238,19 +237,3 @@ def table_csv(table: ArmTable, x: str | None = None) -> str:
             }
         )
     return csv_text(list(dict.fromkeys(name for row in rows for name in row)), rows)
-
-
-def csv_text(header: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Lines of CSV without the last newline; what a row lacks is empty."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, header, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue().rstrip("\n")
-
-
-def markdown(cells: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown: the first column to the left, the others to the right."""
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
-    rule = "|" + "|".join(["---", *["---:"] * (len(cells[0]) - 1)]) + "|"
-    return "\n".join([lines[0], rule, *lines[1:]])

@@ -19,8 +19,10 @@ from batchgen.evals.graders.step import AnswerRow, AnswerRows, Column, GradeFail
 from batchgen.evals.math.same import MOST_CHARACTERS, forms, same_math
 from batchgen.util.errors import ConfigError
 
-Method = Literal["integer", "math", "choice", "exact", "regex", "json_schema", "function"]
-METHODS = ("integer", "math", "choice", "exact", "regex", "json_schema", "function")
+Method = Literal[
+    "integer", "math", "choice", "exact", "contains", "regex", "json_schema", "function"
+]
+METHODS = ("integer", "math", "choice", "exact", "contains", "regex", "json_schema", "function")
 _Values = tuple[float | None, str | None, str | None]
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 _NEXT_LETTER = r"\s*\(?[A-Za-z](?![A-Za-z])"
@@ -47,6 +49,8 @@ class Grade:
       one; of several letters ("A, C") all, in any order.
     - `exact`: the same text, apart from white space at the ends and runs of it. A target true or
       false is meant in any case.
+    - `contains`: the target is a text or a list of texts; the mark is the share of these that stand
+      in the answer, in any case of letters.
     - `regex`: the target is a regular expression that matches the whole answer.
     - `json_schema`: the answer is JSON that is valid against `schema`, or against the target.
     - `function`: what `function` returns: true or false, or a number from 0 to 1.
@@ -185,6 +189,8 @@ class Grade:
 
     def _values(self, answer: Any, value: Any, choices: Any) -> _Values:
         """The values of the columns for a row's answer, its target and the texts of its choices."""
+        if self.method == "contains":
+            return self._contained(answer, value)
         texts = choices if isinstance(choices, list | tuple) else ()
         target = self._target(value, texts)
         if answer is None:
@@ -192,6 +198,21 @@ class Grade:
         ignore_case = self.ignore_case or isinstance(value, bool)
         right, key = self._compare(str(answer), target, texts, ignore_case)
         return float(right), key, target
+
+    def _contained(self, answer: Any, value: Any) -> _Values:
+        """The values of the columns for the method contains."""
+        wanted = [value] if isinstance(value, str) else value
+        if not isinstance(wanted, list) or not wanted or not all(map(_is_text, wanted)):
+            raise GradeFailure(
+                "no_target" if value is None else "bad_target",
+                f"column {self.target!r} must hold a text or a list of texts: {value!r:.100}",
+            )
+        against = ", ".join(wanted)
+        if answer is None:
+            return 0.0, None, against
+        text = str(answer).casefold()
+        share = sum(one.casefold() in text for one in wanted) / len(wanted)
+        return share, normal_text(str(answer)), against
 
     def _target(self, value: Any, choices: Sequence[Any] = ()) -> str | None:
         """The text of the target, or GradeFailure if the row has none; None where the method needs
@@ -291,6 +312,10 @@ def _short_integer_marks(
     columns = pc.equal(given, wanted).cast("float64"), given, wanted
     marks, keys, against = (pc.if_else(short, column, None).to_pylist() for column in columns)
     return marks, keys, against, [at for at, is_one in enumerate(short.to_pylist()) if not is_one]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def normal_text(text: str, ignore_case: bool = False) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,8 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.paths import short_user_path
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from batchgen.config.groups.job_config import ScoreConfig, StepConfig
     from batchgen.storage.leases.folder_lock import FolderLock
 
@@ -23,12 +25,14 @@ _KEYS = ("post", "score", "experiment")
 class GradedJob:
     """A complete job, which may have grades; `given` is its folder as the user named it."""
 
-    def __init__(self, given: str, verb: str) -> None:
-        """Open a job for a verb, or raise ConfigError if the folder is none of a complete job."""
+    def __init__(self, given: str, verb: str, *, complete: bool = True) -> None:
+        """Open a job for a verb, or raise ConfigError if the folder is none of a job, or of one
+        that is not `complete` as it has to be."""
         self.given = given
         self._reader = open_folder(given, verb)
         self.path = self._reader.path
-        refuse_incomplete(self._reader, given)
+        if complete:
+            refuse_incomplete(self._reader, given)
 
     def locked(self) -> FolderLock:
         """A lock on the folder, for writing grades or scores; ConfigError if a job runs there."""
@@ -69,6 +73,15 @@ class GradedJob:
         """The columns of its rows."""
         schema = self._reader.schema
         return [] if schema is None else list(schema.names)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The content of its metrics.json."""
+        return self._reader.metrics
+
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Its finished rows with some columns, in batches."""
+        return self._reader.batches(columns)
 
     @property
     def grid_column(self) -> str | None:

@@ -44,7 +44,7 @@ class Samples:
     def __init__(self, job: Path, config: ScoreConfig, *, by: str | None = None) -> None:
         """Open the samples; `by` is a column that `table` has besides, as texts."""
         self.config, self.by = config, by
-        witness = Witness(tuple(self._columns), self._keep) if config.column == MARK else None
+        witness = Witness(tuple(self.columns), self._keep) if config.column == MARK else None
         self.grades = JobGrades(job, witness)
         self._kept: dict[Part, pa.Table] = {}
 
@@ -84,7 +84,7 @@ class Samples:
         return found.filter(pc.less(found["sample_index"], enough.valid))
 
     @property
-    def _columns(self) -> list[str]:
+    def columns(self) -> list[str]:
         """The columns of rows that are read."""
         config = self.config
         keys = (config.subset, config.cluster, config.choices, self.by)
@@ -104,7 +104,7 @@ class Samples:
         if MARK not in grades.column_names or self._choices not in (None, self.config.choices):
             return
         if sum(map(len, self._kept.values())) + len(rows) <= _MOST_KEPT:
-            self._kept[part] = self._samples(rows, grades)
+            self._kept[part] = self.joined(rows, grades)
 
     def part(self, part: Part, *, graded: bool = True) -> pa.Table:
         """The samples of a shard, `graded` or with numbers of its rows alone."""
@@ -120,11 +120,12 @@ class Samples:
                     f"{key}: the rows of {self.grades.job} have no column {name!r}: choose "
                     f"among {some_names(names)}"
                 )
-        wanted = [*self._columns, *(n for n in (config.column, self._choices) if n and n in names)]
+        wanted = [*self.columns, *(n for n in (config.column, self._choices) if n and n in names)]
         rows = read_columns(part.shard, list(dict.fromkeys(wanted)))
-        return self._samples(rows, grades_of(part, rows) if graded else rows.select([]))
+        return self.joined(rows, grades_of(part, rows) if graded else rows.select([]))
 
-    def _samples(self, rows: pa.Table, grades: pa.Table) -> pa.Table:
+    def joined(self, rows: pa.Table, grades: pa.Table) -> pa.Table:
+        """The samples of some rows, given their grades, as `table` has them."""
         values = self._values(rows, grades)
         # A judge's score has no answer to vote with, but a row that has one is not without answer.
         is_key = self.config.column == MARK and _ANSWER_KEY in grades.column_names

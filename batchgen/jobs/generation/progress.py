@@ -19,6 +19,7 @@ from batchgen.util.shorten import beginning, end
 from batchgen.util.text.text_table import counted, row_name
 
 if TYPE_CHECKING:
+    from batchgen.jobs.generation.running_score import RunningScore
     from batchgen.storage.shards.output_schema import FinishedRow
 
 LINE_SECONDS = 30.0
@@ -43,6 +44,7 @@ class Progress:
         longest: int = 1 << 16,
         batch_share: float = 1.0,
         title: str = "",
+        score: RunningScore | None = None,
     ) -> None:
         """
         Args:
@@ -54,6 +56,7 @@ class Progress:
             longest: the most tokens of an answer.
             batch_share: the time of a decode step of one row over that of a full one.
             title: stands before everything that is shown; the step of a pipeline.
+            score: what the answers so far score; None of a job that does not grade.
         """
         self._stream = stream if stream is not None else sys.stderr
         self._is_terminal = self._stream.isatty()
@@ -79,6 +82,7 @@ class Progress:
         self._total = total
         self._errors: Counter[str] = Counter()
         self._resumed_errors = resumed_errors
+        self._score = score
         self._show_every = show_every
         self._decode = decode
         self._started = self._shown = self._answer_shown = time.monotonic()
@@ -91,6 +95,8 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._score is not None:
+            self._score.close()
         seconds = time.monotonic() - self._started
         self._bar.set_postfix_str(", ".join([*self._error_count(), f"in {duration(seconds)}"]))
         self._bar.close()
@@ -100,6 +106,8 @@ class Progress:
         self._rows += len(finished)
         self._bar.update(len(finished))
         self._copied += sum(row.is_copied for row in finished)
+        if self._score is not None:
+            self._score.add(finished)
         for row in finished:
             if self._left is not None:
                 run = None if row.is_copied else row.output
@@ -156,6 +164,8 @@ class Progress:
             facts.append(f"{1 + self._others} workers")
         if self._copied:
             facts.append(f"{self._copied:,} copied")
+        if self._score is not None and (score := self._score.text()):
+            facts.append(score)
         facts += self._error_count()
         left = self._seconds_left(now, generated_tokens, running)
         facts += [] if left is None else [f"{duration(left, 0)} left"]

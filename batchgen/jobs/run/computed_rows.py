@@ -9,6 +9,7 @@ from batchgen.inputs.model.job_engine import Engine
 from batchgen.jobs.generation.begun_answers import BegunAnswers
 from batchgen.jobs.generation.generation import Generation
 from batchgen.jobs.generation.progress import Progress
+from batchgen.jobs.generation.running_score import running_score
 from batchgen.jobs.generation.sample_waves import EverySample, SampleWaves
 from batchgen.jobs.generation.turns import Turns
 from batchgen.jobs.generation.valid_samples import Judge
@@ -64,6 +65,7 @@ def compute_rows(attempt: JobAttempt) -> Turns[JobResult | None]:
         longest=parts.max_model_len if of_rows else config.sampling.max_new_tokens,
         batch_share=_GPU_SHARE if engine.memory.total is not None else _CPU_SHARE,
         title=parts.name,
+        score=running_score(config, schema, attempt.folder.path),
     )
     metrics.begin()
 

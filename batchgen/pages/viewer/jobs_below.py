@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.groups.dataset_config import dataset_name
+from batchgen.evals.arms.job_facts import is_config
 from batchgen.pages.viewer.overview import rows_to_come
 from batchgen.storage.folder.job_summary import JobSummary
 from batchgen.storage.folder.read_job import JobFolderReader
@@ -145,7 +146,8 @@ def _job(folder: Path, name: str) -> JobBelow:
             rows=int(known.totals.rows) if known.is_begun else None,
             of_rows=None if to_come is None else int(to_come),
             score=None if score is None else float(score),
-            **({} if known.score is None else _shown(known.score)),
+            shown_score="" if known.score is None else _value(known.score),
+            interval="" if known.score is None else _interval(known.score),
         )
     except (ConfigError, JobError, OSError) as error:
         return replace(job, fault=str(error))
@@ -154,14 +156,14 @@ def _job(folder: Path, name: str) -> JobBelow:
         return replace(job, fault="its manifest.json or metrics.json is damaged")
 
 
-def _shown(scores: Mapping[str, Any]) -> dict[str, str]:
-    """A score and its interval for people; of other numbers than marks with the column's name."""
-    shown, average = score_value(scores), scores["avg"]
+def _value(scores: Mapping[str, Any]) -> str:
+    """A score for people; of other numbers than marks with the column's name."""
     column = f"{scores['column']} " if "column" in scores else ""
-    return {
-        "shown_score": column + shown(average["value"]),
-        "interval": value_range(average["population"], shown),
-    }
+    return column + score_value(scores)(scores["avg"]["value"])
+
+
+def _interval(scores: Mapping[str, Any]) -> str:
+    return value_range(scores["avg"]["population"], score_value(scores))
 
 
 def config_fault(folder: Path) -> str:
@@ -170,10 +172,7 @@ def config_fault(folder: Path) -> str:
         config = JobFolderReader(folder).config
     except (ConfigError, OSError) as error:
         return str(error)
-    is_one = isinstance(config, dict) and all(
-        isinstance(group, dict | list | None) for group in config.values()
-    )
-    return "" if is_one else "its config.yaml is not that of a job"
+    return "" if is_config(config) else "its config.yaml is not that of a job"
 
 
 def _too_large(folder: Path) -> str:

@@ -150,3 +150,73 @@ def test_the_chance_of_guesses_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads((job / "metrics.json").read_bytes())["score"]["chance"] == 0.375
     assert run_verb("report", [str(job)]) == 0
     assert "Of guesses 37.5% would be right" in (job / "report.html").read_text()
+
+
+def test_a_judge_is_compared_with_marks_that_are_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row(i, text="yes" if i % 2 else "no") for i in range(8)]
+    for i, one in enumerate(rows):
+        one["question"] = str(int(i % 2 == 1 or i == 0))
+    job = finished_job(tmp_path / "job", rows, graded=True)
+    assert run_verb("score", [str(job), "--agreement", "question"]) == 0
+    said = capsys.readouterr().out
+    assert "agreement" in said and "with question: 87.5% of 8 answers, kappa 0.75 (" in said
+    assert run_verb("score", [str(job), "--agreement", "question", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["agreement"]
+    assert (found["answers"], found["left_out"], found["kappa"]) == (8, 0, 0.75)
+    assert run_verb("score", [str(job), "--agreement", "other"]) == 2
+    assert "have no such column: choose among" in capsys.readouterr().err
+    assert run_verb("score", [str(job), "--agreement", "text"]) == 2
+    assert "no answer has a mark of 0 or 1 in both" in capsys.readouterr().err
+
+
+def test_a_job_that_runs_is_scored_so_far(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The finished rows are graded in memory; words and figures say what they are biased by."""
+    rows = [
+        row(i, text="yes" if i < 5 else "no", num_generated_tokens=i + 1)
+        for i in range(8)
+    ]  # fmt: skip
+    post = [{"Extract": {"methods": ["whole"]}}, {"Grade": {"method": "exact"}}]
+    attempt = {"rows_total": 16, "status": "running", "generate_s": 1.0, "rows": 8}
+    metrics = {"status": "stopped", "attempts": [attempt]}
+    job = finished_job(tmp_path / "job", rows, metrics=metrics, config={"post": post})
+    before = files(job)
+    assert run_verb("score", [str(job)]) == 2
+    assert "the job is not complete" in capsys.readouterr().err
+    assert run_verb("score", [str(job), "--so-far"]) == 0
+    said = capsys.readouterr().out
+    assert "so far      8 of 16 answers (50.0%)" in said and "score       62.5%" in said
+    assert "those of up to 4 tokens have 100.0%, the longer half 25.0%" in said
+    assert "31.2% to 81.2%, if those that are missing were wrong, or right" in said
+    assert run_verb("score", [str(job), "--so-far", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["so_far"]
+    assert found["bounds"] == [5 / 16, 13 / 16] and found["of"] == 16
+    assert files(job) == before
+    assert run_verb("score", [str(job), "--so-far", "--save"]) == 2
+    assert run_verb("score", [str(job), "--so-far", "score.column=num_generated_tokens"]) == 0
+    assert "num_generated_tokens  4.5" in capsys.readouterr().out
+
+
+def test_so_far_runs_code_of_others_only_where_it_is_trusted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = finished_job(
+        tmp_path / "job", [row(0)], config={"post": [{"_target_": "tests.support.x.Y"}]}
+    )
+    assert run_verb("score", [str(job), "--so-far"]) == 2
+    assert "--trust" in capsys.readouterr().err
+
+
+def test_scores_as_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row(i, k, text="yes" if i % 2 else "no") for i in range(4) for k in range(2)]
+    job = finished_job(tmp_path / "job", rows, graded=True)
+    assert run_verb("score", [str(job), "--format", "markdown", "score.subset=target"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| subset | metric | value | low | high | questions |"
+    assert lines[2].startswith("|  | score | 50.0% |") and "| yes | score |" in "\n".join(lines)
+    assert run_verb("score", [str(job), "--format", "csv"]) == 0
+    header, score, *_ = capsys.readouterr().out.splitlines()
+    assert header == "subset,metric,value,low,high,questions" and score.startswith(",score,0.5,")

@@ -1,0 +1,66 @@
+"""The scores of a job as rows of a table, for CSV and Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from batchgen.storage.metrics.job_scores import JobScores
+from batchgen.util.text.text_table import score_value
+
+_HEADER = ("subset", "metric", "value", "low", "high", "questions")
+_ADAPTER = "adapter"
+
+
+def header(scores: JobScores) -> tuple[str, ...]:
+    """The names of the columns."""
+    return (_ADAPTER, *_HEADER) if scores.adapters else _HEADER
+
+
+def score_rows(scores: JobScores) -> list[dict[str, Any]]:
+    """A row for each metric of the job, or of each of its adapters, and of its subsets: with the
+    bounds of its 95% interval for new questions, and how many questions have a value."""
+    found = [] if scores.score is None else list(_all_rows(scores.score))
+    for name, values in scores.adapters.items():
+        found += [{_ADAPTER: name, **row} for row in _all_rows(values)]
+    return found
+
+
+def _all_rows(scores: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    yield from _rows("", scores)
+    for name, part in scores.get("subsets", {}).items():
+        yield from _rows(name, part)
+
+
+def _rows(subset: str, scores: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for name, metric in scores.items():
+        if not isinstance(metric, Mapping) or "population" not in metric:
+            continue
+        bounds = metric["population"] or {}
+        yield {
+            "subset": subset,
+            "metric": scores.get("column", "score") if name == "avg" else name,
+            "value": metric["value"],
+            "low": bounds.get("low"),
+            "high": bounds.get("high"),
+            "questions": metric["questions"],
+        }
+    for name, rate in scores["rates"].items():
+        yield {"subset": subset, "metric": name, "value": rate}
+    if "chance" in scores:
+        yield {"subset": subset, "metric": "chance", "value": scores["chance"]}
+
+
+def score_cells(scores: JobScores) -> list[tuple[str, ...]]:
+    """The same as texts, without rates, and what says no more than the score."""
+    some = scores.score or next(iter(scores.adapters.values()), {})
+    shown = score_value(some)
+    return [
+        (
+            *(row[name] for name in header(scores) if name in (_ADAPTER, "subset", "metric")),
+            *("" if row[key] is None else shown(row[key]) for key in ("value", "low", "high")),
+            f"{row['questions']:,}",
+        )
+        for row in score_rows(scores)
+        if "questions" in row and not row["metric"].endswith(("@1", "^1"))
+    ]

@@ -1,0 +1,129 @@
+"""The scores of a job that still runs or was stopped, from the answers that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from batchgen.config.groups.job_config import ScoreConfig, StepConfig
+from batchgen.engine.device.host_limits import usable_cores
+from batchgen.evals.graders.build_steps import check_fields, post_steps
+from batchgen.evals.graders.grade_rows import Grader
+from batchgen.evals.graders.step import MARK, PostStep, arrow_schema
+from batchgen.evals.grades.grade_files import ROW_KEYS
+from batchgen.evals.scores.graded_folder import GradedJob
+from batchgen.evals.scores.job_score import config_marks
+from batchgen.evals.scores.samples import Samples
+from batchgen.evals.scores.scores import score
+from batchgen.storage.folder.job_summary import JobSummary
+from batchgen.util.errors import ConfigError
+from batchgen.util.text.row_json import json_readers
+from batchgen.util.text.text_table import Line, counted, percent, score_value
+
+_TOKENS, _REASON = "num_generated_tokens", "finish_reason"
+
+
+def score_so_far(job: GradedJob, post: Sequence[StepConfig], config: ScoreConfig) -> dict[str, Any]:
+    """The scores of the rows that are finished, which are graded in memory, with `so_far`: what
+    they are of, and how far they may be from those of all rows.
+
+    - `answers`: how many there are; `of`: how many there will be, None if that is not known.
+    - `shorter`, `longer`: the mean mark of the half of the answers with fewer tokens, and of the
+      other one; None with fewer than two. Short answers end first, so that a difference between
+      these is a bias of the score. `tokens`: the most that an answer of the first half has.
+    - `bounds`: the mean mark if all answers that are missing were wrong, or right.
+
+    Raises:
+        ConfigError: no row is finished, or there is no column of a name in `config`.
+        JobError: a file is damaged.
+    """
+    if (grid := job.grid_column) is not None:
+        raise ConfigError(
+            f"{job.given}: its rows run with several adapters ({grid}), which end at different "
+            "times: it is scored when it is complete"
+        )
+    steps = post_steps(post)
+    if steps:
+        check_fields(steps, job.columns)
+    samples = Samples(job.path, config)
+    tables = [
+        (samples.joined(rows, grades), rows[_TOKENS])
+        for rows, grades in _graded(job, steps, samples, config)
+    ]
+    if not tables:
+        raise ConfigError(f"no row of {job.given} is finished yet: there is nothing to score")
+    table = pa.concat_tables(table for table, _ in tables)
+    tokens = np.concatenate([own.fill_null(0).to_numpy() for _, own in tables])
+    marks = config_marks(table, config)
+    values = score(marks, config.ks, config.cut_texts, config.column)
+    return {**values, "so_far": _so_far(job, table, tokens, bounded=config.column == MARK)}
+
+
+def _graded(
+    job: GradedJob, steps: Sequence[PostStep], samples: Samples, config: ScoreConfig
+) -> Iterator[tuple[pa.Table, pa.Table]]:
+    """The finished rows in batches, with their grades."""
+    fields = [step.field_names for step in steps]
+    read = job.columns[: job.columns.index(job.text_column)] if None in fields else []
+    read += [name for names in fields for name in names or ()]
+    wanted = [*ROW_KEYS, *read, job.text_column, _TOKENS, *samples.columns]
+    wanted += [name for name in (config.column, config.choices or "choices") if name in job.columns]
+    with Grader(steps, workers=config.workers or usable_cores(), seconds=config.seconds) as grader:
+        for batch in job.batches(list(dict.fromkeys(wanted))):
+            rows = pa.Table.from_batches([batch])
+            made = grader.grade(_texts(batch, job.text_column)) if steps else iter(())
+            kinds = arrow_schema(grader.chain.columns) if steps else pa.schema([])
+            yield rows, pa.Table.from_pylist(list(made), schema=kinds)
+
+
+def _texts(batch: pa.RecordBatch, column: str) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
+    readers = json_readers(batch.schema)
+    for row in batch.to_pylist():
+        for name, read in readers.items():
+            row[name] = read(row[name])
+        # Only a row with an error has no text; one without an answer is as good as a wrong one.
+        yield None if row[_REASON] == "error" else row[column] or "", row
+
+
+def _so_far(job: GradedJob, table: pa.Table, tokens: Any, *, bounded: bool) -> dict[str, Any]:
+    marks = table["mark"].to_numpy(zero_copy_only=False).astype(np.float64)
+    known = np.isfinite(marks)
+    total = JobSummary.of(job.metrics).rows_total
+    found: dict[str, Any] = {"answers": len(table), "of": total}
+    order = np.argsort(tokens[known], kind="stable")
+    half = len(order) // 2
+    if half:
+        found["shorter"] = float(marks[known][order[:half]].mean())
+        found["longer"] = float(marks[known][order[half:]].mean())
+        found["tokens"] = int(tokens[known][order[half - 1]])
+    if bounded and total is not None and total >= len(table):
+        sure, missing = float(marks[known].sum()), total - int(known.sum())
+        found["bounds"] = [sure / total, (sure + missing) / total]
+    return found
+
+
+def so_far_lines(scores: Mapping[str, Any]) -> list[Line]:
+    """What the scores are of, and what they are biased by, in words and figures."""
+    found, shown = scores["so_far"], score_value(scores)
+    answers, total = found["answers"], found["of"]
+    text = counted(answers, "answer")
+    if total is not None:
+        text = f"{answers:,} of {counted(total, 'answer')} ({percent(answers / total)})"
+    lines = [("so far", text)]
+    if total == answers:
+        return lines
+    if "shorter" in found:
+        lines.append(
+            (
+                "biased",
+                f"short answers end first: those of up to {found['tokens']:,} tokens have "
+                f"{shown(found['shorter'])}, the longer half {shown(found['longer'])}",
+            )
+        )
+    if "bounds" in found:
+        low, high = (shown(bound) for bound in found["bounds"])
+        lines.append(("of all", f"{low} to {high}, if those that are missing were wrong, or right"))
+    return lines

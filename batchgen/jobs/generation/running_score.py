@@ -1,0 +1,190 @@
+"""The mean mark of the answers that have finished so far, for the bar of a job that grades."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.evals.graders.build_steps import post_steps
+from batchgen.evals.graders.grade_rows import Grader, StepChain
+from batchgen.evals.graders.step import MARK, SelfTimedStep
+from batchgen.evals.grades.folder_grades import GRADES
+from batchgen.storage.shards.checked_file import DamagedFile
+from batchgen.storage.shards.output_schema import TEXT, FinishedRow, OutputSchema
+from batchgen.storage.shards.shard_files import read_columns, shard_files
+from batchgen.util.text.row_json import json_readers
+from batchgen.util.text.text_table import number, percent
+
+_SHARE, _ALWAYS = 0.01, 0.05
+"""The share of the time that grading for the bar may take, and seconds that it may take anyway.
+Answers beyond that are left out of the running score."""
+_SHARE_BESIDE, _FIRST, _MOST = 0.05, 20.0, 32
+"""Of steps that need a process: the share of its time, after how many seconds it begins, and how
+many answers it gets at once."""
+_LOOK_SECONDS = 5.0
+
+
+class RunningScore(Protocol):
+    """What the bar says of the answers so far."""
+
+    def add(self, finished: Sequence[FinishedRow]) -> None:
+        """Take rows that have finished."""
+
+    def text(self) -> str:
+        """The mean mark; empty as long as there is none."""
+
+    def close(self) -> None:
+        """End what grades."""
+
+
+def running_score(config: JobConfig, schema: OutputSchema, folder: Path) -> RunningScore | None:
+    """The running score of a job; None of one without.
+
+    Answers are graded as they finish, as many as a small share of the time allows. Grades by steps
+    that take long, or read what only the rows of a shard have, are read of the published shards,
+    which a process beside the job grades meanwhile.
+    """
+    column = config.score.column
+    chain = StepChain(post_steps(config.post))
+    if column not in (made.name for made in chain.columns):
+        return None
+    fields = [step.field_names for step in chain.steps]
+    known = {name for names in fields for name in names or ()} <= set(schema.passthrough)
+    if None in fields or not known or any(isinstance(s, SelfTimedStep) for s in chain.steps):
+        return _OfShards(folder / GRADES, column)
+    return _OfRows(chain, schema, config)
+
+
+class _Mean:
+    """The mean of numbers, for people."""
+
+    def __init__(self, column: str) -> None:
+        self.column, self.sum, self.count = column, 0.0, 0
+
+    def add(self, values: Sequence[float]) -> None:
+        self.sum += float(sum(values))
+        self.count += len(values)
+
+    def text(self) -> str:
+        if not self.count:
+            return ""
+        mean = self.sum / self.count
+        return f"score {percent(mean) if self.column == MARK else number(mean)} so far"
+
+
+class _OfRows:
+    """Grades rows as they finish: here, or by a thread if the steps need a process."""
+
+    def __init__(self, chain: StepChain, schema: OutputSchema, config: JobConfig) -> None:
+        self._chain, self._config = chain, config.score
+        self._readers: Mapping[str, Callable[[Any], Any]] = json_readers(schema.arrow)
+        self._mean = _Mean(config.score.column)
+        self._started, self._spent, self._closed = time.monotonic(), 0.0, False
+        self._is_beside = any(step.isolated for step in chain.steps)
+        self._thread: ThreadPoolExecutor | None = None
+        self._grader: Grader | None = None
+        self._future: Future[list[float]] | None = None
+
+    def add(self, finished: Sequence[FinishedRow]) -> None:
+        """See `RunningScore`."""
+        seconds = time.monotonic() - self._started
+        share, always = (_SHARE_BESIDE, 1.0) if self._is_beside else (_SHARE, _ALWAYS)
+        if self._spent > always + share * seconds:
+            return
+        rows = [row for row in finished if self._counts(row)]
+        if not self._is_beside:
+            self._mean.add(self._graded(rows))
+        elif rows and seconds >= _FIRST and (self._future is None or self._future.done()):
+            self._take()
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "score so far")
+            self._future = self._thread.submit(self._graded, rows[:_MOST])
+
+    def _counts(self, row: FinishedRow) -> bool:
+        is_cut = row.finish_reason == "length" and self._config.cut_texts == "left_out"
+        return row.failure is None and row.output is not None and not is_cut
+
+    def _graded(self, rows: Sequence[FinishedRow]) -> list[float]:
+        """The marks of rows that have one."""
+        before = time.monotonic()
+        if self._grader is None:
+            self._grader = Grader(self._chain.steps, workers=1, seconds=self._config.seconds)
+        made = self._grader.grade(self._texts(rows))
+        found = []
+        for row, values in zip(rows, made, strict=False):
+            if (value := values[self._config.column]) is not None:
+                wrong = row.finish_reason == "length" and self._config.cut_texts == "wrong"
+                found.append(0.0 if wrong else float(value))
+        self._spent += time.monotonic() - before
+        return found
+
+    def _texts(self, rows: Sequence[FinishedRow]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for row in rows:
+            if self._closed:  # nobody asks any more
+                return
+            assert row.output is not None
+            fields = dict(row.fields)
+            for name in fields.keys() & self._readers.keys():
+                fields[name] = self._readers[name](fields[name])
+            yield row.beside.get(TEXT, row.output.text) or "", fields
+
+    def _take(self) -> None:
+        if self._future is not None and self._future.done():
+            self._mean.add(self._future.result())
+            self._future = None
+
+    def text(self) -> str:
+        """See `RunningScore`."""
+        self._take()
+        return self._mean.text()
+
+    def close(self) -> None:
+        """See `RunningScore`; answers that are being graded are not waited for."""
+        self._closed = True
+        if self._thread is not None:  # which owns the processes
+            self._thread.submit(self._end)
+            self._thread.shutdown(wait=False)
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        if self._grader is not None:
+            self._grader.close()
+
+
+class _OfShards:
+    """Reads the grades of shards as they appear."""
+
+    def __init__(self, grades: Path, column: str) -> None:
+        self._grades, self._mean = grades, _Mean(column)
+        self._seen: set[int] = set()
+        self._next_look = 0.0
+
+    def add(self, finished: Sequence[FinishedRow]) -> None:
+        """See `RunningScore`; the rows come with the grades of their shard."""
+
+    def text(self) -> str:
+        """See `RunningScore`."""
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _LOOK_SECONDS
+            files = shard_files(self._grades) if self._grades.is_dir() else {}
+            for shard in files.keys() - self._seen:
+                self._seen.add(shard)
+                self._read(files[shard])
+        return self._mean.text()
+
+    def _read(self, path: Path) -> None:
+        try:
+            column = read_columns(path, [self._mean.column])[self._mean.column]
+        except (DamagedFile, FileNotFoundError, KeyError):  # the end of the job says what is wrong
+            return
+        self._mean.add(column.drop_null().to_numpy().astype(np.float64).tolist())
+
+    def close(self) -> None:
+        """See `RunningScore`."""
