@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from batchgen.engine.layers.cpu_products import CPUProducts
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.int4_slot import Int4Slot, int4_parameters
 from batchgen.engine.layers.lora import Factors, LayerLoRA, LoRAPlace, LoRAState
@@ -23,7 +24,6 @@ from batchgen.kernels.four_bit.linear import four_bit_linear, four_bit_linear_pa
 from batchgen.kernels.fp8.fp8_linear import fp8_linear, fp8_linear_parts
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, scales_shape
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
-from batchgen.kernels.layers.cpu_product import CPUProduct, choose_product, few_keep_bits
 from batchgen.kernels.layers.linear import MOST_ROWS, add_linear_, linear, pack_weight
 from batchgen.kernels.layers.narrow_linear_triton import MOST_COLUMNS, narrow_linear
 from batchgen.kernels.lora.lora import LoRAPart
@@ -33,37 +33,6 @@ from batchgen.kernels.rules import BY_BATCH
 def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
     """Return an uninitialised parameter; the loader fills every parameter exactly once."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
-
-
-class CPUProducts:
-    """Chooses how the linear layers of a model compute on this CPU, once for each weight shape."""
-
-    def __init__(self) -> None:
-        self._chosen: dict[tuple[torch.Size, torch.dtype, bool], CPUProduct] = {}
-        self._few: dict[tuple[torch.Size, torch.dtype], bool] = {}
-
-    def choose(self, weight: Tensor, bias: Tensor | None) -> CPUProduct:
-        """Return how products with this weight [N, K] and bias [N] are computed, once tried out."""
-        key = (weight.shape, weight.dtype, bias is not None)
-        if key not in self._chosen:
-            self._chosen[key] = choose_product(weight, bias)
-        return self._chosen[key]
-
-    def takes_few(self, weight: Tensor) -> bool:
-        """Return whether `linear` need not fill up few rows for a weight [N, K] without a bias."""
-        key = (weight.shape, weight.dtype)
-        if key not in self._few:
-            self._few[key] = few_keep_bits(weight, self.choose(weight, None))
-        return self._few[key]
-
-    @property
-    def unsteady(self) -> list[str]:
-        """The weights whose rows' bits depend on the batch anyhow, as `1024×3072 in float32`."""
-        return [
-            f"{k}×{n} in {str(dtype).removeprefix('torch.')}"
-            for ((n, k), dtype, _), product in self._chosen.items()
-            if product.most_rows is None
-        ]
 
 
 def empty_fp8(

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from batchgen.engine.caches.cache_specs import AttentionSpec
+from batchgen.engine.layers.cpu_products import CPUProducts
 from batchgen.engine.layers.feed_forward.experts import Experts
-from batchgen.engine.layers.linear import CPUProducts, Linear
+from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
 from batchgen.kernels.attention.attention import cpu_row_multiple
 from batchgen.kernels.rules import BitRules

@@ -102,10 +102,10 @@ def _unpack_int4(words, first, second, DTYPE: tl.constexpr, ROWS: tl.constexpr):
     factors = (scales & 0xFFFF) | (scales << 16)
     words = words.reshape([ROWS, 4, 2])
     bits = _in_columns(
-        (words & 0x000F000F) | MAGIC,
-        ((words >> 4) & 0x000F000F) | MAGIC,
-        ((words >> 8) & 0x000F000F) | MAGIC,
-        ((words >> 12) & 0x000F000F) | MAGIC,
+        _with_codes(words, MAGIC),
+        _with_codes(words >> 4, MAGIC),
+        _with_codes(words >> 8, MAGIC),
+        _with_codes(words >> 12, MAGIC),
     )
     added = _in_columns(added, added, added, added)
     factors = _in_columns(factors, factors, factors, factors)
@@ -114,6 +114,16 @@ def _unpack_int4(words, first, second, DTYPE: tl.constexpr, ROWS: tl.constexpr):
     low = both.to(tl.int16).to(DTYPE, bitcast=True)
     high = (both >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     return tl.join(low, high).reshape([ROWS, 64])
+
+
+@triton.jit
+def _with_codes(words, MAGIC: tl.constexpr):
+    """(words & 0x000F000F) | MAGIC in one instruction; some assemblers make two of it."""
+    codes = tl.full(words.shape, 0x000F000F, tl.int32)
+    return tl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r",
+        [words, codes, tl.full(words.shape, MAGIC, tl.int32)], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit

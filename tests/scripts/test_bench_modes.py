@@ -102,6 +102,7 @@ def test_workers_beside_each_other() -> None:
     assert two["tokens_per_s"] > 0 and two["computed_twice"] <= 1
 
 
+@pytest.mark.thorough
 @ON_CPU
 @pytest.mark.parametrize("section", bench_kernels.SECTIONS)
 def test_kernels(section: str) -> None:

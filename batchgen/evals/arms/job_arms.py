@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.config.groups.job_config import ScoreConfig
 from batchgen.evals.arms.arm_table import Arm, ArmTable
-from batchgen.evals.arms.job_facts import SEED, job_numbers, own_times, settings
+from batchgen.evals.arms.job_facts import SEED, is_config, job_numbers, own_times, settings
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.step_folders import find_record, step_folder
@@ -160,6 +160,8 @@ class _Job:
             if not folder.listed and not (path / MANIFEST).exists():
                 GradedJob(folder.folder, "compare")  # it says what there is instead
             return _Job(folder, None, str(error))
+        if not is_config(made.config):
+            return _Job(folder, None, f"{folder.folder}/config.yaml is not that of a job")
         try:
             made.job = GradedJob(folder.folder, "compare")
         except (ConfigError, JobError) as error:

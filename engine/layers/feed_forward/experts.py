@@ -9,6 +9,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
+from batchgen.engine.layers.cpu_products import CPUProducts
 from batchgen.engine.layers.feed_forward.expert_slots import (
     PLAIN_EXPERTS,
     ExpertForm,
@@ -19,7 +20,7 @@ from batchgen.engine.layers.feed_forward.expert_slots import (
 from batchgen.engine.layers.feed_forward.mxfp4_slots import mxfp4_slots
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.int4_slot import int4_parameters
-from batchgen.engine.layers.linear import CPUProducts, empty_fp8, empty_parameter
+from batchgen.engine.layers.linear import empty_fp8, empty_parameter
 from batchgen.engine.layers.mxfp4_format import MXFP4Format, WeightFormat
 from batchgen.engine.layers.packed_format import Int4Format
 from batchgen.engine.layers.weight_slot import WeightSlot

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from batchgen.engine.layers.cpu_products import CPUProducts
 from batchgen.engine.layers.feed_forward.experts import packed_products
-from batchgen.engine.layers.linear import CPUProducts, empty_parameter
+from batchgen.engine.layers.linear import empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
 from batchgen.kernels.moe.experts_cpu import ExpertProducts

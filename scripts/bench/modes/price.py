@@ -33,6 +33,7 @@ class Timed:
     Attributes:
         layers: how many layers; 0 is all.
         requests: the most rows of a workload.
+        scored: whether rows have answers of these lengths, which are scored, and generate nothing.
     """
 
     model: str
@@ -40,6 +41,7 @@ class Timed:
     workloads: tuple[str, ...]
     requests: int
     cache_gib: float
+    scored: bool
 
     def serve(self, deterministic: bool, calls: Connection[Any, Any]) -> None:
         """Run each workload once, say so, and then send the seconds of each that is asked for."""
@@ -67,16 +69,18 @@ class Timed:
             rows = self._rows(calls.recv(), engine.vocab_size, turn)
             calls.send(run_rows(engine, rows)[0])
 
-    def _rows(self, workload: str, size: int, turn: int) -> list[tuple[list[int], SamplingParams]]:
+    def _rows(self, workload: str, size: int, turn: int) -> list[tuple[Any, ...]]:
         """Make the rows, with prompts that the prefix cache does not have."""
-        vocab = prompt_vocab(size)
-        return [
-            (
-                [(token + turn) % vocab for token in each.prompt],
-                SamplingParams(temperature=0, max_new_tokens=each.output_len, ignore_eos=True),
-            )
-            for each in requests(workload, vocab)[: self.requests]
-        ]
+        vocab, rows = prompt_vocab(size), list[tuple[Any, ...]]()
+        for each in requests(workload, vocab)[: self.requests]:
+            prompt, new = [(token + turn) % vocab for token in each.prompt], each.output_len
+            if self.scored:
+                answer = [(7 * place + turn) % vocab for place in range(new)]
+                rows.append((prompt, SamplingParams(max_new_tokens=0), answer))
+            else:
+                params = SamplingParams(temperature=0, max_new_tokens=new, ignore_eos=True)
+                rows.append((prompt, params))
+        return rows
 
 
 class Process:
@@ -110,6 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workloads", type=commas(str, WORKLOADS), default=["mixed", "decode"])
     parser.add_argument("--layers", type=int, default=12, help="the first so many; 0: all")
     parser.add_argument("--requests", type=int, default=256, help="the most rows of a workload")
+    parser.add_argument("--scored", action="store_true", help="answers are scored")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache-gib", type=float, default=6.0, help="KV cache of each engine")
 
@@ -125,10 +130,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     workloads = tuple(options.workloads)
     pairs = []
     for name, other in zip(options.models, options.against or options.models, strict=True):
-        both = (
-            Timed(each, options.layers, workloads, options.requests, options.cache_gib)
-            for each in (name, other)
-        )
+        sizes = options.requests, options.cache_gib, options.scored
+        both = (Timed(each, options.layers, workloads, *sizes) for each in (name, other))
         modes = (False, not options.against)
         pairs.append((name, [Process(*each) for each in zip(both, modes, strict=True)]))
     for _, processes in pairs:

@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from measuring import synchronize
@@ -17,7 +17,6 @@ from batchgen.engine.layers.feed_forward.moe import SparseMoE
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.moe_model import MoEConfig
-from batchgen.engine.sampling.sampling_params import SamplingParams
 
 Routing = Literal["model", "uniform", "same"]
 """What chooses the experts: the model's own routers; chance; or nothing, so that all tokens go to
@@ -30,12 +29,13 @@ _MOST_DRAWN = 2048
 
 def run_rows(
     engine: LLMEngine,
-    rows: Iterable[tuple[list[int], SamplingParams]],
+    rows: Iterable[tuple[Any, ...]],
     after_step: Callable[[int], object] = lambda finished: None,
 ) -> tuple[float, list[RequestOutput]]:
     """Run rows to their ends; returns the seconds and the outputs in the order of the rows.
 
-    `after_step` gets the number of rows that have ended.
+    A row is what `LLMEngine.add_request` takes behind its id. `after_step` gets the number of rows
+    that have ended.
 
     Raises:
         RuntimeError: a row has ended with an error.

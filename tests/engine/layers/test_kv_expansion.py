@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.engine.layers.linear import CPUProducts
+from batchgen.engine.layers.cpu_products import CPUProducts
 from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
 from batchgen.engine.parallel.placement import Placement
 

@@ -243,3 +243,25 @@ def test_names_of_modules_come_from_the_files(tiny_model: TinyModel, tmp_path: P
     assert isinstance(dummy, PackedFormat) and dummy.int4 is not None
     assert dummy.int4.modules is None
     assert len(panels(load(folder, parallel=ALONE))) == 4 * LAYERS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "sizes"), [("qwen3", WIDE), ("qwen3_moe", MOE)])
+def test_a_gpu_computes_with_the_values_of_the_twin(
+    kind: str, sizes: dict[str, Any], tiny_model: TinyModel, tmp_path: Path, run_paged: RunPaged
+) -> None:
+    """Loaded as a job does, in both dtypes; logits differ by roundings of sums."""
+    folder, plain = write_packed(tiny_model(kind, **sizes), tmp_path, INT4, pack_quantized)
+    for dtype in (torch.bfloat16, torch.float16):
+        ours, twin = (
+            load_model(path, device=torch.device("cuda"), dtype=dtype) for path in (folder, plain)
+        )
+        assert len(panels(ours)) == 4 * LAYERS
+        if dtype == torch.bfloat16:
+            expected = dict(twin.named_parameters())
+            for name, value in values(ours).items():
+                if value.ndim == 2:  # experts of the twin are in other panels
+                    assert torch.equal(value, expected[name]), name
+        for chunks in ([40], [1] * 40):
+            found, logits = (run_paged(model, IDS, chunks).float() for model in (ours, twin))
+            assert (found - logits).norm() < 0.02 * logits.norm()
