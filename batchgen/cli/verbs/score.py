@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from batchgen.cli.job_outcome import verb
 from batchgen.cli.verb_table import Parser
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.storage.metrics.job_scores import JobScores
 from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import some_names
+
+if TYPE_CHECKING:
+    from batchgen.config.groups.job_config import ScoreConfig
+    from batchgen.evals.scores.agreement import Agreement
 
 _ABOUT = """\
 Score the marks of a graded job, and print the scores. The intervals are of 95%: for new questions
@@ -27,6 +33,7 @@ which score is possible at all.
   batchgen score OUT score.subset=category --save
   batchgen score OUT --so-far
   batchgen score OUT --format markdown
+  batchgen score JUDGED --agreement mark   # with the marks that the judged answers have
 """
 
 
@@ -60,7 +67,15 @@ def main(arguments: Sequence[str]) -> int:
         default=[],
         help="with --so-far: run what post in OUT/config.yaml names that is not batchgen's own",
     )
+    parser.add_argument(
+        "--agreement",
+        metavar="COLUMN",
+        help="say how far the marks, 0 and 1, agree with those in this column of the rows (Cohen's "
+        "kappa)",
+    )
     given = parser.parse_intermixed_args(arguments)
+    if given.agreement is not None and (given.so_far or given.format not in ("text", "json")):
+        raise ConfigError("score --agreement is for complete jobs, as text or JSON")
     if given.so_far and given.save:
         raise ConfigError("score --so-far is of some answers alone: leave out --save")
     job = GradedJob(given.out, "score", complete=not given.so_far)
@@ -72,26 +87,52 @@ def main(arguments: Sequence[str]) -> int:
     if given.so_far:
         from batchgen.evals.scores.so_far import score_so_far
 
-        config = scoring(job, given.override, given.trust)
-        values = score_so_far(job, config.post, config.score)
+        trusted = scoring(job, given.override, given.trust)
+        values = score_so_far(job, trusted.post, trusted.score)
         print(_text(JobScores(values), given.format))
         return 0
-    scores = job_scores(Samples(job.path, scoring(job, given.override).score, by=job.grid_column))
+    config = scoring(job, given.override)
+    scores = job_scores(Samples(job.path, config.score, by=job.grid_column))
     if given.save:
         with job.locked():
             save_score(job.path, scores)
             renew_report(job.path)
-    print(_text(scores, given.format))
+    column = given.agreement
+    agreed = None if column is None else _agreement(job, config.score, column)
+    print(_text(scores, given.format, agreed, column))
     return 0
 
 
-def _text(scores: JobScores, form: str) -> str:
+def _agreement(job: GradedJob, config: ScoreConfig, column: str) -> Agreement:
+    """How far the marks of a job agree with those in a column of its rows."""
+    from batchgen.evals.scores.agreement import agreement
+    from batchgen.evals.scores.samples import Samples
+
+    if column not in job.columns:
+        raise ConfigError(
+            f"--agreement {column}: the rows of {job.given} have no such column: choose among "
+            f"{some_names(job.columns, column)}, or have the judged marks copied "
+            "(dataset.columns)"
+        )
+    samples = Samples(job.path, config, by=column).table()
+    found = agreement(samples["mark"].to_pylist(), samples[column].to_pylist())
+    if found is None:
+        raise ConfigError(f"--agreement {column}: no answer has a mark of 0 or 1 in both")
+    return found
+
+
+def _text(
+    scores: JobScores, form: str, agreed: Agreement | None = None, column: str | None = None
+) -> str:
+    """The scores, and how far they agree with the marks in a column."""
     from batchgen.evals.scores.score_tables import header, score_cells, score_rows
     from batchgen.util.text.data_tables import csv_text, markdown
     from batchgen.util.text.text_table import adapter_lines, score_lines, table
 
     if form == "json":
-        values = scores.score or {"adapters": scores.adapters}
+        values: dict[str, Any] = dict(scores.score or {"adapters": scores.adapters})
+        if agreed is not None:
+            values["agreement"] = agreed.summary()
         return json.dumps(values, indent=2, ensure_ascii=False)
     if form == "csv":
         return csv_text(header(scores), score_rows(scores))
@@ -102,4 +143,6 @@ def _text(scores: JobScores, form: str) -> str:
         from batchgen.evals.scores.so_far import so_far_lines
 
         lines = [*so_far_lines(scores.score), *lines]
+    if agreed is not None:
+        lines = [*lines, ("agreement", f"with {column}: {agreed.text}")]
     return table(lines + adapter_lines(scores.adapters))

@@ -134,6 +134,17 @@ def arm_table(arms: Sequence[Arm], column: str = MARK) -> ArmTable:
     return ArmTable(tuple(replace(row, p_holm=p) for row, p in pairs), column)
 
 
+def best_first(arms: Sequence[Arm]) -> list[Arm]:
+    """Arms by their scores, the highest first, those without one last."""
+
+    def key(arm: Arm) -> float:
+        means = np.empty(0) if arm.marks is None else avg_at(arm.marks)
+        known = means[np.isfinite(means)]
+        return -float(known.mean()) if len(known) else np.inf
+
+    return sorted(arms, key=key)
+
+
 def _scored(arm: Arm, column: str) -> ArmRow:
     if arm.marks is None:
         return ArmRow(arm, None, 0, 0)

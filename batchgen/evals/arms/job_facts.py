@@ -18,6 +18,13 @@ _SLACK = 2.0
 """Seconds that times of beginning and end are inexact by."""
 
 
+def is_config(config: object) -> bool:
+    """Whether a config.yaml holds groups."""
+    return isinstance(config, dict) and all(
+        isinstance(group, dict | list | None) for group in config.values()
+    )
+
+
 def settings(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """What each configuration has otherwise than some other one: key → value as text. A
     configuration that is not known has no such keys."""
@@ -30,7 +37,9 @@ def settings(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 def _keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for group in _GROUPS:
-        yield from _flat(group, config.get(group))
+        for key, value in _flat(group, config.get(group)):
+            if key != "model.name":  # which the path says, too
+                yield key, value
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:

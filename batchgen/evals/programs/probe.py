@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from functools import lru_cache
 
@@ -15,7 +16,8 @@ _SECONDS = 10.0, 60.0
 _FILES = """\
 import os
 got = []
-for path in ({secret!r}, "/etc/passwd", "/proc/1/environ", "/sys/kernel", "/home", "/usr/bin"):
+own = [{home!r} + name for name in ("/.ssh", "/.bashrc", "/.cache", "/.config")]
+for path in ({secret!r}, "/etc/passwd", "/proc/1/environ", "/sys/kernel", *own):
     try:
         os.listdir(path) if os.path.isdir(path) else open(path).read()
         got.append(path)
@@ -46,7 +48,8 @@ def check_sandbox(interpreter: Interpreter) -> None:
     """
     sandbox = Sandbox(interpreter, _MEMORY, *_SECONDS)
     with tempfile.NamedTemporaryFile() as secret:
-        tries = _FILES.format(secret=secret.name, library=interpreter.library)
+        home = os.path.expanduser("~")  # which may hold the interpreter, and nothing else
+        tries = _FILES.format(secret=secret.name, home=home, library=interpreter.library)
         output, failure = _tried(sandbox, tries)
     if failure is not None or output != "end\n":
         raise _refusal(f"a program could {output or failure}")

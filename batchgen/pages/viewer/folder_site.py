@@ -12,6 +12,7 @@ from batchgen.pages.report.pipeline_facts import PipelineFacts
 from batchgen.pages.viewer.html import NotThere, Query, answer, html_page, redirect, static_file
 from batchgen.pages.viewer.job_view import JobView
 from batchgen.pages.viewer.jobs_below import DEEPEST, JobBelow, config_fault, jobs_below
+from batchgen.pages.viewer.leaderboard import Leaderboard
 from batchgen.pages.viewer.listed_jobs import COLUMNS, NUMBERS, listed_jobs
 from batchgen.pages.viewer.pages import Site
 from batchgen.pages.viewer.server import Response
@@ -37,6 +38,7 @@ class FolderSite:
         self._name = folder.resolve().name if name in (".", "./") else name
         self._lock = Lock()
         self._sites: OrderedDict[str, Site] = OrderedDict()
+        self._board = Leaderboard()
         self._html = partial(html_page, jobs=(), flips=None, above=None)
 
     def respond(self, page: str, query: Query) -> Response:
@@ -45,7 +47,8 @@ class FolderSite:
         if (file := static_file(rest if slash else page)) is not None:
             return file
         if not slash:
-            make = {"": self._list, "pair": self._pair}.get(page)
+            pages = {"": self._list, "pair": self._pair, "leaderboard": self._leaderboard}
+            make = pages.get(page)
             return answer(make, query, self._html)
         html = partial(self._html, above="../")
         return answer(lambda query: self._site(keys).respond(rest, query), query, html)
@@ -67,6 +70,12 @@ class FolderSite:
             can_pair=sum(not job.fault for job in found.jobs) > 1,
             most=_SHOWN_NAMES,
         )
+
+    def _leaderboard(self, query: Query) -> Response:
+        jobs = jobs_below(self._folder).jobs
+        keys = {str(job.path): job.key for job in jobs}
+        boards = self._board.boards(jobs)
+        return self._html("leaderboard", name=self._name, boards=boards, keys=keys)
 
     def _pair(self, query: Query) -> Response:
         """Go to two jobs side by side."""

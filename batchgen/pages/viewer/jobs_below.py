@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.groups.dataset_config import dataset_name
+from batchgen.evals.arms.job_facts import is_config
 from batchgen.pages.viewer.overview import rows_to_come
 from batchgen.storage.folder.job_summary import JobSummary
 from batchgen.storage.folder.read_job import JobFolderReader
@@ -171,10 +172,7 @@ def config_fault(folder: Path) -> str:
         config = JobFolderReader(folder).config
     except (ConfigError, OSError) as error:
         return str(error)
-    is_one = isinstance(config, dict) and all(
-        isinstance(group, dict | list | None) for group in config.values()
-    )
-    return "" if is_one else "its config.yaml is not that of a job"
+    return "" if is_config(config) else "its config.yaml is not that of a job"
 
 
 def _too_large(folder: Path) -> str:

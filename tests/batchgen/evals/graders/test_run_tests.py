@@ -294,6 +294,18 @@ def test_interpreters_and_packages_are_asked_for() -> None:
         interpreter("/no/python", ())
 
 
+def test_another_interpreter_runs_programs() -> None:
+    need_sandbox()
+    own = Path("/usr/bin/python3")
+    if not own.is_file():
+        pytest.skip("the system has no Python of its own")
+    step = RunTests(python=str(own), seconds=5)
+    check_machine([step])
+    version = interpreter(str(own), ()).version
+    program = f"import sys; assert sys.version.startswith({version!r})\ndef f(x): return x"
+    assert outcome(step, program, tests="assert f([1]) == [1]")[:2] == (1.0, "passed")
+
+
 def test_a_chain_runs_programs_in_workers() -> None:
     need_sandbox()
     post = [

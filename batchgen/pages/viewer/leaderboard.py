@@ -1,0 +1,108 @@
+"""The leaderboard of `batchgen view FOLDER`: for each exam a table of its arms, the best first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from batchgen.evals.arms.arm_table import ArmTable, arm_table, best_first
+from batchgen.evals.arms.arm_values import remarks, table_cells
+from batchgen.evals.arms.job_arms import ArmFolder, job_arms
+from batchgen.pages.viewer.disagreements import MOST_ANSWERS
+from batchgen.pages.viewer.jobs_below import JobBelow
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.util.errors import ConfigError, JobError
+
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What the files of a stranger can raise where they are not those of a job."""
+
+
+@dataclass(frozen=True)
+class Board:
+    """The arms of one exam; `fault` says why there is no table."""
+
+    dataset: str
+    names: tuple[str, ...]
+    table: ArmTable | None = None
+    fault: str = ""
+
+    @property
+    def cells(self) -> list[tuple[str, ...]]:
+        """A header, and a row of texts for each arm."""
+        assert self.table is not None
+        return table_cells(self.table)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What must be known to read the table."""
+        assert self.table is not None
+        return remarks(self.table)
+
+    def jobs(self, place: int) -> tuple[str, ...]:
+        """The folders of the jobs of an arm."""
+        assert self.table is not None
+        return self.table.rows[place].arm.folders
+
+
+class Leaderboard:
+    """Makes the boards of a folder's jobs when they are asked for, and again when a job has
+    changed."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._stamps: tuple[tuple[str, int], ...] = ()
+        self._boards: list[Board] = []
+
+    def boards(self, jobs: Sequence[JobBelow]) -> list[Board]:
+        """The boards of the jobs that are complete and have a score, those with most arms first."""
+        scored = [job for job in jobs if job.score is not None and job.state == "complete"]
+        stamps = tuple((job.key, _modified(job.path)) for job in scored)
+        with self._lock:
+            if stamps != self._stamps:
+                self._boards, self._stamps = _boards(scored), stamps
+            return self._boards
+
+
+def _modified(job: Path) -> int:
+    try:
+        return (job / "metrics.json").stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _boards(jobs: Sequence[JobBelow]) -> list[Board]:
+    exams: dict[str, list[JobBelow]] = {}
+    for job in jobs:
+        exams.setdefault(_exam(job), []).append(job)
+    found = [_board(group) for group in exams.values()]
+    return sorted(found, key=lambda board: -len(board.names))
+
+
+def _exam(job: JobBelow) -> str:
+    """What jobs of one exam have in common: data set, prompts, and what is scored."""
+    try:
+        reader = JobFolderReader(job.path)
+        prints, config = reader.manifest.get("fingerprints", {}), reader.config
+        column = (config.get("score") or {}).get("column")
+        same = [job.dataset, prints.get("dataset"), config.get("prompt"), column]
+        return json.dumps(same, sort_keys=True, default=str)
+    except (ConfigError, JobError, *_DAMAGED):
+        return job.key
+
+
+def _board(jobs: Sequence[JobBelow]) -> Board:
+    names, dataset = tuple(job.name for job in jobs), jobs[0].short_dataset
+    if large := [job.name for job in jobs if (job.rows or 0) > MOST_ANSWERS]:
+        fault = f"{large[0]} has more than {MOST_ANSWERS:,} answers, which is too many for a page"
+        return Board(dataset, names, fault=f"{fault}: batchgen compare takes them")
+    folders = [ArmFolder(job.name, str(job.path), listed=True) for job in jobs]
+    try:
+        arms, column = job_arms(folders)
+        return Board(dataset, names, arm_table(best_first(arms), column))
+    except (ConfigError, JobError) as error:
+        return Board(dataset, names, fault=str(error))
+    except _DAMAGED as error:
+        return Board(dataset, names, fault=f"a file of these jobs is damaged ({error})")
