@@ -156,6 +156,7 @@ DUMMY_MODEL = {
 }
 
 
+@pytest.mark.thorough
 def test_the_command_of_the_card_gives_the_same_shards(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(DUMMY_MODEL))
