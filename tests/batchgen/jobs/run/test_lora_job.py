@@ -159,6 +159,9 @@ def test_adapters_have_scores_of_their_own(
         (["model.lora=base"], "model.lora is base, the model without an adapter: leave it out"),
         (["model.lora=[{one}]", "model.lora_grid=true", "model.lora_column=id"], "choose one of"),
         (["model.lora=[{one},base]", "model.lora_column=which"], "has no column"),
+        (["model.lora_fold=true"], "model.lora_fold adds one adapter to the weights"),
+        (["model.lora=[{one},{two}]", "model.lora_grid=true", "model.lora_fold=true"], "adds one"),
+        (["model.lora={one}", "model.lora_fold=true", "model.quantization=fp8"], "in 16 or 32"),
         (["model.lora=nowhere"], "adapter nowhere: nowhere does not exist"),
     ],
 )
