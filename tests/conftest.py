@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,17 @@ any_time = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", any_time, max_examples=40)
 settings.register_profile("all", any_time, max_examples=1000)
 settings.load_profile("quick")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage while tests are found: there is hardly any, and it takes a fifth of the
+    time to look for it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,8 @@
-"""Measure what a job costs beside its engine: its rows, and workers beside each other.
+"""Measure what a job costs beside its engine: its rows, records of those that are begun, and
+workers beside each other.
 
 python scripts/bench/bench_job_layer.py job [--rows 200000] [--grade] [--report] [--rounds 3]
+python scripts/bench/bench_job_layer.py begun [--rows 256] [--tokens 3600]
 python scripts/bench/bench_job_layer.py workers [--workers 1,4] -- +experiment=nano_hybrid
 """
 
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from measuring import Mode, run_mode
-from modes import workers
+from modes import begun, workers
 from synthetic_job import InstantEngine, instant_job, integer_steps, must_be_flat
 
 from batchgen.jobs.run.graded_job import scores_of
@@ -134,6 +136,7 @@ def run_jobs(options: argparse.Namespace) -> list[Any]:
 
 MODES = {
     "job": Mode(add_job_arguments, run_jobs),
+    "begun": Mode(begun.add_arguments, begun.run),
     "workers": Mode(workers.add_arguments, workers.run),
 }
 

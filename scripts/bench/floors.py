@@ -178,8 +178,8 @@ def floor_seconds(
     half the bytes and twice the rate; experts in MXFP4, and layers in int4, have fewer bytes and
     the usual rate.
     """
-    size, speed = (1, 2) if in_fp8 else (_BYTES_PER_VALUE, 1)
-    size = int4_value_bytes(128) if in_int4 else size
+    speed = 2 if in_fp8 else 1
+    size = int4_value_bytes(128) if in_int4 else _BYTES_PER_VALUE / speed
     expert_size = VALUE_BYTES if in_mxfp4 else size
     body, experts = layer_params(config), expert_weights(config)
     head = config.hidden_size * config.vocab_size

@@ -1,18 +1,14 @@
-"""Trains LoRA adapters for nano_hybrid, the small model that comes with batchgen, on a CPU.
+"""Trains LoRA adapters for nano_vl, a small model that comes with batchgen, on a CPU.
 
 The model adds, but was never asked to double a number. Three adapters learn it from different
-amounts of practice, which takes about a minute in all on two cores:
+amounts of practice, in less than a minute on two cores:
 
     python scripts/nano/nano_adapters.py --out adapters
-    batchgen model=nano_hybrid 'model.lora=[adapters/steps10,adapters/steps40,adapters/steps120,base]' \\
-        model.lora_grid=true dataset=files dataset.path=adapters/doubles.jsonl dataset.id_column=id \\
-        prompt=chat 'prompt.user={{ question }}' sampling=greedy sampling.max_new_tokens=80 \\
-        'post=[Extract: {methods: [regex], pattern: "Answer: (\\d+)"}, Grade: {method: integer, target: final}]' \\
-        output.dir=doubles
-    batchgen compare doubles --by adapter
+    batchgen adapters/job.yaml
+    batchgen compare adapters/out --by adapter
 
 The folders are those that PEFT writes: adapter_config.json and adapter_model.safetensors.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -24,19 +20,42 @@ from random import Random
 
 import torch
 from nano_learning import answer_loss, chat, pad
-from nano_sums import Problem, is_held_out, sum_steps
+from nano_sums import is_held_out, sum_steps
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForImageTextToText
 
-SHIPPED = Path(__file__).parents[2] / "batchgen/data/nano_hybrid"
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj")
+SHIPPED = Path(__file__).parents[2] / "batchgen/data/nano_vl"
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK, ALPHA = 8, 16
-STEPS = (10, 40, 120)
+STEPS = (2, 5, 20)
 """After how many steps an adapter is written."""
 BATCH, LENGTH = 16, 96
 ROWS = 40
 WORDINGS = ("What is twice {a}?", "Double {a}.", "What is the double of {a}?")
+
+JOB = """\
+# Each question runs with each adapter and with the model alone, in one batch.
+model:
+  choice: nano_vl
+  lora: [base, {adapters}]
+  lora_grid: true
+dataset:
+  path: {out}/doubles.jsonl
+  id_column: id
+prompt.user: "{{{{ question }}}}"
+sampling:
+  choice: greedy
+  max_new_tokens: 64
+post:
+  - Extract:
+      methods: [regex]
+      pattern: 'Answer: (\\w+)'
+  - Grade:
+      method: exact
+      target: final
+output.dir: {out}/out
+"""
 
 
 class LowRankLinear(nn.Module):
@@ -54,14 +73,14 @@ class LowRankLinear(nn.Module):
         return added
 
 
-def doubles(split: str, seed: str) -> Iterator[Problem]:
-    """Yield problems of `train` or `held_out` without end."""
+def doubles(split: str, seed: str) -> Iterator[tuple[str, str, int]]:
+    """Yield problems of `train` or `held_out` without end: question, working and result."""
     random = Random(f"doubles {split} {seed}")
     while True:
         a = random.randint(10, 499)
         if is_held_out(f"2*{a}") == (split == "held_out"):
             question = random.choice(WORDINGS).format(a=a)
-            yield Problem("double", question, f"{', '.join(sum_steps(a, a))}.", 2 * a)
+            yield question, f"{a}+{a}: {', '.join(sum_steps(a, a))}.", 2 * a
 
 
 def adapted(model: nn.Module, generator: torch.Generator) -> dict[str, LowRankLinear]:
@@ -87,7 +106,7 @@ def write_adapter(folder: Path, layers: Mapping[str, LowRankLinear]) -> None:
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": "nano_hybrid",
+        "base_model_name_or_path": "nano_vl",
         "r": RANK,
         "lora_alpha": ALPHA,
         "target_modules": list(TARGETS),
@@ -103,14 +122,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_pretrained(SHIPPED, dtype=torch.float32)
     layers = adapted(model, torch.Generator().manual_seed(args.seed))
     learned = [p for layer in layers.values() for p in (layer.down, layer.up)]
     optimizer = torch.optim.AdamW(learned, lr=5e-3, weight_decay=0.0)
     practice = doubles("train", str(args.seed))
     for step in range(1, max(STEPS) + 1):
-        problems = [next(practice).texts(False) for _ in range(BATCH)]
-        batch = pad([chat(question.encode(), answer) for question, answer in problems], LENGTH)
+        problems = [next(practice) for _ in range(BATCH)]
+        chats = [chat(q.encode(), f"{working} Answer: {a}") for q, working, a in problems]
+        batch = pad(chats, LENGTH)
         loss = answer_loss(model(batch.ids).logits, batch)
         optimizer.zero_grad()
         loss.backward()
@@ -121,9 +141,11 @@ def main() -> None:
     held_out = doubles("held_out", "rows")
     with (args.out / "doubles.jsonl").open("w") as file:
         for number in range(ROWS):
-            problem = next(held_out)
-            row = {"id": f"d{number}", "question": problem.question, "final": str(problem.final)}
+            question, _, result = next(held_out)
+            row = {"id": f"d{number}", "question": question, "final": str(result)}
             file.write(json.dumps(row) + "\n")
+    adapters = ", ".join(f"{args.out}/steps{steps}" for steps in STEPS)
+    (args.out / "job.yaml").write_text(JOB.format(adapters=adapters, out=args.out))
 
 
 if __name__ == "__main__":

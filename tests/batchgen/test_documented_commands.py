@@ -30,6 +30,7 @@ PAGES = (
 FIRST_HOUR = ("quickstart", "guides/running", "guides/evals")
 FILES = {
     "job.yaml": "{}",
+    "adapters/job.yaml": "{}",
     "exam.yaml": "{}",
     "out/config.yaml": "{}",
     "evals/score.yaml": "{}",
@@ -68,7 +69,7 @@ def test_there_are_commands() -> None:
     assert len(_commands()) > 30
 
 
-@pytest.mark.quick(60)
+@pytest.mark.quick(20)
 @pytest.mark.parametrize("command", _commands())
 def test_a_documented_command_is_understood(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -74,6 +74,12 @@ def test_the_job_layer() -> None:
         assert error.code
 
 
+def test_records_of_begun_rows() -> None:
+    arguments = ["begun", "--rows", "3", "--tokens", "40"]
+    for found in run_mode("", bench_job_layer.MODES, arguments):
+        assert found["recorded"] == 1 and found["bytes"] >= 4 * 3 * 40
+
+
 @pytest.mark.quick(2)
 def test_figures_of_workers() -> None:
     attempts = [
@@ -96,6 +102,7 @@ def test_workers_beside_each_other() -> None:
     assert two["tokens_per_s"] > 0 and two["computed_twice"] <= 1
 
 
+@pytest.mark.thorough
 @ON_CPU
 @pytest.mark.parametrize("section", bench_kernels.SECTIONS)
 def test_kernels(section: str) -> None:

@@ -12,13 +12,13 @@ from batchgen.config.groups.constraint_config import NoConstraintConfig
 from batchgen.config.groups.job_config import COMMON_COLUMNS, JobConfig
 from batchgen.config.groups.model_sampling import OFF, sampling_text, sampling_values
 from batchgen.config.groups.sampling_config import SamplingConfig
-from batchgen.jobs.forecast.samples_per_row import MeasuredSamples, samples_per_row
 from batchgen.util.shorten import beginning
 from batchgen.util.text.text_table import counted
 
 if TYPE_CHECKING:
     from batchgen.engine.constraint.constraint import Constraint
     from batchgen.inputs.dataset.source import Source
+    from batchgen.jobs.forecast.samples_per_row import MeasuredSamples
     from batchgen.jobs.forecast.scan import Reading, Scan
     from batchgen.jobs.resolve.opened_job import OpenedJob
 
@@ -117,6 +117,7 @@ def _prompts(scan: Scan, room: int) -> str:
     )
     if scan.looked_at and scan.looked_at == sum(bad.count for bad in scan.bad.values()):
         text = f"none {found[-1]} can be made"
+        text += f"; {too_long.count} too long (room for {room:,})" if too_long else ""
     if scan.cut:
         text += f"; {scan.cut:,} cut to that"
     text += image_share(scan).replace("\n", f"\n{'':<10}  ")
@@ -172,6 +173,8 @@ def _shown_constraint(constraint: Constraint | None) -> str:
 def _dataset(config: JobConfig, number: int | None, measured: MeasuredSamples) -> str:
     group = config.dataset
     where = group.shown
+    from batchgen.jobs.forecast.samples_per_row import samples_per_row
+
     samples = samples_per_row(config.sampling, measured)
     rows = "a stream of rows" if number is None else counted(number, "question")
     if samples.known_by is not None:

@@ -100,8 +100,8 @@ class JobSummary:
 
     @property
     def rows_recorded(self) -> int:
-        """Of how many rows that are not finished there are records, by the workers of the last
-        attempt, as far as they said."""
+        """The number of rows that are begun and recorded and not finished, by what the workers of
+        the last attempt said."""
         session = self.attempt.get("session")
         last = (one for one in self.attempts if one.get("session") == session)
         return sum(one.get("rows_recorded", 0) for one in last)

@@ -150,15 +150,17 @@ def _too_few(k: str) -> str:
 
 def _rates(scores: Mapping[str, Any]) -> list[Line]:
     """The shares of samples without a mark, and with one to be careful with."""
-    rates, of = scores["rates"], f"of {scores['samples']:,} answers"
-    marked = f"no answer {percent(rates['no_answer'])}, truncated {percent(rates['truncated'])}"
+    rates, of = scores["rates"], f"of {counted(scores['samples'], 'answer')}"
+    shares = (
+        f"{percent(rates['no_answer'])} no answer found, {percent(rates['truncated'])} truncated"
+    )
     # Scores that earlier versions wrote do not say what cut texts count as, or have an answer.
     if rates["truncated"] and (meaning := COUNT_AS.get(scores.get("cut_texts", ""))) is not None:
-        marked += f" ({meaning})"
+        shares += f" ({meaning})"
     elif rates["truncated"] and (cut := rates.get("truncated_with_answer")) is not None:
-        marked += f" (with an answer {percent(cut)})"
-    unmarked = f"error {percent(rates['error'])}, grade error {percent(rates['grade_error'])}"
-    return [("marked", f"{marked} {of}"), ("not marked", f"{unmarked} {of}")]
+        shares += f" ({percent(cut)} of all have an answer)"
+    unmarked = f"{percent(rates['error'])} error, {percent(rates['grade_error'])} grade error"
+    return [(of, shares), ("not marked", unmarked)]
 
 
 def _bounds(metric: Mapping[str, Any], shown: Callable[[float | None], str] = percent) -> str:

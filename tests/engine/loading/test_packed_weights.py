@@ -252,19 +252,17 @@ def test_forms_may_differ_between_modules(
         ours = load_model(target, device=CPU, native_fp8=native)
         expected = run_paged(load_model(twin, device=CPU), IDS, [40])
         assert torch.allclose(run_paged(ours, IDS, [40]), expected, rtol=1e-4)
-    form = load_config(target).form
-    assert isinstance(form, PackedFormat) and form.int4 is None
-    assert form.name == "int4 and int8 and float8 (compressed-tensors)"
-    assert (form.activations, form.kv_cache) == ("float8", "FP8")
+    read = load_config(target).form
+    assert isinstance(read, PackedFormat) and read.int4 is None
+    assert read.name == "int4 and int8 and float8 (compressed-tensors)"
+    assert (read.activations, read.kv_cache) == ("float8", "FP8")
 
 
 @pytest.mark.parametrize("form", ["gptq", "int4 in groups"])
 def test_groups_out_of_order_must_be_declared(
     form: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    quantization, pack = FORMS[form]
-    folder, _ = write_packed(
-        tiny_model("qwen3"), tmp_path, quantization, partial(pack, ordered=True)
-    )
+    ordered: Pack = partial(gptq if form == "gptq" else pack_quantized, ordered=True)
+    folder, _ = write_packed(tiny_model("qwen3"), tmp_path, FORMS[form][0], ordered)
     with pytest.raises(ValueError, match=r"g_idx is out of order, and quantization_config does"):
         load_model(folder, device=CPU)

@@ -31,6 +31,7 @@ def finish(engine: LLMEngine) -> None:
         engine.step()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("number", "message"),
     [

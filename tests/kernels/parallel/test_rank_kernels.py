@@ -169,6 +169,7 @@ def test_all_ranks_have_the_columns_of_all(size: int) -> None:
             torch.testing.assert_close(torch.from_numpy(of_rank), expected, rtol=0, atol=1e-40)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_rank_after_the_other(dtype: torch.dtype) -> None:
     """What rank 1 sends is there before rank 0 runs, which then leaves what rank 1 needs."""

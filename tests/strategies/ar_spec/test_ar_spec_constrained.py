@@ -486,7 +486,7 @@ def texts_of_ar(small_models: Models) -> list[str]:
     return said_texts(small_models, None, 10**6)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("draft", ["itself", "far"])
 def test_rejection_has_the_law_of_ar_within_the_constraint(
     small_models: Models, texts_of_ar: list[str], draft: str

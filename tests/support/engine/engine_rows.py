@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 from torch import Tensor
 
 from batchgen.engine.caches.model_caches import paged_token_bytes
-from batchgen.engine.interface.outputs import RequestOutput
+from batchgen.engine.interface.outputs import Begun, RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
@@ -29,26 +29,37 @@ def run(
     engine: LLMEngine,
     requests: Sequence[Request | Scored | Pictured],
     aborts: Mapping[int, Sequence[int]] | None = None,
+    restarts: Collection[int] = (),
 ) -> list[RequestOutput]:
     """All outputs in order, with the strategy's columns besides those that they ask for; rows that
-    `aborts` names by step are not among them."""
+    `aborts` names by step are not among them. In the steps `restarts` all rows that are begun are
+    dropped, and added again with what they have."""
     columns = tuple(column.name for column in engine.strategy.columns)
-    for i, request in enumerate(requests):
+
+    def add(i: int, begun: Begun | None = None) -> None:
+        request = requests[i]
         prompt, params = request[:2]
         images = [x for x in request[2] if isinstance(x, Image)] if len(request) == 3 else []
         answer = [x for x in request[2] if isinstance(x, int)] if len(request) == 3 else []
         if answer:
             engine.add_request(str(i), prompt, params, answer)
         else:
-            engine.add_request(
-                str(i), prompt, replace(params, columns=(*params.columns, *columns)), images=images
-            )
+            asked = replace(params, columns=(*params.columns, *columns))
+            goes_on = engine.add_request(str(i), prompt, asked, images=images, begun=begun)
+            assert goes_on == (begun is not None)
+
+    for i in range(len(requests)):
+        add(i)
     outputs: dict[str, RequestOutput] = {}
     for step in itertools.count():
         if not engine.has_unfinished():
             break
         for i in (aborts or {}).get(step, ()):
             engine.abort(str(i))
+        for name in engine.begun_lengths() if step in restarts else ():
+            begun = engine.begun(name)
+            engine.abort(name)
+            add(int(name), begun)
         outputs |= {output.request_id: output for output in engine.step()}
         engine.scheduler.block_manager.check_integrity(engine.scheduler.running.rows)
     assert engine.scheduler.block_manager.usage == 0 and len(engine.scheduler.running) == 0

@@ -5,7 +5,7 @@ processes, because those take seconds to start.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -49,6 +49,7 @@ class Case:
     adaptive: bool = False
     tolerance: float = 1e-5
     aborts: Mapping[int, Sequence[int]] | None = None
+    restarts: Collection[int] = ()
     load_format: LoadFormat = "auto"
     vision: bool = False
     adapters: Mapping[str, Path] = field(default_factory=dict)
@@ -90,7 +91,7 @@ class Case:
         self, parallel: TensorParallel = ALONE, leader: Leader | None = None
     ) -> tuple[list[RequestOutput], LLMEngine]:
         with self.engine(parallel, leader) as engine:
-            return run(engine, self.requests, self.aborts), engine
+            return run(engine, self.requests, self.aborts, self.restarts), engine
 
 
 class _UntilNone:

@@ -153,10 +153,11 @@ def _count_tokens(path: Path) -> None:
     """Let all engines of this process append to a file how many tokens a step commits."""
     step, file = LLMEngine.step, os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
-    def counted(engine: LLMEngine) -> list[RequestOutput]:
-        before = engine.generated_tokens
-        outputs = step(engine)
-        os.write(file, b"%d\n" % (engine.scheduler.running.num_committed - before))
+    def counted(self: LLMEngine) -> list[RequestOutput]:
+        running = self.scheduler.running
+        before = running.num_committed
+        outputs = step(self)
+        os.write(file, b"%d\n" % (running.num_committed - before))
         return outputs
 
     LLMEngine.step = counted  # type: ignore[method-assign]

@@ -190,6 +190,7 @@ def _run(job: FakeJob) -> None:
     os._exit(job.run().exit_code)
 
 
+@pytest.mark.thorough
 def test_killed_and_paused_workers(whole: SharedJob, tmp_path: Path) -> None:
     """One worker is killed and one is paused for longer than it takes to be given up."""
     out = tmp_path / "out"

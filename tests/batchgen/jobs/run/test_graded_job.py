@@ -419,7 +419,7 @@ def _grade(out: str, log: str, isolated: bool) -> None:
     os._exit(0)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("isolated", "most"), [(False, 10), (True, 3)])
 def test_killed_again_and_again_while_grading(tmp_path: Path, isolated: bool, most: int) -> None:
     """Every row has its grade exactly once, and parts that were finished stay."""

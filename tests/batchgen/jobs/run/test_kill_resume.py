@@ -24,6 +24,7 @@ def _run(job: FakeJob) -> None:
     os._exit(job.run().exit_code)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rows_per_shard", "seed"),
     [(3, 1), *thorough((16, 0)), pytest.param(1000, 2, marks=pytest.mark.slow)],

@@ -56,6 +56,7 @@ def _run(folder: Path, rows: int, step_s: float) -> None:
     os._exit(max(result.exit_code for result in results.values()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("workers", "kills", "rows"), [(1, 4, 80), pytest.param(3, 25, 800, marks=pytest.mark.slow)]
 )

@@ -383,6 +383,7 @@ def _peak_rss(parts: ResolvedJob, job: FakeJob) -> tuple[float, float]:
     return max(peaks[: len(peaks) // 10]), max(peaks)
 
 
+@pytest.mark.thorough
 def test_memory_is_flat(tmp_path: Path) -> None:
     job = _job(tmp_path, rows=20_000, samples=1, rows_per_shard=500, max_num_seqs=256, bad=False)
     tenth, all_of_it = _peak_rss(job.parts(), job)

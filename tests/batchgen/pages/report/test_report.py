@@ -197,6 +197,7 @@ def test_rows_without_room_are_shortened_and_then_left_out(
     assert "had no room" in page.text
 
 
+@pytest.mark.thorough
 def test_many_rows_are_chosen_for_what_they_show(tmp_path: Path) -> None:
     rows = [row(i, k, "yes" if (i * 7 + k) % 5 else "no") for i in range(500) for k in range(2)]
     rows[100] = row(50, 0, text=None)

@@ -208,6 +208,7 @@ def test_a_tokenizer_is_part_of_the_model(
     assert "a different model, or its files have changed" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_set_is_audited_by_what_it_knows_of_its_jobs(
     job: Path, model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -330,6 +330,7 @@ def test_a_mistake_is_named_before_anything_is_sent(
     assert not hub.repos
 
 
+@pytest.mark.thorough
 def test_no_token_is_printed_or_written(hub: Hub, tmp_path: Path) -> None:
     """A process of its own, which knows the hub by HF_ENDPOINT alone, with a hub that fails."""
     job = job_of(tmp_path / "job")

@@ -21,6 +21,7 @@ def used(out: Path, *steps: str) -> int:
     return found
 
 
+@pytest.mark.thorough
 def test_steps_share_a_budget(
     model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

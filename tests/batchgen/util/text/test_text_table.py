@@ -56,14 +56,15 @@ def test_copies_cannot_tell_how_sure_a_score_is() -> None:
 def test_cut_texts_are_no_texts_without_a_mark() -> None:
     cut = [Sample(str(i), 0, 1.0, "5", truncated=i < 7) for i in range(10)]
     lines = dict(score_lines(score(Marks.of(cut))))
-    assert lines["marked"] == "no answer 0.0%, truncated 70.0% (with an answer 70.0%) of 10 answers"
-    assert lines["not marked"] == "error 0.0%, grade error 0.0% of 10 answers"
+    of = "of 10 answers"
+    assert lines[of] == "0.0% no answer found, 70.0% truncated (70.0% of all have an answer)"
+    assert lines["not marked"] == "0.0% error, 0.0% grade error"
     assert lines["score"].startswith("100.0%")
     lines = dict(score_lines(score(Marks.of(cut), None, "wrong")))
     assert lines["score"].startswith("30.0%")
-    assert "truncated 70.0% (counted as wrong) of 10 answers" in lines["marked"]
+    assert "70.0% truncated (counted as wrong)" in lines[of]
     lines = dict(score_lines(score(Marks.of(cut), None, "left_out")))
-    assert "truncated 70.0% (left out) of 10 answers" in lines["marked"]
+    assert "70.0% truncated (left out)" in lines[of]
 
 
 @pytest.mark.parametrize(("losses", "n"), [(4, 250), (5, 250), (6, 250), (6, 5000)])
