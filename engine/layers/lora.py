@@ -115,7 +115,7 @@ class LayerLoRA:
         self._stacked = self._empty(parts, width, depth, dtype, device, on_cpu)
         for slot, own in enumerate(factors):
             cut = [
-                (place.part, *_own_factors(place, own[place.name], depth, dtype))
+                (place.part, *own_factors(place, own[place.name], depth, dtype))
                 for place in places
                 if place.name in own
             ]
@@ -189,7 +189,7 @@ def _any(place: LoRAPlace, factors: Sequence[Mapping[str, Factors]]) -> bool:
     return any(place.name in own for own in factors)
 
 
-def _own_factors(
+def own_factors(
     place: LoRAPlace, factors: Factors, depth: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's A [rank, in] and scale · B [out, rank] in the layer's order and dtype."""

@@ -57,17 +57,28 @@ def _check_complete(adapter: AdapterFile, adapted: set[str], names: list[str]) -
 
 
 def add_adapters(
-    model: CausalLM, adapters: Mapping[str, AdapterFile], default: str | None = None
+    model: CausalLM,
+    adapters: Mapping[str, AdapterFile],
+    default: str | None = None,
+    *,
+    fold: bool = False,
 ) -> None:
     """Read adapters, by their names, and put them beside a model's layers, before it is packed.
 
-    Rows that ask for no adapter have `default`. Raises ValueError as `check_adapter` does.
+    Rows that ask for no adapter have `default`. With `fold` there is one adapter, which is added to
+    the weights instead; all of them are in the model's dtype. Raises ValueError as `check_adapter`
+    does.
     """
     factors: list[dict[str, Factors]] = []
     for adapter in adapters.values():
         check_adapter(adapter, model)
         read = adapter.read()
         factors.append({_piece_name(module, model): own for module, own in read.items()})
+    if fold:
+        (own,) = factors
+        for layer, path in _layers(model):
+            layer.fold_lora(path, own)
+        return
     ranks = tuple(max(one.rank for one in own.values()) for own in factors)
     model.lora = state = LoRAState(tuple(adapters), ranks, default)
     for layer, path in _layers(model):

@@ -65,6 +65,11 @@ class AdapterFile:
     config: AdapterConfig
     shapes: Mapping[str, tuple[int, ...]]
 
+    @property
+    def num_parameters(self) -> int:
+        """The numbers in all tensors."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
     def modules(self) -> dict[str, tuple[str, str]]:
         """Return the names of A and B in the file by the name of the module of the base model that
         they stand beside. Raises ValueError if one of the two is missing, or a tensor is neither.

@@ -99,6 +99,7 @@ def test_failures_of_a_job(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.thorough
 def test_what_a_user_sees_without_a_terminal(tmp_path: Path) -> None:
     job = FakeJob(str(tmp_path / "out"), bad=False, rows=3)
     found = _new_process(tmp_path, "-m", "tests.support.jobs.fake_job", json.dumps(asdict(job)))

@@ -220,6 +220,25 @@ def test_weights_in_fp8_stay_so(tiny_model: Callable[..., Path], tmp_path: Path)
     assert (np.abs(native[1:] - native[0]).mean(1) > 3 * rounding[0]).all()
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "phi3"])
+def test_a_folded_adapter_is_part_of_the_weights(
+    kind: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It is computed as a merged model is, to the rounding of its weights."""
+    base = tiny_model(kind)
+    first = two_adapters(base, tmp_path, TARGETS)["a"]
+    model = load_model(base, device=CPU, dtype=torch.float32)
+    add_adapters(model, {"a": open_adapter(first)}, fold=True)
+    assert model.lora is None
+    merged = load_model(merge(base, first, tmp_path / "merged"), device=CPU, dtype=torch.float32)
+    theirs = dict(merged.named_parameters())
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight, theirs[name], atol=1e-6, rtol=0)
+    plain = [(prompt, replace(params, lora=None)) for prompt, params in rows()]
+    found, expected = run(engine_of(model), plain), run(engine_of(merged), plain)
+    assert [one.token_ids for one in found] == [other.token_ids for other in expected]
+
+
 def test_an_unknown_adapter_is_an_error_of_the_row(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

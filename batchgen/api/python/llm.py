@@ -80,6 +80,8 @@ class LLM:
         lora: adapters that stand beside the weights, as PEFT writes them: a folder or hub name,
             which all prompts then have; or several of them, or a mapping of names to them, of which
             a prompt has the one that its parameters name (`lora`), and otherwise none.
+        lora_fold: whether the only adapter is added to the weights, which is as fast as without
+            one, and rounds otherwise.
         **engine: single keys of `EngineConfig`, such as `max_model_len`, `max_num_seqs` and
             `gpu_memory_utilization`; they go before those of `config`. Names that vLLM has for
             them are taken, too, and its other names are refused with a word on what to do.
@@ -107,6 +109,7 @@ class LLM:
         images: bool = True,
         max_pixels: int | None = None,
         lora: LoRA = None,
+        lora_fold: bool = False,
         **engine: Any,
     ) -> None:
         config = engine_config(config, engine)
@@ -116,7 +119,7 @@ class LLM:
         opened = open_model(model, revision, load_format, quantization)
         self._images = images_of(opened, max_pixels) if images else None
         opened = replace(opened, with_vision=self._images is not None)
-        opened = with_adapters(opened, lora)
+        opened = with_adapters(opened, lora, fold=lora_fold)
         strategy = ARStrategy() if strategy is None else copy.deepcopy(strategy)
         longest = config.model_len(opened.config.max_position_embeddings)
         max_model_len = strategy.model_len(longest, opened.config)

@@ -78,6 +78,7 @@ _PATHS = {
 }
 _SHORT = {path: name for name, path in _PATHS.items()}
 _SHORT |= {OWN + path: name for name, path in _FIRST_PATHS.items()}
+SHORT_NAMES = tuple(_PATHS)
 GONE = "slurm"
 """A launcher of version 0.1.0."""
 _WITHOUT = {"OrderChoices", *CLASSES["post"]} & _FIRST_PATHS.keys()

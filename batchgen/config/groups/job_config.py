@@ -54,9 +54,15 @@ class ModelGroup:
     lora: str | tuple[str, ...] | Mapping[str, str] | None = None
     lora_column: str | None = None
     lora_grid: bool = False
+    lora_fold: bool = False
 
     def __post_init__(self) -> None:
         check_choice(self.lora, self.lora_column, self.lora_grid)
+        if self.lora_fold and (self.adapter_column is not None or not only_one(self.lora)):
+            raise ConfigError(
+                "model.lora_fold adds one adapter to the weights of the whole job: give "
+                "model.lora=PATH alone, or set it to false"
+            )
         check(bool(self.path), "model.path", "a folder, a .gguf file or a hub name", self.path)
         if self.trust_remote_code:
             raise ConfigError(

@@ -11,10 +11,11 @@ import inspect
 import os
 import sys
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pkgutil import resolve_name
 from typing import Any
 
-from batchgen.config.groups.class_names import OWN, class_path
+from batchgen.config.groups.class_names import OWN, SHORT_NAMES, class_path
 from batchgen.config.groups.convert_value import Unsupported, check_keys, convert
 from batchgen.util.errors import ConfigError
 
@@ -34,7 +35,9 @@ def named_code(name: str, place: str) -> Any:
     try:
         found = resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{place}: {path} is not there: {error}") from None
+        near = get_close_matches(path.rpartition(".")[2], list(SHORT_NAMES), 1)
+        meant = f": did you mean {near[0]}?" if is_own and near else f": {error}"
+        raise ConfigError(f"{place}: {path} is not there{meant}") from None
     if is_own and not str(getattr(found, "__module__", "")).startswith(OWN):
         raise ConfigError(f"{place}: {path} is not batchgen's own: give the path of its own module")
     return found

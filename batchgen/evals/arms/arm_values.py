@@ -12,7 +12,7 @@ from batchgen.evals.arms.arm_table import ArmRow, ArmTable
 from batchgen.evals.graders.step import MARK
 from batchgen.evals.scores.compared_jobs import bound, difference, p_value
 from batchgen.evals.scores.intervals import Interval
-from batchgen.util.shorten import both_ends
+from batchgen.util.shorten import both_ends, short_name
 from batchgen.util.text.data_tables import csv_text
 from batchgen.util.text.text_table import columns, counted, number, percent
 
@@ -141,9 +141,11 @@ def remarks(table: ArmTable) -> list[str]:
                 f"Differences are to {names[id(first)]}{points}; p is by Holm over "
                 f"{counted(table.tests, 'test')}: below 0.05 it holds beside the others."
             )
+    arms: dict[str, list[str]] = {}
     for place, row in enumerate(table.rows):
-        found += [f"{letter(place)}: {text}" for text in _row_remarks(row, first)]
-    return found
+        for text in _row_remarks(row, first):
+            arms.setdefault(text, []).append(letter(place))
+    return [*found, *(f"{', '.join(letters)}: {text}" for text, letters in arms.items())]
 
 
 def _row_remarks(row: ArmRow, first: ArmRow | None) -> list[str]:
@@ -203,8 +205,16 @@ def _what(row: ArmRow) -> str:
         return "no score"
     if _told(row) or row.arm.name in row.arm.settings.values():
         return ""
-    shown = (f"{short_key(key)}={value}" for key, value in row.arm.settings.items())
-    return both_ends(", ".join(shown), _SETTINGS)
+    settings = row.arm.settings.items()
+    shown = [f"{short_key(key)}={_short_value(key, value)}" for key, value in settings]
+    kept = [text for at, text in enumerate(shown) if len(", ".join(shown[: at + 1])) <= _SETTINGS]
+    kept = kept or [both_ends(shown[0], _SETTINGS)]
+    more = len(shown) - len(kept)
+    return ", ".join(kept) + (f" and {more} more" if more else "")
+
+
+def _short_value(key: str, value: str) -> str:
+    return short_name(value) if key in ("model.path", "dataset.path") else value
 
 
 def short_key(key: str) -> str:

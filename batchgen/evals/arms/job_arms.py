@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from batchgen.evals.scores.asked_prompts import AskedExam
 
 _MOST_VALUES = 200
+_OF_SWEEPS = ("multirun.yaml", "sweep.yaml", "report.html")
+"""Files that a sweep writes beside its jobs."""
 _SEED_OF_NAME = re.compile(rf",?\b{re.escape(SEED)}=[^,]*")
 
 
@@ -56,6 +58,8 @@ def arm_folders(given: Sequence[str]) -> list[ArmFolder]:
     found: list[ArmFolder] = []
     for name in given:
         path = Path(step_folder(str(user_path(folder_here(name, "batchgen compare"), "OUT"))))
+        if path.name in _OF_SWEEPS and path.is_file():  # as in SWEEP/*
+            continue
         is_job = (path / MANIFEST).exists() or find_record(str(path)) is not None
         below = [] if is_job or not path.is_dir() else _jobs_in(path)
         found += [ArmFolder(one, str(Path(name) / one), listed=True) for one in below]
@@ -293,7 +297,7 @@ def _name(jobs: Sequence[_Job], rest: dict[str, str]) -> str:
     names = [job.folder.name for job in jobs]
     if len(names) == 1:
         return names[0]
-    bare = {_SEED_OF_NAME.sub("", name).strip(",") for name in names}
+    bare = {_SEED_OF_NAME.sub("", name).strip(",/") for name in names}
     name = bare.pop() if len(bare) == 1 else ",".join(f"{k}={v}" for k, v in rest.items())
     return name or "all seeds"
 

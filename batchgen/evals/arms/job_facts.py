@@ -37,7 +37,9 @@ def settings(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 def _keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for group in _GROUPS:
-        yield from _flat(group, config.get(group))
+        for key, value in _flat(group, config.get(group)):
+            if key != "model.name":  # which the path says, too
+                yield key, value
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -29,9 +29,10 @@ _MOST_BYTES = 64 * 2**20
 """The size of a tokenizer's file from which on an adapter's is refused; the largest have 33 MB."""
 
 
-def with_adapters(model: OpenedModel, given: LoRA) -> OpenedModel:
+def with_adapters(model: OpenedModel, given: LoRA, *, fold: bool = False) -> OpenedModel:
     """Return the model with these adapters; rows have the only one unless they ask for another.
-    Raises ValueError if one cannot be found, is damaged, or does not fit."""
+    With `fold` it is added to the weights. Raises ValueError if one cannot be found, is damaged,
+    or does not fit."""
     places = {name: place for name, place in named_places(given).items() if name != BASE}
     if not places:
         return model
@@ -39,6 +40,13 @@ def with_adapters(model: OpenedModel, given: LoRA) -> OpenedModel:
         raise ValueError(
             f"lora stands beside weights in safetensors, and {model.path.name} is a GGUF file: "
             "merge the adapter, or use the original checkpoint"
+        )
+    if fold and not only_one(given):
+        raise ValueError("lora_fold adds one adapter to the weights, and lora names several")
+    if fold and (model.config.form is not None or model.quantization is not None):
+        raise ValueError(
+            "lora_fold adds an adapter to weights in 16 or 32 bits, and those of this model are in "
+            "fewer: leave it false, and the adapter stands beside them"
         )
     weights = bare(model, torch.float32, [], units=Units(fp8=False, four_bits=False))
     found = {}
@@ -49,7 +57,10 @@ def with_adapters(model: OpenedModel, given: LoRA) -> OpenedModel:
         _warn_of_base(name, adapter, model)
         found[name] = adapter
     return replace(
-        model, adapters=found, default_adapter=next(iter(found)) if only_one(given) else None
+        model,
+        adapters=found,
+        default_adapter=next(iter(found)) if only_one(given) else None,
+        folds=fold,
     )
 
 

@@ -48,6 +48,7 @@ class OpenedModel:
         quantization: what is done to the weights while they load, as for `load_model`.
         with_vision: whether the tower that reads images is loaded, too.
         adapters: those that stand beside the weights, by their names.
+        folds: whether the only adapter is added to the weights when they are loaded.
         default_adapter: that of rows which ask for none; None: they have none.
     """
 
@@ -60,6 +61,7 @@ class OpenedModel:
     with_vision: bool = False
     adapters: Mapping[str, AdapterFile] = field(default_factory=dict)
     default_adapter: str | None = None
+    folds: bool = False
 
     def dtype(self, name: DtypeName, device: DeviceName) -> torch.dtype:
         """The dtype of weights and activations on a device, or ValueError if the machine lacks the
@@ -90,6 +92,12 @@ class OpenedModel:
                 return None
             return f"dequantised {packed.name}{instead}"
         return f"{'' if form.native else 'dequantised '}{format_name(form)}{instead}"
+
+    def adapter_bytes(self, dtype: torch.dtype) -> int:
+        """The bytes of the adapters that stand beside the weights, in this dtype."""
+        if self.folds:
+            return 0
+        return sum(one.num_parameters for one in self.adapters.values()) * dtype.itemsize
 
     def load(
         self,
@@ -140,7 +148,7 @@ class OpenedModel:
             vision=self.with_vision,
         )
         if self.adapters:
-            add_adapters(model, self.adapters, self.default_adapter)
+            add_adapters(model, self.adapters, self.default_adapter, fold=self.folds)
         return model
 
     def load_beside(self, model: CausalLM) -> CausalLM:

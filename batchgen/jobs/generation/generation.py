@@ -241,7 +241,10 @@ class Generation:
         images = [each.image for each in of_row_images]
         try:
             # The longest first: if it can be served, all can.
-            for number, ids in sorted(enumerate(choices), key=lambda pair: -len(pair[1])):
+            by_length = (
+                sorted(enumerate(choices), key=lambda pair: -len(pair[1])) if choices else ()
+            )
+            for number, ids in by_length:
                 of_choice = request_id._replace(choice=number)
                 self._engine.add_request(of_choice, prompt, SCORED, ids, images)
             begun = self._begun.find(request_id, asked)
@@ -301,10 +304,12 @@ class Generation:
             elif row.is_copied:
                 attempt.rows_copied += 1
             else:
-                given = (row.output.prompt_token_ids, row.output.answer_token_ids or ())
-                attempt.prompt_tokens += sum(map(len, given))
-                attempt.images += len(row.images or ())
-                attempt.image_tokens += sum(image["tokens"] for image in row.images or ())
-                attempt.generated_tokens += len(row.output.token_ids)
+                output = row.output
+                attempt.prompt_tokens += len(output.prompt_token_ids)
+                attempt.prompt_tokens += len(output.answer_token_ids or ())
+                attempt.generated_tokens += len(output.token_ids)
+                for image in row.images or ():
+                    attempt.images += 1
+                    attempt.image_tokens += image["tokens"]
                 attempt.rows_begun += row.begun_tokens > 0
                 attempt.tokens_begun += row.begun_tokens

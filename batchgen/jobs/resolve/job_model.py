@@ -27,7 +27,7 @@ def open_job_model(config: JobConfig) -> OpenedModel:
     with mistakes_in("model"):
         group = config.model
         model = open_model(group.path, group.revision, group.load_format, group.quantization)
-        return with_adapters(model, group.lora)
+        return with_adapters(model, group.lora, fold=group.lora_fold)
 
 
 def model_sampling(path: Path) -> Mapping[str, float]:

@@ -88,12 +88,16 @@ def frontier_chart(found: Frontier) -> Chart:
     is_share = found.column == "mark"
     what = "score" if is_share else found.column
     parts = frame.draw(found.x, what, y_text=percent if is_share else short)
+    places: dict[tuple[int, int], list[str]] = {}
     for point in points:
         x = frame.x(point.x)
         top, bottom = frame.y(point.high), frame.y(point.low)
         parts.append(tag("line", x1=x, x2=x, y1=top, y2=bottom, class_="whisker"))
         parts.append(tag("circle", cx=x, cy=frame.y(point.score.estimate), r=4, class_="dot"))
-        parts.append(text(point.letter, x + 7, frame.y(point.score.estimate) + 4, "tick"))
+        at = round(x), round(frame.y(point.score.estimate))
+        places.setdefault(at, []).append(point.letter)
+    for (x, y), letters in places.items():
+        parts.append(text(", ".join(letters), x + 7, y + 4, "tick"))
     shown = shown_value(found.column)
     rows = [
         (f"{p.letter}  {p.name}", number(p.x), *map(shown, (p.score.estimate, p.low, p.high)))

@@ -55,6 +55,11 @@ class JobFolderReader:
         self.storage = FolderStorage(path) if storage is None else storage
         if self.storage.in_place and path.is_dir():
             refuse_links(path)
+        if self.storage.in_place and path.is_file():
+            raise ConfigError(
+                f"{self.storage.shown} is a file, and not the output of a job: give a job's "
+                "output.dir"
+            )
         content = self.storage.read(path / "manifest.json")
         if content is None:
             is_there = self.storage.exists(path)

@@ -95,10 +95,11 @@ class OpenShard:
 
     def begin(self, row_index: int) -> list[int]:
         """The samples of a row that are neither done nor begun; they are begun from now on."""
-        begun = self.begun[row_index - self._first]
-        samples = [sample for sample in self.missing(row_index) if not begun[sample]]
+        place = row_index - self._first
+        taken = (self.done[place] | self.begun[place]).tolist()
+        samples = [sample for sample, is_taken in enumerate(taken) if not is_taken]
         for sample in samples:
-            begun[sample] = True
+            self.begun[place, sample] = True
         return samples
 
     def places(

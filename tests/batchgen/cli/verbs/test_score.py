@@ -61,7 +61,7 @@ def test_an_exam_says_what_cut_texts_count_as(
     job = finished_job(tmp_path / "job", rows, graded=True)
     assert run_verb("score", [str(job), option, "--save"]) == 0
     text = capsys.readouterr().out
-    assert f"score       {shown}" in text and marked in text
+    assert f"score         {shown}" in text and marked in text
     assert json.loads((job / "metrics.json").read_bytes())["score"]["cut_texts"] == count_as
     assert run_verb("report", [str(job)]) == 0
     page = (job / "report.html").read_text()
@@ -111,7 +111,9 @@ def test_numbers_of_a_judge_are_scored_and_shown_everywhere(
     job = finished_job(tmp_path / "job", rows, config={"score": {"column": "score"}})
     assert run_verb("grade", [str(job), post, "score.column=score"]) == 0
     said = capsys.readouterr().out
-    assert "score       7, new questions 4.636 to 9.364" in said and "range       4 to 9" in said
+    assert (
+        "score         7, new questions 4.636 to 9.364" in said and "range         4 to 9" in said
+    )
     assert "16.7% no answer found" in said
     scores = json.loads((job / "metrics.json").read_bytes())["score"]
     assert scores["column"] == "score" and scores["marked"] == 5 and "pass@1" not in scores
@@ -146,7 +148,7 @@ def test_the_chance_of_guesses_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     job = finished_job(tmp_path / "job", rows, [pa.field("choices", pa.list_(pa.string()))])
     post = "post=[{Extract: {methods: [whole]}}, {Grade: {method: choice}}]"
     assert run_verb("grade", [str(job), post]) == 0
-    assert "chance      37.5%" in capsys.readouterr().out
+    assert "chance        37.5%" in capsys.readouterr().out
     assert json.loads((job / "metrics.json").read_bytes())["score"]["chance"] == 0.375
     assert run_verb("report", [str(job)]) == 0
     assert "Of guesses 37.5% would be right" in (job / "report.html").read_text()
@@ -188,7 +190,7 @@ def test_a_job_that_runs_is_scored_so_far(
     assert "the job is not complete" in capsys.readouterr().err
     assert run_verb("score", [str(job), "--so-far"]) == 0
     said = capsys.readouterr().out
-    assert "so far      8 of 16 answers (50.0%)" in said and "score       62.5%" in said
+    assert "so far        8 of 16 answers (50.0%)" in said and "score         62.5%" in said
     assert "those of up to 4 tokens have 100.0%, the longer half 25.0%" in said
     assert "31.2% to 81.2%, if those that are missing were wrong, or right" in said
     assert run_verb("score", [str(job), "--so-far", "--json"]) == 0

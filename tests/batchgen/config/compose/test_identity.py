@@ -30,7 +30,7 @@ PRINTS = {"model": "m", "dtype": "float32"}
 MODEL: dict[str, Any] = {
     "dtype": "bfloat16", "load_format": "gguf", "quantization": "fp8", "trust_remote_code": True,
     "path": "other", "name": "other", "revision": "other", "lora": "other",
-    "lora_column": "other", "lora_grid": True,
+    "lora_column": "other", "lora_grid": True, "lora_fold": True,
 }  # fmt: skip
 PRINTED = ("path", "name", "revision", "lora")
 """What these decide, the fingerprints of the files of model and adapters say."""
@@ -80,7 +80,7 @@ def walked() -> Iterator[tuple[str, str, Any]]:
     for name, group, values in (("hf", "model", MODEL), ("default", "engine", ENGINE)):
         assert values.keys() == choice_values(group, name).keys(), "a key is without another value"
         for key, value in values.items():
-            yield "model.lora=[a]" * (key in OF_ROWS), f"{group}.{key}", value
+            yield "model.lora=[a]" * key.startswith("lora_"), f"{group}.{key}", value
     for choice in choices("strategy"):
         known = choice_values("strategy", choice).keys() - {"_target_"}
         assert STRATEGY[choice].keys() == known, "a key is without another value"

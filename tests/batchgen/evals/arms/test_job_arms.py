@@ -154,3 +154,15 @@ def test_the_page_about_a_sweep(sweep: Path, capsys: pytest.CaptureFixture[str])
     page = (sweep / "report.html").read_text()
     assert "sampling.temperature=0.5" in page and "Score by sampling.temperature" in page
     assert "averaged over sampling.seed 1, 2" in page and "<script" not in page
+
+
+def test_files_of_a_sweep_are_no_jobs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a shell makes them of SWEEP/*; any other file is a mistake of every verb."""
+    for name in ("multirun.yaml", "report.html"):
+        (sweep / name).write_text("x")
+    assert len(table(*sorted(sweep.iterdir())).rows) == 2
+    (sweep / "notes.txt").write_text("x")
+    for verb in ("compare", "score", "grade"):
+        more = [str(sweep)] if verb == "compare" else []
+        assert run_verb(verb, [str(sweep / "notes.txt"), *more]) == 2
+        assert "notes.txt is a file, and not the output of a job" in capsys.readouterr().err
