@@ -295,7 +295,8 @@ def test_jobs_that_share_an_engine_go_on(model: Path, rows: Path, tmp_path: Path
         for name, seed in names.items():
             config = compose({}, overrides(model, rows, out / name, *LONG, seed))
             jobs[name] = SharingJob(config, resolve_job(config))
-        return run_jobs(jobs, jobs["first"].parts.build_engine)
+        build: Any = jobs["first"].parts.build_engine
+        return run_jobs(jobs, build)
 
     run_both(tmp_path / "whole")
     for stop_at in (30, 45):
