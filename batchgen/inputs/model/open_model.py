@@ -93,6 +93,12 @@ class OpenedModel:
             return f"dequantised {packed.name}{instead}"
         return f"{'' if form.native else 'dequantised '}{format_name(form)}{instead}"
 
+    def adapter_bytes(self, dtype: torch.dtype) -> int:
+        """The bytes of the adapters that stand beside the weights, in this dtype."""
+        if self.folds:
+            return 0
+        return sum(one.num_parameters for one in self.adapters.values()) * dtype.itemsize
+
     def load(
         self,
         dtype: DtypeName,

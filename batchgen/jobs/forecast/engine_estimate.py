@@ -98,6 +98,7 @@ def estimate_engine(
     heads = strategy_heads(opened.strategy, opened.model)
     ranks = config.engine.tensor_parallel
     target = bare(opened.model, dtype, heads, ranks, units=units)
+    target.weight_bytes += opened.model.adapter_bytes(dtype)
     others = {
         name: bare(other, dtype, [], ranks, units=units) for name, other in opened.others.items()
     }

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from batchgen.cli.verbs import compare, score
+from batchgen.inputs.model.model_adapters import with_adapters
+from batchgen.inputs.model.open_model import open_model
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.util.errors import ConfigError
 from tests.support.engine.lora_files import merge, write_adapter
@@ -50,7 +53,9 @@ def test_a_grid_is_each_adapter_by_itself(
 ) -> None:
     """The answers of an adapter in a grid are those of a job of it alone, with the same seeds, and
     of the model that it is merged into."""
-    run(overrides(model, rows, tmp_path / "grid", *grid(adapters)))
+    run(overrides(model, rows, tmp_path / "grid", *grid(adapters), "dataset.limit=3"))
+    assert len(by_adapter(tmp_path / "grid")["one"]) == 3 * 2
+    run(overrides(model, rows, tmp_path / "grid", *grid(adapters)))  # it grows
     found = by_adapter(tmp_path / "grid")
     assert list(found) == ["one", "base", "two"]
     run(overrides(model, rows, tmp_path / "base"))
@@ -66,6 +71,15 @@ def test_a_grid_is_each_adapter_by_itself(
     result = run(overrides(model, rows, tmp_path / "grid", *grid(adapters)))
     assert "nothing was computed" in str(result)
     assert contents(tmp_path / "grid") == before
+
+
+def test_the_plan_counts_the_memory_of_adapters(model: Path, adapters: dict[str, Path]) -> None:
+    opened = open_model(str(model), None, "auto")
+    given = {name: str(path) for name, path in adapters.items()}
+    beside, alone = with_adapters(opened, given), opened.load("float32", "cpu")
+    loaded = beside.load("float32", "cpu")
+    assert loaded.weight_bytes - alone.weight_bytes == beside.adapter_bytes(torch.float32) > 0
+    assert with_adapters(opened, given["one"], fold=True).adapter_bytes(torch.float32) == 0
 
 
 def test_a_column_names_each_row_s_adapter(
