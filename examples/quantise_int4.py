@@ -20,7 +20,7 @@ import batchgen
 from batchgen.kernels.four_bit.int4_weight import quantise_int4
 
 PROJECTION = re.compile(r"layers\.\d+\..*_proj(\.weight)?$")
-"""Of attention, of feed-forward layers and of experts."""
+"""Linear layers of attention, of feed-forward parts and of experts."""
 
 
 def quantise(source: Path, target: Path, group: int) -> int:

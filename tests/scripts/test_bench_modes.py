@@ -51,7 +51,7 @@ def test_two_ranks() -> None:
 @ON_CPU
 @pytest.mark.slow
 def test_the_price_of_equal_bits() -> None:
-    """Of a mixture, whose experts are chosen by chance, and of block diffusion."""
+    """Models of a mixture, whose experts are chosen by chance, and of block diffusion are timed."""
     arguments = ["--models", "tiny-moe,tiny-sdar", "--layers", "1", "--requests", "2"]
     arguments += ["--workloads", "smoke", "--rounds", "2", "--cache-gib", "0.02"]
     found = run_mode("", bench_engine.MODES, ["price", *arguments])

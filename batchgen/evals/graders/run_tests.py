@@ -30,11 +30,12 @@ class RunTests:
     it passes all of them.
 
     Programs run in a sandbox of bubblewrap (apt-get install bubblewrap): without network, files of
-    this machine, other processes and variables of the environment. Where there is none, or where a
-    program gets out of it when the job begins, the job is refused. `test_result` says what came of
-    a program: passed, wrong, timeout, crash (an error, or too much memory or output) or forbidden
-    (it made a process, a socket or the like); the first test that fails ends it. Results are kept
-    in the user's cache, and a program with the same tests is run once.
+    this machine, a place to write, other processes and variables of the environment. Where there is
+    none, or where a program gets out of it when the job begins, the job is refused. `test_result`
+    says what came of a program: passed, wrong, timeout, crash (an error, or too much memory or
+    output) or forbidden (it made a process, a socket or the like); the first test that fails
+    ends it. Results are kept in the user's cache, and a program with the same tests is run
+    once.
 
     - `assert`: the tests are code that calls the program and raises AssertionError. It runs in a
       sandbox of its own, and gets copies of what the program returns: None, numbers, texts, bytes,

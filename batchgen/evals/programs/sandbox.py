@@ -1,8 +1,9 @@
 """A sandbox for a program of a stranger: bubblewrap, limits and a filter of system calls.
 
-The program sees the libraries of the system and Python's own, all read-only, and a small /tmp. It
-has no home, no network, no /proc, no variables of the environment, and sees no process but its own.
-It is one process, which cannot make others, and so its memory is bounded by its address space.
+The program sees the libraries of the system and Python's own, all read-only. It has no home, no
+place to write, no network, no /proc, no variables of the environment, and sees no process but its
+own. It is one process, which cannot make others, and so its memory is bounded by its address space:
+files in memory would not be, as nothing limits how many empty ones there are.
 """
 
 from __future__ import annotations
@@ -27,13 +28,11 @@ _INSIDE = Path(__file__).with_name("inside")
 _HARNESS = "/harness"
 _PACKAGE = "batchgen.evals.programs.inside"
 _START = f"import sys; sys.path.insert(0, {_HARNESS!r}); from {_PACKAGE}.%s import main; main()"
-_FILE_BYTES = 16 << 20
-"""Bytes of /tmp, and of one file there."""
 _END_SECONDS = 5.0
 """The longest time between a program's last word and its end."""
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _ENVIRONMENT = {
-    "HOME": "/tmp",
+    "HOME": "/",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1",
@@ -118,7 +117,6 @@ class Sandbox:
         """
         options = {
             "memory_bytes": self.memory_bytes,
-            "file_bytes": _FILE_BYTES,
             "cpu_seconds": max(1, round(self.seconds)),
             "here": _HARNESS,
             "verdict": verdict,
@@ -154,7 +152,7 @@ class Sandbox:
         for name, value in _ENVIRONMENT.items():
             made += ["--setenv", name, value]
         made += self._bound
-        made += ["--size", str(_FILE_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+        made += ["--dir", "/tmp", "--chdir", "/"]
         for path, fd in files.items():
             made += ["--ro-bind-data", str(fd), path]
         made += ["--seccomp", str(filter_fd), "--json-status-fd", str(status)]

@@ -52,7 +52,7 @@ def _rows(subset: str, scores: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def score_cells(scores: JobScores) -> list[tuple[str, ...]]:
-    """The same as texts, without rates, and what says no more than the score."""
+    """Texts of these values, without rates, and without what says no more than the score."""
     some = scores.score or next(iter(scores.adapters.values()), {})
     shown = score_value(some)
     return [

@@ -251,6 +251,7 @@ class Generation:
             if self._engine.add_request(request_id, prompt, params, answer, images, begun=begun):
                 request.begun_tokens = 0 if begun is None else len(begun.token_ids)
         except RequestError as error:
+            self._begun.forget(request_id)
             return request.finished(error=error)
         self._in_flight[request_id] = request
         return None

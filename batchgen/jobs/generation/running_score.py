@@ -25,8 +25,8 @@ _SHARE, _ALWAYS = 0.01, 0.05
 """The share of the time that grading for the bar may take, and seconds that it may take anyway.
 Answers beyond that are left out of the running score."""
 _SHARE_BESIDE, _FIRST, _MOST = 0.05, 20.0, 32
-"""Of steps that need a process: the share of its time, after how many seconds it begins, and how
-many answers it gets at once."""
+"""Limits of steps that need a process: the share of its time, after how many seconds it begins, and
+how many answers it gets at once."""
 _LOOK_SECONDS = 5.0
 
 

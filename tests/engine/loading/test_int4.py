@@ -119,7 +119,7 @@ def test_a_model_in_int4_equals_its_dequantised_twin(
 def test_the_ranks_hold_every_value_once(
     kind: str, sizes: dict[str, Any], tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """Of groups of 128 that end at 64 on the first rank, both have the scale."""
+    """Groups of 128 that end at 64 on the first rank have their scale on both."""
     group = partial(pack_quantized, group=128 if kind == "qwen3" else 32, zero=True)
     quantization = json.loads(json.dumps(INT4).replace("32", "128" if kind == "qwen3" else "32"))
     sizes = sizes | {"intermediate_size": 384 if kind == "qwen3" else 256}

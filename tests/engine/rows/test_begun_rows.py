@@ -135,7 +135,16 @@ CASES: list[tuple[Callable[[TinyModel, str], tuple[Make, list[Request]]], str]] 
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0].__name__}-{case[1]}")
+QUICK = ("ngram", "rejection", "guided", "qwen3_5_moe_text")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, marks=[] if case[1] in QUICK else pytest.mark.slow, id=case[1])
+        for case in CASES
+    ],
+)
 def case(request: pytest.FixtureRequest, tiny_model: TinyModel) -> tuple[Make, list[Request], Any]:
     prepare, kind = request.param
     make, rows = prepare(tiny_model, kind)
@@ -146,7 +155,7 @@ def case(request: pytest.FixtureRequest, tiny_model: TinyModel) -> tuple[Make, l
 
 @given(seed=st.integers(0, 2**32))
 @settings(
-    max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_rows_that_are_stopped_at_any_step(
     case: tuple[Make, list[Request], Any], seed: int

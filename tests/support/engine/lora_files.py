@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.support.engine.edited_models import edit_weights
 
-SKIPPED = re.compile(r"experts\.\d|visual|vision_tower")
+SKIPPED = re.compile(r"experts\.\d|visual|vision_tower|^mtp")
 """Modules that batchgen has no adapters for."""
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -21,7 +21,7 @@ def begin() -> dict[str, Any]:
     limits = {
         resource.RLIMIT_AS: (options["memory_bytes"],) * 2,
         resource.RLIMIT_CPU: (seconds, seconds + 1),
-        resource.RLIMIT_FSIZE: (options["file_bytes"],) * 2,
+        resource.RLIMIT_FSIZE: (0, 0),
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_NOFILE: (_MANY, _MANY),
         resource.RLIMIT_NPROC: (_MANY, _MANY),

@@ -49,7 +49,7 @@ def test_holm_keeps_the_order_and_is_at_least_p(values: list[float], random: obj
 
 
 def test_holm_keeps_its_word_over_tables_of_equal_arms() -> None:
-    """Of 400 tables with five equal arms at most about 5 of 100 have any p below 0.05."""
+    """At most about 5 of 100 tables with five equal arms have any p below 0.05; 400 are drawn."""
     rng = np.random.default_rng(3)
     any_below = 0
     for _ in range(400):

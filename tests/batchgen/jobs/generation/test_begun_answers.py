@@ -30,6 +30,7 @@ from batchgen.storage.shards.journal import Journal
 from batchgen.storage.shards.output_writer import OutputWriter
 from batchgen.storage.stores import object_storage
 from batchgen.util.errors import JobError
+from tests.support.cases import some_slow
 from tests.support.jobs.job_comparison import finished_rows
 from tests.support.jobs.object_files import FaultyFiles, use
 from tests.support.jobs.real_job import ROWS, VOCAB, overrides, run, save_tokenizer
@@ -142,7 +143,10 @@ def test_a_stopped_job_goes_on_with_what_it_has_begun(
     assert not (out / "journal").exists() and told[-1]["rows_recorded"] == 0
 
 
-@pytest.mark.parametrize("strategy", ["ar", "ar_spec", "constraint", "until", "reasoning"])
+@pytest.mark.parametrize(
+    "strategy",
+    some_slow(["ar", "ar_spec", "constraint", "until", "reasoning"], quick=["constraint"]),
+)
 def test_a_killed_job_goes_on_from_its_records(
     model: Path, rows: Path, tmp_path: Path, strategy: str
 ) -> None:
@@ -191,6 +195,7 @@ def test_files_of_records_do_not_pile_up(model: Path, rows: Path, tmp_path: Path
         assert 1 <= len({name.split(".")[1] for name in records(out)}) <= 2, number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["sampling.seed=4", "sampling.max_new_tokens=70"])
 def test_nothing_goes_on_with_other_tokens(
     model: Path, rows: Path, tmp_path: Path, change: str
@@ -229,6 +234,7 @@ def test_a_full_disk_costs_the_records_alone(
     assert capsys.readouterr().err.count("rows that are begun are not recorded any more") == 1
 
 
+@pytest.mark.slow
 def test_damaged_records_are_passed_over(model: Path, rows: Path, tmp_path: Path) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     run(overrides(model, rows, whole, *LONG))
@@ -280,6 +286,7 @@ def test_a_job_in_an_object_store_goes_on(
     assert not [name for name in files.store if name.endswith(BEGUN)]
 
 
+@pytest.mark.slow
 def test_jobs_that_share_an_engine_go_on(model: Path, rows: Path, tmp_path: Path) -> None:
     names = {"first": "sampling.seed=1", "second": "sampling.seed=2"}
 
