@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 GAP = Markup(' <span class="gap">… {} characters left out …</span> ')
-_SIGN = re.compile(r"[/,=.]+(?=.)")
+_SIGN = re.compile(r"[/,=]+(?=.)|\.(?=[A-Za-z])")
 SPAN = Markup('<mark title="{}">{}</mark>')
 
 
