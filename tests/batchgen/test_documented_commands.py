@@ -41,16 +41,22 @@ FILES = {
 }
 
 
-FILES["pipeline.yaml"] = re.findall(
-    r"```yaml\n(.*?)```", (ROOT / "docs/guides/pipelines.md").read_text(encoding="utf-8"), re.S
-)[0]
+def _yaml_block(page: str, holds: str) -> str:
+    """The first block of YAML on a page with this text in it."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    return next(block for block in blocks if holds in block)
+
+
+FILES["pipeline.yaml"] = _yaml_block("docs/guides/pipelines.md", "steps:")
+FILES["simpleqa.yaml"] = _yaml_block("docs/guides/evals.md", "template: simpleqa")
 
 
 OTHER_MACHINES = (
     "s3://", "launcher=", "/shared/", "Qwen/", "batchgen view", "--follow", " …", "math500",
-    "score a ", "compare a b",
+    "score a ", "compare a b", "simpleqa", "--multirun", "compare sweep",
 )  # fmt: skip
-"""In commands that need a cluster, a store, a GPU or a browser, or that do not end."""
+"""In commands that need a cluster, a store, a GPU or a browser, do not end, or take long."""
 
 
 def _page(name: str) -> str:
