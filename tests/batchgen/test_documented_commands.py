@@ -44,7 +44,7 @@ FILES = {
 def _yaml_block(page: str, holds: str) -> str:
     """The first block of YAML on a page with this text in it."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    blocks: list[str] = re.findall(r"```yaml\n(.*?)```", text, re.S)
     return next(block for block in blocks if holds in block)
 
 
