@@ -152,6 +152,7 @@ MODES: dict[str, tuple[str, Callable[[], Strategy], dict[str, Any], bool]] = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_row_is_what_it_is_alone(
     mode: str, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -186,6 +187,7 @@ def test_prefixes_are_shared_by_rows_of_one_adapter_only(
     assert all(cached(name).num_cached_tokens == 48 for name in (None, "a", "b"))
 
 
+@pytest.mark.thorough
 def test_ranks_divide_adapters(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     base = tiny_model("llama")
     adapters = two_adapters(base, tmp_path)

@@ -141,7 +141,7 @@ QUICK = ("ngram", "rejection", "guided", "qwen3_5_moe_text")
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(case, marks=[] if case[1] in QUICK else pytest.mark.slow, id=case[1])
+        pytest.param(case, marks=[] if case[1] in QUICK else pytest.mark.thorough, id=case[1])
         for case in CASES
     ],
 )

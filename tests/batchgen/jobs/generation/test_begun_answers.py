@@ -195,7 +195,7 @@ def test_files_of_records_do_not_pile_up(model: Path, rows: Path, tmp_path: Path
         assert 1 <= len({name.split(".")[1] for name in records(out)}) <= 2, number
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", ["sampling.seed=4", "sampling.max_new_tokens=70"])
 def test_nothing_goes_on_with_other_tokens(
     model: Path, rows: Path, tmp_path: Path, change: str
@@ -234,7 +234,7 @@ def test_a_full_disk_costs_the_records_alone(
     assert capsys.readouterr().err.count("rows that are begun are not recorded any more") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_damaged_records_are_passed_over(model: Path, rows: Path, tmp_path: Path) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     run(overrides(model, rows, whole, *LONG))
@@ -250,6 +250,7 @@ def test_damaged_records_are_passed_over(model: Path, rows: Path, tmp_path: Path
     assert shards(out) == shards(whole)
 
 
+@pytest.mark.thorough
 def test_a_job_in_an_object_store_goes_on(
     model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,7 +287,7 @@ def test_a_job_in_an_object_store_goes_on(
     assert not [name for name in files.store if name.endswith(BEGUN)]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_jobs_that_share_an_engine_go_on(model: Path, rows: Path, tmp_path: Path) -> None:
     names = {"first": "sampling.seed=1", "second": "sampling.seed=2"}
 
