@@ -16,6 +16,7 @@ class ApertusForCausalLM(DenseForCausalLM):
     """Apertus: between the projections of its MLPs stands xIELU."""
 
     qk_norm = "head"
+    plain = "xielu"
 
     hf_class = "ApertusConfig"
 
@@ -29,7 +30,6 @@ class ApertusForCausalLM(DenseForCausalLM):
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=False,
-            plain="xielu",
         )
 
     @classmethod

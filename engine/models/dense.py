@@ -107,6 +107,8 @@ class DenseForCausalLM(CausalLM):
     """What an RMSNorm of queries and of keys is computed over, if there is one."""
     norm_places: ClassVar[NormPlaces] = "before"
     """Where norms stand: before each part of a layer, after it, or both."""
+    plain: ClassVar[PlainFunction | None] = None
+    """The function of MLPs without a gate; None: they have one."""
     zero_centred: ClassVar[bool] = False
     """Whether checkpoints hold the weights of norms minus 1 (`RMSNorm`)."""
     norms_in_float: ClassVar[bool] = False
@@ -230,7 +232,6 @@ def dense_config(
     attention_scale: float | None = None,
     attention_cap: float | None = None,
     gate: GateFunction = "silu",
-    plain: PlainFunction | None = None,
     logit_cap: float | None = None,
     logit_divisor: float = 1.0,
     embedding_scale: float = 1.0,
@@ -242,7 +243,7 @@ def dense_config(
 
     Raises ValueError if the engine lacks something it needs, which the message names.
     """
-    activation = plain or "silu"
+    activation = model.plain or "silu"
     if gate == "silu" and hf.hidden_act != activation:
         raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported, only {activation!r}")
     rope = rope or rope_from_parameters(hf.rope_parameters)
@@ -261,7 +262,7 @@ def dense_config(
         attention_scale=attention_scale,
         attention_cap=attention_cap,
         gate=gate,
-        plain=plain,
+        plain=model.plain,
         logit_cap=logit_cap,
         logit_divisor=logit_divisor,
         embedding_scale=embedding_scale,
