@@ -34,6 +34,7 @@ class Arm:
         folders: of its jobs, as the user named them.
         marks: of its answers; None without a score.
         without: why it has no score; empty if it has one.
+        damaged: whether that is a file that cannot be read.
         other_exam: what makes its exam another one than that of the first; empty if nothing does.
         anyway: whether it is compared with the first though it sat another exam.
         settings: of its configuration, and the value of the column by which rows are arms, what
@@ -48,6 +49,7 @@ class Arm:
     folders: tuple[str, ...] = ()
     marks: Marks | None = None
     without: str = ""
+    damaged: bool = False
     other_exam: str = ""
     anyway: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)

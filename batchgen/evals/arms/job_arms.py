@@ -140,11 +140,15 @@ class _Job:
 
     Attributes:
         without: why it has no score; empty as long as nothing is known to be wrong.
+        damaged: whether that is a file of the job that cannot be read.
         settings: in what it differs from others.
     """
 
-    def __init__(self, folder: ArmFolder, job: GradedJob | None, without: str) -> None:
+    def __init__(
+        self, folder: ArmFolder, job: GradedJob | None, without: str, *, damaged: bool = False
+    ) -> None:
         self.folder, self.job, self.without = folder, job, without
+        self.damaged = damaged
         self.score: ScoreConfig | None = None
         self.config: dict[str, Any] = {}
         self.metrics: dict[str, Any] = {}
@@ -163,13 +167,13 @@ class _Job:
         except (ConfigError, JobError) as error:
             if not folder.listed and not (path / MANIFEST).exists():
                 GradedJob(folder.folder, "compare")  # it says what there is instead
-            return _Job(folder, None, str(error))
+            return _Job(folder, None, str(error), damaged=isinstance(error, JobError))
         if not is_config(made.config):
             return _Job(folder, None, f"{folder.folder}/config.yaml is not that of a job")
         try:
             made.job = GradedJob(folder.folder, "compare")
         except (ConfigError, JobError) as error:
-            made.without = str(error)
+            made.without, made.damaged = str(error), isinstance(error, JobError)
             return made
         made.score = scoring(made.job, overrides).score
         made.job.warn_of_copies()
@@ -196,7 +200,7 @@ class _Job:
             except (ConfigError, JobError) as error:
                 if by is not None and self.has_score(None):
                     raise
-                self.without = str(error)
+                self.without, self.damaged = str(error), isinstance(error, JobError)
                 return None
         return self._tables[by]
 
@@ -286,6 +290,7 @@ def _arm(jobs: Sequence[_Job]) -> Arm:
         _name(jobs, rest),
         tuple(job.folder.folder for job in jobs),
         without="; ".join(job.without for job in jobs if job.without),
+        damaged=any(job.damaged for job in jobs),
         settings=rest,
         seeds=seeds,
         metrics={key: sum(own[key] for own in numbers) / len(numbers) for key in shared},
@@ -357,24 +362,26 @@ def _differences(first: _Job, job: _Job) -> list[str]:
 
 
 def refuse_nothing(table: ArmTable, folders: Sequence[ArmFolder]) -> None:
-    """Raise ConfigError if the user named jobs one by one, and no two can be compared."""
+    """Raise an error if the user named jobs one by one, and no two can be compared: JobError if a
+    file of the first that is not is damaged, else ConfigError."""
     if any(row.difference is not None for row in table.rows):
         return
     if any(folder.listed for folder in folders) or len(table.rows) < 2:
-        if table.first is None:
-            raise ConfigError(_first_fault(table))
-        return
-    raise ConfigError(_first_fault(table))
+        if table.first is not None:
+            return
+    raise _first_fault(table)
 
 
-def _first_fault(table: ArmTable) -> str:
+def _first_fault(table: ArmTable) -> ConfigError | JobError:
     """Why the first arm that is not compared is not."""
     for row in table.rows:
         if row.arm.without:
-            return row.arm.without
+            return (JobError if row.arm.damaged else ConfigError)(row.arm.without)
         if row.arm.other_exam:
             first = table.first
             assert first is not None
             names = f"{first.arm.folders[0]} and {row.arm.folders[0]}"
-            return f"{names} are not one exam: {row.arm.other_exam}: --anyway compares them"
-    return "the jobs have no question with marks in both: nothing to compare"
+            return ConfigError(
+                f"{names} are not one exam: {row.arm.other_exam}: --anyway compares them"
+            )
+    return ConfigError("the jobs have no question with marks in both: nothing to compare")
