@@ -113,6 +113,8 @@ class DenseForCausalLM(CausalLM):
     """Whether checkpoints hold the weights of norms minus 1 (`RMSNorm`)."""
     norms_in_float: ClassVar[bool] = False
     """Whether norms multiply by their weights in float32 (`RMSNorm`)."""
+    norms_follow_rotation: ClassVar[bool] = False
+    """Whether queries and keys are normalised behind their rotation."""
     gguf_permutes_qk: ClassVar[bool] = False
     """Whether GGUF files of this model hold the rows of the query and key projections in the order
     of interleaved rotary embedding, in which the two values of a pair are neighbours."""
@@ -159,6 +161,7 @@ class DenseForCausalLM(CausalLM):
             score_cap=family.attention_cap,
             zero_centred=self.zero_centred,
             norms_in_float=self.norms_in_float,
+            norms_follow_rotation=self.norms_follow_rotation,
             **self.attention_options,
             where=self.where,
         )

@@ -12,20 +12,15 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _NORMS = {".query_layernorm.": ".q_norm.", ".key_layernorm.": ".k_norm."}
-LATE_NORMS = {"norms_follow_rotation": True}
-"""The option of `Attention` that these models have."""
 
 
 class HunYuanDenseV1ForCausalLM(DenseForCausalLM):
     """Hunyuan: Llama with norms of each head of queries and keys, behind the rotation."""
 
     qk_norm = "head"
+    norms_follow_rotation = True
 
     hf_class = "HunYuanDenseV1Config"
-
-    @property
-    def attention_options(self) -> dict[str, Any]:
-        return LATE_NORMS
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batchgen.engine.layers.feed_forward.moe import Router
-from batchgen.engine.models.hunyuan_v1_dense import LATE_NORMS, common_norm_name, hunyuan_config
+from batchgen.engine.models.hunyuan_v1_dense import common_norm_name, hunyuan_config
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.models.moe_model import MoEConfig, MoEForCausalLM, extended
 
@@ -19,12 +19,9 @@ class HunYuanMoEV1ForCausalLM(MoEForCausalLM):
     """Hunyuan-A13B: a shared expert as wide as the others, without a gate."""
 
     qk_norm = "head"
+    norms_follow_rotation = True
 
     hf_class = "HunYuanMoEV1Config"
-
-    @property
-    def attention_options(self) -> dict[str, Any]:
-        return LATE_NORMS
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
