@@ -10,7 +10,7 @@ import pyarrow as pa
 from datasets import Features, Value
 
 from batchgen.config.groups.adapter_names import ADAPTER
-from batchgen.inputs.dataset.source import Left, ReadJob, Row, Source
+from batchgen.inputs.dataset.source import Row, Source, SourceOver
 from batchgen.storage.stores.job_storage import Storage
 from batchgen.util.errors import ConfigError
 
@@ -22,7 +22,7 @@ class GridRow(Row):
     given: Row = field(kw_only=True)
 
 
-class GridSource(Source):
+class GridSource(SourceOver):
     """A `Source` of which each row comes once for each adapter, one after the other.
 
     All of these have the id of the row, so that their random numbers are equal and answers of
@@ -31,7 +31,8 @@ class GridSource(Source):
     """
 
     def __init__(self, source: Source, adapters: Sequence[str]) -> None:
-        self._source, self._adapters = source, tuple(adapters)
+        super().__init__(source)
+        self._adapters = tuple(adapters)
         if ADAPTER in source.columns:
             raise ConfigError(
                 f"model.lora_grid writes the column {ADAPTER!r}, which the data set has already: "
@@ -61,26 +62,6 @@ class GridSource(Source):
     def ends(self) -> Sequence[int]:
         """See `Source`."""
         return [end * self._times for end in self._source.ends]
-
-    @property
-    def follows(self) -> bool:
-        """See `Source`."""
-        return self._source.follows
-
-    @property
-    def fingerprint(self) -> str:
-        """That of the source: the adapters are part of the job's configuration."""
-        return self._source.fingerprint
-
-    @property
-    def jobs(self) -> tuple[ReadJob, ...]:
-        """Those of the source."""
-        return self._source.jobs
-
-    @property
-    def funnel(self) -> tuple[Left, ...]:
-        """That of the source."""
-        return self._source.funnel
 
     @property
     def data(self) -> Source:
@@ -113,10 +94,6 @@ class GridSource(Source):
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
         """What is read of the rows of the source that come before `stop`, as of `Source`."""
         return self._source.tables(-(-stop // self._times), size)
-
-    def learn(self, may_write: Callable[[], bool] = lambda: False) -> bool:
-        """See `Source`."""
-        return self._source.learn(may_write)
 
     def open_index(
         self, storage: Storage, *, alone: bool, finished: Callable[[], int] = lambda: 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from datasets import Features
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.evals.graders.choices import BadChoices, RowStep
 from batchgen.evals.graders.step import arrow_schema
-from batchgen.inputs.dataset.source import Left, ReadJob, Row, Source
+from batchgen.inputs.dataset.source import Row, Source, SourceOver
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
@@ -25,7 +25,7 @@ class SteppedRow(Row):
     given: Row = field(kw_only=True)
 
 
-class SteppedSource(Source):
+class SteppedSource(SourceOver):
     """A `Source` whose rows went through steps, one after the other.
 
     A column that a step writes replaces one of the data set with the same name. A row in which a
@@ -36,7 +36,8 @@ class SteppedSource(Source):
     def __init__(self, source: Source, steps: Sequence[RowStep]) -> None:
         """Check that every column which a step reads is one of the data set or of a step before
         it."""
-        self._source, self._steps = source, tuple(steps)
+        super().__init__(source)
+        self._steps = tuple(steps)
         made = arrow_schema([column for step in steps for column in step.writes])
         self._made = {column.name: column for column in made}
         known = list(source.features)
@@ -53,36 +54,6 @@ class SteppedSource(Source):
         self.columns = tuple(self.features)
         kept = [column for column in source.schema if column.name not in self._made]
         self.schema = pa.schema([*kept, *self._made.values()])
-
-    @property
-    def jobs(self) -> tuple[ReadJob, ...]:
-        """Those of the data set."""
-        return self._source.jobs
-
-    @property
-    def num_rows(self) -> int | None:
-        """See `Source`."""
-        return self._source.num_rows
-
-    @property
-    def num_ready(self) -> int | None:
-        """See `Source`."""
-        return self._source.num_ready
-
-    @property
-    def follows(self) -> bool:
-        """See `Source`."""
-        return self._source.follows
-
-    @property
-    def fingerprint(self) -> str:
-        """That of the data set."""
-        return self._source.fingerprint
-
-    @property
-    def funnel(self) -> tuple[Left, ...]:
-        """That of the data set."""
-        return self._source.funnel
 
     def rows(self, start: int = 0) -> Iterator[Row]:
         """See `Source`; the columns of the steps are added."""
@@ -112,7 +83,3 @@ class SteppedSource(Source):
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
         """The rows as the data set has them, as of `Source`."""
         return self._source.tables(stop, size)
-
-    def learn(self, may_write: Callable[[], bool] = lambda: False) -> bool:
-        """See `Source`."""
-        return self._source.learn(may_write)

@@ -180,3 +180,40 @@ class Source(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Delete what is of no use without this object."""
+
+
+class SourceOver(Source):
+    """The base of a `Source` that makes its rows of another one's, one for one or more, and says of
+    them what that says."""
+
+    def __init__(self, source: Source) -> None:
+        """Create a source over another one."""
+        self._source = source
+
+    @property
+    def num_rows(self) -> int | None:
+        return self._source.num_rows
+
+    @property
+    def num_ready(self) -> int | None:
+        return self._source.num_ready
+
+    @property
+    def follows(self) -> bool:
+        return self._source.follows
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the other source: what is made of it is part of the job's configuration."""
+        return self._source.fingerprint
+
+    @property
+    def jobs(self) -> tuple[ReadJob, ...]:
+        return self._source.jobs
+
+    @property
+    def funnel(self) -> tuple[Left, ...]:
+        return self._source.funnel
+
+    def learn(self, may_write: Callable[[], bool] = lambda: False) -> bool:
+        return self._source.learn(may_write)
