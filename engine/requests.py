@@ -54,6 +54,12 @@ def check_params(
 ) -> None:
     """Check that the engine can honour sampling parameters, without any weights. Raises ValueError
     if the parameters cannot be honoured; the message names the option."""
+    own = strategy.row_options
+    if params.row_options is not None and not (own and isinstance(params.row_options, own)):
+        raise ValueError(
+            f"row_options is a {type(params.row_options).__name__}, and strategy {strategy.name} "
+            f"takes {'none' if own is None else f'a {own.__name__}'} for a row: leave it None"
+        )
     strategy.check(params)
     known = [column.name for column in (*strategy.columns, *context_columns)]
     if missing := [name for name in params.columns if name not in known]:

@@ -92,11 +92,14 @@ class Strategy(Pacing, ABC):
         name: the paradigm's name in the configuration.
         columns: the columns of output scope that it can produce besides the sampler's.
         counts: what it counts for each row.
+        row_options: the class of options that a row may have of its own
+            (`SamplingParams.row_options`); None if there are none.
     """
 
     name: str
     columns: tuple[OutputColumn, ...] = ()
     counts: tuple[RowCount, ...] = ()
+    row_options: type | None = None
 
     # Each step
 
