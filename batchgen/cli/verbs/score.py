@@ -11,11 +11,9 @@ from batchgen.cli.verb_table import VerbParser
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.storage.metrics.job_scores import JobScores
 from batchgen.util.errors import ConfigError
-from batchgen.util.shorten import some_names
 
 if TYPE_CHECKING:
-    from batchgen.config.groups.job_config import ScoreConfig
-    from batchgen.evals.scores.agreement import Agreement
+    from batchgen.evals.scores.judge_agreements import JudgeAgreements
 
 _ABOUT = """\
 Score the marks of a graded job, and print the scores. The intervals are of 95%: for new questions
@@ -33,7 +31,8 @@ which score is possible at all.
   batchgen score OUT score.subset=category --save
   batchgen score OUT --so-far
   batchgen score OUT --format markdown
-  batchgen score JUDGED --agreement mark   # with the marks that the judged answers have
+  batchgen score JUDGED --agreement mark          # with marks that the judged answers have
+  batchgen score PAIRS --agreement '(1 + mark - other_mark) / 2'
 """
 
 
@@ -69,9 +68,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--agreement",
-        metavar="COLUMN",
-        help="say how far the marks, 0 and 1, agree with those in this column of the rows (Cohen's "
-        "kappa)",
+        metavar="EXPR",
+        help="say how far the marks, and those of each judge, agree with this column of the rows, "
+        "or expression over them (Cohen's kappa); above a half is right, below it wrong",
     )
     given = parser.parse_intermixed_args(arguments)
     if given.agreement is not None and (given.so_far or given.format not in ("text", "json")):
@@ -97,34 +96,19 @@ def main(arguments: Sequence[str]) -> int:
         with job.locked():
             save_score(job.path, scores)
             renew_report(job.path)
-    column = given.agreement
-    agreed = None if column is None else _agreement(job, config.score, column)
-    print(_text(scores, given.format, agreed, column))
+    known, agreed = given.agreement, None
+    if known is not None:
+        from batchgen.evals.scores.judge_agreements import judge_agreements
+
+        agreed = judge_agreements(job, config.score, known)
+    print(_text(scores, given.format, agreed, known))
     return 0
 
 
-def _agreement(job: GradedJob, config: ScoreConfig, column: str) -> Agreement:
-    """How far the marks of a job agree with those in a column of its rows."""
-    from batchgen.evals.scores.agreement import agreement
-    from batchgen.evals.scores.samples import Samples
-
-    if column not in job.columns:
-        raise ConfigError(
-            f"--agreement {column}: the rows of {job.given} have no such column: choose among "
-            f"{some_names(job.columns, column)}, or have the judged marks copied "
-            "(dataset.columns)"
-        )
-    samples = Samples(job.path, config, by=column).table()
-    found = agreement(samples["mark"].to_pylist(), samples[column].to_pylist())
-    if found is None:
-        raise ConfigError(f"--agreement {column}: no answer has a mark of 0 or 1 in both")
-    return found
-
-
 def _text(
-    scores: JobScores, form: str, agreed: Agreement | None = None, column: str | None = None
+    scores: JobScores, form: str, agreed: JudgeAgreements | None = None, known: str | None = None
 ) -> str:
-    """The scores, and how far they agree with the marks in a column."""
+    """The scores, and how far they agree with marks that are known."""
     from batchgen.evals.scores.score_tables import header, score_cells, score_table_rows
     from batchgen.util.text.data_tables import csv_text, markdown
     from batchgen.util.text.text_table import adapter_lines, score_lines, table_text
@@ -144,5 +128,5 @@ def _text(
 
         lines = [*so_far_lines(scores.score), *lines]
     if agreed is not None:
-        lines = [*lines, ("agreement", f"with {column}: {agreed.text}")]
+        lines = [*lines, *agreed.lines(known or "")]
     return table_text(lines + adapter_lines(scores.adapters))

@@ -34,6 +34,7 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
         "Instructions": "batchgen.evals.graders.instructions:Instructions",
         "RunTests": "batchgen.evals.graders.run_tests:RunTests",
         "Verdict": "batchgen.evals.graders.verdict:Verdict",
+        "Majority": "batchgen.evals.graders.verdict:Majority",
         "ParseScore": "batchgen.evals.graders.parse_score:ParseScore",
         "ChoiceScore": "batchgen.evals.graders.parse_score:ChoiceScore",
     },

@@ -16,7 +16,7 @@ from batchgen.config.groups.adapter_names import GRID_REFUSAL
 from batchgen.config.groups.convert_value import convert
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.jobs.resolve.early_checks import check_early
-from batchgen.pipelines.run.pipeline_file import (
+from batchgen.pipelines.run.given_pipeline import (
     AFTER,
     COMPLETE,
     EXPORT,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.config.compose.trust import Trust
 from batchgen.config.groups.config_keys import nearest
-from batchgen.pipelines.run.pipeline_file import EXPORT, FROM, PUSH, GivenPipeline
+from batchgen.pipelines.run.given_pipeline import EXPORT, FROM, PUSH, GivenPipeline
 from batchgen.storage.folder.export_record import EXPORTS, MADE
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
