@@ -15,7 +15,7 @@ from batchgen.jobs.generation.worker import Worker
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.checked_rows import CheckedRows, check_rows, dated, job_manifest
 from batchgen.jobs.run.computed_rows import compute_rows
-from batchgen.jobs.run.graded_job import scores_of
+from batchgen.jobs.run.graded_job import grade_and_score
 from batchgen.jobs.run.job_attempt import JobAttempt, how_to_resume
 from batchgen.jobs.run.job_end import JobResult, already_complete, complete, completed_elsewhere
 from batchgen.jobs.run.join_folder import open_job_folder, worker_in, writer_in
@@ -31,7 +31,7 @@ from batchgen.util.signals import JobStopped, StopSignals
 _JOIN_TRIES = 5
 
 
-def run_job(config: JobConfig, parts: ResolvedJob) -> JobResult:
+def execute_job(config: JobConfig, parts: ResolvedJob) -> JobResult:
     """Run a job to its end, or go on with one that was stopped or killed.
 
     Everything that can be refused is refused before the weights load. A first SIGINT or SIGTERM
@@ -48,8 +48,8 @@ def run_job(config: JobConfig, parts: ResolvedJob) -> JobResult:
 
 
 def job_turns(config: JobConfig, parts: ResolvedJob, signals: StopSignals) -> Turns[JobResult]:
-    """The turns of `run_job`, in which `signals` say when to stop. All that can be refused without
-    the weights is refused in the first turn."""
+    """The turns of `execute_job`, in which `signals` say when to stop. All that can be refused
+    without the weights is refused in the first turn."""
     config = dated(config, parts)
     try:
         rows = check_rows(config, parts)
@@ -122,7 +122,7 @@ def _turns(attempt: JobAttempt) -> Turns[JobResult]:
             attempt.write_config(replace(config, dataset=data))
             attempt.note_read()
         with folder.storage.local_copy(needed=config.is_scored or config.output.report):
-            found = yield from scores_of(samples, config, attempt.signals, queue)
+            found = yield from grade_and_score(samples, config, attempt.signals, queue)
             metrics.score, metrics.adapter_scores = found.score, found.adapters
             return complete(config, parts, folder, attempt.rows.schema, metrics)
 

@@ -12,7 +12,7 @@ from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.storage.leases.failure_detector import FailureDetector, any_lives, read_beat
 from batchgen.storage.leases.object_store import ObjectStore
 from batchgen.storage.leases.own_files import LOCKS
-from batchgen.storage.leases.process_identity import identity, is_gone
+from batchgen.storage.leases.process_identity import is_gone, process_identity
 from batchgen.util.errors import ConfigError, JobError, OpenedAnew
 
 _NAME = re.compile(r"([0-9]{4,})\.json")
@@ -39,7 +39,7 @@ class ObjectLock:
         self._config = config
         self._watch = FailureDetector(config.stale_after, time.monotonic, is_gone)
         self._about = {
-            **identity(),
+            **process_identity(),
             "key": uuid.uuid4().hex,
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }

@@ -16,10 +16,10 @@ import pytest
 from batchgen.config.groups.job_config import JobConfig, StepConfig
 from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.leases.lease_files import SESSION, worker_name
-from batchgen.storage.leases.process_identity import identity, machine
+from batchgen.storage.leases.process_identity import machine, process_identity
 from batchgen.storage.stores.object_lock import ObjectLock
 from batchgen.storage.stores.object_storage import ObjectStorage
 from batchgen.storage.stores.open_storage import open_storage
@@ -130,7 +130,7 @@ def test_a_machine_that_is_lost(
 
     job = ObjectJob(URL, rows=60)
     with pytest.raises(Lost):
-        run_job(job.config(), replace(job.parts(), port=lambda: Engine(job)))
+        execute_job(job.config(), replace(job.parts(), port=lambda: Engine(job)))
     monkeypatch.undo()
     use(monkeypatch, files)
     storage = open_storage(URL, FAST)
@@ -312,7 +312,7 @@ def test_two_who_open_the_folder_at_once(files: FaultyFiles) -> None:
         first.confirm()
     second.confirm()
     second.share()
-    beat = {**identity(), "worker": 1, "beats": 1, "ended": None}
+    beat = {**process_identity(), "worker": 1, "beats": 1, "ended": None}
     files.put("jobs/a/workers/0001.json", json.dumps(beat).encode())
     assert not one.lock(0.0).exclusive  # it joins the worker that lives
     files.put("jobs/a/workers/0001.json", json.dumps({**beat, "ended": "stopped"}).encode())
