@@ -17,7 +17,7 @@ from torch import Tensor
 from batchgen.engine.interface.outputs import OutputColumn, StepOutput
 from batchgen.engine.sampling.logits import Logits
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.kernels.sampling import (
     entropy_triton,
     filter_triton,
@@ -61,7 +61,7 @@ class Drawn(NamedTuple):
     entropy: Tensor | None = None
 
 
-def requested_columns(params: SamplingParams) -> tuple[OutputColumn, ...]:
+def requested_columns(params: RequestParams) -> tuple[OutputColumn, ...]:
     """Return the output columns of the sampler that a row with these options asks for."""
     columns = [LOGPROBS] if params.logprobs else []
     if params.top_logprobs:
@@ -139,7 +139,7 @@ def _float_copy(logits: Tensor) -> Tensor:
     return logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
-def sample(
+def sample_tokens(
     logits: Tensor | Logits,
     sampling: SamplingInputs,
     positions: Tensor,
@@ -157,10 +157,10 @@ def sample(
             drawn = _draw_fused(logits.own, sampling, positions, share=share)
             return _step_output(drawn)
         logits = logits.whole()
-    return _step_output(draw(logits, sampling, positions, mask=mask))
+    return _step_output(draw_tokens(logits, sampling, positions, mask=mask))
 
 
-def draw(
+def draw_tokens(
     logits: Tensor,
     sampling: SamplingInputs,
     positions: Tensor,
@@ -224,10 +224,10 @@ def rest_probs(top_logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]
     return clipped
 
 
-def score(
+def score_tokens(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
 ) -> StepOutput:
-    """Describe given tokens as `sample` describes those that it draws, to the bit.
+    """Describe given tokens as `sample_tokens` describes those that it draws, to the bit.
 
     The step has R rows with W = 1 and columns of answer scope. `token_ids` [R] stand at `positions`
     [R], and the row's history holds all tokens before them if it has penalties.
@@ -244,7 +244,7 @@ def score(
 def score_fused(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
 ) -> StepOutput:
-    """`score` with the fused Triton kernels, on any device."""
+    """`score_tokens` with the fused Triton kernels, on any device."""
     drawn = _draw_fused(logits, sampling, positions, given=token_ids)
     return _scored(token_ids, drawn.failed, drawn.columns)
 
@@ -261,7 +261,7 @@ def _scored(token_ids: Tensor, failed: Tensor, columns: dict[str, Tensor]) -> St
 def sample_fused(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, *, mask: TokenMask | None = None
 ) -> StepOutput:
-    """`sample` with the fused Triton kernels, on any device."""
+    """`sample_tokens` with the fused Triton kernels, on any device."""
     return _step_output(draw_fused(logits, sampling, positions, mask=mask))
 
 
@@ -275,11 +275,11 @@ def draw_fused(
     entropy: bool = False,
     mask: TokenMask | None = None,
 ) -> Drawn:
-    """`draw` with the fused Triton kernels, on any device.
+    """`draw_tokens` with the fused Triton kernels, on any device.
 
     The kernel applies temperature and filters while it reads the logits, once; only penalties, a
-    ban or a mask copy them. The host never waits. Tokens differ from `draw`'s only if two scores
-    are so close that rounding decides.
+    ban or a mask copy them. The host never waits. Tokens differ from `draw_tokens`'s only if two
+    scores are so close that rounding decides.
     """
     return _draw_fused(logits, sampling, positions, draws, confidence, mask, entropy=entropy)
 
@@ -304,7 +304,7 @@ def _draw_fused(
         threshold = filter_triton.thresholds(
             left, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
         )
-    drawn = sampling_triton.draw(
+    drawn = sampling_triton.draw_triton(
         left,
         logits,
         sampling.temperature,
@@ -322,7 +322,7 @@ def _draw_fused(
     if drawn.logprobs is not None:
         columns[LOGPROBS.name] = drawn.logprobs
     if sampling.max_top_logprobs:
-        ids, values = top_logprobs_triton.top_logprobs(
+        ids, values = top_logprobs_triton.top_logprobs_triton(
             left,
             logits,
             sampling.temperature,
@@ -334,7 +334,7 @@ def _draw_fused(
     conflict = _conflict(empty, drawn.failed)
     entropies = None
     if entropy:
-        entropies = entropy_triton.entropy_of(left, sampling.temperature, threshold)
+        entropies = entropy_triton.entropy_of_triton(left, sampling.temperature, threshold)
     return Drawn(drawn.token_ids, drawn.failed, columns, drawn.confidence, conflict, entropies)
 
 

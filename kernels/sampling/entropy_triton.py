@@ -10,7 +10,7 @@ from torch import Tensor
 from batchgen.kernels.sampling.sampling_triton import CHUNK, ROW_ARGUMENTS, load_logits
 
 
-def entropy_of(
+def entropy_of_triton(
     logits: Tensor,  # [R, V]; the last axis is contiguous
     temperature: Tensor,  # [R] float32
     threshold: Tensor | None,  # [R] float32 in the scale of `logits`, or -inf

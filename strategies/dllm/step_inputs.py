@@ -212,7 +212,7 @@ class DLLMStepInputs(StepInputs):
             complete=torch.zeros_like(there[0], dtype=torch.bool),
             edit_steps=torch.zeros_like(there[0]),
         )
-        own = [seq.params.row_options for seq in rows.seqs]
+        own = [seq.params.decoding for seq in rows.seqs]
         rules = [each if isinstance(each, Rule) else self._rule for each in own]
         new_rules = RuleRows.build(rules, device)
         self._rules = (

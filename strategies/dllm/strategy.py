@@ -20,8 +20,8 @@ from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.logits import Logits
-from batchgen.engine.sampling.sampler import Drawn, draw
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampler import Drawn, draw_tokens
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.admission import Ints
 from batchgen.engine.strategy import TARGET, ModelRole, Strategy
 from batchgen.kernels.sampling.token_mask import TokenMask
@@ -63,7 +63,7 @@ class DLLMStrategy(Strategy):
         block_length: L, the number of positions of a block. None takes what the model's
             configuration says.
         unmasking: which drawn tokens a step keeps; `strategies/dllm/rules` has a file for each
-            rule. A row may have its own in `SamplingParams.row_options`.
+            rule. A row may have its own in `RequestParams.decoding`.
         confidence_threshold, min_tokens_per_step, denoising_steps, entropy_bound, edit_threshold,
             max_edit_steps: the options of rules, by their names there. None is the rule's default.
         fused_commit: whether the commit forward of a block may be joined with the first denoise
@@ -73,7 +73,7 @@ class DLLMStrategy(Strategy):
     name = "dllm"
     columns: tuple[OutputColumn, ...] = (STEP_MAP,)
     counts: tuple[RowCount, ...] = (NUM_FORWARDS, NUM_COMMIT_FORWARDS)
-    row_options = Rule
+    decoding = Rule
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class DLLMStrategy(Strategy):
         tokens: Ints = -(-max_tokens // self._length) * self._length
         return tokens
 
-    def check(self, params: SamplingParams) -> None:
+    def check(self, params: RequestParams) -> None:
         if params.scores_answer:
             raise ValueError(
                 "max_new_tokens is 0, and strategy dllm cannot score a given answer: a diffusion "
@@ -196,7 +196,7 @@ class DLLMStrategy(Strategy):
                 "before those are known: set repetition_penalty to 1, presence_penalty and "
                 "frequency_penalty to 0"
             )
-        rule = params.row_options or self._rule
+        rule = params.decoding or self._rule
         assert isinstance(rule, Rule)
         if rule.edits and params.constraint is not None:
             raise ValueError(
@@ -361,7 +361,7 @@ class DLLMStrategy(Strategy):
         """Draw a token at each of the B · L positions of the blocks, under the mask if there is
         one. The random numbers of a position differ from one denoise step to the next."""
         state = self.step_inputs
-        return draw(
+        return draw_tokens(
             output.logits,
             state.repeated,
             output.positions,

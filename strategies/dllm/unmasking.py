@@ -14,7 +14,7 @@ from batchgen.engine.device.batched import Batched, row
 from batchgen.engine.device.transfer import upload
 from batchgen.engine.sampling.sampler import Drawn
 from batchgen.kernels.sampling.unmask import unmask
-from batchgen.strategies.dllm.rules.rule import Order, Rule
+from batchgen.strategies.dllm.rules.rule import Rule, UnmaskingOrder
 
 _INF = float("inf")
 
@@ -46,7 +46,7 @@ class RuleRows(Batched):
         )
 
     @cached_property
-    def _orders(self) -> frozenset[Order]:
+    def _orders(self) -> frozenset[UnmaskingOrder]:
         return frozenset(rule.cut().order for rule in self.rules)
 
     @cached_property
@@ -61,12 +61,12 @@ class RuleRows(Batched):
     @property
     def any_confidence(self) -> bool:
         """Whether any row needs the confidences of drawn tokens."""
-        return Order.CONFIDENCE in self._orders or self._any_threshold or self.any_edits
+        return UnmaskingOrder.CONFIDENCE in self._orders or self._any_threshold or self.any_edits
 
     @property
     def any_entropy(self) -> bool:
         """Whether any row needs the entropies of the distributions that tokens are drawn from."""
-        return Order.ENTROPY in self._orders
+        return UnmaskingOrder.ENTROPY in self._orders
 
     def unmasked(self, masked: Tensor, denoised: Tensor, drawn: Drawn) -> Tensor:
         """[B, L] bool, the positions that a step unmasks.
@@ -99,8 +99,8 @@ class RuleRows(Batched):
     def _keys(self, masked: Tensor, drawn: Drawn) -> Tensor | None:
         """[B, L] float32, by which positions rank; None for the order of positions in all rows."""
         keys: Tensor | None = None
-        for order in self._orders - {Order.POSITION}:
-            if order is Order.CONFIDENCE:
+        for order in self._orders - {UnmaskingOrder.POSITION}:
+            if order is UnmaskingOrder.CONFIDENCE:
                 own = _of_blocks(drawn.confidence, masked)
             else:
                 own = -_of_blocks(drawn.entropy, masked)

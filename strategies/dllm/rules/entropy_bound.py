@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from batchgen.strategies.dllm.rules.low_confidence_dynamic import check_floor
-from batchgen.strategies.dllm.rules.rule import Cut, Order, Rule, check_range
+from batchgen.strategies.dllm.rules.rule import Cut, Rule, UnmaskingOrder, check_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,4 +35,8 @@ class EntropyBound(Rule):
         check_floor(self.min_tokens_per_step)
 
     def cut(self) -> Cut:
-        return Cut(order=Order.ENTROPY, at_least=self.min_tokens_per_step, bound=self.entropy_bound)
+        return Cut(
+            order=UnmaskingOrder.ENTROPY,
+            at_least=self.min_tokens_per_step,
+            bound=self.entropy_bound,
+        )

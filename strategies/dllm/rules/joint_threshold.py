@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from batchgen.strategies.dllm.rules.low_confidence_dynamic import check_floor
-from batchgen.strategies.dllm.rules.rule import Cut, Order, Rule, check_range
+from batchgen.strategies.dllm.rules.rule import Cut, Rule, UnmaskingOrder, check_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class JointThreshold(Rule):
 
     def cut(self) -> Cut:
         return Cut(
-            order=Order.CONFIDENCE,
+            order=UnmaskingOrder.CONFIDENCE,
             at_least=self.min_tokens_per_step,
             threshold=self.confidence_threshold,
             edit_threshold=self.edit_threshold,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from batchgen.strategies.dllm.rules.rule import Cut, Order, Rule, check_range
+from batchgen.strategies.dllm.rules.rule import Cut, Rule, UnmaskingOrder, check_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class LowConfidenceDynamic(Rule):
 
     def cut(self) -> Cut:
         return Cut(
-            order=Order.CONFIDENCE,
+            order=UnmaskingOrder.CONFIDENCE,
             at_least=self.min_tokens_per_step,
             threshold=self.confidence_threshold,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from batchgen.strategies.dllm.rules.rule import Cut, Order, Rule
+from batchgen.strategies.dllm.rules.rule import Cut, Rule, UnmaskingOrder
 from batchgen.strategies.dllm.rules.sequential import ONE_EACH, check_steps
 
 
@@ -25,4 +25,4 @@ class LowConfidenceStatic(Rule):
         check_steps(self.denoising_steps)
 
     def cut(self) -> Cut:
-        return Cut(order=Order.CONFIDENCE, steps=self.denoising_steps or ONE_EACH)
+        return Cut(order=UnmaskingOrder.CONFIDENCE, steps=self.denoising_steps or ONE_EACH)

@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import ClassVar
 
 
-class Order(IntEnum):
+class UnmaskingOrder(IntEnum):
     """Which of the masked positions come first."""
 
     POSITION = 0  # from left to right
@@ -25,7 +25,7 @@ class Cut:
     Of equal positions the first comes first.
     """
 
-    order: Order
+    order: UnmaskingOrder
     steps: int = 0  # > 0: the block takes so many steps, and this says what `at_least` is
     at_least: int = 1  # positions that a step unmasks in any case
     threshold: float = float("inf")

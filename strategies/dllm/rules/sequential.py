@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from batchgen.strategies.dllm.rules.rule import Cut, Order, Rule, check_range
+from batchgen.strategies.dllm.rules.rule import Cut, Rule, UnmaskingOrder, check_range
 
 ONE_EACH = 64
 """As many steps as the longest block has positions: each step unmasks one."""
@@ -28,7 +28,7 @@ class Sequential(Rule):
         check_steps(self.denoising_steps)
 
     def cut(self) -> Cut:
-        return Cut(order=Order.POSITION, steps=self.denoising_steps or ONE_EACH)
+        return Cut(order=UnmaskingOrder.POSITION, steps=self.denoising_steps or ONE_EACH)
 
 
 def check_steps(steps: int | None) -> None:

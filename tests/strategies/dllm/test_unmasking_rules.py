@@ -18,11 +18,11 @@ from transformers import Qwen3ForCausalLM
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.dllm.rules.named_rules import RULES as NAMED
 from batchgen.strategies.dllm.rules.named_rules import named_rule
-from batchgen.strategies.dllm.rules.rule import Order, Rule
+from batchgen.strategies.dllm.rules.rule import Rule, UnmaskingOrder
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.strategies.dllm.test_dllm import CPU, EOS, MASK, RULES, check, make_engine, requests, run
 from tests.support.engine.dllm_reference import (
@@ -59,7 +59,7 @@ def test_rows_of_every_rule_share_a_batch(
     asked = requests(5, len(RULES), longest=24)
     rules = [RULES[i % len(RULES)] for i in range(len(asked))]
     rows = [
-        (prompt, replace(params, row_options=named_rule(rule["unmasking"], **without_name(rule))))
+        (prompt, replace(params, decoding=named_rule(rule["unmasking"], **without_name(rule))))
         for (prompt, params), rule in zip(asked, rules, strict=True)
     ]
     forward: Forward = model_forward(model, 8)
@@ -99,7 +99,7 @@ def test_blocks_whose_last_step_wrote_nothing_need_no_commit(
 ) -> None:
     """Beside a loop that commits none of them, so their keys and values must be final."""
     prompt = list(range(3, 30))
-    params = SamplingParams(max_new_tokens=40, temperature=0, ignore_eos=True, logprobs=True,
+    params = RequestParams(max_new_tokens=40, temperature=0, ignore_eos=True, logprobs=True,
                             columns=("step_map",))  # fmt: skip
     rule = {"unmasking": "joint_threshold", "edit_threshold": 0.9}
     engine = make_engine(tiny_model, 8, rule)
@@ -134,19 +134,19 @@ def test_options_that_cannot_be_honoured(asked: dict[str, Any], message: str) ->
 
 def test_row_options_of_another_strategy_are_refused(tiny_model: Callable[..., Path]) -> None:
     engine = make_engine(tiny_model, 4, {})
-    with pytest.raises(ValueError, match="row_options is a str, and strategy dllm takes a Rule"):
-        engine.add_request("0", [5], SamplingParams(row_options="sequential"))
+    with pytest.raises(ValueError, match="decoding is a str, and strategy dllm takes a Rule"):
+        engine.add_request("0", [5], RequestParams(decoding="sequential"))
     plain = load_model(tiny_model("qwen3"), device=CPU)
     engine = LLMEngine(plain, None, (), ARStrategy(), EngineConfig(kv_cache_gib=0.01))
     with pytest.raises(ValueError, match="strategy ar takes none"):
-        engine.add_request("0", [5], SamplingParams(row_options=NAMED["sequential"]()))
+        engine.add_request("0", [5], RequestParams(decoding=NAMED["sequential"]()))
 
 
 @pytest.mark.parametrize("rule", NAMED.values(), ids=NAMED)
 def test_every_rule_says_what_its_numbers_are(rule: type[Rule]) -> None:
     """A block of any length ends: a step without confidence or entropy still unmasks something."""
     cut = rule().cut()
-    assert cut.at_least >= 1 and cut.steps >= 0 and cut.order in Order
+    assert cut.at_least >= 1 and cut.steps >= 0 and cut.order in UnmaskingOrder
     assert rule.edits == (cut.edit_threshold < float("inf"))
     assert all(field.kw_only for field in fields(rule))
 
@@ -169,7 +169,7 @@ def test_sampled_unmasking_has_the_law_of_a_plain_loop(
 ) -> None:
     """Two samples of independent random numbers: of step maps, and of tokens beside their steps."""
     prompt = [7, 11, 13, 5]
-    params = SamplingParams(max_new_tokens=4, temperature=0.7, top_k=6, ignore_eos=True,
+    params = RequestParams(max_new_tokens=4, temperature=0.7, top_k=6, ignore_eos=True,
                             columns=("step_map",))  # fmt: skip
     rows = [(prompt, replace(params, seed=seed)) for seed in range(SAMPLES)]
     engine = make_engine(tiny_model, 4, rule, max_num_seqs=256)
@@ -186,7 +186,7 @@ def test_sampled_unmasking_has_the_law_of_a_plain_loop(
 
 
 def plain_loop(
-    model: Any, prompt: list[int], params: SamplingParams, options: Options
+    model: Any, prompt: list[int], params: RequestParams, options: Options
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """One block of SAMPLES sequences, each drawn by torch.multinomial: tokens and their steps."""
     generator, length = torch.Generator().manual_seed(1), options.block_length
