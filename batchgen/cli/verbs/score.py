@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from batchgen.cli.job_outcome import verb
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.storage.metrics.job_scores import JobScores
 from batchgen.util.errors import ConfigError
@@ -38,7 +38,7 @@ which score is possible at all.
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("score", _ABOUT)
+    parser = VerbParser("score", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument(
         "override",
@@ -109,9 +109,9 @@ def _text(
     scores: JobScores, form: str, agreed: JudgeAgreements | None = None, known: str | None = None
 ) -> str:
     """The scores, and how far they agree with marks that are known."""
-    from batchgen.evals.scores.score_tables import header, score_cells, score_rows
+    from batchgen.evals.scores.score_tables import header, score_cells, score_table_rows
     from batchgen.util.text.data_tables import csv_text, markdown
-    from batchgen.util.text.text_table import adapter_lines, score_lines, table
+    from batchgen.util.text.text_table import adapter_lines, score_lines, table_text
 
     if form == "json":
         values: dict[str, Any] = dict(scores.score or {"adapters": scores.adapters})
@@ -119,7 +119,7 @@ def _text(
             values["agreement"] = agreed.summary()
         return json.dumps(values, indent=2, ensure_ascii=False)
     if form == "csv":
-        return csv_text(header(scores), score_rows(scores))
+        return csv_text(header(scores), score_table_rows(scores))
     if form == "markdown":
         return markdown([header(scores), *score_cells(scores)])
     lines = [] if scores.score is None else score_lines(scores.score)
@@ -129,4 +129,4 @@ def _text(
         lines = [*so_far_lines(scores.score), *lines]
     if agreed is not None:
         lines = [*lines, *agreed.lines(known or "")]
-    return table(lines + adapter_lines(scores.adapters))
+    return table_text(lines + adapter_lines(scores.adapters))

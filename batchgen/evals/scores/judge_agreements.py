@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from batchgen.config.groups.class_names import short_name
+from batchgen.config.groups.class_names import class_short_name
 from batchgen.config.groups.job_config import ScoreConfig
 from batchgen.evals.graders.step import MARK
 from batchgen.evals.scores.agreement import Agreement, agreement
@@ -50,7 +50,7 @@ def judge_agreements(job: GradedJob, config: ScoreConfig, known: str) -> JudgeAg
     """
     marks = _known_marks(job, known)
     steps = [
-        {"name": short_name(step["_target_"]), **step}
+        {"name": class_short_name(step["_target_"]), **step}
         for step in json.loads(Samples(job.path, config).grades.steps or "[]")
     ]
     pairs = any(step.get("flip") for step in steps)
