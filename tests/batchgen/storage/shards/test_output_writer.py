@@ -69,7 +69,7 @@ def test_a_long_field_lies_in_a_shard_once_for_all_samples(tmp_path: Path) -> No
     rng, most = random.Random(0), 400_000
     texts = [rng.randbytes(most // 2).hex() for _ in range(2)]
     rows = [
-        replace(row, fields=row.fields | {"question": texts[row.row_index]})
+        row._replace(fields={**row.fields, "question": texts[row.row_index]})
         for row in all_rows(2, SAMPLES)
     ]
     write(tmp_path, [rows], PER_SHARD, 2)
