@@ -19,7 +19,7 @@ from batchgen.engine.rows.pooling import pooled_columns
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import IncrementalDecoder, StopRule, decode
 from batchgen.engine.sampling.sampler import requested_columns
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.engine.vision.image import Image
 from batchgen.engine.vision.image_span import ImageRules, ImageSpan, find_spans
@@ -40,8 +40,8 @@ def derive_seed(job_seed: int, row_id: str, sample_index: int) -> int:
 
 
 def sample_params(
-    params: SamplingParams, row_id: str, sample_index: int, **own: Any
-) -> SamplingParams:
+    params: RequestParams, row_id: str, sample_index: int, **own: Any
+) -> RequestParams:
     """The parameters of one sample of a row: those of all rows with the sample's own seed, and with
     what the row has of its `own`, such as a constraint."""
     seed = derive_seed(params.seed, row_id, sample_index)
@@ -49,7 +49,7 @@ def sample_params(
 
 
 def check_params(
-    params: SamplingParams,
+    params: RequestParams,
     strategy: Strategy,
     config: ModelConfig,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -57,6 +57,12 @@ def check_params(
 ) -> None:
     """Check that the engine can honour sampling parameters, without any weights. Raises ValueError
     if the parameters cannot be honoured; the message names the option."""
+    own = strategy.decoding
+    if params.decoding is not None and not (own and isinstance(params.decoding, own)):
+        raise ValueError(
+            f"decoding is a {type(params.decoding).__name__}, and strategy {strategy.name} "
+            f"takes {'none' if own is None else f'a {own.__name__}'} for a row: leave it None"
+        )
     strategy.check(params)
     _check_columns(params, strategy, config, context_columns)
     if not config.has_logits and params.pooling is None:
@@ -82,7 +88,7 @@ def check_params(
 
 
 def _check_columns(
-    params: SamplingParams,
+    params: RequestParams,
     strategy: Strategy,
     config: ModelConfig,
     context_columns: abc.Sequence[OutputColumn],
@@ -118,7 +124,7 @@ def _check_columns(
 
 
 def output_columns(
-    params: SamplingParams,
+    params: RequestParams,
     strategy: Strategy,
     config: ModelConfig,
     context_columns: abc.Sequence[OutputColumn] = (),
@@ -183,7 +189,7 @@ class Requests:
         self,
         request_id: Hashable,
         prompt: list[int],
-        params: SamplingParams,
+        params: RequestParams,
         answer: list[int] | None = None,
         images: abc.Sequence[Image] = (),
         begun: Begun | None = None,
@@ -309,7 +315,7 @@ class Requests:
         )
 
     def _check_prompt(
-        self, prompt: list[int], answer: list[int] | None, params: SamplingParams
+        self, prompt: list[int], answer: list[int] | None, params: RequestParams
     ) -> None:
         """Raise a RequestError if a prompt, or the answer behind it, can never be served."""
         if not prompt:
@@ -346,7 +352,7 @@ class Requests:
                 f"{self._cache_capacity}: raise kv_cache_gib or lower max_new_tokens",
             )
 
-    def _stop_rule(self, prompt: list[int], params: SamplingParams) -> StopRule:
+    def _stop_rule(self, prompt: list[int], params: RequestParams) -> StopRule:
         if not params.max_new_tokens:
             return StopRule({}, (), 0, 0)
         stop_ids = {} if params.ignore_eos else dict(self._eos)

@@ -16,7 +16,7 @@ from batchgen.engine.interface.hidden_columns import CLASS_SCORES, EMBEDDING
 from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.rows.scheduled_batch import PrefillBatch, StateBatch, StateRow
 from batchgen.engine.rows.sequence import Sequence as Row
-from batchgen.engine.sampling.sampler import score
+from batchgen.engine.sampling.sampler import score_tokens
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 
 
@@ -67,7 +67,9 @@ class StateReader:
 
         def scored(part: slice) -> StepOutput:
             logits = self._runner.compute_logits(hidden[index[part]])
-            return score(logits, sampling.index_select(owners[part]), there[part], given[part])
+            return score_tokens(
+                logits, sampling.index_select(owners[part]), there[part], given[part]
+            )
 
         yield from self._parts(rows, owners, scored)
 

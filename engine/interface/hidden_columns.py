@@ -6,7 +6,7 @@ Pooling = Literal["last", "mean", "cls"]
 """Which hidden states an embedding is made of: that of the last token, the mean of all tokens, or
 that of the first token."""
 EMBEDDING = "embedding"
-"""The hidden states behind the final norm, pooled as a row's `SamplingParams.pooling` says."""
+"""The hidden states behind the final norm, pooled as a row's `RequestParams.pooling` says."""
 CLASS_SCORES = "class_scores"
 """The logits of a classifier's classes at the row's last token."""
 HIDDEN_STATES = "hidden_states"

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from batchgen.engine.layers.packed_format import PackedFormat
-from batchgen.engine.loading.model_keys import check_keys, unknown_keys
+from batchgen.engine.loading.model_keys import check_model_keys, unknown_keys
 from batchgen.engine.loading.packed_weights import with_modules
-from batchgen.engine.loading.safetensors_files import are_equal, read_json, tensor_names
+from batchgen.engine.loading.safetensors_files import read_json, tensor_names, tensors_equal
 from batchgen.engine.loading.tokenizer import load_tokenizer
 from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM, full_name
 from batchgen.engine.models.model_config import ModelConfig
-from batchgen.engine.models.model_registry import Head, decoder_of, model_class
+from batchgen.engine.models.model_registry import ModelHead, decoder_of, model_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,7 +35,7 @@ _SHOWN = 60
 """How many characters of a wrong value a message shows."""
 
 
-def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
+def load_model_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
     """Read the configuration of a GGUF file or of a folder with a config.json.
 
     If a folder's config.json says that embedding and logits' layer share a weight, and the
@@ -54,7 +54,7 @@ def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
     values = read_json(file)
     _check_values(file, values)
     model = _class_of(file, values)
-    check_keys(file, values, model.hf_config().model_type)
+    check_model_keys(file, values, model.hf_config().model_type)
     if model.is_diffusion and values.get("mask_token_id") is None:
         values["mask_token_id"] = _mask_token_id(path)
     _, head = decoder_of(values["architectures"][0])
@@ -62,7 +62,7 @@ def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
         hf = _parsed(model.hf_config(), values)
         config = model.config_from_hf(hf)
         if head is not None:
-            labels = _labels(hf) if head is Head.CLASSES else None
+            labels = _labels(hf) if head is ModelHead.CLASSES else None
             config = replace(config, has_logits=False, labels=labels, heads=())
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
@@ -73,7 +73,7 @@ def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
         given = list(tensor_names(path))
         names = {model.piece_name(full_name(name), config): name for name in given}
         if config.tie_word_embeddings and names.keys() >= {EMBEDDING, LM_HEAD}:
-            tied = are_equal(path, names[EMBEDDING], names[LM_HEAD])
+            tied = tensors_equal(path, names[EMBEDDING], names[LM_HEAD])
             config = replace(config, tie_word_embeddings=tied, untied=not tied)
         elif not config.tie_word_embeddings and LM_HEAD not in names and _BARE_EMBEDDING in given:
             # Embedding models may be saved without the layer that their architecture names.

@@ -100,7 +100,7 @@ RELATIVES: Mapping[str, tuple[str, str]] = {
 """Architectures that are not supported: the nearest one that is, and what it lacks for them."""
 
 
-class Head(Enum):
+class ModelHead(Enum):
     """What stands on a decoder in place of the layer that computes logits."""
 
     CLASSES = "ForSequenceClassification"
@@ -115,10 +115,10 @@ _ENCODERS = re.compile(
 """Architectures of encoders, whose tokens see the whole text in both directions."""
 
 
-def decoder_of(architecture: str) -> tuple[str, Head | None]:
+def decoder_of(architecture: str) -> tuple[str, ModelHead | None]:
     """Return the registered architecture whose decoder a classifier or a bare model has, and what
     stands on it; for any other architecture itself and None."""
-    for head in Head:
+    for head in ModelHead:
         name = architecture.removesuffix(head.value)
         if name == architecture or architecture in MODELS:
             continue

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from batchgen.config.groups.adapter_names import ADAPTER, check_choice, named_places, only_one
-from batchgen.config.groups.class_names import CLASSES, short_name
+from batchgen.config.groups.class_names import CLASSES, class_short_name
 from batchgen.config.groups.constraint_config import (
     ChoiceConstraintConfig,
     ConstraintConfig,
@@ -36,7 +36,7 @@ from batchgen.engine.interface.hidden_columns import (
     POOLED,
     Pooling,
 )
-from batchgen.engine.sampling.sampling_params import LogprobsMode, SamplingParams
+from batchgen.engine.sampling.sampling_params import LogprobsMode, RequestParams
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_folder
 
@@ -108,7 +108,7 @@ class StepConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "target", short_name(self.target))
+        object.__setattr__(self, "target", class_short_name(self.target))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,7 +400,7 @@ class JobConfig:
             )
 
     @cached_property
-    def params(self) -> SamplingParams:
+    def params(self) -> RequestParams:
         """The sampling parameters that all requests of the job share.
 
         Two of them are replaced for each request: `seed`, which is the job's seed here, and
@@ -416,7 +416,7 @@ class JobConfig:
         except ConstraintError as error:
             raise ConfigError(f"constraint: {error}") from None
         try:
-            return SamplingParams(
+            return RequestParams(
                 **values,
                 logprobs="logprobs" in columns,
                 top_logprobs=self.output.top_logprobs if "top_logprobs" in columns else 0,

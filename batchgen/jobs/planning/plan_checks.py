@@ -11,7 +11,7 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.interface.constraint_error import ConstraintError
 from batchgen.jobs.forecast.scan import FoundRows, Scan
 from batchgen.jobs.planning.job_plan import Constraints
-from batchgen.util.text.text_table import size
+from batchgen.util.text.text_table import size_text
 
 if TYPE_CHECKING:
     from batchgen.jobs.planning.disk import DiskUse
@@ -73,8 +73,8 @@ def rows_and_disk(scan: Scan, disk: DiskUse | None, most_bad: float) -> tuple[li
         warnings.append(f"prompt.too_long cuts the beginning of {scan.cut:,} of the prompts")
     if disk is not None and disk.shard > _LARGE_SHARD:
         warnings.append(
-            f"a shard will have about {size(disk.shard)}, and memory holds several times as much "
-            "when it is written: lower output.rows_per_shard, or ask for fewer output.columns or "
+            f"a shard will have about {size_text(disk.shard)}, and memory holds several times as "
+            "much when it is written: lower output.rows_per_shard, or ask for fewer columns or "
             "output.hidden_layers"
         )
     if disk is not None and disk.total.likely > disk.free:

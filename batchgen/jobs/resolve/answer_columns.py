@@ -18,11 +18,11 @@ from batchgen.engine.interface.hidden_columns import CLASS_SCORES, HIDDEN_STATES
 from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.engine.rows.stopping import decode
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.inputs.model.open_model import OpenedModel
 from batchgen.util.errors import ConfigError, mistakes_in
-from batchgen.util.text.text_table import size
+from batchgen.util.text.text_table import size_text
 
 _USUAL_TOKENS = 500
 """The tokens of rows of which a warning of large shards speaks, prompt included."""
@@ -30,12 +30,12 @@ _LARGE_SHARD = 2**31
 """The bytes from which on a shard is large."""
 
 
-def named_columns(columns: Sequence[OutputColumn], names: Collection[str]) -> list[OutputColumn]:
+def select_columns(columns: Sequence[OutputColumn], names: Collection[str]) -> list[OutputColumn]:
     """Those of some columns that have one of these names."""
     return [column for column in columns if column.name in names]
 
 
-def check_columns(
+def check_answer_columns(
     columns: tuple[str, ...],
     strategy: Strategy,
     of_model: Sequence[OutputColumn],
@@ -74,8 +74,8 @@ def large_shards(config: JobConfig, columns: Sequence[OutputColumn]) -> str | No
     if whole <= _LARGE_SHARD:
         return None
     return (
-        f"{HIDDEN_STATES} takes {size(of_token)} a token, so {rows:,} answers of {_USUAL_TOKENS} "
-        f"tokens make a shard of {size(whole)}, which memory holds when it is written: lower "
+        f"{HIDDEN_STATES} takes {size_text(of_token)} a token, so {rows:,} answers of "
+        f"{_USUAL_TOKENS} tokens make a shard of {size_text(whole)}, which memory holds: lower "
         "output.rows_per_shard, or ask for fewer output.hidden_layers; batchgen plan tells the size"
     )
 
@@ -96,7 +96,7 @@ def check_parsed(config: JobConfig, tokenizer: PreTrainedTokenizerBase | None) -
         )
 
 
-def strictest_params(config: JobConfig, params: SamplingParams) -> SamplingParams:
+def strictest_params(config: JobConfig, params: RequestParams) -> RequestParams:
     """The parameters to check before the job starts: with a constraint if rows can have one of
     their own, since strategies refuse more options for such rows."""
     if params.constraint is None and not isinstance(config.constraint, NoConstraintConfig):

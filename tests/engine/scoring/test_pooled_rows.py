@@ -13,10 +13,10 @@ import numpy.typing as npt
 import pytest
 
 from batchgen.engine.interface.outputs import RequestError, RequestOutput
-from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.rows.pooling import pooled_columns
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.support.engine.engine_rows import Request, Scored, expect_short_rows, run
@@ -41,7 +41,7 @@ KINDS = (
     "mistral3_small",
 )
 CLASSIFIERS = ("llama", "qwen3", "gemma3_text", "qwen3_next", "deepseek_v3", "qwen3_moe", "gemma3")
-ASKING = SamplingParams(ignore_eos=True, columns=("hidden_states",))
+ASKING = RequestParams(ignore_eos=True, columns=("hidden_states",))
 SMALL = {"initializer_range": 0.03}
 
 
@@ -107,7 +107,7 @@ def test_class_scores_equal_transformers(kind: str, tiny_model: TinyModel, tmp_p
     folder = classifier_folder(tiny_model(kind, **options(kind)), tmp_path / "classes")
     reference = Reference(folder, classifies=True)
     engine = make_engine(folder, max_batched_tokens=64, block_size=4)
-    _, column = pooled_columns(load_config(folder))
+    _, column = pooled_columns(load_model_config(folder))
     assert dict(column.metadata) == {f"label_{i}": name for i, name in enumerate(LABELS)}
     asked = [read(prompt, "mean", "class_scores") for prompt in prompts()]
     for output, (prompt, _) in zip(run(engine, asked), asked, strict=True):
@@ -122,7 +122,7 @@ def mixed(vocab: int = 120) -> list[Request | Scored]:
     for i, prompt in enumerate(prompts()):
         found.append(read(prompt, ("last", "mean", "cls")[i % 3], normalise=i % 2 == 0))
         found.append(scored(prompt[:30], [rng.randrange(3, vocab) for _ in range(9)]))
-        found.append((prompt[:40], SamplingParams(max_new_tokens=6, seed=i, ignore_eos=True)))
+        found.append((prompt[:40], RequestParams(max_new_tokens=6, seed=i, ignore_eos=True)))
     return found
 
 
@@ -157,7 +157,7 @@ def test_preempted_rows_keep_what_was_read(
         overlap=overlap,
     )  # fmt: skip
     for i in range(3):
-        engine.add_request(str(i), [5 + i], SamplingParams(max_new_tokens=40, ignore_eos=True))
+        engine.add_request(str(i), [5 + i], RequestParams(max_new_tokens=40, ignore_eos=True))
     engine.step()
     engine.add_request("read", *request)
     outputs = {output.request_id: output for _ in range(200) for output in engine.step()}
@@ -192,7 +192,7 @@ def test_hidden_states_equal_transformers(kind: str, tiny_model: TinyModel) -> N
         read(prompt, "last", "hidden_states"),
         (
             prompt[:20],
-            SamplingParams(max_new_tokens=9, ignore_eos=True, columns=("hidden_states",)),
+            RequestParams(max_new_tokens=9, ignore_eos=True, columns=("hidden_states",)),
         ),
         (prompt, replace(ASKING, max_new_tokens=1)),
     ]
@@ -225,9 +225,9 @@ def test_what_cannot_be_read_is_refused_by_name(tiny_model: TinyModel, tmp_path:
     with pytest.raises(ValueError, match="or the row is only read"):
         engine.add_request("0", prompt, params, [4])
     with pytest.raises(ValueError, match="max_new_tokens must be 0 with pooling"):
-        SamplingParams(pooling="mean")
+        RequestParams(pooling="mean")
     with pytest.raises(ValueError, match="pooling must be last, mean, cls or None"):
-        SamplingParams(max_new_tokens=0, pooling="max")  # type: ignore[arg-type]
+        RequestParams(max_new_tokens=0, pooling="max")  # type: ignore[arg-type]
     assert not engine.has_unfinished()
     (output,) = run(engine, [([3] * 40, params)])  # as long as the model allows
     assert output.finish_reason == "read"
@@ -236,9 +236,9 @@ def test_what_cannot_be_read_is_refused_by_name(tiny_model: TinyModel, tmp_path:
         diffusion.add_request("0", [3, 4], params)
     bare = make_engine(bare_folder(tiny_model("llama"), tmp_path / "bare"))
     with pytest.raises(ValueError, match="the model is an embedding model"):
-        bare.add_request("0", [3, 4], SamplingParams(max_new_tokens=4))
+        bare.add_request("0", [3, 4], RequestParams(max_new_tokens=4))
     with pytest.raises(ValueError, match="the model is an embedding model"):
-        bare.add_request("0", [3, 4], SamplingParams(max_new_tokens=0), [5])
+        bare.add_request("0", [3, 4], RequestParams(max_new_tokens=0), [5])
 
 
 def test_states_that_are_no_numbers_end_a_row_with_an_error(

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel
 
 from batchgen.engine.interface.hidden_columns import Pooling
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from tests.support.engine.engine_rows import Request
 
 LABELS = ("bad", "so-so", 'good, "really"')
@@ -23,7 +23,7 @@ def read(
 ) -> Request:
     """A row that is read alone."""
     names = columns or ("embedding",)
-    params = SamplingParams(max_new_tokens=0, pooling=pooling, columns=names, **options)
+    params = RequestParams(max_new_tokens=0, pooling=pooling, columns=names, **options)
     return list(prompt), params
 
 
