@@ -133,7 +133,7 @@ class Samples:
         return self.joined(rows, grades, valid)
 
     @staticmethod
-    def _valid_of(part: Part) -> str | None:
+    def _valid_of(part: GradePart) -> str | None:
         """The column that says which samples are valid, where a rule by width reads it."""
         enough = Enough.of(read_schema(part.shard).metadata)
         return None if enough is None or enough.width is None else VALID

@@ -17,8 +17,9 @@ from batchgen.evals.scores.intervals import sample_error
 from batchgen.evals.scores.marks import Marks
 from batchgen.evals.scores.samples import Samples
 from batchgen.evals.scores.score_metrics import avg_at, maj_at, pass_all, pass_at
-from batchgen.evals.scores.scores import default_ks, score
+from batchgen.evals.scores.scores import compute_scores, default_ks
 from batchgen.evals.scores.stopped_rows import StoppedRows
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.storage.shards.enough import Enough
 from tests.support.jobs.until_job import UntilJob
 
@@ -82,7 +83,7 @@ def test_marks_that_are_not_known_are_left_out() -> None:
                       ([True, False, False, True], [1.0, 0.0, nan, 0.0])])  # fmt: skip
     means = avg_at(marks)
     assert means[0] == 1 and np.isnan(means[1]) and 0 < means[2] < 1
-    found = score(marks)
+    found = compute_scores(marks)
     assert found["bounds"][0] < found["avg"]["value"] < found["bounds"][1]
     assert found["pass@3"]["questions"] == 1  # the first row has two marks
     assert found["pass@1"]["value"] == pytest.approx(found["avg"]["value"])
@@ -99,16 +100,14 @@ def test_scores_of_a_job_and_of_jobs_beside_each_other(tmp_path: Path) -> None:
     for seed in (0, 1):
         job = UntilJob(str(tmp_path / f"seed={seed}"), rows=24, width=0.6, most=8, one_of=2)
         config = job.config()
-        from batchgen.jobs.run.run_job import run_job
-
-        run_job(replace(config, sampling=replace(config.sampling, seed=seed)), job.parts())
+        execute_job(replace(config, sampling=replace(config.sampling, seed=seed)), job.parts())
     table = Samples(tmp_path / "seed=0", ScoreConfig()).table()
     marks = Marks.of_table(table)
     assert marks.stopped is not None and marks.stopped.rule == Enough(None, 8, 0.6)
     sizes = set(marks.present.sum(1).tolist()) - {1}  # rows without a prompt have one error
     assert min(sizes) == 3 and len(sizes) > 1
     assert set(marks.marks[marks.stopped.valid].tolist()) == {1.0}
-    found = score(marks)
+    found = compute_scores(marks)
     assert found["avg"]["value"] == pytest.approx(found["pass@1"]["value"])
     assert "pass@3" in found and "pass@4" not in found
     arms, column = job_arms(arm_folders([str(tmp_path)]))
