@@ -18,8 +18,8 @@ from batchgen.engine.interface.outputs import HostOutput, OutputColumn, RowCount
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch, PrefillBatch
-from batchgen.engine.sampling.sampler import sample
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampler import sample_tokens
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.pacing import Pacing
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
 
@@ -92,11 +92,14 @@ class Strategy(Pacing, ABC):
         name: the paradigm's name in the configuration.
         columns: the columns of output scope that it can produce besides the sampler's.
         counts: what it counts for each row.
+        decoding: the class of options that a row may have of its own
+            (`RequestParams.decoding`); None if there are none.
     """
 
     name: str
     columns: tuple[OutputColumn, ...] = ()
     counts: tuple[RowCount, ...] = ()
+    decoding: type | None = None
 
     # Each step
 
@@ -152,7 +155,7 @@ class Strategy(Pacing, ABC):
     def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
         """Decide one token for each row from the logits that end its prefill."""
         mask = None if rows.guide is None else rows.guide.mask(output.logits)
-        return sample(output.divided, rows.sampling, output.positions + 1, mask=mask)
+        return sample_tokens(output.divided, rows.sampling, output.positions + 1, mask=mask)
 
     def prefilled(
         self, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None, newest: Tensor
@@ -172,6 +175,12 @@ class Strategy(Pacing, ABC):
         [B] are the rows that have not left since the step was launched."""
 
     # Once, before the first step
+
+    @classmethod
+    def decoding_of_row(cls, values: Mapping[str, Any]) -> object:
+        """Make the options that a row has of its own (`RequestParams.decoding`) of their values by
+        name. Raises ValueError, which names the option, if one cannot be honoured."""
+        raise ValueError(f"rows of strategy {cls.name} have no options of their own")
 
     @property
     def models(self) -> Mapping[str, ModelRole]:
@@ -199,7 +208,7 @@ class Strategy(Pacing, ABC):
         model and user allow. Raises ValueError if no row could have any token."""
         return longest
 
-    def check(self, params: SamplingParams) -> None:
+    def check(self, params: RequestParams) -> None:
         """Check that the strategy can honour these parameters. Raises ValueError if it cannot; the
         message names the option."""
 

@@ -17,8 +17,13 @@ from torch import Tensor
 from batchgen.engine.interface.outputs import OutputColumn, StepOutput
 from batchgen.engine.sampling.logits import Logits
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.kernels.sampling import filter_triton, sampling_triton, top_logprobs_triton
+from batchgen.engine.sampling.sampling_params import RequestParams
+from batchgen.kernels.sampling import (
+    entropy_triton,
+    filter_triton,
+    sampling_triton,
+    top_logprobs_triton,
+)
 from batchgen.kernels.sampling import sampling as kernels
 from batchgen.kernels.sampling.sampling_triton import Share
 from batchgen.kernels.sampling.token_mask import TokenMask, apply_token_mask
@@ -52,9 +57,11 @@ class Drawn(NamedTuple):
     # [R] float32: the token's probability as drawn, greedy rows before filters
     confidence: Tensor | None
     conflict: Tensor | None = None  # [R] bool; None without a mask
+    # [R] float32, in nats: of the distribution that the token was drawn from, if asked for
+    entropy: Tensor | None = None
 
 
-def requested_columns(params: SamplingParams) -> tuple[OutputColumn, ...]:
+def requested_columns(params: RequestParams) -> tuple[OutputColumn, ...]:
     """Return the output columns of the sampler that a row with these options asks for."""
     columns = [LOGPROBS] if params.logprobs else []
     if params.top_logprobs:
@@ -132,7 +139,7 @@ def _float_copy(logits: Tensor) -> Tensor:
     return logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
-def sample(
+def sample_tokens(
     logits: Tensor | Logits,
     sampling: SamplingInputs,
     positions: Tensor,
@@ -150,25 +157,27 @@ def sample(
             drawn = _draw_fused(logits.own, sampling, positions, share=share)
             return _step_output(drawn)
         logits = logits.whole()
-    return _step_output(draw(logits, sampling, positions, mask=mask))
+    return _step_output(draw_tokens(logits, sampling, positions, mask=mask))
 
 
-def draw(
+def draw_tokens(
     logits: Tensor,
     sampling: SamplingInputs,
     positions: Tensor,
     draws: Tensor | None = None,
     *,
     confidence: bool = False,
+    entropy: bool = False,
     mask: TokenMask | None = None,
 ) -> Drawn:
     """Draw a token for each row of logits, for strategies that decide which become output.
 
     `draws` [R] counts earlier draws of a position, whose random numbers differ; None means 0.
-    `confidence` asks for `Drawn.confidence`.
+    `confidence` and `entropy` ask for these of `Drawn`.
     """
     if logits.is_cuda:
-        return draw_fused(logits, sampling, positions, draws, confidence=confidence, mask=mask)
+        asked = {"confidence": confidence, "entropy": entropy}
+        return draw_fused(logits, sampling, positions, draws, **asked, mask=mask)
     left, empty = _exclude(logits, sampling, positions, mask)
     processed = _scale_and_filter(left, logits, sampling)
     if sampling.all_greedy:
@@ -180,7 +189,8 @@ def draw(
     failed = ~logits.amax(-1).isfinite()  # the maximum of a row with a NaN is NaN
     columns = describe(logits, processed, sampling, token_ids)
     probabilities = kernels.probability_of(processed, token_ids) if confidence else None
-    return Drawn(token_ids, failed, columns, probabilities, _conflict(empty, failed))
+    entropies = kernels.entropy_of(processed) if entropy else None
+    return Drawn(token_ids, failed, columns, probabilities, _conflict(empty, failed), entropies)
 
 
 def _conflict(empty: Tensor | None, failed: Tensor) -> Tensor | None:
@@ -214,10 +224,10 @@ def rest_probs(top_logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]
     return clipped
 
 
-def score(
+def score_tokens(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
 ) -> StepOutput:
-    """Describe given tokens as `sample` describes those that it draws, to the bit.
+    """Describe given tokens as `sample_tokens` describes those that it draws, to the bit.
 
     The step has R rows with W = 1 and columns of answer scope. `token_ids` [R] stand at `positions`
     [R], and the row's history holds all tokens before them if it has penalties.
@@ -234,7 +244,7 @@ def score(
 def score_fused(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
 ) -> StepOutput:
-    """`score` with the fused Triton kernels, on any device."""
+    """`score_tokens` with the fused Triton kernels, on any device."""
     drawn = _draw_fused(logits, sampling, positions, given=token_ids)
     return _scored(token_ids, drawn.failed, drawn.columns)
 
@@ -251,7 +261,7 @@ def _scored(token_ids: Tensor, failed: Tensor, columns: dict[str, Tensor]) -> St
 def sample_fused(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, *, mask: TokenMask | None = None
 ) -> StepOutput:
-    """`sample` with the fused Triton kernels, on any device."""
+    """`sample_tokens` with the fused Triton kernels, on any device."""
     return _step_output(draw_fused(logits, sampling, positions, mask=mask))
 
 
@@ -262,15 +272,16 @@ def draw_fused(
     draws: Tensor | None = None,
     *,
     confidence: bool = False,
+    entropy: bool = False,
     mask: TokenMask | None = None,
 ) -> Drawn:
-    """`draw` with the fused Triton kernels, on any device.
+    """`draw_tokens` with the fused Triton kernels, on any device.
 
     The kernel applies temperature and filters while it reads the logits, once; only penalties, a
-    ban or a mask copy them. The host never waits. Tokens differ from `draw`'s only if two scores
-    are so close that rounding decides.
+    ban or a mask copy them. The host never waits. Tokens differ from `draw_tokens`'s only if two
+    scores are so close that rounding decides.
     """
-    return _draw_fused(logits, sampling, positions, draws, confidence, mask)
+    return _draw_fused(logits, sampling, positions, draws, confidence, mask, entropy=entropy)
 
 
 def _draw_fused(
@@ -281,6 +292,7 @@ def _draw_fused(
     confidence: bool = False,
     mask: TokenMask | None = None,
     *,
+    entropy: bool = False,
     given: Tensor | None = None,
     share: Share | None = None,
 ) -> Drawn:
@@ -292,7 +304,7 @@ def _draw_fused(
         threshold = filter_triton.thresholds(
             left, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
         )
-    drawn = sampling_triton.draw(
+    drawn = sampling_triton.draw_triton(
         left,
         logits,
         sampling.temperature,
@@ -310,7 +322,7 @@ def _draw_fused(
     if drawn.logprobs is not None:
         columns[LOGPROBS.name] = drawn.logprobs
     if sampling.max_top_logprobs:
-        ids, values = top_logprobs_triton.top_logprobs(
+        ids, values = top_logprobs_triton.top_logprobs_triton(
             left,
             logits,
             sampling.temperature,
@@ -320,7 +332,10 @@ def _draw_fused(
         )
         columns |= {TOP_LOGPROB_IDS.name: ids, TOP_LOGPROBS.name: values}
     conflict = _conflict(empty, drawn.failed)
-    return Drawn(drawn.token_ids, drawn.failed, columns, drawn.confidence, conflict)
+    entropies = None
+    if entropy:
+        entropies = entropy_triton.entropy_of_triton(left, sampling.temperature, threshold)
+    return Drawn(drawn.token_ids, drawn.failed, columns, drawn.confidence, conflict, entropies)
 
 
 def _step_output(drawn: Drawn) -> StepOutput:
