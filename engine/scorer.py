@@ -25,8 +25,8 @@ class Scorer:
         most: the most tokens that are scored at once.
     """
 
-    def __init__(self, runner: ModelRunner, most: int) -> None:
-        self._runner, self._most = runner, most
+    def __init__(self, runner: ModelRunner, limit: int) -> None:
+        self._runner, self._most = runner, limit
 
     def score(
         self, batch: PrefillBatch, output: ModelOutput | None

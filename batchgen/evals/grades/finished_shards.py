@@ -40,8 +40,8 @@ class GradedShards(ABC):
     schema: pa.Schema
     grade_schema: pa.Schema
 
-    def __init__(self, storage: Storage, given: str) -> None:
-        self.given, self.storage = given, storage
+    def __init__(self, storage: Storage, user_path: str) -> None:
+        self.given, self.storage = user_path, storage
 
     @property
     def total(self) -> int:
@@ -162,10 +162,10 @@ class GradedShards(ABC):
 class FinishedShards(GradedShards):
     """The shards of a complete job, or of a set of rows, which do not change any more."""
 
-    def __init__(self, storage: Storage, given: str, whole: WholeShards) -> None:
+    def __init__(self, storage: Storage, user_path: str, whole: WholeShards) -> None:
         """Take the shards that the folder has, as `whole_shards` found them, and look at the ends
         of its grades."""
-        super().__init__(storage, given)
+        super().__init__(storage, user_path)
         self.shards, self.schema = whole.shards, whole.schema
         for number, shard in enumerate(self.shards):
             if shard.digest is None:

@@ -25,14 +25,14 @@ _KEYS = ("post", "score", "experiment")
 class GradedJob:
     """A complete job, which may have grades; `given` is its folder as the user named it."""
 
-    def __init__(self, given: str, verb: str, *, complete: bool = True) -> None:
+    def __init__(self, user_path: str, verb: str, *, complete: bool = True) -> None:
         """Open a job for a verb, or raise ConfigError if the folder is none of a job, or of one
         that is not `complete` as it has to be."""
-        self.given = given
-        self._reader = open_folder(given, verb)
+        self.given = user_path
+        self._reader = open_folder(user_path, verb)
         self.path = self._reader.path
         if complete:
-            refuse_incomplete(self._reader, given)
+            refuse_incomplete(self._reader, user_path)
 
     def locked(self) -> FolderLock:
         """A lock on the folder, for writing grades or scores; ConfigError if a job runs there."""

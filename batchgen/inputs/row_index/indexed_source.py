@@ -317,9 +317,9 @@ class IndexedSource(Source):
             empty = IndexFacts(self._key, self.fingerprint, read, read, 0, 0, running.counts, ())
             raise empty.nothing_left
 
-    def _row(self, index: int, given: Row, made: MadeRow) -> Row:
-        row_id = path_id(given.id, made.path)
-        if made.failure is not None:
-            return MadeOfRow(index, row_id, given.fields, failure_of(made.failure), given=given)
-        fields = dict(self.chain.restored(given, made))
-        return MadeOfRow(index, row_id, fields, given.failure, given=given)
+    def _row(self, index: int, base: Row, made_row: MadeRow) -> Row:
+        row_id = path_id(base.id, made_row.path)
+        if made_row.failure is not None:
+            return MadeOfRow(index, row_id, base.fields, failure_of(made_row.failure), given=base)
+        fields = dict(self.chain.restored(base, made_row))
+        return MadeOfRow(index, row_id, fields, base.failure, given=base)

@@ -61,14 +61,14 @@ class IndexGrowth:
     """
 
     def __init__(
-        self, chain: Chain, source: Source, tokenizer: Any, folder: IndexFolder, found: IndexFacts
+        self, chain: Chain, source: Source, tokenizer: Any, folder: IndexFolder, facts: IndexFacts
     ) -> None:
         """Go on behind the rows of an index, which the steps go through again if they remember
         rows."""
         self._chain, self._source, self._folder = chain, source, folder
         self._running = chain.start(tokenizer)
-        self.facts = found
-        _catch_up(chain, self._running, source, found)
+        self.facts = facts
+        _catch_up(chain, self._running, source, facts)
 
     def add(self, stop: int) -> None:
         """Write the parts of the rows of the source before `stop` that have none."""
@@ -96,19 +96,19 @@ class IndexGrowth:
         self._running.close()
 
 
-def _catch_up(chain: Chain, running: ChainPass, source: Source, found: IndexFacts) -> None:
+def _catch_up(chain: Chain, running: ChainPass, source: Source, facts: IndexFacts) -> None:
     """Bring the steps to where they stood behind the rows of an index."""
     if not chain.has_state:
-        running.counts = [replace(count, examples=list(count.examples)) for count in found.steps]
+        running.counts = [replace(count, examples=list(count.examples)) for count in facts.steps]
         return
     made = 0
-    for row in islice(source.rows(), found.read_rows):
+    for row in islice(source.rows(), facts.read_rows):
         made += len(running.take(row))
         running.dropped.clear()
-    if made != found.rows:
+    if made != facts.rows:
         raise JobError(
-            f"rows: the steps make {made:,} rows of the first {found.read_rows:,} of the data set, "
-            f"and made {found.rows:,} before: a step depends on more than the rows up to its own. "
+            f"rows: the steps make {made:,} rows of the first {facts.read_rows:,} of the data set, "
+            f"and made {facts.rows:,} before: a step depends on more than the rows up to its own. "
             "Use another output.dir"
         )
 

@@ -26,8 +26,8 @@ class AnswerColumns:
     """What the columns of the jobs become in rows: as they are where a row is made of one answer,
     and with `dataset.rows=rows` lists, but for what all samples of a row have in common."""
 
-    def __init__(self, known: JobColumns, config: DatasetConfig) -> None:
-        self._known, self._config = known, config
+    def __init__(self, columns: JobColumns, config: DatasetConfig) -> None:
+        self._known, self._config = columns, config
         self._lists = config.rows == "rows"
 
     def copied(self) -> pa.Schema:
@@ -60,9 +60,9 @@ class AnswerColumns:
         metadata = {key: said[key] for key in (b"meaning", b"feature") if key in said}
         return pa.field(name, self._type(name, known), metadata=metadata)
 
-    def _type(self, name: str, known: pa.Field) -> pa.DataType:
+    def _type(self, name: str, field: pa.Field) -> pa.DataType:
         is_list = self._lists and name not in self._known.given
-        return pa.list_(known.type) if is_list else known.type
+        return pa.list_(field.type) if is_list else field.type
 
     def features(self) -> Features:
         """What all visible columns hold."""

@@ -56,7 +56,7 @@ class _Request:
     def finished(
         self,
         output: RequestOutput | None = None,
-        beside: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
         *,
         error: RequestError | None = None,
         is_copied: bool = False,
@@ -70,7 +70,7 @@ class _Request:
             self.fields,
             output,
             error,
-            beside or {},
+            extra or {},
             self.key,
             is_copied,
             images=images,

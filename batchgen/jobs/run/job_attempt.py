@@ -109,6 +109,6 @@ class JobAttempt:
         return JobResult(0, self.signals.received, message)
 
 
-def how_to_resume(shown: str) -> str:
+def how_to_resume(display_name: str) -> str:
     """What to do about a job that was stopped."""
-    return f"The output so far is in {shown}; run the same command to go on from there."
+    return f"The output so far is in {display_name}; run the same command to go on from there."

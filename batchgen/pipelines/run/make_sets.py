@@ -117,9 +117,9 @@ class PromisedRows(FinishedRows):
     """
 
     def __init__(
-        self, given: str, job: FollowedJob, config: Mapping[str, Any], more: Sequence[str]
+        self, user_path: str, job: FollowedJob, config: Mapping[str, Any], more: Sequence[str]
     ) -> None:
-        GradedShards.__init__(self, job.storage, given)
+        GradedShards.__init__(self, job.storage, user_path)
         self.config, self.text_column, self.facts = config, job.text_column, None
         self.manifest, self.metrics, self.shards = {}, {}, []
         new = [pa.field(name, pa.string()) for name in more if name not in job.schema.names]

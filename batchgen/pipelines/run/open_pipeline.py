@@ -186,16 +186,16 @@ def _prints(pipeline: Pipeline) -> dict[str, Prints]:
     return found
 
 
-def _refuse_foreign(shown: str, names: list[str]) -> None:
+def _refuse_foreign(display_name: str, names: list[str]) -> None:
     """Refuse a folder that holds something else."""
     if MANIFEST in names:
         raise ConfigError(
-            f"output.dir={shown} holds the output of a job: give the pipeline a folder of its own"
+            f"output.dir={display_name} holds the output of a job: give the pipeline its own folder"
         )
     foreign = sorted(name for name in names if not name.startswith("."))
     if foreign and RECORD not in names and PIPELINE_FILE not in names:
         listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
         raise ConfigError(
-            f"output.dir={shown} holds files that are not of a pipeline ({listed}): choose a new "
-            "or empty folder"
+            f"output.dir={display_name} holds files that are not of a pipeline ({listed}): choose "
+            "a new or empty folder"
         )

@@ -31,13 +31,15 @@ _MOST_JOBS = 100
 class JobTraces:
     """The way back from rows of a job; `given` is its folder as people call it."""
 
-    def __init__(self, given: str) -> None:
+    def __init__(self, user_path: str) -> None:
         """Raise ConfigError if the folder is not one of a job."""
-        self.given = given
-        self.reader = open_job_reader(given)
+        self.given = user_path
+        self.reader = open_job_reader(user_path)
         dataset = self.reader.config.get("dataset")
         if not isinstance(dataset, dict):
-            raise ConfigError(f"{given}/config.yaml does not say which data set the job has read")
+            raise ConfigError(
+                f"{user_path}/config.yaml does not say which data set the job has read"
+            )
         self._dataset: Mapping[str, Any] = dataset
 
     def add(self, trace: Trace, row_id: str, sample: int | None = None) -> None:

@@ -70,8 +70,8 @@ def refuse_folder(storage: Storage) -> None:
 
 def refuse_other_job(
     storage: Storage,
-    found: Manifest,
-    asked: Manifest,
+    stored: Manifest,
+    requested: Manifest,
     digests: RowDigests,
     changed_row: ChangedRow,
     *,
@@ -82,7 +82,7 @@ def refuse_other_job(
     Returns:
         Lines that say in what the folder's job differs; none if it is the same.
     """
-    differences = found.differences(asked, digests, changed_row)
+    differences = stored.differences(requested, digests, changed_row)
     if differences and not overwrite and has_rows(storage):
         raise DifferentJob(storage.shown, differences)
     return differences

@@ -165,7 +165,7 @@ class OutputSchema:
         prompt_token_ids: bool,
         *,
         constrained: bool = False,
-        beside: Sequence[pa.Field] = (),
+        extra: Sequence[pa.Field] = (),
         parsed: ParsedColumn | None = None,
         text_column: str = TEXT,
         answers: bool = False,
@@ -176,7 +176,7 @@ class OutputSchema:
 
         Args:
             prompt_token_ids: whether to write the prompts.
-            beside: the columns of what rows say beside their text, such as thoughts.
+            extra: the columns of what rows say beside their text, such as thoughts.
             constrained: whether a column says which rows satisfy their constraint.
             answers: whether rows have given answers, which are scored.
             images: whether rows may have images.
@@ -187,7 +187,7 @@ class OutputSchema:
                 `text_column` is the name of another such column.
         """
         before = [described_field(*column) for column in _BEFORE]
-        has_channels = any(column.name == CHANNEL for column in beside)
+        has_channels = any(column.name == CHANNEL for column in extra)
         own = _OF_ANSWERS if answers else _OF_CHANNELS if has_channels else {}
         after = [
             described_field(
@@ -210,7 +210,7 @@ class OutputSchema:
         more += [_column_field(column) for column in columns]
         # Also columns that this job leaves out: a name shall mean the same in every output.
         taken = {name for name, *_ in _BEFORE + _AFTER} | {SATISFIED, PARSED}
-        taken |= {field.name for field in (*beside, *more)}
+        taken |= {field.name for field in (*extra, *more)}
         taken.remove(TEXT)
         _check_clashes(passthrough.names, taken, text_column)
         # The metadata of the whole input schema is dropped: it describes the input's columns alone.
@@ -218,7 +218,7 @@ class OutputSchema:
         given = [f.with_metadata(meaning | _strings(f.metadata)) for f in passthrough]
         metadata = {b"batchgen.schema": SCHEMA_VERSION.encode()}
         metadata |= {} if enough is None else enough.metadata
-        after[1:1] = beside
+        after[1:1] = extra
         schema = pa.schema(before + given + after + more, metadata=metadata)
         return OutputSchema(
             schema,
@@ -227,7 +227,7 @@ class OutputSchema:
             tuple(count.name for count in counts),
             parsed,
             text_column,
-            tuple(column.name for column in beside),
+            tuple(column.name for column in extra),
             enough,
         )
 
@@ -288,7 +288,7 @@ class OutputSchema:
         return pa.RecordBatch.from_arrays(arrays, schema=self.arrow)
 
 
-def _check_clashes(given: Sequence[str], taken: Collection[str], text_column: str) -> None:
+def _check_clashes(columns: Sequence[str], taken: Collection[str], text_column: str) -> None:
     """Refuse columns of the data set that have the name of a column that batchgen writes."""
     if text_column in taken:
         raise ConfigError(
@@ -296,7 +296,7 @@ def _check_clashes(given: Sequence[str], taken: Collection[str], text_column: st
             "choose another name"
         )
     names = {*taken, text_column}
-    clashes = [name for name in given if name in names]
+    clashes = [name for name in columns if name in names]
     if not clashes:
         return
     listed = ", ".join(map(repr, clashes))
@@ -306,7 +306,7 @@ def _check_clashes(given: Sequence[str], taken: Collection[str], text_column: st
             f"dataset column {listed} has the name of the column of generated text: write that one "
             "under another name, such as output.text_column=answer, or "
         )
-    kept = ",".join(name for name in given if name not in names)
+    kept = ",".join(name for name in columns if name not in names)
     advice = f"leave yours out of the output with 'dataset.columns=[{kept}]'; prompts can still "
     raise ConfigError(what + advice + "use them")
 

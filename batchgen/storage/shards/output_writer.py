@@ -132,7 +132,7 @@ class OutputWriter:
             needed = set[int]()
             if number not in self.complete_shards:
                 needed = self._written.begun(number).longest(self._open.get(number))
-            for path in self._journal.files(number, own=True, kind=BEGUN):
+            for path in self._journal.files(number, include_own=True, kind=BEGUN):
                 if journal_worker(path) not in needed:
                     self._storage.delete(path)
         self._journal.refresh()

@@ -41,8 +41,8 @@ class StoredRows:
         drawn = drawn_places(self.count, rows, seed)
         return sorted(self._number(place) for place in drawn)
 
-    def _number(self, place: int) -> int:
-        shard, row = divmod(place, self._rows_per_shard)
+    def _number(self, index: int) -> int:
+        shard, row = divmod(index, self._rows_per_shard)
         return self._shards[shard] * self._rows_per_shard + row
 
     def rows(self, indices: Sequence[int]) -> list[pa.Table]:

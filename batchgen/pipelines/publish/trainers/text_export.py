@@ -19,7 +19,7 @@ from batchgen.util.text.row_writers import WRITERS, spreadsheet
 
 
 def export_text(
-    given: str,
+    user_path: str,
     path: Path | None,
     *,
     form: str | None = None,
@@ -40,7 +40,7 @@ def export_text(
     form = form or export_format(path)
     if quote and form != "csv":
         raise ConfigError(f"export --quote-formulas is for CSV, and the format is {form}")
-    source = _columns_of(given, form, columns, where)
+    source = _columns_of(user_path, form, columns, where)
     if form == "txt" and len(source.schema) != 1:
         raise ConfigError("export --format txt writes one column: name one in --columns")
     with text_file(path, at) as file:
@@ -59,14 +59,16 @@ class _Source(NamedTuple):
     rows: Iterator[Mapping[str, Any]]
 
 
-def _columns_of(given: str, form: str, columns: Sequence[str] | None, where: str | None) -> _Source:
+def _columns_of(
+    user_path: str, form: str, columns: Sequence[str] | None, where: str | None
+) -> _Source:
     """The rows of a job that may still run, or those of which an expression is true."""
-    if where is not None or is_set(given):
-        rows = open_rows(given)
+    if where is not None or is_set(user_path):
+        rows = open_rows(user_path)
         names = export_columns(rows, form, columns, where)
         schema = pa.schema([rows.schema.field(name) for name in names])
         return _Source(schema, rows_where(rows, where, names))
-    reader = open_job_reader(given)
+    reader = open_job_reader(user_path)
     columns = columns or ([reader.text_column] if form == "txt" else None)
     schema = reader.fields(columns)
     if schema is None:

@@ -86,9 +86,9 @@ class TrainerRows:
         made_of: shard and place of each row that the last row was made of.
     """
 
-    def __init__(self, rows: FinishedRows, asked: ExportRequest) -> None:
+    def __init__(self, rows: FinishedRows, request: ExportRequest) -> None:
         """Raise ConfigError if an option does not fit the rows."""
-        self._rows, self._asked, self.left_out = rows, asked, Counter[str]()
+        self._rows, self._asked, self.left_out = rows, request, Counter[str]()
         self.made_of: list[Place] = []
         columns = rows.columns
         self._of: dict[str, RowExpression] = {}
@@ -97,13 +97,15 @@ class TrainerRows:
         self._wanted = columns.named([n for n in _OWN if n in columns.names])
         for expression in self._of.values():
             self._wanted |= columns.read_by(expression)
-        self._answers = asked.to in ("sft", "dpo", "kto")
-        self._talks = Conversations(rows, asked.messages, asked.reasoning, answers=self._answers)
+        self._answers = request.to in ("sft", "dpo", "kto")
+        self._talks = Conversations(
+            rows, request.messages, request.reasoning, answers=self._answers
+        )
         self._wanted |= self._talks.wanted
         self._tools = self._tools_column()
         made = {"sft": self._sft, "dpo": self._dpo, "kto": self._kto, "grpo": self._grpo}
         made["prm"] = self._prm
-        self._make: Callable[[], Iterator[dict[str, Any]]] = made[asked.to]
+        self._make: Callable[[], Iterator[dict[str, Any]]] = made[request.to]
         self.schema = self._schema()
 
     def _expressions(self) -> dict[str, str]:
