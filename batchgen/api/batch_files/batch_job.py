@@ -60,7 +60,7 @@ def asked_logprobs(body: Mapping[str, Any]) -> int | None:
 class BatchPaths:
     """The files of a batch: what is read and written, and what lies beside the results."""
 
-    given: Path
+    user_path: Path
     results: Path
 
     @property
@@ -81,7 +81,7 @@ def refuse_other_file(paths: BatchPaths, display_name: str) -> None:
         return
     if results.is_symlink() or not results.is_file():
         raise ConfigError(f"batch: {display_name} is a link or no file: name another OUT")
-    if results.samefile(paths.given):
+    if results.samefile(paths.user_path):
         raise ConfigError(f"batch: {display_name} is both read and written: name another OUT")
     with results.open("rb") as file:
         first = file.readline(_MOST_BEGINNING)
@@ -104,7 +104,7 @@ def write_requests(paths: BatchPaths) -> BatchSummary:
         pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
     ):
         rows: list[dict[str, str]] = []
-        for line in batch_lines(paths.given):
+        for line in batch_lines(paths.user_path):
             asked.add(line)
             if isinstance(line, BatchRequest):
                 body = {"custom_id": line.custom_id, "url": line.url, "body": line.text}
@@ -162,13 +162,13 @@ def write_results(paths: BatchPaths, config: JobConfig, *, any_rows: bool) -> tu
         whole_file(paths.results) as temporary,
         temporary.open("w", encoding="utf-8", newline="") as file,
     ):
-        for number, line in enumerate(batch_lines(paths.given)):
+        for number, line in enumerate(batch_lines(paths.user_path)):
             if isinstance(line, BadLine):
                 found = _error_line(line, number)
             else:
                 found = next(results, {})
                 if found.get("custom_id") != line.custom_id:
-                    raise JobError(f"{paths.given} has changed: run the same command again")
+                    raise JobError(f"{paths.user_path} has changed: run the same command again")
             file.write(json_text(found) + "\n")
             answered, failed = answered + (not found["error"]), failed + bool(found["error"])
     return answered, failed

@@ -44,7 +44,7 @@ class ReadPrompt:
     for kind `none` it is a sentence that says what a prompt is. `images` are those beside a text or
     ids, which have the model's image token for each."""
 
-    given: Any
+    raw: Any
     kind: Literal["text", "ids", "messages", "none"]
     value: Any
     images: Any = None

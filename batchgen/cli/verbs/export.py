@@ -116,7 +116,7 @@ def _for_trainers(arguments: Namespace, path: Path | None) -> int:
     options = {name: getattr(arguments, name) for name in (*_STRINGS, *_NUMBERS)}
     asked = ExportRequest(to=arguments.to, across=arguments.across, **options)
     done = export_for(open_rows(arguments.out), asked, path)
-    if not done.made:
+    if not done.is_new:
         print(f"{arguments.file} has these rows already.", file=sys.stderr)
         return 0
     left_out = "".join(f"; {count:,} left out {why}" for why, count in done.left_out.items())

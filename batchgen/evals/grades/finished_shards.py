@@ -41,7 +41,7 @@ class GradedShards(ABC):
     grade_schema: pa.Schema
 
     def __init__(self, storage: Storage, user_path: str) -> None:
-        self.given, self.storage = user_path, storage
+        self.user_path, self.storage = user_path, storage
 
     @property
     def total(self) -> int:
@@ -100,7 +100,7 @@ class GradedShards(ABC):
         with CheckedFile(self._source(DATA, number)) as file:
             if file.content_digest() != shard.digest:
                 raise JobError(
-                    f"{self.given} has changed while it was read: run the same command again"
+                    f"{self.user_path} has changed while it was read: run the same command again"
                 )
             for group, end in enumerate(shard.ends):
                 start, stop = np.searchsorted(places, [first, end])
@@ -143,8 +143,8 @@ class GradedShards(ABC):
 
     def _unusable(self, fault: str) -> ConfigError:
         return ConfigError(
-            f"the grades of {self.given} cannot be used ({fault}): run "
-            f"`batchgen grade {self.given}` first"
+            f"the grades of {self.user_path} cannot be used ({fault}): run "
+            f"`batchgen grade {self.user_path}` first"
         )
 
     def _files(self, folder: str) -> list[int]:

@@ -36,7 +36,7 @@ def compare_jobs(
         values = " and ".join(config.cut_texts for config in configs)
         found += (f"texts that were cut count differently (score.cut_texts is {values})",)
     if found and not anyway:
-        names = " and ".join(job.given for job in jobs)
+        names = " and ".join(job.user_path for job in jobs)
         raise ConfigError(f"{names} are not one exam: {'; '.join(found)}: --anyway compares them")
     return compare(a, b, bounded=configs[0].column == MARK), found
 

@@ -199,7 +199,7 @@ class RowImages:
         if self._told or not self._sizes.scales_down(height, width):
             return
         self._told = True
-        most = self._sizes.most
+        most = self._sizes.max_pixels
         print(
             f"batchgen: an image of {width}×{height} pixels is scaled down to at most {most:,} "
             f"pixels ({most // self._sizes.side**2:,} tokens), and so are others: prompt.max_pixels"

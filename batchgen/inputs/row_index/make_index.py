@@ -28,26 +28,26 @@ class _Making:
     rows: Iterator[Row]
     read: int
     total: int
-    made: list[MadeRow] = field(default_factory=list)
+    pending: list[MadeRow] = field(default_factory=list)
     is_over: bool = False
     error_rows: int = 0
-    shown: float = field(default_factory=time.monotonic)
+    reported_at: float = field(default_factory=time.monotonic)
 
     def advance(self) -> None:
         """Take rows until there is a group to write, or no row is left."""
         running = self.running
-        while len(self.made) < GROUP and len(running.dropped) < GROUP:
+        while len(self.pending) < GROUP and len(running.dropped) < GROUP:
             row = None if running.full else next(self.rows, None)
             if row is None:
                 self.is_over = True
                 return
             self.read = row.index + 1
-            self.made += running.take(row)
+            self.pending += running.take(row)
             self.tell()
 
     def tell(self) -> None:
-        if not self.read % 256 and (now := time.monotonic()) - self.shown > _SHOWN_SECONDS:
-            self.shown = now
+        if not self.read % 256 and (now := time.monotonic()) - self.reported_at > _SHOWN_SECONDS:
+            self.reported_at = now
             print(f"batchgen: steps of rows: {self.read:,} of {self.total:,} rows", file=sys.stderr)
 
 
@@ -123,8 +123,8 @@ def _write_part(making: _Making, number: int) -> IndexPart:
         if len(running.dropped) >= GROUP or (making.is_over and running.dropped):
             gone.add(folder.dropped_table(running.dropped, making.chain.names))
             running.dropped.clear()
-        while len(making.made) >= GROUP or (making.is_over and making.made):
-            rows, making.made = making.made[:GROUP], making.made[GROUP:]
+        while len(making.pending) >= GROUP or (making.is_over and making.made):
+            rows, making.pending = making.pending[:GROUP], making.pending[GROUP:]
             making.error_rows += sum(row.failure is not None for row in rows)
             kept.add(folder.rows_table(rows, list(making.chain.stored)))
     kept.publish()

@@ -148,13 +148,13 @@ class AnswerSelector:
         for table, grades in job.answers(range(at.answer, job.total), columns, self._grades):
             keys = row_keys(table)
             if (np.diff(keys, prepend=at.key) <= 0).any():
-                raise JobError(f"{job.given} is damaged: its answers are not in order")
+                raise JobError(f"{job.user_path} is damaged: its answers are not in order")
             rows = np.asarray(table["row_index"].to_numpy(), np.int64)
             begins = np.flatnonzero(np.diff(rows, prepend=at.row))
             for row_id in table["row_id"].take(pa.array(begins)).to_pylist():
                 if row_id is None or not at.ids.add(row_id):
                     raise ConfigError(
-                        f"dataset.path: two rows of {job.given} have the id {row_id!r}: ids of "
+                        f"dataset.path: two rows of {job.user_path} have the id {row_id!r}: ids of "
                         "rows must differ"
                     )
             values = list[dict[str, Any]]()

@@ -32,8 +32,8 @@ class OtherJob(FinishedShards):
     def __init__(self, reader: JobFolderReader, name: str) -> None:
         """Take a job that is complete; ConfigError if its manifest.json is not one of batchgen,
         JobError if a file is damaged, or not there."""
-        super().__init__(reader.storage, reader.storage.shown, reader.whole)
-        read, self.text_column = read_facts(lambda: reader.manifest, name, self.given)
+        super().__init__(reader.storage, reader.storage.display_name, reader.whole)
+        read, self.text_column = read_facts(lambda: reader.manifest, name, self.user_path)
         self.read = replace(read, costs=all_steps(reader.metrics, name))
         self.is_complete = self.needs_grades = False
 

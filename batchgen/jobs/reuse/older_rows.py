@@ -96,7 +96,7 @@ class OlderRows:
             constraint_satisfied=row[SATISFIED][0].as_py() if SATISFIED in names else None,
             answer_token_ids=request.answer,
         )
-        beside = {name: row[name][0].as_py() for name in schema.beside}
+        beside = {name: row[name][0].as_py() for name in schema.extra}
         return SplitOutput(found, beside | ({TEXT: None} if text is None else {}))
 
 

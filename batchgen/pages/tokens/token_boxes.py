@@ -81,7 +81,7 @@ class RowTokens:
     key: str
     text: str
     answer: Span | None
-    _made: dict[int, str] = field(default_factory=dict)
+    _html: dict[int, str] = field(default_factory=dict)
 
     def html(self, limit: int | None = None) -> Markup:
         """The tokens, at most `limit` from the beginning and the end; empty if there are none."""
@@ -99,14 +99,14 @@ class RowTokens:
         return _VIEW.format(switches=switches, tokens=Markup("".join(parts)))
 
     def _span(self, index: int) -> str:
-        if (made := self._made.get(index)) is None:
+        if (made := self._html.get(index)) is None:
             id = self.ids[index]
             text: str | None = self.view.text(id)
             answer = " a" if index in self._inside else ""
             classes = f"t{self.facts.classes(index)}{answer}"
             shown = f"{id} " if text is None else _shown(text)
             made = f'<span class="{classes}" tabindex=0 title="{self._title(index)}">{shown}</span>'
-            self._made[index] = made
+            self._html[index] = made
         return made
 
     def _title(self, index: int) -> str:

@@ -106,8 +106,8 @@ def _read(reader: JobFolderReader, groups: Mapping[str, Any], user_path: str) ->
         key = f"{READ_JOB} {job.read.name}" if len(jobs) > 1 else READ_JOB
         if known.get(key) != job.read.digest:
             raise ConfigError(
-                f"{user_path}: {job.given} is not the job whose rows were read: put that one in "
-                "its place, or run the job again"
+                f"{user_path}: {job.user_path} is not the job whose rows were read: put that one "
+                "in its place, or run the job again"
             )
     return jobs
 

@@ -31,7 +31,7 @@ class FoundRow:
     """A row where it lies; `variables` are what expressions and templates see."""
 
     shard: int
-    place: int  # in its shard, from 0
+    position: int  # in its shard, from 0
     variables: Mapping[str, Any]
 
 
@@ -39,7 +39,7 @@ def set_row_name(row: FoundRow) -> str:
     """How a message names a row, as far as its id was read."""
     found = row.variables
     name = found.get("row_id", found.get("id"))
-    return f"row {row.place} of shard {row.shard}" if name is None else f"row {name!r}"
+    return f"row {row.position} of shard {row.shard}" if name is None else f"row {name!r}"
 
 
 class FinishedRows(FinishedShards):
@@ -75,7 +75,7 @@ class FinishedRows(FinishedShards):
     def refuse_set(self, what: str) -> None:
         """Raise ConfigError if the rows are those of a set, which do not say how they ended."""
         if self.is_set:
-            raise ConfigError(f"{what} is for jobs, and {self.given} is a set: give its job")
+            raise ConfigError(f"{what} is for jobs, and {self.user_path} is a set: give its job")
 
     def group(self, name: str) -> dict[str, Any]:
         """A group of the configuration; empty if there is none."""

@@ -100,8 +100,8 @@ class FolderPush:
                 lines = self._folder.differences(Path(path).read_bytes())
         if lines:
             raise ConfigError(
-                f"push: {self._repo} holds other rows than {self._folder.given}: choose another "
-                "name\n  " + "\n  ".join(lines)
+                f"push: {self._repo} holds other rows than {self._folder.user_path}: choose "
+                "another name\n  " + "\n  ".join(lines)
             )
 
     @property
@@ -132,8 +132,8 @@ class FolderPush:
         self.push(complete=status == "complete")
         if status != "complete":
             raise JobError(
-                f"the job in {self._folder.given} is not complete ({status}), and what it has is "
-                "pushed: run its command again, and then this one"
+                f"the job in {self._folder.user_path} is not complete ({status}), and what it has "
+                "is pushed: run its command again, and then this one"
             )
 
     def _push_some(self, complete: bool) -> bool:

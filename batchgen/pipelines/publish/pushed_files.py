@@ -64,7 +64,7 @@ class PushedFolder:
 
     def __init__(self, job_path: str) -> None:
         """Raise ConfigError if the folder is neither, JobError if rows are missing."""
-        self.given = folder_here(job_path, "batchgen push")
+        self.user_path = folder_here(job_path, "batchgen push")
         self._reader: JobFolderReader | None = None
         self.path = Path(step_folder(str(user_path(job_path, "DIR"))))
         if self.path.is_file():
@@ -90,7 +90,7 @@ class PushedFolder:
     def refuse_incomplete(self) -> None:
         """Raise ConfigError for a job that is not complete."""
         if self._reader is not None:
-            refuse_incomplete(self._reader, self.given)
+            refuse_incomplete(self._reader, self.user_path)
 
     def files(self, *, complete: bool) -> Iterator[LocalFile]:
         """The files as they are now, those of every commit first, then shards in order.

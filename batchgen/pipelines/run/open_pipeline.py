@@ -43,7 +43,7 @@ class OpenPipeline:
         self.pipeline = pipeline
         self._prints = _prints(pipeline)
         self._storage = open_storage(pipeline.out, WorkersConfig())
-        _refuse_foreign(self._storage.shown, self._names())
+        _refuse_foreign(self._storage.display_name, self._names())
         if self._storage.in_place and self._storage.path.is_dir():
             refuse_linked(self._storage.path)
         self._before = read_record(self._storage) or PipelineRecord()
@@ -125,8 +125,8 @@ class OpenPipeline:
             for name, folder in mine.items():
                 if (other := now.current.get(name)) != folder:
                     raise JobError(
-                        f"{self._storage.shown}: another configuration was started in this folder "
-                        f"meanwhile, by which step {name} is {other or 'left out'} and not "
+                        f"{self._storage.display_name}: another configuration was started in this "
+                        f"folder meanwhile, by which step {name} is {other or 'left out'} and not "
                         f"{folder}: its exports are the current ones. All rows of this one are "
                         "there: run its command again to make it the current one"
                     )
@@ -166,7 +166,7 @@ class OpenPipeline:
             return []
         except NotADirectoryError:
             raise ConfigError(
-                f"output.dir={self._storage.shown} is a file: give a folder"
+                f"output.dir={self._storage.display_name} is a file: give a folder"
             ) from None
 
 

@@ -103,13 +103,13 @@ def exported_line(
     found = exact or others
     if not found:
         raise ConfigError(
-            f"{user_path}, line {line}: no row of {rows.given} gives this line: the file or the "
-            "rows have changed since it was written"
+            f"{user_path}, line {line}: no row of {rows.user_path} gives this line: the file or "
+            "the rows have changed since it was written"
         )
     if len(found) > 1:
         raise ConfigError(
-            f"{user_path}, line {line}: several rows of {rows.given} give this line, and the file "
-            "is in another order than it was written in: which one it is cannot be told"
+            f"{user_path}, line {line}: several rows of {rows.user_path} give this line, and the "
+            "file is in another order than it was written in: which one it is cannot be told"
         )
     return TracedLine(user_path, line, content), found[0][1]()
 
@@ -162,7 +162,7 @@ def _recipe(path: Path) -> ExportRecipe | None:
     out = path.resolve().parent.parent
     if path.resolve().parent.name != EXPORTS or find_record(str(out)) is None:
         return None
-    known = ExportRecord.read(path.resolve().parent).made.get(path.name)
+    known = ExportRecord.read(path.resolve().parent).exports.get(path.name)
     if known is None or not known.of:
         return None
     settings = known.settings
@@ -199,8 +199,9 @@ def _of_columns(
     key = _ID if rows.is_set else _ROW
     if key not in content or not set(content) <= {*rows.columns.names}:
         raise ConfigError(
-            f"{user_path} does not say how it was made, and its lines are no rows of {rows.given} "
-            f"with their {key}: export a .parquet file or a folder, or in a pipeline: they keep it"
+            f"{user_path} does not say how it was made, and its lines are no rows of "
+            f"{rows.user_path} with their {key}: export a .parquet file or a folder, or "
+            "in a pipeline: they keep it"
         )
     text = json_text(content)
     own = [] if rows.is_set else [_SAMPLE]
@@ -212,7 +213,7 @@ def _of_columns(
     if len(found) != 1:
         what = "no row" if not found else f"{len(found)} samples"
         raise ConfigError(
-            f"{user_path}, line {line}: {what} of {rows.given} with the {key} {content[key]!r} "
+            f"{user_path}, line {line}: {what} of {rows.user_path} with the {key} {content[key]!r} "
             f"{'have' if found else 'has'} what the line has: which one it is cannot be told"
         )
     return _origins(rows, found[0])()
@@ -221,8 +222,8 @@ def _of_columns(
 def _origins(rows: FinishedRows, row: Mapping[str, Any]) -> Callable[[], list[Origin]]:
     """What names a row by its columns."""
     if rows.is_set:
-        return lambda: [Origin(rows.given, row[_ID], None)]
-    return lambda: [Origin(rows.given, row[_ROW], row[_SAMPLE])]
+        return lambda: [Origin(rows.user_path, row[_ID], None)]
+    return lambda: [Origin(rows.user_path, row[_ROW], row[_SAMPLE])]
 
 
 def _at(rows: FinishedRows, places: Sequence[tuple[int, int]]) -> list[Origin]:

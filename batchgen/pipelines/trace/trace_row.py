@@ -46,7 +46,7 @@ def trace_row(
         if line is None:
             raise ConfigError(f"{job_path} is an exported file: name a line of it with --line N")
         found, origins = exported_line(path, job_path, line, of)
-        trace.found.append(found)
+        trace.origins.append(found)
         for origin in origins:
             _add(trace, origin.folder, origin.row_id, origin.sample)
         return trace
@@ -82,24 +82,24 @@ def _add_of_pipeline(trace: Trace, user_path: str, row_id: str, sample: int | No
             unknown = unknown or error
             continue
         if one.is_there:
-            trace.found += one.found
+            trace.origins += one.origins
             return
         dropped = dropped or one
     if dropped is None:
         assert unknown is not None
         raise unknown
-    trace.found += dropped.found
+    trace.origins += dropped.origins
 
 
 def _add_of_set(trace: Trace, user_path: str, row_id: str) -> None:
     rows = open_rows(user_path)
     for row in rows.rows(rows.columns.named(rows.columns.names)):
         if row.variables[_ID] == row_id:
-            trace.found.append(TracedInSet(user_path, row.variables))
+            trace.origins.append(TracedInSet(user_path, row.variables))
             job, of_job, sample = origin_in_set(rows, row.variables)
             JobTraces(job).add(trace, of_job, sample)
             return
-    trace.found.append(_left_out(rows, user_path, row_id))
+    trace.origins.append(_left_out(rows, user_path, row_id))
 
 
 def origin_in_set(rows: FinishedRows, row: Mapping[str, Any]) -> tuple[str, str, int | None]:
@@ -123,7 +123,7 @@ def _of_id(rows: FinishedRows, row_id: str) -> tuple[str, str, int | None]:
         name, _, row_id = row_id.partition("/")
         known = {path.rstrip("/").rpartition("/")[2]: path for path in jobs}
         if name not in known:
-            raise ConfigError(f"{rows.given}: no job of the set has the name {name}")
+            raise ConfigError(f"{rows.user_path}: no job of the set has the name {name}")
         job = known[name]
     (folder,) = places_beside([job], rows.storage.path)
     if rows.facts["asked"].get("best") is None and (match := _SAMPLE.fullmatch(row_id)):

@@ -50,10 +50,10 @@ METADATA = b"batchgen.until"
 
 @dataclass(frozen=True)
 class Enough:
-    """A row is complete with `valid` valid samples, or with `most` samples."""
+    """A row is complete with `valid` valid samples, or with `max_samples` samples."""
 
     valid: int
-    most: int
+    max_samples: int
 
     @property
     def metadata(self) -> dict[bytes, bytes]:
@@ -95,7 +95,7 @@ class Enough:
             begun: further samples that are on their way.
         """
         found, expected = list[int](), 0.0
-        for sample in range(self.most):
+        for sample in range(self.max_samples):
             if expected >= self.valid:
                 break
             if done[sample]:

@@ -126,7 +126,7 @@ class OpenEnoughShard(OpenShard):
     state_columns = (*OpenShard.state_columns, VALID, OUTCOME)
 
     def __init__(self, first_row: int, rows: int, enough: Enough) -> None:
-        super().__init__(first_row, rows, enough.most)
+        super().__init__(first_row, rows, enough.max_samples)
         self._enough = enough
         self._valid, self._failed = np.zeros_like(self.done), np.zeros_like(self.done)
         self._by = np.zeros(self.done.shape, np.int32)  # the attempt that wrote what counts

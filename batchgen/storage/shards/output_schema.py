@@ -107,7 +107,7 @@ class SplitOutput(NamedTuple):
 class FinishedRow(NamedTuple):
     """One sample of one row that is finished, with the `fields` that are copied from the data set.
     A row that never reached the engine has an `error` instead of an `output`. `valid` is whether it
-    fulfils `sampling.until.where`. `beside` are the columns of `SplitOutput`. `images` are what the
+    fulfils `sampling.until.where`. `extra` are the columns of `SplitOutput`. `images` are what the
     output says of those of the prompt, None where they are not known. `begun_tokens` is how many of
     its tokens earlier attempts had generated."""
 
@@ -117,7 +117,7 @@ class FinishedRow(NamedTuple):
     fields: Mapping[str, Any]
     output: RequestOutput | None = None
     error: RequestError | None = None
-    beside: Mapping[str, Any] = {}
+    extra: Mapping[str, Any] = {}
     key: bytes | None = None  # `reuse.row_key`, in jobs that keep keys
     is_copied: bool = False  # from an older job, instead of being computed
     valid: bool | None = None
@@ -154,7 +154,7 @@ class OutputSchema:
     counts: tuple[str, ...]
     parsed: ParsedColumn | None
     text_column: str = TEXT
-    beside: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
     enough: Enough | None = None
 
     @staticmethod
@@ -246,7 +246,7 @@ class OutputSchema:
             "row_index": [row.row_index for row in rows],
             "sample_index": [row.sample_index for row in rows],
             self.text_column: [
-                row.beside.get(TEXT, o.text) if o and o.finish_reason != "error" else None
+                row.extra.get(TEXT, o.text) if o and o.finish_reason != "error" else None
                 for row, o in zip(rows, outputs, strict=True)
             ],
             "finish_reason": [row.finish_reason for row in rows],
@@ -256,8 +256,8 @@ class OutputSchema:
             "num_generated_tokens": [len(o.token_ids) if o else 0 for o in outputs],
             "token_ids": id_lists([o.token_ids if o else [] for o in outputs]),
         }
-        for name in self.beside:
-            values[name] = [row.beside.get(name) for row in rows]
+        for name in self.extra:
+            values[name] = [row.extra.get(name) for row in rows]
         for name in self.passthrough:
             values[name] = [row.fields[name] for row in rows]
         for name in self.counts:

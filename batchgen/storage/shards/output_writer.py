@@ -108,7 +108,7 @@ class OutputWriter:
         elif retry_errors != self._round.is_open:
             raise ConfigError(
                 f"output.retry_errors={str(retry_errors).lower()}: the workers that run in "
-                f"{self._storage.shown} have it otherwise: wait for them or stop them first"
+                f"{self._storage.display_name} have it otherwise: wait for them or stop them first"
             )
         self._open: dict[int, OpenShard] = {}
         self._dropped: set[int] = set()

@@ -190,8 +190,8 @@ def shard_extent(path: Source, schema: OutputSchema, first_row: int) -> Extent:
     if schema.enough is not None:
         if (by := Enough.of(written.metadata)) is None:
             raise damaged(path, "it does not say when its rows have enough samples")
-        extent = Extent(rows, by.most, by.valid, meta.num_rows)
-        is_whole = samples <= by.most and rows <= meta.num_rows <= rows * by.most
+        extent = Extent(rows, by.max_samples, by.valid, meta.num_rows)
+        is_whole = samples <= by.max_samples and rows <= meta.num_rows <= rows * by.max_samples
     if not is_whole:
         raise damaged(path, f"{meta.num_rows} rows cannot be right")
     return extent

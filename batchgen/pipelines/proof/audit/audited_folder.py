@@ -153,7 +153,7 @@ def _audit_set(
         config = configured(values, {}, path, overrides, trusted)
         config = _with_jobs_beside(config, finished.storage.path)
         text_as = str(finished.facts["text_column"])
-        audited += audit_set_rows(config, manifest, of_job, finished.given, text_as)
+        audited += audit_set_rows(config, manifest, of_job, finished.user_path, text_as)
         said += audit_remarks(config, manifest)
     return Audited(audited, finished.total, list(dict.fromkeys(said)))
 

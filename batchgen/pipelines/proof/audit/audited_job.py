@@ -56,7 +56,9 @@ def open_parts(config: JobConfig, stored: Manifest, display_name: str) -> Resolv
         if lines:
             raise ConfigError(
                 f"{display_name}: the configuration that was read does not describe how its "
-                "rows were made:\n  " + "\n  ".join(lines) + "\nname the model and data set of the job with "
+                "rows were made:\n  "
+                + "\n  ".join(lines)
+                + "\nname the model and data set of the job with "
                 "model.path=… and dataset.path=…"
             )
     except BaseException:

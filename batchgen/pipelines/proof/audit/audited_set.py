@@ -67,7 +67,7 @@ def job_of_set(rows: FinishedRows, folder: str) -> tuple[dict[str, Any], Manifes
     known = jobs.get(Path(folder).name)
     if known is None or not isinstance(known.get("config"), dict):
         raise ConfigError(
-            f"{rows.given} does not say how the rows of {folder} were made: audit that job"
+            f"{rows.user_path} does not say how the rows of {folder} were made: audit that job"
         )
     manifest = known["manifest"]
     groups = {**known["config"], **{name: manifest["identity"][name] for name in _GROUPS}}

@@ -28,7 +28,7 @@ class StoredRows:
         data = reader.path / "data"
         self._files = shard_files(data) if data.is_dir() else {}
         if not self._files:
-            raise ConfigError(f"{reader.storage.shown}: there are no shards in data/")
+            raise ConfigError(f"{reader.storage.display_name}: there are no shards in data/")
         self._shards = sorted(self._files)
         # All shards but the last one of the job have as many rows as they can.
         last = read_columns(self._files[self._shards[-1]], KEYS[:1])

@@ -72,7 +72,7 @@ def _columns_of(
     columns = columns or ([reader.text_column] if form == "txt" else None)
     schema = reader.fields(columns)
     if schema is None:
-        shown = reader.storage.shown
+        shown = reader.storage.display_name
         raise ConfigError(f"no row of {shown} is finished yet: there is nothing to export")
     return _Source(schema, map(row_reader(schema), reader.rows(schema.names)))
 
@@ -85,7 +85,7 @@ def export_columns(
     names = columns or ([rows.text_column] if form == "txt" else rows.schema.names)
     if unknown := [name for name in names if name not in rows.schema.names]:
         raise ConfigError(
-            f"the rows of {rows.given} have no column {unknown[0]!r}: choose among "
+            f"the rows of {rows.user_path} have no column {unknown[0]!r}: choose among "
             f"{some_names(rows.schema.names, unknown[0])}"
         )
     if form == "txt" and len(names) != 1:

@@ -78,7 +78,7 @@ class TokenRows:
             listed = sorted({name.replace("top_logprob_ids", "top_logprobs") for name in missing})
             columns = ",".join(name.removeprefix("answer_") for name in listed)
             raise ConfigError(
-                f"--to {self._to} needs the column {missing[0]!r}, which {rows.given} does not "
+                f"--to {self._to} needs the column {missing[0]!r}, which {rows.user_path} does not "
                 f"have: run the job with output.columns=[{columns}]"
             )
         more = [_REST] if _REST in names and self._to == "kd-packed" else []
@@ -121,7 +121,7 @@ class TokenRows:
         make = {"kd": self._kd, "kd-v1": self._kd, "kd-packed": self._packed, "rl": self._rl}
         for row in answered_rows(self._rows, self._wanted, self._where, self.left_out):
             if row.variables[self._name[_IDS]]:
-                self.made_of = [(row.shard, row.place)]
+                self.made_of = [(row.shard, row.position)]
                 yield make[self._to](row)
             else:
                 self.left_out["without tokens"] += 1

@@ -34,7 +34,7 @@ class Exported:
 
     rows: int
     left_out: Mapping[str, int]
-    made: bool = True
+    is_new: bool = True
 
 
 def export_for(
@@ -57,7 +57,7 @@ def export_for(
             return Exported(write_lines(made, file), made.left_out)
     assert out is not None and place is not None
     if form == "parquet":
-        told = json.dumps({"asked": asdict(request), "of": rows.given, "digest": rows.digest})
+        told = json.dumps({"asked": asdict(request), "of": rows.user_path, "digest": rows.digest})
         count = write_parquet(made, made.schema, place, {TOLD.decode(): told})
         return Exported(count, made.left_out)
     return _folder(rows, request, made, out, place)
@@ -109,7 +109,7 @@ def _folder(
         {"asked": asdict(requested), "jobs": [one["digest"] for one in lineage]}
     )
     if is_there(path, request):
-        return Exported(0, {}, made=False)
+        return Exported(0, {}, is_new=False)
     facts = {
         "format": SET_FORMAT,
         "kind": requested.to,
