@@ -54,6 +54,12 @@ def check_params(
 ) -> None:
     """Check that the engine can honour sampling parameters, without any weights. Raises ValueError
     if the parameters cannot be honoured; the message names the option."""
+    own = strategy.decoding
+    if params.decoding is not None and not (own and isinstance(params.decoding, own)):
+        raise ValueError(
+            f"decoding is a {type(params.decoding).__name__}, and strategy {strategy.name} "
+            f"takes {'none' if own is None else f'a {own.__name__}'} for a row: leave it None"
+        )
     strategy.check(params)
     known = [column.name for column in (*strategy.columns, *context_columns)]
     if missing := [name for name in params.columns if name not in known]:

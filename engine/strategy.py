@@ -92,11 +92,14 @@ class Strategy(Pacing, ABC):
         name: the paradigm's name in the configuration.
         columns: the columns of output scope that it can produce besides the sampler's.
         counts: what it counts for each row.
+        decoding: the class of options that a row may have of its own
+            (`RequestParams.decoding`); None if there are none.
     """
 
     name: str
     columns: tuple[OutputColumn, ...] = ()
     counts: tuple[RowCount, ...] = ()
+    decoding: type | None = None
 
     # Each step
 

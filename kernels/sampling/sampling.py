@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.sampling import (
+    entropy_triton,
     filter_triton,
     penalties_triton,
     sampling_triton,
@@ -28,6 +29,8 @@ _LARGEST = torch.finfo(torch.float32).max
 _WORDS_IN_CACHE = 2**18
 """Random words computed at a time on a CPU: so few that Philox's state stays in the L2 caches of
 two cores."""
+_ROWS_IN_CACHE = 16
+"""Rows whose entropies are added up at a time on a CPU."""
 
 
 def sample(
@@ -222,6 +225,18 @@ def logprobs_of(logits: Tensor, token_ids: Tensor) -> Tensor:
 def probability_of(logits: Tensor, token_ids: Tensor) -> Tensor:
     """Return softmax(logits) at token_ids [R]: [R] float32, never above 1."""
     return logits.float().softmax(-1).gather(1, token_ids.unsqueeze(1)).squeeze(1)
+
+
+def entropy_of(logits: Tensor) -> Tensor:
+    """Return the entropy of softmax(logits) in nats, [R] float32; of a row without a token NaN."""
+    if logits.is_cuda:
+        return entropy_triton.entropy_of_triton(logits, torch.ones_like(logits[:, 0]), None)
+    out = torch.empty(len(logits), dtype=torch.float32)
+    for start in range(0, len(logits), _ROWS_IN_CACHE):  # the sums are as large as the logits
+        rows = slice(start, start + _ROWS_IN_CACHE)
+        parts = torch.special.entr(logits[rows].float().softmax(-1))
+        out[rows] = parts.cumsum(-1, dtype=torch.float64)[:, -1].float()
+    return out
 
 
 def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

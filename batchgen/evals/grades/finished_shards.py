@@ -29,7 +29,7 @@ class GradedShards(ABC):
     """Shards of rows, and what their grades say of each.
 
     Attributes:
-        given: the folder, as people call it.
+        user_path: the folder, as people call it.
         shards: by their number.
         schema: the columns of the rows.
         grade_schema: the columns of the grades, without those that every row has; empty without

@@ -123,7 +123,7 @@ def _write_part(making: _Making, number: int) -> IndexPart:
         if len(running.dropped) >= GROUP or (making.is_over and running.dropped):
             gone.add(folder.dropped_table(running.dropped, making.chain.names))
             running.dropped.clear()
-        while len(making.pending) >= GROUP or (making.is_over and making.made):
+        while len(making.pending) >= GROUP or (making.is_over and making.pending):
             rows, making.pending = making.pending[:GROUP], making.pending[GROUP:]
             making.error_rows += sum(row.failure is not None for row in rows)
             kept.add(folder.rows_table(rows, list(making.chain.stored)))

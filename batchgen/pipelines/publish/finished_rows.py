@@ -46,7 +46,7 @@ class FinishedRows(FinishedShards):
     """Rows that will not change any more, in their order.
 
     Attributes:
-        given: the folder as the user named it.
+        user_path: the folder as the user named it.
         manifest: what a job's manifest.json holds; empty for a set.
         facts: what a set's SET_FILE holds; None for a job.
         metrics: what metrics.json holds; empty for a set.

@@ -23,7 +23,7 @@ from batchgen.storage.leases.process_identity import machine, process_identity
 from batchgen.storage.stores.object_lock import ObjectLock
 from batchgen.storage.stores.object_storage import ObjectStorage
 from batchgen.storage.stores.open_storage import open_storage
-from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.errors import ConfigError, JobError, OpenedAnew
 from tests.support.jobs.fake_job import FakeEngine, FakeJob
 from tests.support.jobs.object_files import FaultyFiles, at_random, use
 from tests.support.jobs.shared_jobs import in_threads
@@ -269,6 +269,30 @@ def test_a_worker_that_died_is_followed_at_once_on_its_machine_and_later_on_othe
     files.put(name, json.dumps({**beat, "ended": None, "machine": "another"}).encode())
     assert replace(job, rows=80).run().exit_code == 3
     assert _data(files) == _whole(tmp_path, replace(job, rows=80))
+
+
+def test_a_worker_whose_job_is_opened_anew_joins_again(
+    files: FaultyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a few times: that it happens again and again has another cause, which is said."""
+    calls, confirm = list[int](), ObjectLock.confirm
+    times = 3
+
+    def opened_anew(lock: ObjectLock) -> None:
+        calls.append(1)
+        if len(calls) <= times:
+            raise OpenedAnew("another process has opened the job anew in this moment")
+        confirm(lock)
+
+    monkeypatch.setattr(ObjectLock, "confirm", opened_anew)
+    job = ObjectJob(URL, rows=40)
+    assert job.run().exit_code == 3 and len(calls) > times
+    assert _data(files) == _whole(tmp_path, job)
+    times += len(calls) + 10
+    with pytest.raises(OpenedAnew, match="in this moment"):
+        replace(job, rows=60).run()
+    workers = [json.loads(b) for n, b in files.store.items() if n.startswith("jobs/a/workers/")]
+    assert all(beat["ended"] for beat in workers)
 
 
 def test_two_who_open_the_folder_at_once(files: FaultyFiles) -> None:
