@@ -22,6 +22,7 @@ KEPT = {
     "Balance.most": "a key of a row step",
     "Cross.most": "a key of a row step",
     "Explode.most": "a key of a row step",
+    "Majority.own": "an option of a post step",
     "SampleFilter.most": "a key of the viewer's URLs",
 }
 
