@@ -72,6 +72,7 @@ def output_schema(config: JobConfig, parts: ResolvedJob) -> OutputSchema:
         answers=parts.answer is not None,
         images=parts.images is not None,
         enough=None if until is None else Enough(until.valid, until.most),
+        is_read=config.pooling is not None,
     )
 
 
