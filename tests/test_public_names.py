@@ -18,6 +18,7 @@ from tests.support.imports import LAYERS, package_files
 ROOT = Path(__file__).parents[1]
 VAGUE = frozenset("found given known made asked told shown own most beside place".split())
 KEPT = {
+    "Enough.most": "a key in the metadata of shards",
     "UntilConfig.most": "the key sampling.until.most",
     "Balance.most": "a key of a row step",
     "Cross.most": "a key of a row step",
