@@ -110,7 +110,7 @@ def _turns(attempt: JobAttempt) -> Turns[JobResult]:
     needed = folder.storage.in_place and (at_once or not is_done)
     queue = GradingQueue(folder.path, config, claim, needed=needed, at_once=at_once)
     progress = config.progress
-    trackers = Trackers(progress.report_to, progress.project, folder.storage.shown)
+    trackers = Trackers(progress.report_to, progress.project, folder.storage.display_name)
     metrics.tell = trackers.tell
     with closing(trackers), attempt.recorded(), closing(queue):
         folder.share()
