@@ -81,14 +81,14 @@ class RowTokens:
     key: str
     text: str
     answer: Span | None
-    _made: dict[int, str] = field(default_factory=dict)
+    _html: dict[int, str] = field(default_factory=dict)
 
-    def html(self, most: int | None = None) -> Markup:
-        """The tokens, at most `most` from the beginning and the end; empty if there are none."""
+    def html(self, limit: int | None = None) -> Markup:
+        """The tokens, at most `limit` from the beginning and the end; empty if there are none."""
         count = len(self.ids)
-        if not count or most == 0:
+        if not count or limit == 0:
             return Markup("")
-        half = count if most is None or count <= most else most // 2
+        half = count if limit is None or count <= limit else limit // 2
         parts = [self._span(place) for place in range(half)]
         if half < count:
             parts.append(_GAP.format(f"{count - 2 * half:,}"))
@@ -98,25 +98,25 @@ class RowTokens:
             switches += _ANSWER
         return _VIEW.format(switches=switches, tokens=Markup("".join(parts)))
 
-    def _span(self, place: int) -> str:
-        if (made := self._made.get(place)) is None:
-            id = self.ids[place]
+    def _span(self, index: int) -> str:
+        if (made := self._html.get(index)) is None:
+            id = self.ids[index]
             text: str | None = self.view.text(id)
-            answer = " a" if place in self._inside else ""
-            classes = f"t{self.facts.classes(place)}{answer}"
+            answer = " a" if index in self._inside else ""
+            classes = f"t{self.facts.classes(index)}{answer}"
             shown = f"{id} " if text is None else _shown(text)
-            made = f'<span class="{classes}" tabindex=0 title="{self._title(place)}">{shown}</span>'
-            self._made[place] = made
+            made = f'<span class="{classes}" tabindex=0 title="{self._title(index)}">{shown}</span>'
+            self._html[index] = made
         return made
 
-    def _title(self, place: int) -> str:
+    def _title(self, index: int) -> str:
         facts, name = self.facts, self.view.name
-        lines: list[str] = [name(self.ids[place])]
+        lines: list[str] = [name(self.ids[index])]
         if facts.logprobs is not None:
-            lines[0] += f"  {_logprob(facts.logprobs[place])}"
-        lines += facts.lines(place)
+            lines[0] += f"  {_logprob(facts.logprobs[index])}"
+        lines += facts.lines(index)
         if facts.top is not None:
-            lines += [f"{_logprob(v)}  {name(id)}" for id, v in facts.top(place)[:_MOST_TOP]]
+            lines += [f"{_logprob(v)}  {name(id)}" for id, v in facts.top(index)[:_MOST_TOP]]
         return "\n".join(lines)
 
     @cached_property
