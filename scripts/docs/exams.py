@@ -23,9 +23,10 @@ compared is text, rules and graders.
 | exam | data, rows | licence | gate | prompt | grader | checked against |
 |---|---|---|---|---|---|---|"""
 _NOTES = """\
-`ruler` makes its rows by the step `Ruler`. Left out are the tasks over essays, SQuAD and HotpotQA,
-which need other texts, and `cwe`; `vt` is asked without the example that stands before it in the
-definition.
+`ruler` makes its rows by the step `Ruler`. Left out are its two tasks over SQuAD and HotpotQA.
+Where the definition has essays and English words, it has sentences and words of ours, so that no
+text is needed and none of it was read in training; figures of these tasks are not to be compared
+with published ones. `vt` is asked without the example that stands before it in the definition.
 
 Where a definition asks a second model about answers that its rule cannot read, such answers are
 wrong here.

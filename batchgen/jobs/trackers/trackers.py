@@ -39,7 +39,7 @@ class Tracker(Protocol):
 
 def told_values(metrics: Mapping[str, Any]) -> dict[str, float]:
     """What trackers are told of the content of metrics.json: `SENT`, and the values of scores."""
-    values = {name: float(metrics[name]) for name in SENT if name in metrics}
+    values: dict[str, float] = {name: metrics[name] for name in SENT if name in metrics}
     scores = {"": metrics.get("score") or {}, **metrics.get("adapter_scores", {})}
     for adapter, score in scores.items():
         for name, metric in score.items():

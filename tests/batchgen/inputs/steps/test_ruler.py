@@ -14,11 +14,11 @@ from batchgen.__main__ import run_command
 from batchgen.evals.graders.grade import Grade
 from batchgen.evals.graders.step import AnswerRow, GradeFailure
 from batchgen.inputs.steps.ruler import Ruler
+from batchgen.inputs.steps.ruler_texts import TASKS
 from batchgen.inputs.steps.table_step import StepRow, Tools
 from batchgen.util.errors import ConfigError
 
 MODEL = Path(__file__).parents[4] / "batchgen/data/nano_hybrid"
-TASKS = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "fwe")
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +32,10 @@ def rows(step: Ruler, tokenizer: Any, count: int) -> list[dict[str, Any]]:
 
 
 def test_rows_go_through_tasks_and_lengths_and_fill_them(tokenizer: Any) -> None:
-    step = Ruler(lengths=[1000, 1500], reserve=100)
-    found = rows(step, tokenizer, 20)
-    assert [row["task"] for row in found] == [*TASKS] * 4
-    assert [row["length"] for row in found] == ([1000] * 5 + [1500] * 5) * 2
+    step = Ruler(lengths=[1500, 2000], reserve=100)
+    found = rows(step, tokenizer, 22)
+    assert [row["task"] for row in found] == [*TASKS] * 2 and len(TASKS) == 11
+    assert [row["length"] for row in found] == [1500] * 11 + [2000] * 11
     for index, row in enumerate(found):
         tokens = len(tokenizer(row["input"]).input_ids)
         more = step.row(index, row["ruler_units"] + 1)["input"]
@@ -44,11 +44,11 @@ def test_rows_go_through_tasks_and_lengths_and_fill_them(tokenizer: Any) -> None
 
 
 def test_a_row_follows_from_its_number_and_the_seed(tokenizer: Any) -> None:
-    step = Ruler(lengths=[1000])
-    found, again = rows(step, tokenizer, 5), rows(step, tokenizer, 10)
-    assert found == again[:5]
-    assert len({row["input"] for row in again}) == 10
-    other = rows(Ruler(lengths=[1000], seed=1), tokenizer, 5)
+    step = Ruler(lengths=[1500])
+    found, again = rows(step, tokenizer, 11), rows(step, tokenizer, 14)
+    assert found == again[:11]
+    assert len({row["input"] for row in again}) == 14
+    other = rows(Ruler(lengths=[1500], seed=1), tokenizer, 11)
     assert not {row["input"] for row in other} & {row["input"] for row in found}
     for row in found:
         stored = {"ruler_index": row["ruler_index"], "ruler_units": row["ruler_units"]}
@@ -56,9 +56,23 @@ def test_a_row_follows_from_its_number_and_the_seed(tokenizer: Any) -> None:
 
 
 def test_the_wanted_texts_stand_there(tokenizer: Any) -> None:
-    for row in rows(Ruler(lengths=[1000]), tokenizer, 20):
+    for row in rows(Ruler(lengths=[1500]), tokenizer, 22):
         text, wanted = row["input"], row["outputs"]
-        if row["task"].startswith("niah"):
+        if row["task"] in ("niah_multivalue", "niah_multiquery"):
+            asked = re.search(r"magic numbers for (.+) mentioned", text)
+            assert asked is not None and f" for {asked[1]} " in row["answer_prefix"]
+            keys = asked[1].replace(", and ", ", ").split(", ")
+            assert len(keys) == (1 if row["task"] == "niah_multivalue" else 4)
+            held = [re.findall(rf"numbers for {key} is: (\d+)\.", text) for key in keys]
+            assert (
+                sorted(value for values in held for value in values) == sorted(wanted)
+                and len(set(wanted)) == 4
+            )
+        elif row["task"] == "cwe":
+            counts = Counter(re.findall(r"\d+\. ([a-z]+)", text))
+            assert counts == {word: 6 if word in wanted else 1 for word in counts}
+            assert len(wanted) == 10 and set(wanted) < set(counts)
+        elif row["task"].startswith("niah"):
             key = re.search(r"for (\S+) mentioned", text)
             assert key is not None and f" for {key[1]} " in row["answer_prefix"]
             assert re.findall(rf"s for {key[1]} is: (\S+)\.", text) == wanted
@@ -74,9 +88,17 @@ def test_the_wanted_texts_stand_there(tokenizer: Any) -> None:
             assert common == wanted and text.count("... ") > words[wanted[0]]
 
 
+def test_common_words_are_as_often_as_the_definition_says() -> None:
+    for length, (often, seldom) in {4095: (6, 1), 4096: (30, 3)}.items():
+        row = Ruler(tasks=["cwe"], lengths=[length]).row(0, 20)
+        counts = Counter(re.findall(r"\d+\. ([a-z]+)", row["input"]))
+        assert sorted(counts.values()) == [seldom] * 20 + [often] * 10
+        assert {word for word in counts if counts[word] == often} == set(row["outputs"])
+
+
 def test_texts_are_those_of_the_definition() -> None:
     """As lm-eval 0.4.13 writes them."""
-    step = Ruler(tasks=["niah_single_1", "vt", "fwe"], lengths=[1000])
+    step = Ruler(tasks=["niah_single_1", "vt", "fwe"], lengths=[1500])
     needle, chain, coded = (step.row(index, 8) for index in range(3))
     assert needle["input"].startswith(
         "A special magic number is hidden within the following text. Make sure to memorize it. I "
@@ -103,7 +125,7 @@ def test_texts_are_those_of_the_definition() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"tasks": ["cwe"]}, "tasks must be among"),
+        ({"tasks": ["qa_1"]}, "tasks must be among"),
         ({"tasks": []}, "at least one"),
         ({"lengths": []}, "at least one"),
         ({"lengths": [100]}, "from 768 on"),

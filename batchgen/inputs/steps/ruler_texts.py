@@ -1,0 +1,245 @@
+"""The texts of RULER's tasks that are generated, from a source of chance.
+
+Hsieh et al. 2024, arXiv 2404.06654, as lm-eval 0.4.13 has them (lm_eval/tasks/ruler: niah_utils.py,
+prepare_niah.py, cwe_utils.py, fwe_utils.py, vt_utils.py). Words and prose are our own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import string
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+_NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
+_NIAH = (
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will "
+    "quiz you about the {kind} afterwards.\n{context}\nWhat is the special magic {kind} for {key} "
+    "mentioned in the provided text?"
+)
+_NIAH_PREFIX = "The special magic {kind} for {key} mentioned in the provided text is"
+_CHAIN = (
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+    "{context}\nQuestion: Find all variables that are assigned the value {value} in the text above."
+)
+_CHAIN_PREFIX = (
+    "Answer: According to the chain(s) of variable assignment in the text above, 5 variables are "
+    "assgined the value {value}, they are:"
+)
+_CODED = (
+    "Read the following coded text and track the frequency of each coded word. Find the three most "
+    "frequently appeared coded words. {context}\nQuestion: Do not provide any explanation. Please "
+    "ignore the dots '....'. What are the three most frequently appeared words in the above coded "
+    "text?"
+)
+_CODED_PREFIX = (
+    "Answer: According to the coded text above, the three most frequently appeared words are:"
+)
+_ADJECTIVES = (
+    "able bitter calm dusty eager faint gentle hollow icy jolly keen lively muddy narrow odd plain "
+    "quiet rough shiny tender useful vivid warm young"
+).split()
+_NOUNS = (
+    "anchor basket candle dragon engine forest garden hammer island jacket kettle ladder meadow "
+    "needle orchard pepper quarry ribbon shelter temple umbrella valley window yard"
+).split()
+_HOPS = 4
+_ZETA_OF_2 = 1.6449340668482264
+_MANY = (
+    "Some special magic {kind}s are hidden within the following text. Make sure to memorize it. I "
+    "will quiz you about the {kind}s afterwards.\n{context}\nWhat are all the special magic "
+    "{kind}s for {key} mentioned in the provided text?"
+)
+_MANY_PREFIX = "The special magic {kind}s for {key} mentioned in the provided text are"
+_LISTED = (
+    "Below is a numbered list of words. In these words, some appear more often than others. "
+    "Memorize the ones that appear most often.\n{context}\nQuestion: What are the 10 most common "
+    "words in the above list?"
+)
+_LISTED_PREFIX = "Answer: The top 10 words that appear most often in the list are:"
+_COMMON = 10
+_SHORT = 4096
+"""From so many tokens on, common words of `cwe` stand there 30 times and others 3, else 6 and 1."""
+_DEPTHS = 40
+_PROSE = (
+    "Nobody in the {noun} had expected such a {adjective} {other}.",
+    "When the {noun} came into view, the {other} looked more {adjective} than before.",
+    "It takes a {adjective} mind to tell one {noun} from the next {other}.",
+    "She wrote about the {noun} for years, and only later about the {adjective} {other}.",
+    "What the {other} needs is not a {noun} but a {adjective} reason to wait.",
+    "Most people walk past a {adjective} {noun} and remember the {other} instead.",
+    "There was a {noun} on the table, which made the {other} seem {adjective}.",
+    "He sold the {adjective} {noun} in spring and never asked about the {other} again.",
+)
+"""Sentences in the place of the essays of the definition."""
+
+
+@dataclass(frozen=True)
+class RulerText:
+    """A text with its question, the beginning of the answer, and what this must hold."""
+
+    input: str
+    answer_prefix: str
+    outputs: Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Needles:
+    """What is hidden in what: in repeated sentences, in prose, or among other needles.
+
+    Attributes:
+        keys: how many keys stand there, each with `values` values.
+        queries: how many of the keys are asked for.
+        uuid_keys, uuid_values: whether these are UUIDs, and not words and numbers.
+    """
+
+    among: Literal["repeat", "prose", "needles"]
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+    uuid_keys: bool = False
+    uuid_values: bool = False
+
+
+_NEEDLES = {
+    "niah_single_1": _Needles("repeat"),
+    "niah_single_2": _Needles("prose"),
+    "niah_single_3": _Needles("prose", uuid_values=True),
+    "niah_multikey_1": _Needles("prose", keys=4),
+    "niah_multikey_2": _Needles("needles"),
+    "niah_multikey_3": _Needles("needles", uuid_keys=True, uuid_values=True),
+    "niah_multivalue": _Needles("prose", values=4),
+    "niah_multiquery": _Needles("prose", keys=4, queries=4),
+}
+TASKS = (*_NEEDLES, "vt", "cwe", "fwe")
+"""The names of the tasks."""
+
+
+def ruler_text(task: str, length: int, units: int, chance: random.Random) -> RulerText:
+    """The text of a task with so many units: sentences, needles or words."""
+    if task == "vt":
+        return _chain(chance, units)
+    if task == "cwe":
+        return _listed(chance, units, is_short=length < _SHORT)
+    if task == "fwe":
+        return _coded(chance, units, length // 50)
+    return _hidden(chance, units, _NEEDLES[task])
+
+
+def _uuid(chance: random.Random) -> str:
+    return str(uuid.UUID(int=chance.getrandbits(128), version=4))
+
+
+def _hidden(chance: random.Random, units: int, asked: _Needles) -> RulerText:
+    """Needles in a haystack of `units` sentences."""
+    kind = "uuid" if asked.uuid_values else "number"
+
+    def key() -> str:
+        if asked.uuid_keys:
+            return _uuid(chance)
+        return f"{chance.choice(_ADJECTIVES)}-{chance.choice(_NOUNS)}"
+
+    def value() -> str:
+        return _uuid(chance) if asked.uuid_values else str(chance.randrange(10**6, 10**7))
+
+    facts: dict[str, dict[str, None]] = {}
+    while len(facts) < asked.keys:
+        values = facts.setdefault(key(), {})
+        while len(values) < asked.values:
+            values[value()] = None
+    pairs = [(own, one) for own, values in facts.items() for one in values]
+    needles = [_NEEDLE.format(kind=kind, key=own, value=one) for own, one in pairs]
+    queries = chance.sample(list(facts), asked.queries) if asked.queries > 1 else [*facts][:1]
+    if asked.among == "prose":
+        context = _in_prose(chance, units, needles)
+    else:
+        at = chance.random()
+        sentences = [_NOISE] * units
+        if asked.among == "needles":
+            sentences = []
+            while len(sentences) < units:
+                if (other := key()) not in facts:
+                    sentences.append(_NEEDLE.format(kind=kind, key=other, value=value()))
+        sentences.insert(int(at * (len(sentences) + 1)), *needles)
+        context = "\n".join(sentences)
+    one = queries[0] if len(queries) == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
+    wanted = [value for own in queries for value in facts[own]]
+    template, prefix = (_NIAH, _NIAH_PREFIX) if len(wanted) == 1 else (_MANY, _MANY_PREFIX)
+    return RulerText(
+        template.format(kind=kind, context=context, key=one),
+        prefix.format(kind=kind, key=one),
+        wanted,
+    )
+
+
+def _in_prose(chance: random.Random, units: int, needles: Sequence[str]) -> str:
+    """Needles in any order, at some of 40 depths of `units` sentences of prose."""
+    order = chance.sample(list(needles), len(needles))
+    depths = sorted(chance.sample(range(_DEPTHS), len(needles)))
+    sentences = [_sentence(chance) for _ in range(units)]
+    for number, (depth, needle) in enumerate(zip(depths, order, strict=True)):
+        sentences.insert(round(depth / (_DEPTHS - 1) * units) + number, needle)
+    return " ".join(sentences)
+
+
+def _sentence(chance: random.Random) -> str:
+    noun, other = chance.sample(_NOUNS, 2)
+    made = chance.choice(_PROSE)
+    return made.format(noun=noun, other=other, adjective=chance.choice(_ADJECTIVES))
+
+
+def _listed(chance: random.Random, units: int, *, is_short: bool) -> RulerText:
+    """A numbered list of ten common words, each many times, and `units` words that are rarer."""
+    words = _different(_COMMON + units, lambda: _syllables(chance))
+    common, rare = words[:_COMMON], words[_COMMON:]
+    often, seldom = (6, 1) if is_short else (30, 3)
+    found = common * often + rare * seldom
+    chance.shuffle(found)
+    context = " ".join(f"{place}. {word}" for place, word in enumerate(found, start=1))
+    return RulerText(_LISTED.format(context=context), _LISTED_PREFIX, common)
+
+
+def _syllables(chance: random.Random) -> str:
+    """A word of three syllables, as long as all others, so that none is a part of another one."""
+    return "".join(chance.choice("bdgkmnrstv") + chance.choice("aeiou") for _ in range(3))
+
+
+def _different(count: int, make: Callable[[], str]) -> list[str]:
+    """So many texts that differ."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[make()] = None
+    return list(found)
+
+
+def _chain(chance: random.Random, units: int) -> RulerText:
+    """A chain of assignments among `units` lines of noise."""
+    found = _different(_HOPS + 1, lambda: "".join(chance.choices(string.ascii_uppercase, k=5)))
+    value = str(chance.randrange(10000, 99999))
+    lines = [f"VAR {found[0]} = {value}"]
+    lines += [f"VAR {after} = VAR {before} " for before, after in itertools.pairwise(found)]
+    places = sorted(chance.random() for _ in lines)
+    sentences = [_NOISE + "\n"] * units
+    for number, (place, line) in enumerate(zip(places, lines, strict=True)):
+        sentences.insert(int(place * (units + 1)) + number, line)
+    context = " ".join(sentences).replace(". \n", ".\n")
+    return RulerText(
+        _CHAIN.format(context=context, value=value), _CHAIN_PREFIX.format(value=value), found
+    )
+
+
+def _coded(chance: random.Random, units: int, vocabulary: int) -> RulerText:
+    """About `units` coded words, the k-th of which stands there 1 / (zeta(2) k^2) of the times."""
+    words = _different(
+        max(vocabulary, 4), lambda: "".join(chance.choices(string.ascii_lowercase, k=6))
+    )
+    found = ["...", *words[1:]]
+    text: list[str] = []
+    for rank, word in enumerate(found, start=1):
+        text += [word] * int(units / (_ZETA_OF_2 * rank * rank))
+    chance.shuffle(text)
+    return RulerText(_CODED.format(context=" ".join(text)), _CODED_PREFIX, found[1:4])
