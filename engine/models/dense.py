@@ -251,9 +251,8 @@ def dense_config(
     Raises ValueError if the engine lacks something it needs, which the message names.
     """
     activation = model.plain or "silu"
-    hidden_act = hf.hidden_act if hidden_act is None else hidden_act
-    if gate == "silu" and hidden_act != activation:
-        raise ValueError(f"hidden_act {hidden_act!r} is not supported, only {activation!r}")
+    if gate == "silu" and (known := hidden_act or hf.hidden_act) != activation:
+        raise ValueError(f"hidden_act {known!r} is not supported, only {activation!r}")
     rope = rope or rope_from_parameters(hf.rope_parameters)
     family = DenseConfig(
         num_heads=hf.num_attention_heads,

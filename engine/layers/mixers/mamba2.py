@@ -40,7 +40,7 @@ class MambaShape:
 
     @property
     def delta(self) -> DeltaShape:
-        """The same as the shape of a recurrence: C is a query, B a key and x a value."""
+        """The shape of the recurrence, in which C is a query, B a key and x a value."""
         return DeltaShape(
             num_key_heads=self.num_groups,
             num_value_heads=self.num_heads,

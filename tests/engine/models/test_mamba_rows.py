@@ -145,7 +145,7 @@ def test_greedy_tokens_log_probabilities_and_experts(
 
 
 def test_the_plan_counts_states(folder: Path, kind: str) -> None:
-    """Of each mixer a window and a matrix in float32, for each row."""
+    """A window and a matrix in float32 of each mixer, for each row."""
     model = load(folder)
     shape = model.config.family.mamba  # type: ignore[attr-defined]
     states = [spec for spec in model.cache_specs if hasattr(spec, "state")]
