@@ -12,9 +12,13 @@ import numpy.typing as npt
 from batchgen.engine.caches.context_columns import ContextRows
 from batchgen.engine.constraint.matcher import Matcher
 from batchgen.engine.interface.outputs import Begun, FinishReason, OutputColumn, RequestError
+from batchgen.engine.interface.trajectory import Trajectory
 from batchgen.engine.rows.stopping import StopRule
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.vision.image_span import ImageSpan
+
+TAIL = "tail_"
+"""What the names of columns of tail scope begin with."""
 
 
 class ColumnBuffer:
@@ -66,6 +70,8 @@ class Sequence:
     spans: tuple[ImageSpan, ...] = ()  # the prompt's images, in their order
     banned_ids: tuple[int, ...] = ()  # tokens that are never sampled
     lora_slot: int = 0  # of the row's adapter; 0: the model without one
+    # What the row replays: its tokens come as if they were drawn, each in its step.
+    trajectory: Trajectory | None = None
     batch_slot: int | None = None  # in the `RunningBatch`, while the row runs
     matcher: Matcher | None = None  # of a constrained row, behind its output so far, until it ends
     # What the row owns of the caches; state slot 0 is none.
@@ -97,6 +103,8 @@ class Sequence:
     num_broken_scores: int = 0  # tokens of the answer whose logits were NaN or infinite
     constraint_satisfied: bool = False  # whether the output is complete by the constraint
     context_columns: tuple[str, ...] = field(init=False)
+    # Of tail scope, once the row has ended: [M, *tail] for the M tokens behind its last one.
+    tail: dict[str, npt.NDArray[Any]] = field(init=False)
     columns: dict[str, ColumnBuffer] = field(init=False)  # of output or answer scope
     num_prompt_tokens: int = field(init=False)  # given tokens, those of an answer included
 
@@ -105,9 +113,12 @@ class Sequence:
         self.columns = self._empty_columns()
         requested = self.requested_columns
         self.context_columns = tuple(c.name for c in requested if c.scope == "context")
+        empty = {c.name: np.empty((0, *c.tail_shape), c.dtype) for c in requested}
+        self.tail = {c.name: empty[c.name] for c in requested if c.scope == "tail"}
 
     def _empty_columns(self) -> dict[str, ColumnBuffer]:
-        return {c.name: ColumnBuffer(c) for c in self.requested_columns if c.scope != "context"}
+        by_token = [c for c in self.requested_columns if c.scope in ("output", "answer")]
+        return {column.name: ColumnBuffer(column) for column in by_token}
 
     @property
     def prefix_root(self) -> bytes:
@@ -191,6 +202,15 @@ class Sequence:
         """Take the values [n, *tail] of each column of answer scope, of the next n tokens."""
         for name, buffer in self.columns.items():
             buffer.extend(columns[name])
+
+    def keep_tail(
+        self, token_ids: npt.NDArray[np.int64], columns: Mapping[str, npt.NDArray[Any]]
+    ) -> None:
+        """Take the M tokens [M] that the last step yielded behind the row's last one, with their
+        columns [M, *tail], for those of tail scope."""
+        values = {"token_ids": token_ids, **columns}
+        for name, none in self.tail.items():
+            self.tail[name] = values[name.removeprefix(TAIL)].astype(none.dtype)
 
     def fail(self, error: RequestError) -> None:
         """End the row with an error; tokens that it has generated are kept."""

@@ -6,8 +6,9 @@ and V the size of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +66,17 @@ def requested_columns(params: SamplingParams) -> tuple[OutputColumn, ...]:
         columns = [replace(c, name=_ANSWER + c.name, scope="answer") for c in columns]
         columns += [ANSWER_REST_PROBS] if params.top_logprobs else []
     return tuple(columns)
+
+
+def of_answer(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """The sampler's columns of generated tokens under the names that those of a given answer have,
+    and all others as they are, with the probability of the rest if top log-probabilities are
+    there."""
+    own = {LOGPROBS.name, TOP_LOGPROBS.name, TOP_LOGPROB_IDS.name}
+    out = {_ANSWER + name if name in own else name: v for name, v in columns.items()}
+    if ANSWER_TOP_LOGPROBS in out:
+        out[ANSWER_REST_PROBS.name] = rest_probs(out[ANSWER_TOP_LOGPROBS])
+    return out
 
 
 def process(
@@ -222,29 +234,34 @@ def score(
     The step has R rows with W = 1 and columns of answer scope. `token_ids` [R] stand at `positions`
     [R], and the row's history holds all tokens before them if it has penalties.
     """
+    return _scored(take(logits, sampling, positions, token_ids))
+
+
+def take(logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor) -> Drawn:
+    """Describe given tokens [R] as `draw` describes those that it draws, to the bit, but for their
+    confidence."""
     if logits.is_cuda:
-        return score_fused(logits, sampling, positions, token_ids)
+        return _draw_fused(logits, sampling, positions, given=token_ids)
     processed = logits
     if sampling.any_processed_logprobs:
         processed = process(logits, sampling, positions)
     failed = ~logits.amax(-1).isfinite()
-    return _scored(token_ids, failed, describe(logits, processed, sampling, token_ids))
+    return Drawn(token_ids, failed, describe(logits, processed, sampling, token_ids), None)
 
 
 def score_fused(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
 ) -> StepOutput:
     """`score` with the fused Triton kernels, on any device."""
-    drawn = _draw_fused(logits, sampling, positions, given=token_ids)
-    return _scored(token_ids, drawn.failed, drawn.columns)
+    return _scored(_draw_fused(logits, sampling, positions, given=token_ids))
 
 
-def _scored(token_ids: Tensor, failed: Tensor, columns: dict[str, Tensor]) -> StepOutput:
+def _scored(drawn: Drawn) -> StepOutput:
     return StepOutput(
-        num_tokens=torch.ones_like(failed, dtype=torch.int32),
-        token_ids=token_ids.unsqueeze(1),
-        failed=failed,
-        columns={_ANSWER + name: values.unsqueeze(1) for name, values in columns.items()},
+        num_tokens=torch.ones_like(drawn.failed, dtype=torch.int32),
+        token_ids=drawn.token_ids.unsqueeze(1),
+        failed=drawn.failed,
+        columns={_ANSWER + name: values.unsqueeze(1) for name, values in drawn.columns.items()},
     )
 
 

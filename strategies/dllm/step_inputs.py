@@ -22,6 +22,7 @@ from batchgen.engine.interface.outputs import OutputColumn, StepOutput
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
+from batchgen.strategies.dllm.replay import Replays
 
 STEP_MAP = OutputColumn("step_map", np.dtype(np.int32))
 """Which of the row's denoise steps unmasked the token, counted from 1."""
@@ -71,6 +72,7 @@ class DLLMStepInputs(StepInputs):
     def __init__(self, block_length: int, mask_token_id: int) -> None:
         super().__init__()
         self.columns: dict[str, Tensor] = {}
+        self._replays: Replays | None = None
         self._length = block_length
         self.mask_token_id = mask_token_id
         self._blocks: BlockRows | None = None
@@ -124,6 +126,14 @@ class DLLMStepInputs(StepInputs):
     def complete(self) -> Tensor:
         """[B] bool, rows in whose block nothing is masked, so that it only lacks its final KV."""
         return ~self.blocks.masked.any(1)
+
+    def replayed(self) -> tuple[Replays, Tensor, Tensor] | None:
+        """The trajectories of the rows, and of the positions of the current blocks the token ids
+        and the steps, [B, L] int64 each; None if no row replays one."""
+        if self._replays is None:
+            return None
+        starts = self.blocks.first_starts.unsqueeze(1)
+        return self._replays, *self._replays.at(self.positions - starts)
 
     def send_masked(self) -> None:
         """Begin to copy to the host which positions are masked in the next forward, for
@@ -214,6 +224,11 @@ class DLLMStepInputs(StepInputs):
             denoised=torch.zeros_like(there[0]),
             steps=there[3].int(),
         )
+        if self._replays is not None or any(seq.trajectory is not None for seq in rows.seqs):
+            old = 0 if self._blocks is None else len(self._blocks.starts)
+            replays = self._replays or Replays.none(old, device)
+            joining = Replays.of(rows.seqs, length, self.mask_token_id, device)
+            self._replays = replays.concat(joining)
         self._add_rows(rows, newest)
         self._blocks = new if self._blocks is None else BlockRows.concat([self._blocks, new])
         self._repeated = None
@@ -223,6 +238,9 @@ class DLLMStepInputs(StepInputs):
     def keep_rows(self, keep: npt.NDArray[np.int64]) -> None:
         super().keep_rows(keep)
         self._blocks = self.blocks.index_select(keep) if len(keep) else None
+        if self._replays is not None:
+            replays = self._replays.index_select(keep)
+            self._replays = replays if replays.replaying.any() else None
         self._repeated = None
         if self.columns and len(keep):
             index = upload(keep, torch.int64, self.blocks.starts.device)

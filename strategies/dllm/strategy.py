@@ -15,12 +15,13 @@ from torch import Tensor
 from batchgen.engine.device.transfer import upload
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.interface.outputs import HostOutput, OutputColumn, RowCount, StepOutput
+from batchgen.engine.interface.trajectory import Trajectory
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch
-from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.rows.sequence import TAIL, Sequence
 from batchgen.engine.sampling.logits import Logits
-from batchgen.engine.sampling.sampler import Drawn, draw
+from batchgen.engine.sampling.sampler import Drawn, draw, take
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.admission import Ints
 from batchgen.engine.strategy import TARGET, ModelRole, Strategy
@@ -29,9 +30,15 @@ from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH, Rule
 from batchgen.strategies.counts import NUM_FORWARDS, tokens_per_forward
 from batchgen.strategies.dllm.commit_room import CommitRoom
 from batchgen.strategies.dllm.guided import denoise
+from batchgen.strategies.dllm.replay import is_exact, next_step
 from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs, KnownBlocks
 from batchgen.strategies.dllm.unmasking import Unmasking
 
+TAIL_COLUMNS = tuple(
+    OutputColumn(TAIL + name, np.dtype(np.int32), scope="tail")
+    for name in ("token_ids", STEP_MAP.name)
+)
+"""What the end of the row cut off its last block, which a replay needs."""
 NUM_COMMIT_FORWARDS = RowCount(
     "num_commit_forwards", "of those forwards, how many only made KV final"
 )
@@ -69,7 +76,7 @@ class DLLMStrategy(Strategy):
     """
 
     name = "dllm"
-    columns: tuple[OutputColumn, ...] = (STEP_MAP,)
+    columns: tuple[OutputColumn, ...] = (STEP_MAP, *TAIL_COLUMNS)
     counts: tuple[RowCount, ...] = (NUM_FORWARDS, NUM_COMMIT_FORWARDS)
 
     def __init__(
@@ -189,12 +196,13 @@ class DLLMStrategy(Strategy):
         tokens: Ints = -(-max_tokens // self._length) * self._length
         return tokens
 
-    def check(self, params: SamplingParams) -> None:
-        if params.scores_answer:
+    def check(self, params: SamplingParams, *, replays: bool = False) -> None:
+        if params.scores_answer and not replays:
             raise ValueError(
                 "max_new_tokens is 0, and strategy dllm cannot score a given answer: a diffusion "
                 "model's probability of a token depends on the order in which it unmasks the "
-                "others; use a model that predicts next tokens, with strategy=ar"
+                "others; give that order (prompt.answer_step_map_column), or use a model that "
+                "predicts next tokens, with strategy=ar"
             )
         if params.has_penalties:
             raise ValueError(
@@ -202,6 +210,9 @@ class DLLMStrategy(Strategy):
                 "before those are known: set repetition_penalty to 1, presence_penalty and "
                 "frequency_penalty to 0"
             )
+
+    def is_exact(self, trajectory: Trajectory, num_prompt_tokens: int) -> bool:
+        return is_exact(trajectory, num_prompt_tokens, self._length)
 
     def attach(self, runners: Mapping[str, ModelRunner]) -> None:
         self._runner = runners[TARGET]
@@ -285,6 +296,7 @@ class DLLMStrategy(Strategy):
             transfer = self._unmasking.chosen(state.blocks, drawn.confidence)
         else:
             drawn, transfer, guided, conflicts = self._decide_guided(output, guide)
+        drawn, transfer = self._replay(output, drawn, transfer)
         broken = (drawn.failed.view(-1, length) & blocks.masked).any(1)
         columns = {name: v.view(-1, length, *v.shape[1:]) for name, v in drawn.columns.items()}
         step_map = (blocks.steps + 1).unsqueeze(1).expand(-1, length).contiguous()
@@ -357,6 +369,28 @@ class DLLMStrategy(Strategy):
             confidence=self._unmasking.needs_confidence,
             mask=mask,
         )
+
+    def _replay(self, output: ModelOutput, drawn: Drawn, transfer: Tensor) -> tuple[Drawn, Tensor]:
+        """Put the tokens of replayed rows into a draw, and what the step unmasks of them into
+        `transfer` [B, L] bool."""
+        state = self.step_inputs
+        if (found := state.replayed()) is None:
+            return drawn, transfer
+        replays, token_ids, steps = found
+        rows = replays.rows
+        at = rows.repeat_interleave(self._length)
+        taken = take(
+            output.logits,
+            state.repeated,
+            output.positions,
+            torch.where(at, token_ids.flatten(), drawn.token_ids),
+        )
+        columns = {
+            name: torch.where(at.view(-1, *[1] * (v.dim() - 1)), taken.columns[name], v)
+            for name, v in drawn.columns.items()
+        }
+        transfer = torch.where(rows.unsqueeze(1), next_step(state.blocks.masked, steps), transfer)
+        return drawn._replace(token_ids=taken.token_ids, columns=columns), transfer
 
     def _decide_guided(
         self, output: ModelOutput, guide: Guide

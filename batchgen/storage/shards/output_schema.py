@@ -324,6 +324,7 @@ def _column_field(column: OutputColumn) -> pa.Field:
         type = pa.list_(type, size)
     rows = {
         "output": "generated token",
+        "tail": "token that the end of the row cut off the last step",
         "context": "token that went through the model",
         "answer": "token of the answer",
         "choice": "choice of the row's constraint",
