@@ -65,14 +65,13 @@ class Replays:
     def concat(self, others: Replays) -> Replays:
         """These with those of other rows behind them."""
         width = max(self.steps.shape[1], others.steps.shape[1])
+
+        def joined(mine: Tensor, theirs: Tensor) -> Tensor:
+            return torch.cat((_padded(mine, width), _padded(theirs, width)))
+
         return Replays(
-            *(
-                torch.cat([_padded(mine, width), _padded(theirs, width)])
-                for mine, theirs in (
-                    (self.token_ids, others.token_ids),
-                    (self.steps, others.steps),
-                )
-            ),
+            joined(self.token_ids, others.token_ids),
+            joined(self.steps, others.steps),
             np.append(self.replaying, others.replaying),
         )
 

@@ -61,7 +61,11 @@ def disk_use(
     for column in columns:
         values[column.scope] += column.dtype.itemsize * float(np.prod(column.tail_shape))
     of_token = _TEXT_BYTES + values["output"] + values["context"]
-    of_row = _ROW_BYTES + prompt * (values["context"] + values["answer"]) + 4 * (values["choice"] + values["tail"])
+    of_row = (
+        _ROW_BYTES
+        + prompt * (values["context"] + values["answer"])
+        + 4 * (values["choice"] + values["tail"])
+    )
     fixed = of_row * answers + _SHARD_BYTES * -(-answers // open_rows)
     output = generated.times(of_token).plus(Range(fixed, fixed, fixed))
     share = min(_OPEN_SHARDS * open_rows / max(answers, 1), 1.0)
