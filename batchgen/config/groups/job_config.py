@@ -296,7 +296,7 @@ class JobConfig:
         if key is None:
             raise ConfigError(
                 "sampling.max_new_tokens=0 generates nothing: give an answer to score with "
-                "prompt.answer='{{ COLUMN }}', or set it to 1 or more"
+                "prompt.answer='{{ COLUMN }}' or prompt.answer_ids_column, or set it to 1 or more"
             )
         if most:
             raise ConfigError(
@@ -314,6 +314,11 @@ class JobConfig:
                 raise ConfigError(
                     f"{what} what is generated, and with {key} nothing is: leave it out"
                 )
+
+    @property
+    def replays(self) -> bool:
+        """Whether the answers that are scored are trajectories."""
+        return self.prompt.answer_step_map_column is not None
 
     @property
     def is_scored(self) -> bool:

@@ -59,7 +59,7 @@ def read_facts(read: Callable[[], Mapping[str, Any]], name: str, given: str) -> 
         depth = dict(identity.get("dataset") or {}).get("depth", 0)
         text = identity["output"]["text_column"]
         if type(text) is str and type(depth) is int and 0 <= depth < _MOST_DEPTH:
-            return ReadJob(name, digest, depth + 1), text
+            return ReadJob(name, digest, depth + 1, identity=identity), text
         why = "text_column or depth"
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"

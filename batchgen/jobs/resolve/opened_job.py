@@ -33,7 +33,7 @@ from batchgen.inputs.images.row_images import RowImages
 from batchgen.inputs.model.engine_recipe import EngineRecipe
 from batchgen.inputs.model.open_model import OpenedModel, device_of
 from batchgen.inputs.model.other_models import open_others, strategy_heads
-from batchgen.inputs.prompts.answer_text import build_answer
+from batchgen.inputs.prompts.answer_text import Replay, build_answer
 from batchgen.inputs.prompts.row_prompts import Prompt, build_prompt, constant_prompt_refusal
 from batchgen.jobs.resolve.answer_columns import (
     check_columns,
@@ -51,6 +51,7 @@ from batchgen.jobs.resolve.job_model import (
     open_job_model,
 )
 from batchgen.jobs.resolve.likely_rows import likely_row_tokens
+from batchgen.jobs.resolve.replayed_job import check_replay
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.pages.tokens.decode_tokens import decode_with
 from batchgen.storage.stores.manifest import CONTRACT
@@ -100,7 +101,8 @@ class OpenedJob(ResolvedJob):
         """See `ResolvedJob`."""
         model = self.model
         vocab_size, columns = model.config.vocab_size, self.context_columns
-        check_params(params, self.strategy, vocab_size, model.tokenizer, columns)
+        replays = self.config.replays
+        check_params(params, self.strategy, vocab_size, model.tokenizer, columns, replays=replays)
         if params.constraint is not None and self.compiler is None:
             model.grammar_compiler()  # says why there is none
 
@@ -235,7 +237,14 @@ def open_job(
     with mistakes_in("sampling"):
         strictest = strictest_params(config, params)
         vocab_size = model.config.vocab_size
-        check_params(strictest, strategy, vocab_size, model.tokenizer, context_columns)
+        check_params(
+            strictest,
+            strategy,
+            vocab_size,
+            model.tokenizer,
+            context_columns,
+            replays=config.replays,
+        )
         if config.scores_choices:
             strategy.check(SamplingParams(max_new_tokens=0))
     check_parsed(config, model.tokenizer)
@@ -265,6 +274,8 @@ def open_job(
     answer = build_answer(
         config.prompt, model.tokenizer, model.config.vocab_size, source.features, max_model_len
     )
+    if isinstance(answer, Replay):
+        answer.same_distribution = check_replay(config, source.jobs)
     others = open_others(strategy, model, max_model_len)
     windows = any(getattr(model.config.family, "layer_windows", ()))
     tokenizer, is_scored = model.tokenizer, config.scores_choices

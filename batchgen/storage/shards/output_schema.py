@@ -81,6 +81,16 @@ _SATISFIED = (
 )
 
 
+REPLAY_EXACT = "replay_exact"
+_REPLAY_EXACT = (
+    REPLAY_EXACT,
+    pa.bool_(),
+    "whether each token was scored given what was unmasked before its step: false if it is not "
+    "known what stood behind the answer in its last block, or if a constraint took part in the "
+    "distribution; null if the row failed",
+)
+
+
 IMAGE_FIELDS = (
     ("path", pa.string()),
     ("digest", pa.string()),
@@ -169,6 +179,7 @@ class OutputSchema:
         parsed: ParsedColumn | None = None,
         text_column: str = TEXT,
         answers: bool = False,
+        replays: bool = False,
         images: bool = False,
         enough: Enough | None = None,
     ) -> "OutputSchema":
@@ -179,6 +190,7 @@ class OutputSchema:
             beside: the columns of what rows say beside their text, such as thoughts.
             constrained: whether a column says which rows satisfy their constraint.
             answers: whether rows have given answers, which are scored.
+            replays: whether these are trajectories.
             images: whether rows may have images.
             enough: when a row has enough samples; None if all rows have the same number.
 
@@ -198,7 +210,12 @@ class OutputSchema:
             for name, type, meaning in _AFTER
             if prompt_token_ids or name != PROMPT_TOKEN_IDS
         ]
-        asked = ((_SATISFIED, constrained), (_ANSWER, answers), (_IMAGES, images))
+        asked = (
+            (_SATISFIED, constrained),
+            (_ANSWER, answers),
+            (_REPLAY_EXACT, replays),
+            (_IMAGES, images),
+        )
         more = [described(*column) for column, wanted in asked if wanted]
         if parsed is not None:
             more.append(described(PARSED, parsed.type, parsed.meaning))
@@ -269,6 +286,10 @@ class OutputSchema:
             ]
         if ANSWER_TOKEN_IDS in self.arrow.names:
             values[ANSWER_TOKEN_IDS] = [o.answer_token_ids if o else None for o in outputs]
+        if REPLAY_EXACT in self.arrow.names:
+            values[REPLAY_EXACT] = [
+                o.replay_exact if o and o.finish_reason != "error" else None for o in outputs
+            ]
         if PROMPT_IMAGES in self.arrow.names:
             values[PROMPT_IMAGES] = [row.images for row in rows]
         if self.parsed is not None:
