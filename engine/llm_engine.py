@@ -20,7 +20,7 @@ from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import Begun, HostCopy, RequestOutput
 from batchgen.engine.interface.trajectory import GivenAnswer, Trajectory
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.replicas import Abort, Add, Leader, Step, tokens_digest
+from batchgen.engine.replicas import Abort, Add, Leader, StepBegins, tokens_digest
 from batchgen.engine.rows.compile_queue import CompileQueue
 from batchgen.engine.rows.scheduled_batch import (
     DecodeBatch,
@@ -28,8 +28,8 @@ from batchgen.engine.rows.scheduled_batch import (
     ScoreBatch,
 )
 from batchgen.engine.rows.sequence import Sequence
-from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.engine.step_costs import StepCosts
+from batchgen.engine.sampling.sampling_params import RequestParams
+from batchgen.engine.step_costs import CostShares
 from batchgen.engine.strategy import TARGET, Strategy
 from batchgen.engine.vision.image import Image
 
@@ -48,7 +48,7 @@ class _Launched:
 class LLMEngine:
     """Runs requests over one target model with continuous batching.
 
-    A request's tokens depend only on the model, the prompt and the `SamplingParams` (including the
+    A request's tokens depend only on the model, the prompt and the `RequestParams` (including the
     seed). They depend neither on the requests beside it nor on any value of `config`, except
     through the device's floating-point rounding; on a CPU in float32 they are exactly equal.
 
@@ -103,7 +103,7 @@ class LLMEngine:
         self.stats = EngineStats()
         self._requests, self._launcher = parts.requests, parts.launcher
         self._runners, self._runner = parts.runners, parts.runners[TARGET]
-        self._costs: StepCosts | None = None
+        self._costs: CostShares | None = None
         self._live: dict[Hashable, Sequence] = {}
         special_ids = (*eos_token_ids, *model.config.never_generated)
         self._compiling = CompileQueue(compiler, tokenizer, self.vocab_size, special_ids)
@@ -134,7 +134,7 @@ class LLMEngine:
         self,
         request_id: Hashable,
         prompt_token_ids: abc.Sequence[int],
-        params: SamplingParams,
+        params: RequestParams,
         answer: GivenAnswer | None = None,
         images: abc.Sequence[Image] = (),
         begun: Begun | None = None,
@@ -236,7 +236,7 @@ class LLMEngine:
         assert self._costs is None and not self._live
         timer = StepTimer(self._runner.device)
         self._launcher.timer = timer
-        self._costs = StepCosts(timer, self.max_num_seqs)
+        self._costs = CostShares(timer, self.max_num_seqs)
 
     def take_costs(self, *, wait: bool = False) -> list[tuple[Any, float]]:
         """Return the seconds of the device that requests took, by their ids, of those that have
@@ -301,7 +301,7 @@ class LLMEngine:
             return self._step(compiled)
 
     @torch.inference_mode()
-    def follow(self, step: Step) -> None:
+    def follow(self, step: StepBegins) -> None:
         """Make the step that the engine of rank 0 makes. Raises RuntimeError if this engine's
         tokens differ from those of rank 0."""
         if step.digest != self._digest:

@@ -17,7 +17,7 @@ from batchgen.engine.layers.lora import LoRAState
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import IncrementalDecoder, StopRule, decode
 from batchgen.engine.sampling.sampler import of_answer, requested_columns
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.engine.vision.image import Image
 from batchgen.engine.vision.image_span import ImageRules, ImageSpan, find_spans
@@ -38,8 +38,8 @@ def derive_seed(job_seed: int, row_id: str, sample_index: int) -> int:
 
 
 def sample_params(
-    params: SamplingParams, row_id: str, sample_index: int, **own: Any
-) -> SamplingParams:
+    params: RequestParams, row_id: str, sample_index: int, **own: Any
+) -> RequestParams:
     """The parameters of one sample of a row: those of all rows with the sample's own seed, and with
     what the row has of its `own`, such as a constraint."""
     seed = derive_seed(params.seed, row_id, sample_index)
@@ -47,7 +47,7 @@ def sample_params(
 
 
 def check_params(
-    params: SamplingParams,
+    params: RequestParams,
     strategy: Strategy,
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -83,7 +83,7 @@ def check_params(
 
 
 def output_columns(
-    params: SamplingParams, strategy: Strategy, context_columns: abc.Sequence[OutputColumn] = ()
+    params: RequestParams, strategy: Strategy, context_columns: abc.Sequence[OutputColumn] = ()
 ) -> tuple[OutputColumn, ...]:
     """Return the columns that a request with these parameters returns: from the sampler, from the
     strategy, and from the model's layers (`context_columns`)."""
@@ -145,7 +145,7 @@ class Requests:
         self,
         request_id: Hashable,
         prompt: list[int],
-        params: SamplingParams,
+        params: RequestParams,
         given: GivenAnswer | None = None,
         images: abc.Sequence[Image] = (),
         begun: Begun | None = None,
@@ -314,7 +314,7 @@ class Requests:
         )
 
     def _check_prompt(
-        self, prompt: list[int], answer: list[int] | None, params: SamplingParams
+        self, prompt: list[int], answer: list[int] | None, params: RequestParams
     ) -> None:
         """Raise a RequestError if a prompt, or the answer behind it, can never be served."""
         if not prompt:
@@ -348,7 +348,7 @@ class Requests:
                 f"{self._cache_capacity}: raise kv_cache_gib or lower max_new_tokens",
             )
 
-    def _stop_rule(self, prompt: list[int], params: SamplingParams) -> StopRule:
+    def _stop_rule(self, prompt: list[int], params: RequestParams) -> StopRule:
         if params.scores_answer:
             return StopRule({}, (), 0, 0)
         stop_ids = {} if params.ignore_eos else dict(self._eos)

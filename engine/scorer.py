@@ -12,7 +12,7 @@ from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.rows.scheduled_batch import PrefillBatch, ScoreBatch
 from batchgen.engine.rows.sequence import Sequence as Row
-from batchgen.engine.sampling.sampler import score
+from batchgen.engine.sampling.sampler import score_tokens
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 
 
@@ -59,7 +59,7 @@ class Scorer:
         sampling = sampling_inputs(seqs, device)
         for start in range(0, len(owners), self._most):
             part = slice(start, start + self._most)
-            step = score(
+            step = score_tokens(
                 self._runner.compute_logits(output.hidden[hidden[part]]),
                 sampling.index_select(owners[part]),
                 there[part],

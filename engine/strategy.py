@@ -19,8 +19,8 @@ from batchgen.engine.interface.trajectory import Trajectory
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch, PrefillBatch
-from batchgen.engine.sampling.sampler import sample
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampler import sample_tokens
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.pacing import Pacing
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
 
@@ -153,7 +153,7 @@ class Strategy(Pacing, ABC):
     def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
         """Decide one token for each row from the logits that end its prefill."""
         mask = None if rows.guide is None else rows.guide.mask(output.logits)
-        return sample(output.divided, rows.sampling, output.positions + 1, mask=mask)
+        return sample_tokens(output.divided, rows.sampling, output.positions + 1, mask=mask)
 
     def prefilled(
         self, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None, newest: Tensor
@@ -200,7 +200,7 @@ class Strategy(Pacing, ABC):
         model and user allow. Raises ValueError if no row could have any token."""
         return longest
 
-    def check(self, params: SamplingParams, *, replays: bool = False) -> None:
+    def check(self, params: RequestParams, *, replays: bool = False) -> None:
         """Check that the strategy can honour these parameters. Raises ValueError if it cannot; the
         message names the option. If an answer is scored, `replays` says whether it has steps."""
         if replays:

@@ -77,6 +77,7 @@ def pytest_collection_finish() -> None:
     """Leave what all tests have imported out of every collection of garbage, as it is much."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 50)  # models die by themselves; few objects need a search
 
 
 def pytest_sessionfinish() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from batchgen.engine.layers.packed_format import PackedFormat
-from batchgen.engine.loading.model_keys import check_keys, unknown_keys
+from batchgen.engine.loading.model_keys import check_model_keys, unknown_keys
 from batchgen.engine.loading.packed_weights import with_modules
-from batchgen.engine.loading.safetensors_files import are_equal, read_json, tensor_names
+from batchgen.engine.loading.safetensors_files import read_json, tensor_names, tensors_equal
 from batchgen.engine.loading.tokenizer import load_tokenizer
 from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM, full_name
 from batchgen.engine.models.model_config import ModelConfig
@@ -31,7 +31,7 @@ _SHOWN = 60
 """How many characters of a wrong value a message shows."""
 
 
-def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
+def load_model_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
     """Read the configuration of a GGUF file or of a folder with a config.json.
 
     If a folder's config.json says that embedding and logits' layer share a weight, and the
@@ -50,7 +50,7 @@ def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
     values = read_json(file)
     _check_values(file, values)
     model = _class_of(file, values)
-    check_keys(file, values, model.hf_config().model_type)
+    check_model_keys(file, values, model.hf_config().model_type)
     if model.is_diffusion and values.get("mask_token_id") is None:
         values["mask_token_id"] = _mask_token_id(path)
     try:
@@ -63,7 +63,7 @@ def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
     if config.tie_word_embeddings and looked_at:
         names = {model.piece_name(full_name(name), config): name for name in tensor_names(path)}
         if names.keys() >= {EMBEDDING, LM_HEAD}:
-            tied = are_equal(path, names[EMBEDDING], names[LM_HEAD])
+            tied = tensors_equal(path, names[EMBEDDING], names[LM_HEAD])
             config = replace(config, tie_word_embeddings=tied, untied=not tied)
     return config
 

@@ -14,7 +14,7 @@ from batchgen.engine.constraint.matcher import Matcher
 from batchgen.engine.interface.outputs import Begun, FinishReason, OutputColumn, RequestError
 from batchgen.engine.interface.trajectory import Trajectory
 from batchgen.engine.rows.stopping import StopRule
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image_span import ImageSpan
 
 TAIL = "tail_"
@@ -62,7 +62,7 @@ class Sequence:
 
     request_id: Any
     token_ids: list[int]
-    params: SamplingParams
+    params: RequestParams
     stop: StopRule
     requested_columns: tuple[OutputColumn, ...]
     # How many of the given tokens, the last ones, are an answer whose log-probabilities are wanted.

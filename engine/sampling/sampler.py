@@ -18,7 +18,7 @@ from torch import Tensor
 from batchgen.engine.interface.outputs import OutputColumn, StepOutput
 from batchgen.engine.sampling.logits import Logits
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.kernels.sampling import filter_triton, sampling_triton, top_logprobs_triton
 from batchgen.kernels.sampling import sampling as kernels
 from batchgen.kernels.sampling.sampling_triton import Share
@@ -55,7 +55,7 @@ class Drawn(NamedTuple):
     conflict: Tensor | None = None  # [R] bool; None without a mask
 
 
-def requested_columns(params: SamplingParams) -> tuple[OutputColumn, ...]:
+def requested_columns(params: RequestParams) -> tuple[OutputColumn, ...]:
     """Return the output columns of the sampler that a row with these options asks for."""
     columns = [LOGPROBS] if params.logprobs else []
     if params.top_logprobs:
@@ -144,7 +144,7 @@ def _float_copy(logits: Tensor) -> Tensor:
     return logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
-def sample(
+def sample_tokens(
     logits: Tensor | Logits,
     sampling: SamplingInputs,
     positions: Tensor,
@@ -162,10 +162,10 @@ def sample(
             drawn = _draw_fused(logits.own, sampling, positions, share=share)
             return _step_output(drawn)
         logits = logits.whole()
-    return _step_output(draw(logits, sampling, positions, mask=mask))
+    return _step_output(draw_tokens(logits, sampling, positions, mask=mask))
 
 
-def draw(
+def draw_tokens(
     logits: Tensor,
     sampling: SamplingInputs,
     positions: Tensor,
@@ -226,20 +226,22 @@ def rest_probs(top_logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]
     return clipped
 
 
-def score(
+def score_tokens(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
 ) -> StepOutput:
-    """Describe given tokens as `sample` describes those that it draws, to the bit.
+    """Describe given tokens as `sample_tokens` describes those that it draws, to the bit.
 
     The step has R rows with W = 1 and columns of answer scope. `token_ids` [R] stand at `positions`
     [R], and the row's history holds all tokens before them if it has penalties.
     """
-    return _scored(take(logits, sampling, positions, token_ids))
+    return _scored(take_tokens(logits, sampling, positions, token_ids))
 
 
-def take(logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor) -> Drawn:
-    """Describe given tokens [R] as `draw` describes those that it draws, to the bit, but for their
-    confidence."""
+def take_tokens(
+    logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
+) -> Drawn:
+    """Describe given tokens [R] as `draw_tokens` describes those that it draws, to the bit, but for
+    their confidence."""
     if logits.is_cuda:
         return _draw_fused(logits, sampling, positions, given=token_ids)
     processed = logits
@@ -252,7 +254,7 @@ def take(logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids:
 def score_fused(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
 ) -> StepOutput:
-    """`score` with the fused Triton kernels, on any device."""
+    """`score_tokens` with the fused Triton kernels, on any device."""
     return _scored(_draw_fused(logits, sampling, positions, given=token_ids))
 
 
@@ -268,7 +270,7 @@ def _scored(drawn: Drawn) -> StepOutput:
 def sample_fused(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, *, mask: TokenMask | None = None
 ) -> StepOutput:
-    """`sample` with the fused Triton kernels, on any device."""
+    """`sample_tokens` with the fused Triton kernels, on any device."""
     return _step_output(draw_fused(logits, sampling, positions, mask=mask))
 
 
@@ -281,11 +283,11 @@ def draw_fused(
     confidence: bool = False,
     mask: TokenMask | None = None,
 ) -> Drawn:
-    """`draw` with the fused Triton kernels, on any device.
+    """`draw_tokens` with the fused Triton kernels, on any device.
 
     The kernel applies temperature and filters while it reads the logits, once; only penalties, a
-    ban or a mask copy them. The host never waits. Tokens differ from `draw`'s only if two scores
-    are so close that rounding decides.
+    ban or a mask copy them. The host never waits. Tokens differ from `draw_tokens`'s only if two
+    scores are so close that rounding decides.
     """
     return _draw_fused(logits, sampling, positions, draws, confidence, mask)
 
@@ -309,7 +311,7 @@ def _draw_fused(
         threshold = filter_triton.thresholds(
             left, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
         )
-    drawn = sampling_triton.draw(
+    drawn = sampling_triton.draw_triton(
         left,
         logits,
         sampling.temperature,
@@ -327,7 +329,7 @@ def _draw_fused(
     if drawn.logprobs is not None:
         columns[LOGPROBS.name] = drawn.logprobs
     if sampling.max_top_logprobs:
-        ids, values = top_logprobs_triton.top_logprobs(
+        ids, values = top_logprobs_triton.top_logprobs_triton(
             left,
             logits,
             sampling.temperature,

@@ -14,7 +14,7 @@ LogprobsMode = Literal["raw", "processed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSampling:
-    """Options that a job's configuration has, too; `SamplingParams` checks their ranges."""
+    """Options that a job's configuration has, too; `RequestParams` checks their ranges."""
 
     temperature: float = 1.0  # divides the logits; 0 takes the most likely token (greedy)
     top_k: int = 0  # keep the k most likely tokens; 0: off
@@ -32,7 +32,7 @@ class SharedSampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams(SharedSampling):
+class RequestParams(SharedSampling):
     """How one row is sampled and when it stops.
 
     The filters apply in the order temperature, top_k, top_p, min_p. Tokens as likely as the last
@@ -87,10 +87,10 @@ class SamplingParams(SharedSampling):
         if self.scores_answer:
             object.__setattr__(self, "logprobs", True)
 
-    def with_seed(self, seed: int) -> "SamplingParams":
+    def with_seed(self, seed: int) -> "RequestParams":
         """Return these parameters with another seed, in [0, 2**64). Nothing else is checked again:
         a job calls this for each of its rows, and so it is fast."""
-        other = object.__new__(SamplingParams)
+        other = object.__new__(RequestParams)
         for write, value in zip(_WRITERS, _VALUES(self), strict=True):
             write(other, value)
         _WRITE_SEED(other, seed)
@@ -112,8 +112,8 @@ class SamplingParams(SharedSampling):
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
-_NAMES = [field.name for field in fields(SamplingParams)]
+_NAMES = [field.name for field in fields(RequestParams)]
 _VALUES = attrgetter(*_NAMES)
-_WRITERS = [getattr(SamplingParams, name).__set__ for name in _NAMES]
+_WRITERS = [getattr(RequestParams, name).__set__ for name in _NAMES]
 _WRITE_SEED = _WRITERS[_NAMES.index("seed")]
 """What reads and writes the slots of frozen parameters."""

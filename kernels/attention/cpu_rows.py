@@ -34,10 +34,14 @@ def row_multiple(kv_heads: int, chunk: int, head_dim: int, most: int, threads: i
     batches, and some for up to `most` rows of the engine. This takes a few hundredths of a second,
     once for each shape. None if no number does it.
     """
-    return next((m for m in _MULTIPLES if keeps_bits(kv_heads, chunk, head_dim, most, m)), None)
+    return next(
+        (m for m in _MULTIPLES if attention_keeps_bits(kv_heads, chunk, head_dim, most, m)), None
+    )
 
 
-def keeps_bits(kv_heads: int, chunk: int, head_dim: int, most: int, multiple: int) -> bool:
+def attention_keeps_bits(
+    kv_heads: int, chunk: int, head_dim: int, most: int, multiple: int
+) -> bool:
     few, many = (1, 2, 3), (5, 8, 16, most)
     for batches, most_rows in ((few, _MOST_ROWS), (many, 3 * multiple)):
         counts = [kv_heads * min(batch, most) for batch in batches]

@@ -53,7 +53,7 @@ def add_sum_norm(
     assert stream.is_contiguous() and stream.dtype == partial.dtype
     normed = torch.empty_like(stream)
     row_bytes = partial.shape[1] * partial.itemsize
-    most = most_rows(len(partial), row_bytes, peers)
+    most = max_launch_rows(len(partial), row_bytes, peers)
     for at, rows in row_chunks(len(partial), most, lane, peers):
         _launch(
             stream[rows], partial[rows], weight, normed[rows], eps, peers, at,
@@ -70,7 +70,7 @@ def sends_sums(rows: int, row_bytes: int, size: int) -> bool:
     return rows >= size and (size - 1) * (size - 2) * rows * row_bytes > size * _HOP_BYTES
 
 
-def most_rows(rows: int, row_bytes: int, peers: PeerMemory) -> int:
+def max_launch_rows(rows: int, row_bytes: int, peers: PeerMemory) -> int:
     """Return how many of so many rows one launch can add up."""
     if sends_sums(rows, row_bytes, peers.size):
         return peers.size * (peers.inbox_bytes // 2 // row_bytes)

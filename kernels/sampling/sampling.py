@@ -46,7 +46,7 @@ def sample(
     if logits.is_cuda:
         ones = torch.ones_like(seeds, dtype=torch.float32)
         arguments = (logits, logits, ones, None, seeds, positions, greedy, None)
-        return sampling_triton.draw(*arguments, stream=stream, draws=draws).token_ids
+        return sampling_triton.draw_triton(*arguments, stream=stream, draws=draws).token_ids
     if draws is None:
         draws = torch.zeros_like(seeds)
     out = torch.empty(len(logits), dtype=torch.int64)
@@ -106,7 +106,7 @@ def apply_penalties(
     if not history.shape[1] or not len(logits):
         return logits
     if logits.is_cuda:
-        return penalties_triton.apply_penalties(
+        return penalties_triton.apply_penalties_triton(
             logits, source, history, positions, prompt_lens, repetition, presence, frequency
         )
     repeats = len(logits) // len(history)
@@ -138,7 +138,7 @@ def apply_ban(logits: Tensor, token_ids: Tensor, banned: Tensor) -> Tensor:
     `token_ids` is [R, S] int64; ids outside the vocabulary, such as the filler -1, are ignored.
     """
     if logits.is_cuda:
-        return penalties_triton.apply_ban(logits, token_ids, banned)
+        return penalties_triton.apply_ban_triton(logits, token_ids, banned)
     active = (token_ids >= 0) & (token_ids < logits.shape[1]) & banned.unsqueeze(1)
     place = torch.where(active, token_ids, 0)
     before = logits.gather(1, place)
@@ -233,7 +233,7 @@ def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if logits.is_cuda:
         ones = torch.ones_like(logits[:, 0], dtype=torch.float32)
         raw = torch.zeros_like(ones, dtype=torch.bool)
-        return top_logprobs_triton.top_logprobs(logits, logits, ones, None, raw, k)
+        return top_logprobs_triton.top_logprobs_triton(logits, logits, ones, None, raw, k)
     logprobs = logits.float().log_softmax(-1)
     last = logprobs.topk(min(k, logits.shape[1])).values[:, -1:]
     columns, present = _columns_of((logprobs >= last) & (logprobs > -_INF))

@@ -69,7 +69,7 @@ class Draw(NamedTuple):
     confidence: Tensor | None  # [R] float32, the token's processed probability, if asked for
 
 
-def draw(
+def draw_triton(
     logits: Tensor,  # [R, V] after penalties; the last axis is contiguous
     raw: Tensor,  # [R, V], the model's; the tensor `logits` if no penalty changed it
     temperature: Tensor,  # [R] float32

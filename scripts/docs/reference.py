@@ -25,7 +25,7 @@ from pathlib import Path
 from extractions import extractions_page
 from job_schema import schema_text
 
-from batchgen.cli.conf_files import Choice, read_choice
+from batchgen.cli.conf_files import GroupChoice, read_choice
 from batchgen.cli.help import help_text
 from batchgen.cli.verb_table import VERBS, run_verb
 from batchgen.config.groups.config_keys import GROUPS, choices, default_choices
@@ -90,7 +90,7 @@ def config_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _choice(choice: Choice, is_default: bool, told: dict[str, str]) -> Iterator[str]:
+def _choice(choice: GroupChoice, is_default: bool, told: dict[str, str]) -> Iterator[str]:
     """A choice: what it is, and the keys that no choice before it explains in the same words."""
     yield f"### `{choice.group}={choice.name}`" + (" (the default)" if is_default else "")
     if choice.about:

@@ -21,8 +21,8 @@ from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch
 from batchgen.engine.rows.sequence import TAIL, Sequence
 from batchgen.engine.sampling.logits import Logits
-from batchgen.engine.sampling.sampler import Drawn, draw, take
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampler import Drawn, draw_tokens, take_tokens
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.admission import Ints
 from batchgen.engine.strategy import TARGET, ModelRole, Strategy
 from batchgen.kernels.sampling.token_mask import TokenMask
@@ -196,7 +196,7 @@ class DLLMStrategy(Strategy):
         tokens: Ints = -(-max_tokens // self._length) * self._length
         return tokens
 
-    def check(self, params: SamplingParams, *, replays: bool = False) -> None:
+    def check(self, params: RequestParams, *, replays: bool = False) -> None:
         if params.scores_answer and not replays:
             raise ValueError(
                 "max_new_tokens is 0, and strategy dllm cannot score a given answer: a diffusion "
@@ -361,7 +361,7 @@ class DLLMStrategy(Strategy):
         """Draw a token at each of the B · L positions of the blocks, under the mask if there is
         one. The random numbers of a position differ from one denoise step to the next."""
         state = self.step_inputs
-        return draw(
+        return draw_tokens(
             output.logits,
             state.repeated,
             output.positions,
@@ -379,7 +379,7 @@ class DLLMStrategy(Strategy):
         replays, token_ids, steps = found
         rows = replays.rows
         at = rows.repeat_interleave(self._length)
-        taken = take(
+        taken = take_tokens(
             output.logits,
             state.repeated,
             output.positions,

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from batchgen.api.batch_files.batch_lines import BadLine, Request, batch_lines
+from batchgen.api.batch_files.batch_lines import BadLine, BatchRequest, batch_lines
 from batchgen.config.compose.compose_config import compose
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.storage.stores.whole_file import whole_file
@@ -27,7 +27,7 @@ _FIXED = ("sampling.column", "output.dir", "output.text_column")
 
 
 @dataclass
-class Asked:
+class BatchSummary:
     """What the lines of a batch file ask for: how many are requests, for how many likeliest
     tokens they ask (None without log-probabilities), and the models that they name."""
 
@@ -36,7 +36,7 @@ class Asked:
     top_logprobs: int | None = None
     models: set[str] = field(default_factory=set)
 
-    def add(self, line: Request | BadLine) -> None:
+    def add(self, line: BatchRequest | BadLine) -> None:
         """Count a line."""
         if isinstance(line, BadLine):
             self.bad += 1
@@ -92,12 +92,12 @@ def refuse_other_file(paths: BatchPaths, shown: str) -> None:
         )
 
 
-def write_requests(paths: BatchPaths) -> Asked:
+def write_requests(paths: BatchPaths) -> BatchSummary:
     """Write the requests of the file as the data set of a job, and tell what they ask for."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    asked = Asked()
+    asked = BatchSummary()
     schema = pa.schema([(name, pa.string()) for name in ("custom_id", "url", "body")])
     with (
         whole_file(paths.requests) as temporary,
@@ -106,7 +106,7 @@ def write_requests(paths: BatchPaths) -> Asked:
         rows: list[dict[str, str]] = []
         for line in batch_lines(paths.given):
             asked.add(line)
-            if isinstance(line, Request):
+            if isinstance(line, BatchRequest):
                 body = {"custom_id": line.custom_id, "url": line.url, "body": line.text}
                 rows.append(body)
             if len(rows) == _ROWS_AT_ONCE:
@@ -117,7 +117,7 @@ def write_requests(paths: BatchPaths) -> Asked:
     return asked
 
 
-def batch_config(paths: BatchPaths, asked: Asked, overrides: Sequence[str]) -> JobConfig:
+def batch_config(paths: BatchPaths, asked: BatchSummary, overrides: Sequence[str]) -> JobConfig:
     """The job of a batch; ConfigError for a key that the batch decides."""
     for override in overrides:
         key = override.partition("=")[0].lstrip("+~")
@@ -139,7 +139,7 @@ def batch_config(paths: BatchPaths, asked: Asked, overrides: Sequence[str]) -> J
     return compose({}, [*own, *overrides])
 
 
-def model_warning(asked: Asked, config: JobConfig) -> str | None:
+def model_warning(asked: BatchSummary, config: JobConfig) -> str | None:
     """What to tell of models that lines name and that do not answer; None if there are none."""
     name = config.model.name or config.model.path
     others = sorted(asked.models - {name, config.model.path})

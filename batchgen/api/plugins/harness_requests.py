@@ -28,7 +28,7 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TextRequest:
     """A prompt to which text is generated, with options of `SamplingParams`."""
 
     name: str
@@ -43,7 +43,7 @@ class Asked:
         return self.prompt, repr(sorted(self.options.items()))
 
 
-R = TypeVar("R", Scored, Asked)
+R = TypeVar("R", Scored, TextRequest)
 T = TypeVar("T")
 
 
@@ -63,7 +63,7 @@ class EngineAnswers:
                 raise ConfigError(f"{one.name}: {score.error}")
         return [(score.logprob, score.is_greedy) for score in scores]
 
-    def generate(self, requests: Sequence[Asked]) -> list[str]:
+    def generate(self, requests: Sequence[TextRequest]) -> list[str]:
         """The text of each request, cut before its stop strings; ConfigError names a request that
         cannot be served."""
         from batchgen.api.python.params import SamplingParams

@@ -25,7 +25,7 @@ from batchgen.api.python.given_prompts import (
 )
 from batchgen.api.python.llm_arguments import (
     AdapterName,
-    Arguments,
+    CallArguments,
     Params,
     arguments_of,
     dtype_name,
@@ -33,8 +33,8 @@ from batchgen.api.python.llm_arguments import (
 )
 from batchgen.api.python.output import Output
 from batchgen.api.python.params import SamplingOptions, SamplingParams
-from batchgen.api.python.scored import Answer, Score, pairs_of, read_answers, scores_of
-from batchgen.api.python.streams import Request, Streams
+from batchgen.api.python.scored import Answer, Score, pairs_of, read_answers, score_answers
+from batchgen.api.python.streams import StreamRequest, Streams
 from batchgen.config.groups.adapter_names import LoRA
 from batchgen.engine.device.transfer import release_cached_memory
 from batchgen.engine.interface.engine_config import EngineConfig
@@ -388,7 +388,7 @@ class LLM:
         ids = PromptIds(self.tokenizer, template_kwargs or {}, self._images)
         ids.check(asked[0])
         shown = sys.stderr.isatty() if progress is None else progress
-        scores = scores_of(self._streams, ids, pairs, params.request, shown)
+        scores = score_answers(self._streams, ids, pairs, params.request, shown)
         return scores[0] if asked[1] and given[1] else scores
 
     def close(self) -> None:
@@ -416,7 +416,7 @@ class LLM:
             f"LLM({self._model!r}, {what}, max_model_len {engine.max_model_len:,}: {engine.memory})"
         )
 
-    def _generate(self, prompts: Any, call: Arguments) -> list[Output] | list[list[Output]]:
+    def _generate(self, prompts: Any, call: CallArguments) -> list[Output] | list[list[Output]]:
         """Generate as `generate` says."""
         read, is_one = read_prompts(prompts)
         params = call.params_of(len(read))
@@ -456,7 +456,7 @@ class LLM:
                 found = error
             for sample in range(own.n):
                 seeded = sample_params(own.request, str(index), sample)
-                requests.append(Request(index, sample, found, seeded))
+                requests.append(StreamRequest(index, sample, found, seeded))
         with closing(self._streams.run(requests)) as stream:
             for request, finished in stream:
                 index, sample = request.prompt_index, request.sample_index

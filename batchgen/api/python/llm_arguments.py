@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast, get_args, get_type_hints, runtime_checka
 import torch
 
 from batchgen.api.python.params import PARAMETER_NAMES, SamplingOptions, SamplingParams
-from batchgen.api.python.unknown_names import SAME, Names
+from batchgen.api.python.unknown_names import SAME, KeywordNames
 from batchgen.config.groups.convert_value import convert
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.inputs.model.open_model import DtypeName
@@ -29,11 +29,11 @@ AdapterName = str | NamesAdapter | None
 """The adapter of the prompts of a call."""
 _ENGINE_KEYS = tuple(field.name for field in fields(EngineConfig))
 _SWITCHES = ("enforce_eager", "kv_cache_memory_bytes")
-_ENGINE_NAMES = Names("LLM", (*_ENGINE_KEYS, *_SWITCHES), SAME["LLM"])
+_ENGINE_NAMES = KeywordNames("LLM", (*_ENGINE_KEYS, *_SWITCHES), SAME["LLM"])
 
 
 @dataclass(frozen=True)
-class Arguments:
+class CallArguments:
     """The arguments of a call of `generate`, `chat` or `stream`, under our names."""
 
     params: Params = None
@@ -61,14 +61,16 @@ class Arguments:
         return [own.replace(**changes) if changes else own for own in params]
 
 
-def arguments_of(function: str, given: Mapping[str, Any], others: Mapping[str, Any]) -> Arguments:
+def arguments_of(
+    function: str, given: Mapping[str, Any], others: Mapping[str, Any]
+) -> CallArguments:
     """The arguments of a call; `others` are what the function does not declare."""
     elsewhere = {
         name: f"write params=SamplingParams({name}=…)" for name in PARAMETER_NAMES - given.keys()
     }
-    names = Names(function, given.keys(), SAME["call"], elsewhere)
+    names = KeywordNames(function, given.keys(), SAME["call"], elsewhere)
     said = {name: value for name, value in given.items() if value is not None}
-    return Arguments(**names.ours({**said, **others}))
+    return CallArguments(**names.ours({**said, **others}))
 
 
 def engine_config(config: EngineConfig | None, given: Mapping[str, Any]) -> EngineConfig:

@@ -26,7 +26,7 @@ SAME = {
 
 
 @dataclass(frozen=True)
-class Names:
+class KeywordNames:
     """The keywords that a function takes besides those that it declares.
 
     Attributes:

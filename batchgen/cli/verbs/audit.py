@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from batchgen.cli.job_outcome import verb
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _given(arguments: Sequence[str]) -> Namespace:
-    parser = Parser("audit", _ABOUT)
+    parser = VerbParser("audit", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the output.dir of a job or of a pipeline")
     parser.add_argument(
         "override", metavar="KEY=VALUE", nargs="*",

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from batchgen.cli.job_outcome import report, verb
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import short_user_path
 
@@ -25,7 +25,7 @@ the lines that were added to the file. Options of a line go before those of the 
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("batch", _ABOUT)
+    parser = VerbParser("batch", _ABOUT)
     parser.add_argument("given", metavar="IN", help="the batch file: {custom_id, url, body} a line")
     parser.add_argument("results", metavar="OUT", help="the file of result lines")
     parser.add_argument("keys", metavar="KEY=VALUE", nargs="*", default=[], help="keys of the job")

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from batchgen.cli.job_outcome import column_list, verb
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.pipelines.publish.finished_rows import open_rows
 from batchgen.pipelines.publish.trainers.text_export import export_text
 from batchgen.pipelines.publish.trainers.trainer_export import export_for
-from batchgen.pipelines.publish.trainers.trainer_rows import FORMATS, Asked
+from batchgen.pipelines.publish.trainers.trainer_rows import FORMATS, ExportRequest
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_path
 from batchgen.util.text.row_writers import WRITERS
@@ -80,8 +80,8 @@ _NUMBERS: dict[str, tuple[type, str, str]] = {
 }
 
 
-def _parser() -> Parser:
-    parser = Parser("export", _ABOUT)
+def _parser() -> VerbParser:
+    parser = VerbParser("export", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir, or the folder of a set")
     parser.add_argument(
         "--format", choices=[*WRITERS], help="default: by the file's name, or jsonl"
@@ -114,7 +114,7 @@ def _for_trainers(given: Namespace, path: Path | None) -> int:
                 "those that trainers read; --out says by its name whether they are Parquet"
             )
     options = {name: getattr(given, name) for name in (*_STRINGS, *_NUMBERS)}
-    asked = Asked(to=given.to, across=given.across, **options)
+    asked = ExportRequest(to=given.to, across=given.across, **options)
     done = export_for(open_rows(given.out), asked, path)
     if not done.made:
         print(f"{given.file} has these rows already.", file=sys.stderr)

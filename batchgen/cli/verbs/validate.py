@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.config.compose.load_config import constraint_config
 from batchgen.config.groups.constraint_config import (
     AnyConstraintConfig,
@@ -108,7 +108,7 @@ def validate(folder: str | Path) -> Report:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. The arguments are those of the process, unless they
     are given."""
-    parser = Parser(
+    parser = VerbParser(
         "validate",
         "Check every row of a finished job against its constraint.",
     )

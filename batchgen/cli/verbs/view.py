@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from batchgen.cli.job_outcome import verb
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.storage.folder.open_folder import open_folder
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import folder_here, user_path
@@ -27,7 +27,7 @@ _MOST_PORT = 65535
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("view", _ABOUT)
+    parser = VerbParser("view", _ABOUT)
     parser.add_argument(
         "out", metavar="OUT", help="the job's output.dir, or a folder with jobs below it"
     )

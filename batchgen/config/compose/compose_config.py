@@ -55,7 +55,7 @@ def compose_groups(
 ) -> Composed:
     """Put the choices and keys of a job together, from what `compose` takes, folders with further
     choices (laid out as conf/ is), and the places of keys in a job file, for error messages."""
-    given, parsed = collect(values, overrides, folders=folders, places=places)
+    given, parsed = collect_values(values, overrides, folders=folders, places=places)
     groups = _composed(given)
     for key, value in given.keys.items():
         _set(groups, given, key, value)
@@ -67,7 +67,7 @@ def compose_groups(
     return Composed(ordered, given.choices)
 
 
-def collect(
+def collect_values(
     values: Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchgen.config.groups.class_names import short_name
+from batchgen.config.groups.class_names import class_short_name
 from batchgen.config.groups.config_keys import choice_values, choices, default_choices
 from batchgen.util.errors import ConfigError
 
@@ -47,6 +47,6 @@ def inferred_choice(group: str, given: Mapping[str, Any]) -> str | None:
 def _fits(values: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
     fixed = {name: given[name] for name in _FIXED if name in given}
     if isinstance(target := fixed.get("_target_"), str):
-        fixed["_target_"] = short_name(target)
+        fixed["_target_"] = class_short_name(target)
     same = all(values.get(name) == value for name, value in fixed.items())
     return same and given.keys() <= values.keys()

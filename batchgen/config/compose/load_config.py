@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.config.compose.trust import Trust
 from batchgen.config.compose.value_references import refuse_endless, refuse_resolvers
-from batchgen.config.groups.class_names import CLASSES, step_values, with_lasting_names
+from batchgen.config.groups.class_names import CLASSES, short_step, with_lasting_names
 from batchgen.config.groups.config_keys import STEP_LISTS, choice_values, choices
 from batchgen.config.groups.constraint_config import (
     CONSTRAINT_KINDS,
@@ -193,11 +193,11 @@ def resolved(config: JobConfig) -> dict[str, Any]:
     for name in ("strategy", "launcher"):
         groups[name] = _with_target(groups[name] or {"target": None, "options": {}})
     for name in STEP_LISTS:
-        groups[name] = [step_values(_with_target(step)) for step in groups[name]]
+        groups[name] = [short_step(_with_target(step)) for step in groups[name]]
     return {name: plain_value(group) for name, group in groups.items()}
 
 
-def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str, Any]:
+def config_identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str, Any]:
     """The part of `resolved` that decides what is in the output files.
 
     Two jobs with the same identity, model files and data write the same rows, as far as both have
@@ -282,15 +282,15 @@ def job_file_text(config: JobConfig) -> str:
     """The text of config.yaml, which is a job file: `batchgen OUT/config.yaml` runs it."""
     groups = resolved(config)
     groups["workers"]["name"] = None  # that of one process
-    return yaml.safe_dump(literal(groups), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(escaped_text(groups), sort_keys=False, allow_unicode=True)
 
 
-def literal(value: Any) -> Any:
+def escaped_text(value: Any) -> Any:
     """The value with every `${` escaped, so that OmegaConf reads it as text, not as a reference."""
     if isinstance(value, dict):
-        return {key: literal(item) for key, item in value.items()}
+        return {key: escaped_text(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [literal(item) for item in value]
+        return [escaped_text(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from batchgen.config.compose.overrides import parse_override
-from batchgen.config.groups.class_names import is_own, short_name
+from batchgen.config.groups.class_names import class_short_name, is_own
 from batchgen.config.groups.config_keys import (
     EXPERIMENT,
     GROUPS,
@@ -123,7 +123,7 @@ def _run_by(value: Any, place: str) -> Iterator[Named]:
     if not isinstance(value, Mapping):
         return
     for name, keys in _RUNNING_KEYS.items():
-        options = value if short_name(str(value.get(_TARGET))) == name else value.get(name)
+        options = value if class_short_name(str(value.get(_TARGET))) == name else value.get(name)
         for key in keys:
             if isinstance(options, Mapping) and options.get(key):
                 yield f"{place}.{key}", repr(options[key])

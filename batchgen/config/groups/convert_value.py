@@ -28,7 +28,7 @@ _LISTS = (list, abc.Sequence, abc.Collection, abc.Iterable)
 _MAPPINGS = (dict, abc.Mapping)
 
 
-class Unsupported(Exception):
+class UnsupportedType(Exception):
     """A type was declared that this module does not know, so no value can be converted to it."""
 
 
@@ -103,7 +103,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     if any(origin is kind for kind in _MAPPINGS) and len(args) in (0, 2):
         names, items = args or (str, Any)
         return _mapping(value, names, items, key)
-    raise Unsupported
+    raise UnsupportedType
 
 
 def _scalar(value: Any, hint: type, key: str) -> Any:
@@ -135,10 +135,10 @@ def _union(value: Any, hints: tuple[Any, ...], key: str) -> Any:
             return convert(value, hint, key)
         except ConfigError as error:
             errors.append(str(error))
-        except Unsupported:
+        except UnsupportedType:
             unknown = True
     if unknown:  # the value may be meant for that type
-        raise Unsupported
+        raise UnsupportedType
     if str in hints and not isinstance(value, (list, dict)):  # one text, or a list of texts
         convert(value, str, key)
     if len(errors) == 1:

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from batchgen.config.groups.adapter_names import ADAPTER, check_choice, named_places, only_one
-from batchgen.config.groups.class_names import CLASSES, short_name
+from batchgen.config.groups.class_names import CLASSES, class_short_name
 from batchgen.config.groups.constraint_config import (
     ChoiceConstraintConfig,
     ConstraintConfig,
@@ -29,7 +29,7 @@ from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.config.groups.workers_config import BudgetConfig, WorkersConfig
 from batchgen.engine.interface.constraint_error import ConstraintError
 from batchgen.engine.interface.engine_config import EngineConfig
-from batchgen.engine.sampling.sampling_params import LogprobsMode, SamplingParams
+from batchgen.engine.sampling.sampling_params import LogprobsMode, RequestParams
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_folder
 
@@ -101,7 +101,7 @@ class StepConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "target", short_name(self.target))
+        object.__setattr__(self, "target", class_short_name(self.target))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,7 +349,7 @@ class JobConfig:
             )
 
     @cached_property
-    def params(self) -> SamplingParams:
+    def params(self) -> RequestParams:
         """The sampling parameters that all requests of the job share.
 
         Two of them are replaced for each request: `seed`, which is the job's seed here, and
@@ -365,7 +365,7 @@ class JobConfig:
         except ConstraintError as error:
             raise ConfigError(f"constraint: {error}") from None
         try:
-            return SamplingParams(
+            return RequestParams(
                 **values,
                 logprobs="logprobs" in columns,
                 top_logprobs=self.output.top_logprobs if "top_logprobs" in columns else 0,

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from batchgen.config.groups.class_names import GONE, short_name
+from batchgen.config.groups.class_names import GONE, class_short_name
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.named_code import named_code, strategy_options
 from batchgen.util.errors import ConfigError
@@ -62,7 +62,7 @@ def job_launcher(config: JobConfig) -> Launcher | None:
 
 def launcher_class(target: str) -> type[Launcher]:
     """The class at an import path; ConfigError if it is no launcher."""
-    if short_name(target) == GONE:
+    if class_short_name(target) == GONE:
         raise ConfigError(
             "launcher=slurm is gone: let Hydra submit the workers (batchgen -m "
             "hydra/launcher=submitit_slurm +worker='range(0,16)' …), or run the command as a job "

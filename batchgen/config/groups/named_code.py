@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from batchgen.config.groups.class_names import OWN, SHORT_NAMES, class_path
-from batchgen.config.groups.convert_value import Unsupported, check_keys, convert
+from batchgen.config.groups.convert_value import UnsupportedType, check_keys, convert
 from batchgen.util.errors import ConfigError
 
 
@@ -89,7 +89,7 @@ def _parameters(cls: type, name: str, place: str) -> dict[str, inspect.Parameter
 def _option(value: Any, hint: Any, key: str, cls: str) -> Any:
     try:
         return convert(value, hint, key)
-    except Unsupported:
+    except UnsupportedType:
         raise ConfigError(
             f"{key}: {cls} declares it as {inspect.formatannotation(hint)}, which a "
             "configuration cannot give: declare it as bool, int, float, str, Literal, list, tuple "

@@ -11,7 +11,7 @@ from batchgen.evals.arms.arm_values import letter, shown_value
 from batchgen.evals.scores.intervals import Interval
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
-from batchgen.util.text.text_table import number
+from batchgen.util.text.text_table import number_text
 
 _WIDTH, _HEIGHT = 64, 12
 """Characters of the picture for the terminal, and its lines."""
@@ -94,7 +94,7 @@ def frontier_lines(found: Frontier) -> list[str]:
     marks = {line(v): shown(v) for v in (high - margin, (low + high) / 2, low + margin)}
     side = max(map(len, marks.values()))
     lines = [f"{marks.get(at, ''):>{side}} ┤{''.join(row).rstrip()}" for at, row in enumerate(grid)]
-    first, last = number(points[0].x), number(points[-1].x)
+    first, last = number_text(points[0].x), number_text(points[-1].x)
     ends = first if first == last else f"{first}{last:>{_WIDTH - len(first)}}"
     lines += [f"{'':>{side}} └{'─' * _WIDTH}", f"{'':>{side}}  {ends}"]
     return [*lines, f"{'':>{side}}  {found.x:^{_WIDTH}}".rstrip(), *found.without]

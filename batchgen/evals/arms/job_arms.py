@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.config.groups.job_config import ScoreConfig
 from batchgen.evals.arms.arm_table import Arm, ArmTable
-from batchgen.evals.arms.job_facts import SEED, is_config, job_numbers, own_times, settings
+from batchgen.evals.arms.job_facts import (
+    SEED,
+    differing_settings,
+    is_config,
+    job_numbers,
+    own_times,
+)
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.step_folders import find_record, step_folder
@@ -123,7 +129,7 @@ def job_arms(
             f"the jobs are scored by different columns, {' and '.join(columns)}: name one for all, "
             f"as score.column={columns[0]}"
         )
-    own = settings([job.config for job in jobs])
+    own = differing_settings([job.config for job in jobs])
     for job, differs in zip(jobs, own, strict=True):
         job.settings = differs
     _check_alone(jobs)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from batchgen.evals.graders.step import MARK
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.util.errors import ConfigError
-from batchgen.util.text.text_table import number, percent
+from batchgen.util.text.text_table import number_text, percent_text
 
 if TYPE_CHECKING:
     from batchgen.evals.scores.intervals import Interval
     from batchgen.evals.scores.paired_comparison import Comparison
 
 
-def compared(
+def compare_jobs(
     jobs: Sequence[GradedJob], overrides: Sequence[str] = (), *, anyway: bool = False
 ) -> tuple[Comparison, tuple[str, ...]]:
     """Compare two jobs, and say what makes them different exams, a sentence each.
@@ -47,7 +47,7 @@ def comparison_lines(found: Comparison, column: str = MARK) -> list[tuple[str, s
     questions = (*found.wins, *found.ties, *found.losses)
     count = len(questions)
     means = (sum(getattr(q, side) for q in questions) / count for side in "ab")
-    a, b = (percent(mean) if column == MARK else number(mean) for mean in means)
+    a, b = (percent_text(mean) if column == MARK else number_text(mean) for mean in means)
     lines = [
         ("questions", f"{count:,} in both{_alone(found)}"),
         ("A", a),
@@ -77,17 +77,17 @@ def _tested(interval: Interval, p: float, column: str) -> str:
     text = difference(interval.estimate, column) + (" points" if column == MARK else "")
     if math.isnan(p):
         return f"{text}, how sure cannot be told"
-    low, high = bound(interval.low, column), bound(interval.high, column)
+    low, high = bound_text(interval.low, column), bound_text(interval.high, column)
     return f"{text}, {low} to {high}, p {p_value(p)}"
 
 
 def difference(value: float, column: str = MARK) -> str:
     """A difference with its sign: of marks in points, with one digit behind the point."""
     sign = "-" if value < 0 else "+"
-    return f"{100 * value:+.1f}" if column == MARK else sign + number(abs(value))
+    return f"{100 * value:+.1f}" if column == MARK else sign + number_text(abs(value))
 
 
-def bound(value: float, column: str = MARK) -> str:
+def bound_text(value: float, column: str = MARK) -> str:
     """A bound of a difference, with as many digits as show on which side of 0 it lies."""
     points = 100 * value
     if column == MARK and abs(points) < 0.05 and round(points, 4):
@@ -96,7 +96,7 @@ def bound(value: float, column: str = MARK) -> str:
 
 
 def _size(value: float, column: str) -> str:
-    return f"{100 * value:.1f}" if column == MARK else number(value)
+    return f"{100 * value:.1f}" if column == MARK else number_text(value)
 
 
 def p_value(value: float) -> str:

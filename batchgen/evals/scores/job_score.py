@@ -14,7 +14,7 @@ from batchgen.evals.graders.step import MARK
 from batchgen.evals.grades.folder_grades import JobGrades
 from batchgen.evals.scores.marks import Marks
 from batchgen.evals.scores.samples import Samples, graded_rows
-from batchgen.evals.scores.scores import score
+from batchgen.evals.scores.scores import compute_scores
 from batchgen.storage.metrics.job_scores import JobScores
 from batchgen.storage.metrics.timeline import metrics_text
 from batchgen.storage.stores.whole_file import write_atomic
@@ -74,7 +74,7 @@ def job_scores(samples: Samples) -> JobScores:
 
 
 def _score(table: pa.Table, config: ScoreConfig) -> dict[str, Any]:
-    return score(config_marks(table, config), config.ks, config.cut_texts, config.column)
+    return compute_scores(config_marks(table, config), config.ks, config.cut_texts, config.column)
 
 
 def save_score(job: Path, scores: JobScores) -> None:

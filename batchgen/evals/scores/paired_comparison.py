@@ -19,7 +19,7 @@ _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
-class Question:
+class PairedQuestion:
     """A question that both runs have marks for: the mean marks in A and B."""
 
     row_id: str
@@ -57,9 +57,9 @@ class Comparison:
     same_questions: Interval | None
     same_questions_p: float | None
     detectable: float
-    wins: tuple[Question, ...]
-    ties: tuple[Question, ...]
-    losses: tuple[Question, ...]
+    wins: tuple[PairedQuestion, ...]
+    ties: tuple[PairedQuestion, ...]
+    losses: tuple[PairedQuestion, ...]
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
 
@@ -83,7 +83,7 @@ def compare(a: Marks, b: Marks, *, bounded: bool = True) -> Comparison:
     right = b.select([place_b[row_id] for row_id in both])
     differences = np.array([mean_b[row_id] - mean_a[row_id] for row_id in both])
     differences[np.abs(differences) < _ROUNDING] = 0.0
-    questions = [Question(row_id, mean_a[row_id], mean_b[row_id]) for row_id in both]
+    questions = [PairedQuestion(row_id, mean_a[row_id], mean_b[row_id]) for row_id in both]
     order = np.argsort(-np.abs(differences), kind="stable")
     paired = paired_difference(differences, left.clusters, most=1.0 if bounded else 0.0)
     same = _same_questions(left, right, paired.interval.estimate)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.config.groups.class_names import short_name
+from batchgen.config.groups.class_names import class_short_name
 from batchgen.config.groups.job_config import ScoreConfig
 from batchgen.evals.graders.step import MARK
 from batchgen.evals.grades.folder_grades import JobGrades
-from batchgen.evals.grades.grade_files import Part
+from batchgen.evals.grades.grade_files import GradePart
 from batchgen.evals.grades.grading_pass import Witness
 from batchgen.evals.scores.marks import SAMPLES
 from batchgen.storage.shards.checked_file import damaged, read_schema
@@ -46,7 +46,7 @@ class Samples:
         self.config, self.by = config, by
         witness = Witness(tuple(self.columns), self._keep) if config.column == MARK else None
         self.grades = JobGrades(job, witness)
-        self._kept: dict[Part, pa.Table] = {}
+        self._kept: dict[GradePart, pa.Table] = {}
 
     @property
     def have_marks(self) -> bool:
@@ -97,16 +97,16 @@ class Samples:
         if self.config.choices is not None or self.config.column != MARK:
             return self.config.choices
         steps = json.loads(self.grades.steps or "[]")
-        grade = [step for step in steps if short_name(step["_target_"]) == "Grade"]
+        grade = [step for step in steps if class_short_name(step["_target_"]) == "Grade"]
         return _CHOICES if any(step.get("method") == "choice" for step in grade) else None
 
-    def _keep(self, part: Part, rows: pa.Table, grades: pa.Table) -> None:
+    def _keep(self, part: GradePart, rows: pa.Table, grades: pa.Table) -> None:
         if MARK not in grades.column_names or self._choices not in (None, self.config.choices):
             return
         if sum(map(len, self._kept.values())) + len(rows) <= _MOST_KEPT:
             self._kept[part] = self.joined(rows, grades)
 
-    def part(self, part: Part, *, graded: bool = True) -> pa.Table:
+    def part(self, part: GradePart, *, graded: bool = True) -> pa.Table:
         """The samples of a shard, `graded` or with numbers of its rows alone."""
         names, config = read_schema(part.shard).names, self.config
         for key, name in {
@@ -191,7 +191,7 @@ def graded_rows(job: Path) -> Iterator[pa.Table]:
         yield grades_of(part, read_columns(part.shard, ["row_id"]))
 
 
-def grades_of(part: Part, rows: pa.Table) -> pa.Table:
+def grades_of(part: GradePart, rows: pa.Table) -> pa.Table:
     """The grades of a shard with all their columns.
 
     Args:

@@ -31,7 +31,7 @@ def default_ks(marks: Marks) -> tuple[int, ...]:
     return tuple(sorted({*powers, most}))
 
 
-def score(
+def compute_scores(
     marks: Marks,
     ks: Sequence[int] | None = None,
     cut_texts: CutTexts = "as_marked",

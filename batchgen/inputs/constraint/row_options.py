@@ -11,7 +11,7 @@ from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.constraint.json_schema.json_text import compact_json
 from batchgen.engine.interface.constraint_error import ConstraintError
 from batchgen.engine.interface.outputs import RequestError
-from batchgen.engine.sampling.sampling_params import SamplingParams, SharedSampling
+from batchgen.engine.sampling.sampling_params import RequestParams, SharedSampling
 from batchgen.util.errors import ConfigError
 
 BAD_OPTION = "bad_option"
@@ -55,7 +55,7 @@ class RowOptions:
 
     def __init__(
         self,
-        params: SamplingParams,
+        params: RequestParams,
         *,
         samples: int,
         prompt_keys: Collection[str] = (),
@@ -66,7 +66,7 @@ class RowOptions:
         self._prompt_keys = frozenset(prompt_keys)
         self._make_schema, self._marker = make_schema, marker
 
-    def params(self, given: Mapping[str, Any]) -> SamplingParams:
+    def params(self, given: Mapping[str, Any]) -> RequestParams:
         """The job's parameters with the options of a row, a null being none; RequestError
         (bad_option, bad_constraint) for an option that cannot be honoured."""
         own: dict[str, Any] = {}

@@ -11,14 +11,14 @@ from batchgen.config.groups.constraint_config import JsonSchemaConstraintConfig
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.prompt_config import ChatPromptConfig, OpenAIPromptConfig
 from batchgen.engine.interface.outputs import RequestError
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.constraint.row_constraints import MAX_CACHED, RowConstraints
 from batchgen.inputs.constraint.row_options import BAD_OPTION, RowOptions
 from batchgen.inputs.constraint.timed_checks import TimedConstraints
 from batchgen.inputs.dataset.dataset_columns import json_cell, named_path, value_at
 from batchgen.inputs.dataset.source import Row
 
-CheckParams = Callable[[SamplingParams], None]
+CheckParams = Callable[[RequestParams], None]
 """Raises ValueError for parameters that the strategy or the model cannot honour."""
 
 
@@ -54,7 +54,7 @@ class RowParams:
             marker=marker,
         )
 
-    def sampling(self, row: Row) -> SamplingParams:
+    def sampling(self, row: Row) -> RequestParams:
         """The parameters of a row without its constraint, if a column holds that.
 
         Raises:
@@ -73,7 +73,7 @@ class RowParams:
             )
         return replace(params, lora=name)
 
-    def _sampled(self, row: Row) -> SamplingParams:
+    def _sampled(self, row: Row) -> RequestParams:
         """What `sampling` returns, without the row's adapter."""
         if self._column is None:
             return self._job
@@ -97,7 +97,7 @@ class RowParams:
             raise RequestError(BAD_OPTION, f"column {self._column!r}: {error}") from None
         return params
 
-    def constrained(self, row: Row, params: SamplingParams) -> SamplingParams:
+    def constrained(self, row: Row, params: RequestParams) -> RequestParams:
         """Parameters from `sampling` with the constraint of the row's own; RequestError
         (bad_constraint) for a cell that holds none."""
         constraint = self._constraints.of(row)

@@ -24,7 +24,7 @@ from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.parallel.peer_collectives import reach_each_other
 from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
-from batchgen.engine.replicas import Leader, follow
+from batchgen.engine.replicas import Leader, follow_engine
 from batchgen.engine.strategy import Strategy
 from batchgen.inputs.model.open_model import (
     DeviceName,
@@ -162,7 +162,7 @@ class EngineRecipe:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         weights = self.load(parallel)
-        follow(self.engine(weights, self.load_others(weights)), connection)
+        follow_engine(self.engine(weights, self.load_others(weights)), connection)
 
 
 class Ranks:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from batchgen.engine.interface.outputs import Begun, RequestOutput
 from batchgen.engine.interface.trajectory import GivenAnswer
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image import Image
 from batchgen.util.request_id import RequestId
 
@@ -27,7 +27,7 @@ class Engine(Protocol):
         self,
         request_id: RequestId,
         prompt_token_ids: list[int],
-        params: SamplingParams,
+        params: RequestParams,
         answer: GivenAnswer | None = None,
         images: Sequence[Image] = (),
         begun: Begun | None = None,

@@ -19,7 +19,7 @@ from batchgen.engine.layers.mxfp4_format import Units, WeightFormat, format_name
 from batchgen.engine.layers.packed_format import PackedFormat
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.adapters import add_adapters
-from batchgen.engine.loading.config_file import LoadFormat, load_config, strange_keys
+from batchgen.engine.loading.config_file import LoadFormat, load_model_config, strange_keys
 from batchgen.engine.loading.loader import Quantization, chosen_form, load_model
 from batchgen.engine.loading.peft_files import AdapterFile
 from batchgen.engine.loading.safetensors_files import safetensors_files
@@ -226,7 +226,7 @@ def open_model(
     path = resolve_model(model, revision, weights=load_format != "dummy")
     if load_format == "gguf" and path.suffix != ".gguf":
         raise ValueError(f"load_format is gguf, but {path} is not a .gguf file")
-    config, tokenizer = load_config(path, load_format), load_tokenizer(path)
+    config, tokenizer = load_model_config(path, load_format), load_tokenizer(path)
     if strange := strange_keys(path):
         print(
             f"model: {path}/config.json has keys that neither transformers nor the engine knows, "

@@ -16,7 +16,7 @@ from batchgen.inputs.images.image_sources import ImageSource
 from batchgen.inputs.images.row_images import RowImage, RowImages
 from batchgen.inputs.prompts.chat_prompt import ChatPrompt
 from batchgen.inputs.prompts.chat_templates import today
-from batchgen.inputs.prompts.messages import short
+from batchgen.inputs.prompts.messages import short_value
 from batchgen.inputs.prompts.prompt_tokens import TextTokens, not_empty
 from batchgen.util.errors import ConfigError
 
@@ -107,7 +107,7 @@ class BodyPrompt:
         except ValueError as error:
             raise self._bad(str(error)) from None
         if not isinstance(found, Mapping):
-            raise self._bad(f"must hold the body of a request, got {short(found)}")
+            raise self._bad(f"must hold the body of a request, got {short_value(found)}")
         body = {key: value for key, value in found.items() if value is not None}
         if ("messages" in body) == ("prompt" in body):
             raise self._bad("must have either messages or a prompt")
@@ -119,7 +119,9 @@ class BodyPrompt:
         if isinstance(prompt, str):
             return
         if not isinstance(prompt, list) or any(type(token) is not int for token in prompt):
-            raise self._bad(f"prompt must be one text or one list of ids, got {short(prompt)}")
+            raise self._bad(
+                f"prompt must be one text or one list of ids, got {short_value(prompt)}"
+            )
         for token in prompt:
             if not 0 <= token < self._vocab_size:
                 raise RequestError(

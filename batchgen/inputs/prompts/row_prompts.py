@@ -19,7 +19,7 @@ from batchgen.inputs.dataset.dataset_columns import named_path, value_at
 from batchgen.inputs.images.row_images import RowImage, RowImages
 from batchgen.inputs.prompts.chat_prompt import ChatPrompt
 from batchgen.inputs.prompts.chat_templates import today
-from batchgen.inputs.prompts.messages import short
+from batchgen.inputs.prompts.messages import short_value
 from batchgen.inputs.prompts.openai_bodies import BodyPrompt
 from batchgen.inputs.prompts.prompt_tokens import TextTokens, not_empty
 from batchgen.util.errors import ConfigError
@@ -197,13 +197,13 @@ class TokensPrompt(Prompt):
         if not isinstance(ids, list):
             raise RequestError(
                 "bad_token_ids",
-                f"column {self._column!r} must hold a list of integers, got {short(ids)}",
+                f"column {self._column!r} must hold a list of integers, got {short_value(ids)}",
             )
         for position, token in enumerate(ids):
             if type(token) is not int or not 0 <= token < self._vocab_size:
                 raise RequestError(
                     "bad_token_ids",
-                    f"column {self._column!r}, position {position}: {short(token)} is not "
+                    f"column {self._column!r}, position {position}: {short_value(token)} is not "
                     f"an id of the model, 0 to {self._vocab_size - 1}",
                 )
         return not_empty(ids)

@@ -12,7 +12,7 @@ from typing import Any
 from batchgen.inputs.dataset.source import Row, Source
 from batchgen.inputs.row_index.chain import Chain, ChainPass, MadeRow
 from batchgen.inputs.row_index.index_files import DROPPED, GROUP, PART_ROWS, IndexFolder
-from batchgen.storage.folder.row_funnel import IndexFacts, Part
+from batchgen.storage.folder.row_funnel import IndexFacts, IndexPart
 from batchgen.util.errors import JobError
 
 _SHOWN_SECONDS = 10.0
@@ -113,7 +113,7 @@ def _catch_up(chain: Chain, running: ChainPass, source: Source, found: IndexFact
         )
 
 
-def _write_part(making: _Making, number: int) -> Part:
+def _write_part(making: _Making, number: int) -> IndexPart:
     """Write the next rows, some PART_ROWS, and what was dropped meanwhile."""
     folder, running = making.folder, making.running
     kept = folder.writing(folder.part(number), folder.schema)
@@ -129,4 +129,4 @@ def _write_part(making: _Making, number: int) -> Part:
             kept.add(folder.rows_table(rows, list(making.chain.stored)))
     kept.publish()
     gone.publish()
-    return Part(kept.rows, gone.rows)
+    return IndexPart(kept.rows, gone.rows)

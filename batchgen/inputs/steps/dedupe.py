@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchgen.inputs.ngrams.kept_rows import HashTable, KeptRows
+from batchgen.inputs.ngrams.kept_rows import HashTable, SpillFile
 from batchgen.inputs.ngrams.near_duplicates import NearDuplicates
 from batchgen.inputs.ngrams.word_ngrams import ngram_hashes
 from batchgen.inputs.steps.table_step import (
@@ -18,7 +18,7 @@ from batchgen.inputs.steps.table_step import (
     Taken,
     Tools,
 )
-from batchgen.inputs.steps.values import columns_of, digest, key_text, value_of
+from batchgen.inputs.steps.values import columns_of, digest, key_text, required_value
 from batchgen.util.errors import ConfigError
 
 
@@ -71,7 +71,7 @@ class _Exact:
 
     def __init__(self, step: Dedupe) -> None:
         self._names = step.field_names
-        self._table, self._kept = HashTable(), KeptRows()
+        self._table, self._kept = HashTable(), SpillFile()
 
     def take(self, row: StepRow) -> Taken:
         found = digest(key_text(row.fields, self._names))
@@ -96,7 +96,7 @@ class _Near:
         self._texts = NearDuplicates(near)
 
     def take(self, row: StepRow) -> Taken:
-        texts = [value_of(row.fields, name) for name in self._names]
+        texts = [required_value(row.fields, name) for name in self._names]
         for name, text in zip(self._names, texts, strict=True):
             if not isinstance(text, str):
                 raise BadRow(f"column {name!r} must hold text to be compared, got {text!r:.50}")

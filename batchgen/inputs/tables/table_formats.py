@@ -30,7 +30,7 @@ MOST_COLUMNS = 10_000
 """The most columns of a data set."""
 
 
-def format_of(file: Path) -> str | None:
+def table_format(file: Path) -> str | None:
     """The name of a file's format, told by the file's name; None if it is of none that is known."""
     name = file.name.removesuffix(".gz")
     kind = FORMATS.get(Path(name).suffix)

@@ -14,7 +14,7 @@ import pyarrow as pa
 from batchgen.config.compose.load_config import step_configs
 from batchgen.config.groups.class_names import is_own
 from batchgen.config.groups.job_config import JobConfig, StepConfig
-from batchgen.evals.graders.build_steps import described, post_steps
+from batchgen.evals.graders.build_steps import post_steps, step_descriptions
 from batchgen.evals.graders.grade_rows import StepChain
 from batchgen.evals.graders.step import arrow_schema
 from batchgen.evals.grades.finished_shards import GradedShards
@@ -104,7 +104,7 @@ class FollowedJob(GradedShards):
         self.schema, self._is_of_folder = promise.schema, promise.is_of_folder
         steps = post_steps(promise.post)
         self.grade_schema = arrow_schema(StepChain(steps).columns)
-        self._steps = json.dumps(described(promise.post, steps), sort_keys=True).encode()
+        self._steps = json.dumps(step_descriptions(promise.post, steps), sort_keys=True).encode()
         self.shards: list[FinishedShard] = []
         self.is_complete = self.needs_grades = False
         self._grade_digests: list[str] = []  # digests of the grades of each shard

@@ -11,7 +11,7 @@ from pathlib import Path
 from batchgen.config.groups.adapter_names import GRID_REFUSAL
 from batchgen.inputs.upstream.followed_job import FollowedJob, Promise
 from batchgen.inputs.upstream.other_job import OtherJob
-from batchgen.storage.folder.open_folder import open_job, refuse_incomplete
+from batchgen.storage.folder.open_folder import open_job_reader, refuse_incomplete
 from batchgen.storage.folder.pipeline_record import step_of
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.step_folders import find_record, step_folder
@@ -105,7 +105,7 @@ def _reader(folder: str) -> JobFolderReader:
 
 def _opened(folder: str) -> JobFolderReader:
     try:
-        reader = open_job(folder)
+        reader = open_job_reader(folder)
     except ConfigError as error:
         raise ConfigError(
             f"{_KEY}: {error} (dataset=job reads the folders of jobs, dataset=files reads files)"

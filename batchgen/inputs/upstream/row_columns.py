@@ -22,7 +22,7 @@ ROW_ID = " id"
 _TEXT_MEANING = "the text of the answer of another job that the row is made of"
 
 
-class RowColumns:
+class AnswerColumns:
     """What the columns of the jobs become in rows: as they are where a row is made of one answer,
     and with `dataset.rows=rows` lists, but for what all samples of a row have in common."""
 

@@ -15,7 +15,7 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.engine.interface.trajectory import answer_ids
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.constraint.row_params import RowParams
 from batchgen.inputs.dataset.source import Row, Source
 from batchgen.inputs.prompts.row_prompts import fit_prompt, prompt_room
@@ -45,9 +45,9 @@ class Reading:
     source: Source
     check: Callable[[Row], object]
     token_ids: Callable[[Row], list[int]]
-    sampling: Callable[[Row], SamplingParams]
-    fit: Callable[[list[int], SamplingParams], list[int]]
-    constrained: Callable[[Row, SamplingParams], SamplingParams]
+    sampling: Callable[[Row], RequestParams]
+    fit: Callable[[list[int], RequestParams], list[int]]
+    constrained: Callable[[Row, RequestParams], RequestParams]
     room: int
     image_token_id: int | None = None
 
@@ -60,7 +60,7 @@ def job_reading(config: JobConfig, opened: OpenedJob) -> Reading:
     params = RowParams(config, source.features, opened.check_params)
     bos_id = None if tokenizer is None else tokenizer.bos_token_id
 
-    def fit(ids: list[int], params: SamplingParams) -> list[int]:
+    def fit(ids: list[int], params: RequestParams) -> list[int]:
         most = prompt_room(opened.max_model_len, params.max_new_tokens)
         return fit_prompt(ids, most, config.prompt.too_long, bos_id)
 
@@ -107,7 +107,7 @@ class ReadRow:
     row: Row
     ids: list[int]
     whole: int
-    params: SamplingParams
+    params: RequestParams
 
 
 @dataclass

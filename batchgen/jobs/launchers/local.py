@@ -27,7 +27,7 @@ from batchgen.jobs.launchers.process import (
     worker_arguments,
     worker_job,
 )
-from batchgen.jobs.launchers.supervisor import Place, Supervisor
+from batchgen.jobs.launchers.supervisor import Supervisor, WorkerSlot
 from batchgen.util.errors import ConfigError
 
 BEAT_SECONDS = 2.0
@@ -88,7 +88,7 @@ class LocalLauncher(Launcher):
             job = Path(name) / "job.yaml"
             job.write_text(worker_job(config, BEAT_SECONDS), encoding="utf-8")
 
-            def start(place: Place) -> WorkerProcess:
+            def start(place: WorkerSlot) -> WorkerProcess:
                 environment = _environment(place.number, count, devices, ranks)
                 return WorkerProcess(command(job, place.number), place.output, environment)
 

@@ -36,7 +36,7 @@ class End:
     process: tuple[str, int] | None = None
 
 
-class Process(Protocol):
+class StartedWorker(Protocol):
     """A worker that was started, wherever it runs."""
 
     def has_begun(self) -> bool:

@@ -25,7 +25,7 @@ from batchgen.config.groups.launcher_config import (
 from batchgen.jobs.launchers.launched import COMPLETE, LaunchedFolder, make_logs, remove_logs
 from batchgen.jobs.launchers.local import BEAT_SECONDS
 from batchgen.jobs.launchers.process import Command, output_files, worker_arguments, worker_job
-from batchgen.jobs.launchers.supervisor import Place, Supervisor
+from batchgen.jobs.launchers.supervisor import Supervisor, WorkerSlot
 from batchgen.util.errors import ConfigError
 
 _PATIENCE_SECONDS = 60.0
@@ -94,7 +94,7 @@ class RayLauncher(Launcher):
             heart = Heart()
             with places(count, need, self.placement.upper(), heart) as options:
 
-                def start(place: Place) -> ActorProcess:
+                def start(place: WorkerSlot) -> ActorProcess:
                     arguments = command(file, place.number)
                     job = ActorJob(file, text, folder, arguments, place.output)
                     number = place.number

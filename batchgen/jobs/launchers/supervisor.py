@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.config.groups.launcher_config import Launched
 from batchgen.jobs.launchers.launched import COMPLETE, SPENT, LaunchedFolder, counted_rows
-from batchgen.jobs.launchers.process import End, Output, Process
+from batchgen.jobs.launchers.process import End, Output, StartedWorker
 from batchgen.util.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _GRACE_SECONDS = 30.0
 
 
 @dataclass
-class Place:
+class WorkerSlot:
     """A worker's place, in which one process after the other may run, with the files that get what
     it prints to stdout and stderr.
 
@@ -35,7 +35,7 @@ class Place:
 
     number: int
     output: Output
-    process: Process = field(init=False)
+    process: StartedWorker = field(init=False)
     starts: int = 0
     stopped: bool = False
     came_late: bool = False
@@ -85,7 +85,7 @@ class Supervisor:
         self,
         folder: LaunchedFolder,
         outputs: Sequence[Output],
-        start: Callable[[Place], Process],
+        start: Callable[[WorkerSlot], StartedWorker],
         *,
         restarts: int,
         title: str,
@@ -94,7 +94,7 @@ class Supervisor:
         """Each worker has its files in `outputs`, is started by `start` and again at most
         `restarts` times. Workers that were told to stop are waited for `patience` seconds."""
         self._folder = folder
-        self._places = [Place(number, output) for number, output in enumerate(outputs)]
+        self._places = [WorkerSlot(number, output) for number, output in enumerate(outputs)]
         self._start_process = start
         self._restarts = restarts
         self._title = title
@@ -118,7 +118,7 @@ class Supervisor:
                     self._folder.release()
             return self._result(signals.received)
 
-    def _start(self, place: Place) -> None:
+    def _start(self, place: WorkerSlot) -> None:
         place.process = self._start_process(place)
         place.starts += 1
         place.end, place.stopped = None, False
@@ -136,7 +136,7 @@ class Supervisor:
             shown.show(sum(p.is_running and not p.process.has_begun() for p in self._places))
             time.sleep(_LOOK_SECONDS)
 
-    def _look(self, place: Place, shown: Shown) -> None:
+    def _look(self, place: WorkerSlot, shown: Shown) -> None:
         """See whether the process of a place has ended, and start it again if that may help."""
         place.end = place.process.poll()
         if place.end is None or place.is_clean or place.stopped:
@@ -203,7 +203,7 @@ class Supervisor:
         )
 
 
-def _print_last_lines(places: Sequence[Place]) -> None:
+def _print_last_lines(places: Sequence[WorkerSlot]) -> None:
     """Show what workers that failed have printed at last."""
     for place in places:
         how = "has not ended" if place.end is None else place.end.how

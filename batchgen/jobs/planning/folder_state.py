@@ -14,7 +14,7 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.inputs.dataset.row_digest import rows_digest
 from batchgen.jobs.forecast.samples_per_row import MeasuredSamples
 from batchgen.jobs.run.changed_row import changed_row
-from batchgen.jobs.run.checked_rows import job_manifest, most_rows, output_schema
+from batchgen.jobs.run.checked_rows import job_manifest, max_rows, output_schema
 from batchgen.jobs.run.image_files import content_of
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.refused_folder import (
@@ -87,7 +87,7 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
     if refuse_other_job(storage, old, asked, digests, named, overwrite=config.output.overwrite):
         what = "the output of a different job, which is deleted (output.overwrite)"
         return FolderState(f"{path}: {what}")
-    refuse_shrinking(storage, most_rows(config, source.num_rows))
+    refuse_shrinking(storage, max_rows(config, source.num_rows))
     errors = rows = complete = samples = 0
     until = config.sampling.until
     columns = ["finish_reason"] + ([] if until is None else [OUTCOME, SAMPLE_INDEX])

@@ -16,18 +16,18 @@ from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.engine.rows.stopping import decode
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.inputs.model.open_model import OpenedModel
 from batchgen.util.errors import ConfigError, mistakes_in
 
 
-def named_columns(columns: Sequence[OutputColumn], names: Collection[str]) -> list[OutputColumn]:
+def select_columns(columns: Sequence[OutputColumn], names: Collection[str]) -> list[OutputColumn]:
     """Those of some columns that have one of these names."""
     return [column for column in columns if column.name in names]
 
 
-def check_columns(
+def check_answer_columns(
     columns: tuple[str, ...],
     strategy: Strategy,
     of_model: Sequence[OutputColumn],
@@ -66,7 +66,7 @@ def check_parsed(config: JobConfig, tokenizer: PreTrainedTokenizerBase | None) -
         )
 
 
-def strictest_params(config: JobConfig, params: SamplingParams) -> SamplingParams:
+def strictest_params(config: JobConfig, params: RequestParams) -> RequestParams:
     """The parameters to check before the job starts: with a constraint if rows can have one of
     their own, since strategies refuse more options for such rows."""
     if params.constraint is None and not isinstance(config.constraint, NoConstraintConfig):

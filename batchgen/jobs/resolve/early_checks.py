@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from batchgen.config.compose.load_config import identity
+from batchgen.config.compose.load_config import config_identity
 from batchgen.config.groups.dataset_config import STDIN
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.prompt_config import ChatPromptConfig, TextPromptConfig
 from batchgen.inputs.dataset.dataset_paths import find_files, local_path
-from batchgen.inputs.tables.table_formats import format_of
+from batchgen.inputs.tables.table_formats import table_format
 from batchgen.storage.leases.own_files import refuse_links
 from batchgen.storage.stores.manifest import DifferentJob, Manifest, flat
 from batchgen.util.errors import ConfigError
@@ -86,7 +86,7 @@ def _columns(file: Path) -> list[str] | None:
     try:
         if file.stat().st_size > _MOST_BYTES or file.suffix == ".gz":
             return None
-        if format_of(file) == "csv":
+        if table_format(file) == "csv":
             with file.open(encoding="utf-8-sig", newline="") as lines:
                 header = next(csv.reader(lines), [])
             plain = all(name == name.strip() and name.isprintable() and name for name in header)
@@ -116,7 +116,7 @@ def check_folder(config: JobConfig, folder: Path) -> None:
         old = flat({name: found.identity[name] for name in _COMPARED if name in found.identity})
     except (OSError, ConfigError, LookupError, TypeError, AttributeError):
         return
-    asked = Manifest.build(identity(config), {}).identity
+    asked = Manifest.build(config_identity(config), {}).identity
     new = flat({name: asked[name] for name in _COMPARED if name in asked})
     lines = [
         f"{key}: {old.get(key, '(not set)')} → {new.get(key, '(not set)')}"

@@ -10,7 +10,7 @@ from itertools import islice
 from math import lcm
 from typing import TYPE_CHECKING, Self
 
-from batchgen.config.compose.load_config import identity
+from batchgen.config.compose.load_config import config_identity
 from batchgen.config.groups.constraint_config import ChoiceConstraintConfig, constraint_column
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.model_sampling import recommendation
@@ -24,7 +24,7 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.requests import check_params, output_columns
 from batchgen.engine.rows.stopping import decode
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.prefill_policy import check_chunk_sizes
 from batchgen.engine.strategy import Strategy
 from batchgen.evals.graders.build_steps import check_fields, check_scored, post_steps
@@ -36,10 +36,10 @@ from batchgen.inputs.model.other_models import open_others, strategy_heads
 from batchgen.inputs.prompts.answer_text import Replay, build_answer
 from batchgen.inputs.prompts.row_prompts import Prompt, build_prompt, constant_prompt_refusal
 from batchgen.jobs.resolve.answer_columns import (
-    check_columns,
+    check_answer_columns,
     check_parsed,
     constraint_compiler,
-    named_columns,
+    select_columns,
     strictest_params,
 )
 from batchgen.jobs.resolve.build_strategy import build_strategy
@@ -97,7 +97,7 @@ class OpenedJob(ResolvedJob):
     row_tokens: tuple[int, int] | None
     kept: KeptWeights | None = None
 
-    def check_params(self, params: SamplingParams) -> None:
+    def check_params(self, params: RequestParams) -> None:
         """See `ResolvedJob`."""
         model = self.model
         vocab_size, columns = model.config.vocab_size, self.context_columns
@@ -185,7 +185,7 @@ class OpenedJob(ResolvedJob):
         # Whether rows of the others have images is found when they are opened, which may be later.
         reads = self.model.config.vision is not None
         model = dataclasses.replace(self.model, with_vision=reads)
-        columns = named_columns(known, names | own)
+        columns = select_columns(known, names | own)
         return dataclasses.replace(self, model=model, context_columns=columns)
 
     def engine_config(self, config: JobConfig) -> EngineConfig:
@@ -230,8 +230,8 @@ def open_job(
         strategy.block_length(model.config)
     strategy_heads(strategy, model)  # This raises an error if the model lacks one.
     of_model = model_class(model.config.architecture, model.path).declared_columns(model.config)
-    context_columns = named_columns(of_model, config.output.columns)
-    check_columns(config.output.columns, strategy, of_model, model.config.architecture)
+    context_columns = select_columns(of_model, config.output.columns)
+    check_answer_columns(config.output.columns, strategy, of_model, model.config.architecture)
     params = config.params
     compiler = constraint_compiler(config, params.constraint, model)
     with mistakes_in("sampling"):
@@ -246,7 +246,7 @@ def open_job(
             replays=config.replays,
         )
         if config.scores_choices:
-            strategy.check(SamplingParams(max_new_tokens=0))
+            strategy.check(RequestParams(max_new_tokens=0))
     check_parsed(config, model.tokenizer)
     from batchgen.jobs.resolve.job_answers import answers_of  # it loads pyarrow
 
@@ -365,7 +365,7 @@ def _open_rows(
     from batchgen.inputs.row_index.open_rows import behind_steps
     from batchgen.inputs.upstream.open_source import open_source
 
-    of_data = identity(config)["dataset"]
+    of_data = config_identity(config)["dataset"]
     data = open_source(config, promised, wait=wait, images=images)
     source, of_steps = behind_steps(data, config.rows, of_data, model.tokenizer)
     scores = [CHOICE_LOGPROBS.name, CHOICE_SCORES.name] if config.scores_choices else []

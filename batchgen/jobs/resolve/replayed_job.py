@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchgen.config.compose.load_config import identity
+from batchgen.config.compose.load_config import config_identity
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.inputs.dataset.source import ReadJob
 from batchgen.util.errors import ConfigError
@@ -27,7 +27,7 @@ def check_replay(config: JobConfig, jobs: Sequence[ReadJob]) -> bool:
     Raises:
         ConfigError: strategy, sampling or the mode of log-probabilities differ.
     """
-    own = _deciding(identity(config))
+    own = _deciding(config_identity(config))
     same = True
     for job in jobs:
         theirs = _deciding(job.identity)

@@ -14,7 +14,7 @@ from batchgen.config.groups.job_config import PARSED
 from batchgen.engine.interface.outputs import OutputColumn, RequestOutput
 from batchgen.engine.interface.trajectory import answer_ids
 from batchgen.inputs.prompts.row_request import RowRequest
-from batchgen.jobs.reuse.key_index import Place
+from batchgen.jobs.reuse.key_index import RowLocation
 from batchgen.jobs.reuse.key_log import tokens_crc
 from batchgen.storage.folder.read_job import BATCH, JobFolderReader
 from batchgen.storage.shards.enough import ENOUGH_COLUMNS
@@ -64,7 +64,7 @@ class OlderRows:
         return None
 
     def output(
-        self, place: Place, request_id: RequestId, request: RowRequest
+        self, place: RowLocation, request_id: RequestId, request: RowRequest
     ) -> SplitOutput | None:
         """The row at a place, as it was split, for a request of which it is the answer; None if
         another row is there, or none.

@@ -10,10 +10,10 @@ from hashlib import blake2b
 
 import numpy as np
 
-from batchgen.config.compose.load_config import identity
+from batchgen.config.compose.load_config import config_identity
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.interface.trajectory import Trajectory, answer_ids
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.prompts.row_request import RowRequest
 from batchgen.storage.stores.manifest import OF_ADAPTER, OF_ADAPTERS
 
@@ -29,7 +29,7 @@ _FIRST = frozenset(
 )
 """Parameters that keys have at any value, since those of version 0.1.0 have them. All others are in
 a key only at another value than their default; this set gets no new ones."""
-_DEFAULTS = asdict(SamplingParams())
+_DEFAULTS = asdict(RequestParams())
 _OF_ROWS = ("version of ", "rows[")
 """What the names of fingerprints begin with that are of steps of `rows`: these decide which prompts
 there are, and each key has the prompt itself."""
@@ -44,7 +44,7 @@ class RowKeys:
     ) -> None:
         """Digest what all rows share; `fingerprints` are those of `ResolvedJob`."""
         models = [name for name in fingerprints if name.endswith("_model")]
-        groups, output = identity(config, models), config.output
+        groups, output = config_identity(config, models), config.output
         deciding = {
             name: text for name, text in fingerprints.items() if not name.startswith(_OF_ROWS)
         }
@@ -93,7 +93,7 @@ class RowKeys:
 
 
 @lru_cache(maxsize=1024)
-def _params_digest(params: SamplingParams) -> bytes:
+def _params_digest(params: RequestParams) -> bytes:
     """A digest of parameters without their seed."""
     values = {
         name: value

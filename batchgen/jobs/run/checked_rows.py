@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from batchgen.config.compose.load_config import growing, identity
+from batchgen.config.compose.load_config import config_identity, growing
 from batchgen.config.groups.constraint_config import (
     JsonConstraintConfig,
     JsonSchemaConstraintConfig,
@@ -46,7 +46,7 @@ def check_rows(config: JobConfig, parts: ResolvedJob) -> CheckedRows:
     return CheckedRows(row_request(config, parts), schema, ValidWhere.build(config, schema))
 
 
-def most_rows(config: JobConfig, num_rows: int | None) -> int | None:
+def max_rows(config: JobConfig, num_rows: int | None) -> int | None:
     """How many rows the job has at most; None if that is not known."""
     return config.dataset.limit if num_rows is None else num_rows
 
@@ -126,7 +126,7 @@ def job_manifest(config: JobConfig, parts: ResolvedJob, schema: OutputSchema) ->
 
     given = parts.fingerprints
     read = parts.source.jobs
-    groups = identity(config, [name for name in given if name.endswith("_model")])
+    groups = config_identity(config, [name for name in given if name.endswith("_model")])
     if (stream := stream_of(config.sampling.stream, read)) is not None:
         groups["sampling"]["stream"] = stream
     if (where := ValidWhere.build(config, schema)) is not None:

@@ -10,7 +10,7 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.evals.scores.samples import Samples
 from batchgen.jobs.generation.turns import Turns
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
-from batchgen.jobs.run.graded_job import graded_card, save_scores, scores_of
+from batchgen.jobs.run.graded_job import grade_and_score, graded_card, save_scores
 from batchgen.pages.report.write_report import REPORT, is_up_to_date, try_report
 from batchgen.storage.costs.chain_costs import all_steps
 from batchgen.storage.folder.dataset_card import dataset_card
@@ -134,7 +134,7 @@ def already_complete(
     wants_report = config.output.report and not is_up_to_date(storage)
     with storage.local_copy(needed=config.is_scored or wants_report):
         samples = Samples(folder.path, config.score, by=config.model.grid_column)
-        found = yield from scores_of(samples, config, signals)
+        found = yield from grade_and_score(samples, config, signals)
         if config.is_scored:
             save_scores(folder.path, found, storage.shown)
         totals = _count_shards(config, parts, folder).totals

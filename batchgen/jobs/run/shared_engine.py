@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from batchgen.engine.interface.outputs import Begun, RequestOutput
 from batchgen.engine.interface.trajectory import GivenAnswer
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image import Image
 from batchgen.inputs.model.job_engine import Engine
 from batchgen.util.request_id import RequestId
@@ -99,7 +99,7 @@ class EnginePort:
         self,
         request_id: RequestId,
         prompt_token_ids: list[int],
-        params: SamplingParams,
+        params: RequestParams,
         answer: GivenAnswer | None = None,
         images: Sequence[Image] = (),
         begun: Begun | None = None,

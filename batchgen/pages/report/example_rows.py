@@ -12,10 +12,15 @@ from markupsafe import Markup
 from batchgen.pages.report.report_data import Collected
 from batchgen.pages.report.report_rows import JobData
 from batchgen.pages.rows.row_facts import RowFacts
-from batchgen.pages.rows.row_page import Limits, RowPage
+from batchgen.pages.rows.row_page import PageLimits, RowPage
 from batchgen.util.text.safe_text import shortened
 
-_LEVELS = (Limits(20_000, 600), Limits(6_000, 240), Limits(2_000, 80), Limits(600, 0))
+_LEVELS = (
+    PageLimits(20_000, 600),
+    PageLimits(6_000, 240),
+    PageLimits(2_000, 80),
+    PageLimits(600, 0),
+)
 """How much of a row is shown, from the most that there is room for down to the least."""
 _SMALL = 10_000  # characters of a row that need not become fewer
 _LONGEST_ID = 100

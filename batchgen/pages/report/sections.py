@@ -16,7 +16,7 @@ from batchgen.pages.tokens.step_name import step_name
 from batchgen.storage.folder.job_summary import JobSummary
 from batchgen.storage.metrics.tally import OUTCOMES
 from batchgen.util.duration import duration
-from batchgen.util.text.text_table import COUNT_AS, counted, percent, score_value, value_range
+from batchgen.util.text.text_table import COUNT_AS, counted, percent_text, score_value, value_range
 
 _MOST_SUBSETS = 100
 _MOST_TEXT = 300  # characters of a message or a name
@@ -153,11 +153,11 @@ def _scores(score: Mapping[str, Any] | None, found: Collected, links: Mapping[in
         section.charts.append(score_by_length(found.output))
     if of_marks and found.questions:
         section.charts.append(question_dots(found.questions, links, _questions_note(found)))
-    rates = [(name.replace("_", " "), percent(rate)) for name, rate in score["rates"].items()]
+    rates = [(name.replace("_", " "), percent_text(rate)) for name, rate in score["rates"].items()]
     if (chance := score.get("chance")) is not None:
-        section.notes.append(f"Of guesses {percent(chance)} would be right.")
+        section.notes.append(f"Of guesses {percent_text(chance)} would be right.")
     if of_marks and score["bounds"][0] != score["bounds"][1]:
-        wrong, right = (percent(bound) for bound in score["bounds"])
+        wrong, right = (percent_text(bound) for bound in score["bounds"])
         rates.append(("score if all without a mark were wrong, or right", f"{wrong}, {right}"))
     section.table = ("What the score leaves open", ("of all answers", "share"), rates)
     return section
@@ -247,7 +247,7 @@ def _steps(job: JobSummary, facts: TokenFacts) -> Section:
         section.notes.append(f"{tokens:.2f} tokens per forward on the whole.")
     if drafts := counts.get("num_draft_tokens"):
         held = counts["num_accepted_tokens"]
-        section.notes.append(f"{held:,} of {drafts:,} drafts held ({percent(held / drafts)}).")
+        section.notes.append(f"{held:,} of {drafts:,} drafts held ({percent_text(held / drafts)}).")
     if facts.per_step:
         note = f"{facts.tokens_per_step:.2f} on average.{_some(facts)}"
         tokens_of = f"tokens of one {name}"

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from batchgen.evals.arms.arm_table import ArmTable
-from batchgen.evals.arms.arm_values import letter, remarks, shown_value, table_cells
+from batchgen.evals.arms.arm_values import letter, shown_value, table_cells, table_remarks
 from batchgen.evals.arms.frontier import Frontier, frontier
 from batchgen.pages.report.charts import Chart
 from batchgen.pages.report.sections import Fact
-from batchgen.pages.report.svg import Frame, drawing, percent, short, tag, text
+from batchgen.pages.report.svg import Frame, drawing, percent, short_number, svg_tag, text
 from batchgen.pages.report.write_report import REPORT, page_html, style_sheets
 from batchgen.storage.stores.whole_file import write_atomic
 from batchgen.util.shorten import short_name
-from batchgen.util.text.text_table import number
+from batchgen.util.text.text_table import number_text
 
 _MOST_CHARTS = 6
 _MEASURED = ("tokens_per_forward", "tokens_per_answer")
@@ -46,7 +46,7 @@ def sweep_html(folder: Path, shown: str, table: ArmTable, x: str | None = None) 
         rows=list(
             zip(cells, [_reports(folder, row.arm.folders) for row in table.rows], strict=True)
         ),
-        remarks=remarks(table),
+        remarks=table_remarks(table),
         charts=[frontier_chart(found) for found in _frontiers(table, x)],
     )
 
@@ -87,20 +87,20 @@ def frontier_chart(found: Frontier) -> Chart:
     frame = Frame.of((left - beside, right + beside), (low - above, high + above))
     is_share = found.column == "mark"
     what = "score" if is_share else found.column
-    parts = frame.draw(found.x, what, y_text=percent if is_share else short)
+    parts = frame.draw(found.x, what, y_text=percent if is_share else short_number)
     places: dict[tuple[int, int], list[str]] = {}
     for point in points:
         x = frame.x(point.x)
         top, bottom = frame.y(point.high), frame.y(point.low)
-        parts.append(tag("line", x1=x, x2=x, y1=top, y2=bottom, class_="whisker"))
-        parts.append(tag("circle", cx=x, cy=frame.y(point.score.estimate), r=4, class_="dot"))
+        parts.append(svg_tag("line", x1=x, x2=x, y1=top, y2=bottom, class_="whisker"))
+        parts.append(svg_tag("circle", cx=x, cy=frame.y(point.score.estimate), r=4, class_="dot"))
         at = round(x), round(frame.y(point.score.estimate))
         places.setdefault(at, []).append(point.letter)
     for (x, y), letters in places.items():
         parts.append(text(", ".join(letters), x + 7, y + 4, "tick"))
     shown = shown_value(found.column)
     rows = [
-        (f"{p.letter}  {p.name}", number(p.x), *map(shown, (p.score.estimate, p.low, p.high)))
+        (f"{p.letter}  {p.name}", number_text(p.x), *map(shown, (p.score.estimate, p.low, p.high)))
         for p in points
     ]
     said = f"{what} by {found.x}: " + ", ".join(

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from batchgen.config.groups.dataset_config import dataset_name
 from batchgen.inputs.images.thumbnails import read_thumbnails
 from batchgen.pages.report.example_rows import ShownRows, anchor, faults, shown_rows
-from batchgen.pages.report.report_data import collect
+from batchgen.pages.report.report_data import collect_report
 from batchgen.pages.report.report_rows import JobData
 from batchgen.pages.report.sections import headline, sections
 from batchgen.pages.report.token_facts import token_facts
@@ -94,7 +94,7 @@ def _html(reader: JobFolderReader, decode: Decode | None) -> str:
     metrics, data = reader.metrics, JobData(reader)
     job = JobSummary.of(metrics, reader.config, reader.row_facts, questions=reader.questions)
     cut_texts = (job.score or {}).get("cut_texts", "as_marked")
-    found = collect(data, cut_texts, job.group("score").get("subset"))
+    found = collect_report(data, cut_texts, job.group("score").get("subset"))
     tokens = token_facts(data)
     links = {key: anchor(key) for key in found.chosen()}
     timeline = metrics.get("timeline", [])

@@ -54,7 +54,7 @@ class StepProof:
 
 
 @dataclass(frozen=True)
-class Lock:
+class LockFile:
     """What a lock file holds.
 
     Attributes:

@@ -16,8 +16,8 @@ from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.inputs.upstream.other_job import OtherJob
 from batchgen.inputs.upstream.read_jobs import read_jobs
 from batchgen.pipelines.proof.folder_proof import step_proof
-from batchgen.pipelines.proof.lock_file import Lock, StepProof
-from batchgen.pipelines.run.pipeline_file import FROM
+from batchgen.pipelines.proof.lock_file import LockFile, StepProof
+from batchgen.pipelines.run.given_pipeline import FROM
 from batchgen.pipelines.trace.source_places import places_beside
 from batchgen.storage.folder.open_folder import open_folder, refuse_incomplete
 from batchgen.storage.folder.pipeline_record import STEP_NAME, step_of
@@ -39,7 +39,7 @@ _NOT_KEPT = {
 _PATH = "path"
 
 
-def make_lock(given: str) -> Lock:
+def make_lock(given: str) -> LockFile:
     """The lock of a folder, with all jobs whose rows it reads.
 
     Raises:
@@ -55,7 +55,7 @@ def make_lock(given: str) -> Lock:
             chain.add(f"{out.rstrip('/')}/{folder}")
     else:
         chain.add(out)
-    return Lock(chain.steps, chain.proof, chain.versions)
+    return LockFile(chain.steps, chain.proof, chain.versions)
 
 
 class _Chain:
@@ -78,7 +78,7 @@ class _Chain:
         parents = [self.add(str(job.storage.path)) for job in _read(reader, groups, given)]
         tables = {place: self.add(table) for place, table in _tables(groups).items()}
         name = self._names[path] = self._name(path, several=len(parents) > 1)
-        self.steps[name] = step_values(groups, parents, tables)
+        self.steps[name] = lock_step(groups, parents, tables)
         self.proof[name] = step_proof(reader)
         self.versions |= dict(reader.manifest["versions"])
         return name
@@ -130,7 +130,7 @@ def _options(step: Mapping[str, Any]) -> Any:
     return options or {}
 
 
-def step_values(
+def lock_step(
     groups: Mapping[str, Any], parents: Sequence[str], tables: Mapping[int, str]
 ) -> dict[str, Any]:
     """A job as a step of a lock: keys without a value are left out where that says the same."""

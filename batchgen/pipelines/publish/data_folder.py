@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.pipelines.publish.finished_rows import SET_FILE, rows_digest, set_facts, whole_set
+from batchgen.pipelines.publish.finished_rows import SET_FILE, set_digest, set_facts, whole_set
 from batchgen.storage.folder.whole_shards import whole_shards
 from batchgen.storage.leases.folder_lock import FolderLock
 from batchgen.storage.leases.fsync import fsync_path
@@ -155,7 +155,7 @@ def write_folder(
         for table in tables:
             writer.add(table)
         writer.close()
-        digest = rows_digest(whole_shards(FolderStorage(folder), str(path), writer.rows))
+        digest = set_digest(whole_shards(FolderStorage(folder), str(path), writer.rows))
         values = {**facts, "rows": writer.rows, "digest": digest}
         texts = {SET_FILE: json.dumps(values, indent=2, ensure_ascii=False)}
         texts["README.md"] = card(writer.rows)

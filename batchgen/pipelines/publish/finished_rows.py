@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from batchgen.evals.grades.finished_shards import FinishedShards
 from batchgen.evals.grades.visible_columns import VisibleColumns, Wanted
-from batchgen.storage.folder.open_folder import open_job, refuse_incomplete
+from batchgen.storage.folder.open_folder import open_job_reader, refuse_incomplete
 from batchgen.storage.folder.whole_shards import WholeShards, whole_shards
 from batchgen.storage.leases.own_files import refuse_links
 from batchgen.storage.stores.job_storage import FolderStorage, Storage
@@ -35,7 +35,7 @@ class FoundRow:
     variables: Mapping[str, Any]
 
 
-def row_name(row: FoundRow) -> str:
+def set_row_name(row: FoundRow) -> str:
     """How a message names a row, as far as its id was read."""
     found = row.variables
     name = found.get("row_id", found.get("id"))
@@ -114,7 +114,7 @@ def open_rows(given: str) -> FinishedRows:
     """The rows of a complete job or of a set, or a ConfigError that says what to do."""
     if is_set(given):
         return _open_set(given, user_path(given, "OUT"))
-    reader = open_job(given)
+    reader = open_job_reader(given)
     refuse_incomplete(reader, given)
     facts = reader.text_column, reader.manifest, reader.metrics
     return FinishedRows(given, reader.storage, reader.whole, reader.config, *facts)
@@ -150,7 +150,7 @@ def whole_set(path: Path, given: str) -> tuple[dict[str, Any], WholeShards]:
     """
     facts = set_facts(path)
     whole = whole_shards(FolderStorage(path), given, facts.get("rows"), SET_FILE)
-    if facts.get("digest", found := rows_digest(whole)) != found:
+    if facts.get("digest", found := set_digest(whole)) != found:
         raise JobError(
             f"{given}: its rows are not those that were written: {SET_FILE} says which these are; "
             "make the set again in another folder"
@@ -158,7 +158,7 @@ def whole_set(path: Path, given: str) -> tuple[dict[str, Any], WholeShards]:
     return facts, whole
 
 
-def rows_digest(whole: WholeShards) -> str:
+def set_digest(whole: WholeShards) -> str:
     """A digest of all rows of a set and of their columns, from the checksums of its shards."""
     columns = [f"{field.name} {field.type}" for field in whole.schema]
     return fingerprint_text(*columns, *(shard.digest or "" for shard in whole.shards))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from batchgen.pipelines.publish.chosen_rows import Choice, choose
+from batchgen.pipelines.publish.chosen_rows import SelectionRequest, choose
 from batchgen.pipelines.publish.data_folder import is_there, request_digest, write_folder
 from batchgen.pipelines.publish.finished_rows import SET_FILE, SET_FORMAT, FinishedRows
 from batchgen.pipelines.publish.set_card import job_lineage, set_card
@@ -26,7 +26,7 @@ class Selected:
 
 def select(
     jobs: Sequence[FinishedRows],
-    choice: Choice,
+    choice: SelectionRequest,
     out: Path,
     *,
     columns: Sequence[str] | None = None,

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from batchgen.evals.grades.grade_files import ROW_KEYS
 from batchgen.evals.grades.visible_columns import Wanted
-from batchgen.pipelines.publish.chosen_rows import Places
+from batchgen.pipelines.publish.chosen_rows import WriteOrder
 from batchgen.pipelines.publish.data_folder import ROWS_PER_SHARD
 from batchgen.pipelines.publish.finished_rows import FinishedRows
 from batchgen.util.errors import ConfigError
@@ -132,7 +132,10 @@ def set_schema(jobs: Sequence[FinishedRows], columns: Sequence[SetColumns]) -> p
 
 
 def set_tables(
-    jobs: Sequence[FinishedRows], columns: Sequence[SetColumns], places: Places, schema: pa.Schema
+    jobs: Sequence[FinishedRows],
+    columns: Sequence[SetColumns],
+    places: WriteOrder,
+    schema: pa.Schema,
 ) -> Iterator[pa.Table]:
     """The rows at these places, in their order, a table for each shard of the set."""
     for start in range(0, max(1, len(places)), _BUCKETS * ROWS_PER_SHARD):
@@ -176,7 +179,7 @@ class _Bucket:
 def _found(
     jobs: Sequence[FinishedRows],
     columns: Sequence[SetColumns],
-    places: Places,
+    places: WriteOrder,
     ranks: Any,
     schema: pa.Schema,
 ) -> Iterator[tuple[pa.Table, Any]]:

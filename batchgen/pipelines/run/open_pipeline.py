@@ -19,7 +19,7 @@ from batchgen.storage.folder.pipeline_record import (
     RECORD,
     PipelineRecord,
     StepVersions,
-    folder_name,
+    step_folder_name,
 )
 from batchgen.storage.folder.step_folders import locked_record, read_record, refuse_linked
 from batchgen.storage.leases.own_files import MANIFEST
@@ -76,7 +76,7 @@ class OpenPipeline:
     def older_folders(self, name: str) -> list[str]:
         """The folders of the versions of a step that are not current, the newest first."""
         out = self.pipeline.out.rstrip("/")
-        return [f"{out}/{folder_name(name, at)}" for at in self.record.steps[name].older]
+        return [f"{out}/{step_folder_name(name, at)}" for at in self.record.steps[name].older]
 
     def config(self, name: str) -> JobConfig:
         """The job of a step, with the folders of the current versions, which copies rows of its

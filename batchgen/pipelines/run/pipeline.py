@@ -10,13 +10,13 @@ from typing import Any
 import yaml
 
 from batchgen.config.compose.compose_config import compose_groups
-from batchgen.config.compose.load_config import literal, load_config, resolved
+from batchgen.config.compose.load_config import escaped_text, load_config, resolved
 from batchgen.config.compose.trust import Trust
 from batchgen.config.groups.adapter_names import GRID_REFUSAL
 from batchgen.config.groups.convert_value import convert
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.jobs.resolve.early_checks import check_early
-from batchgen.pipelines.run.pipeline_file import (
+from batchgen.pipelines.run.given_pipeline import (
     AFTER,
     COMPLETE,
     EXPORT,
@@ -36,7 +36,7 @@ _PATH = "path"
 
 
 @dataclass(frozen=True)
-class Step:
+class PipelineStep:
     """One step.
 
     Attributes:
@@ -100,7 +100,7 @@ class Pipeline:
     """Steps in an order in which each comes behind what it reads, and what is made of them."""
 
     out: str
-    steps: Mapping[str, Step]
+    steps: Mapping[str, PipelineStep]
     exports: Sequence[Export] = ()
     pushes: Sequence[Push] = ()
     most_errors: float = _MOST_ERRORS
@@ -121,7 +121,7 @@ class Pipeline:
         values[STEPS] = {name: step.values() for name, step in self.steps.items()}
         values |= {EXPORT: [one.values() for one in self.exports]} if self.exports else {}
         values |= {PUSH: [one.values() for one in self.pushes]} if self.pushes else {}
-        return yaml.safe_dump(literal(values), sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(escaped_text(values), sort_keys=False, allow_unicode=True)
 
 
 def compose_pipeline(given: GivenPipeline, trust: Trust, folders: Sequence[Path] = ()) -> Pipeline:
@@ -177,7 +177,7 @@ def _circle(left: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 def _composed(
     given: GivenStep, pipeline: GivenPipeline, out: str, trust: Trust, folders: Sequence[Path]
-) -> Step:
+) -> PipelineStep:
     for parent in given.parents:
         _refuse_unknown(parent, pipeline, given.places.get(FROM, FROM))
     groups = compose_groups(
@@ -202,7 +202,7 @@ def _composed(
         output["dir"] = f"{out}/{given.name}"
     config = load_config(groups, trust)
     _refuse_of_jobs(config)
-    return Step(given.name, config, given.parents, tables, given.waits)
+    return PipelineStep(given.name, config, given.parents, tables, given.waits)
 
 
 def _options(step: Any) -> Any:

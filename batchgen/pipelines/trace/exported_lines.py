@@ -26,7 +26,7 @@ from batchgen.pipelines.publish.trainers.export_files import JSON_NAMES
 from batchgen.pipelines.publish.trainers.openai_lines import OpenAILines
 from batchgen.pipelines.publish.trainers.token_rows import TOKEN_FORMATS, TokenRows
 from batchgen.pipelines.publish.trainers.trainer_export import TOLD
-from batchgen.pipelines.publish.trainers.trainer_rows import Asked, TrainerRows
+from batchgen.pipelines.publish.trainers.trainer_rows import ExportRequest, TrainerRows
 from batchgen.pipelines.trace.traced import TracedLine
 from batchgen.storage.folder.export_record import EXPORTS, ExportRecord
 from batchgen.storage.folder.step_folders import find_record
@@ -41,7 +41,7 @@ _READ_BY_LINE = f"{', '.join(JSON_NAMES)} or .parquet"
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ExportRecipe:
     """How a file was made: of which job or set, in which format of trainers, or None for columns as
     they are, and by which options."""
 
@@ -50,11 +50,11 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> ExportRequest:
         """The options of a format of trainers."""
-        known = {field.name for field in fields(Asked)} - {"to"}
+        known = {field.name for field in fields(ExportRequest)} - {"to"}
         assert self.to is not None
-        return Asked(to=self.to, **{k: v for k, v in self.options.items() if k in known})
+        return ExportRequest(to=self.to, **{k: v for k, v in self.options.items() if k in known})
 
 
 @dataclass(frozen=True)
@@ -148,17 +148,17 @@ def _rows_of(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
                 yield from batch.to_pylist()
 
 
-def _recipe(path: Path) -> Recipe | None:
+def _recipe(path: Path) -> ExportRecipe | None:
     """How a file or folder was made, as its record says; None without one."""
     if path.is_dir():
         facts = set_facts(path)
         of = [one["path"] for one in facts["jobs"]]
-        return Recipe(of[0], facts["kind"], facts["asked"]) if len(of) == 1 else None
+        return ExportRecipe(of[0], facts["kind"], facts["asked"]) if len(of) == 1 else None
     if path.name.endswith(".parquet"):
         told = (read_schema(path).metadata or {}).get(TOLD)
         if told is not None:
             values = json.loads(told)
-            return Recipe(values["of"], values["asked"]["to"], values["asked"])
+            return ExportRecipe(values["of"], values["asked"]["to"], values["asked"])
     out = path.resolve().parent.parent
     if path.resolve().parent.name != EXPORTS or find_record(str(out)) is None:
         return None
@@ -166,10 +166,10 @@ def _recipe(path: Path) -> Recipe | None:
     if known is None or not known.of:
         return None
     settings = known.settings
-    return Recipe(str(out / known.of), settings["to"], settings["options"])
+    return ExportRecipe(str(out / known.of), settings["to"], settings["options"])
 
 
-def _lines(rows: FinishedRows, recipe: Recipe, path: Path) -> Iterator[Line]:
+def _lines(rows: FinishedRows, recipe: ExportRecipe, path: Path) -> Iterator[Line]:
     """The lines of an export as it would be made now."""
     where = recipe.options.get("where")
     if recipe.to is None:

@@ -16,8 +16,8 @@ from batchgen.evals.grades.folder_grades import GRADES
 from batchgen.evals.grades.grade_files import ROW_KEYS
 from batchgen.pipelines.publish.finished_rows import FinishedRows, open_rows
 from batchgen.pipelines.trace.source_places import jobs_at, source_place
-from batchgen.pipelines.trace.traced import Dropped, Trace, TracedAnswers, TracedSource
-from batchgen.storage.folder.open_folder import open_job
+from batchgen.pipelines.trace.traced import DropReason, Trace, TracedAnswers, TracedSource
+from batchgen.storage.folder.open_folder import open_job_reader
 from batchgen.storage.leases.own_files import ROWS
 from batchgen.storage.shards.row_order import KEYS
 from batchgen.storage.shards.shard_files import read_columns, shard_path
@@ -34,7 +34,7 @@ class JobTraces:
     def __init__(self, given: str) -> None:
         """Raise ConfigError if the folder is not one of a job."""
         self.given = given
-        self.reader = open_job(given)
+        self.reader = open_job_reader(given)
         dataset = self.reader.config.get("dataset")
         if not isinstance(dataset, dict):
             raise ConfigError(f"{given}/config.yaml does not say which data set the job has read")
@@ -153,7 +153,7 @@ class JobTraces:
     def _reads_jobs(self) -> bool:
         return self._dataset.get("kind") == "job"
 
-    def _dropped_by_step(self, row_id: str) -> Dropped | None:
+    def _dropped_by_step(self, row_id: str) -> DropReason | None:
         """What rows/dropped-*.parquet says of a row or of what it was split from."""
         facts = self.reader.row_facts
         if facts is None:
@@ -164,10 +164,10 @@ class JobTraces:
                 continue
             table = self._index_file(f"dropped-{number:05d}.parquet", ["row_id", "step", "reason"])
             for row in table.filter(pc.is_in(table["row_id"], ids)).to_pylist():
-                return Dropped(self.given, row["row_id"], row["step"], row["reason"])
+                return DropReason(self.given, row["row_id"], row["step"], row["reason"])
         return None
 
-    def _dropped_by_choice(self, row_id: str) -> Dropped | None:
+    def _dropped_by_choice(self, row_id: str) -> DropReason | None:
         """What of `dataset` has left out an answer of another job."""
         if not self._reads_jobs:
             return None
@@ -177,11 +177,11 @@ class JobTraces:
             if of_samples and not (of_row and sample.isdecimal()):
                 continue
             for job, above in self._upstream(of_row):
-                reader = open_job(job)
+                reader = open_job_reader(job)
                 rows = [r for r in reader.find(above) if sample in ("", str(r[KEYS[1]]))]
                 if rows:
                     by, why = self._choice(job, rows)
-                    return Dropped(self.given, one, by, why)
+                    return DropReason(self.given, one, by, why)
         return None
 
     def _choice(self, job: str, rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from batchgen.pipelines.publish.set_rows import SOURCE
 from batchgen.pipelines.trace.exported_lines import exported_line, is_exported
 from batchgen.pipelines.trace.job_traces import JobTraces
 from batchgen.pipelines.trace.source_places import places_beside
-from batchgen.pipelines.trace.traced import Dropped, Trace, TracedInSet
+from batchgen.pipelines.trace.traced import DropReason, Trace, TracedInSet
 from batchgen.storage.folder.step_folders import find_record, is_pipeline
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url, user_path
@@ -131,7 +131,7 @@ def _of_id(rows: FinishedRows, row_id: str) -> tuple[str, str, int | None]:
     return folder, row_id, None
 
 
-def _left_out(rows: FinishedRows, given: str, row_id: str) -> Dropped:
+def _left_out(rows: FinishedRows, given: str, row_id: str) -> DropReason:
     """Which condition of `select` has left a row out."""
     assert rows.facts is not None
     folder, of_job, sample = _of_id(rows, row_id)
@@ -150,12 +150,12 @@ def _left_out(rows: FinishedRows, given: str, row_id: str) -> Dropped:
             continue
         found = True
         if values["error"] is not None:
-            return Dropped(given, row_id, "errors", f"{values['error']['type']} in {folder}")
+            return DropReason(given, row_id, "errors", f"{values['error']['type']} in {folder}")
         if where is not None and not is_true(where, row):
             shown = {n: values[n] for n in where.names if n in values}
             why = ", ".join(f"{name} is {value!r:.60}" for name, value in shown.items())
-            return Dropped(given, row_id, f"--where {asked['where']}", why)
+            return DropReason(given, row_id, f"--where {asked['where']}", why)
     if not found:
         raise ConfigError(f"{given}: neither the set nor {folder} has a row with the id {row_id}")
     left = [f"--{key} {asked[key]}" for key in ("best", "dedupe", "top") if asked.get(key)]
-    return Dropped(given, row_id, " or ".join(left) or "select", "another row has its place")
+    return DropReason(given, row_id, " or ".join(left) or "select", "another row has its place")

@@ -8,7 +8,7 @@ from typing import Any
 
 from batchgen.pages.rows.printed_rows import RowText, terminal_width
 from batchgen.pipelines.trace.traced import (
-    Dropped,
+    DropReason,
     Found,
     Trace,
     TracedAnswers,
@@ -25,7 +25,7 @@ _KINDS = {
     TracedAnswers: "answers",
     TracedInSet: "set",
     TracedSource: "data set",
-    Dropped: "dropped",
+    DropReason: "dropped",
 }
 _PLACES = ("_start", "_end")
 """Grades that are places in the text."""
@@ -55,7 +55,7 @@ def _lines(found: Found, whole: bool) -> Iterator[str]:
             yield f"{found.data_set}: row {found.row_index:,} (counted from 0)"
             if found.file is not None and found.row_in_file != found.row_index:
                 yield f"{_INDENT}{found.file}: row {found.row_in_file:,} of the file"
-        case Dropped():
+        case DropReason():
             yield f"{found.where}: row {found.row_id} is not there"
             yield f"{_INDENT}dropped by {found.by}: {found.reason}"
 

@@ -60,7 +60,7 @@ class TracedSource:
 
 
 @dataclass(frozen=True)
-class Dropped:
+class DropReason:
     """Why a row is not there: what has left it out, and the reason in words."""
 
     where: str
@@ -69,7 +69,7 @@ class Dropped:
     reason: str
 
 
-Found = TracedLine | TracedAnswers | TracedInSet | TracedSource | Dropped
+Found = TracedLine | TracedAnswers | TracedInSet | TracedSource | DropReason
 
 
 @dataclass
@@ -81,4 +81,4 @@ class Trace:
     @property
     def is_there(self) -> bool:
         """Whether the row is in the data, and was not dropped on the way."""
-        return bool(self.found) and not isinstance(self.found[0], Dropped)
+        return bool(self.found) and not isinstance(self.found[0], DropReason)

@@ -18,7 +18,7 @@ from batchgen.storage.shards.journal import attempts_in
 from batchgen.storage.stores.job_storage import FolderStorage, Storage, names_in
 from batchgen.storage.stores.manifest import ROWS, ChangedRow, Manifest, RowDigests
 from batchgen.storage.stores.retry_round import RetryRound
-from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.errors import ConfigError, JobError, OpenedAnew
 from batchgen.util.temporary import delete_temporaries
 
 _WITH_SHARDS = (DATA, "grades", "cost")
@@ -98,12 +98,12 @@ class JobFolder:
                 self.share()
                 self._join(manifest, digests)
             self.is_new = self.exclusive and self._claim(manifest, digests, overwrite)
+        except (ConfigError, OpenedAnew):
+            self.close()
+            raise
         except (OSError, JobError) as error:
             self.close()
             raise unusable(self.storage, error) from None
-        except ConfigError:
-            self.close()
-            raise
 
     def __enter__(self) -> Self:
         return self

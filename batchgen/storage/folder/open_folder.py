@@ -13,7 +13,7 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.paths import folder_here, is_url, user_folder, user_path
 
 
-def open_job(given: str) -> JobFolderReader:
+def open_job_reader(given: str) -> JobFolderReader:
     """The reader of a job's folder, which OUT/STEP names too. All who read a job come in by this
     door, which a complete job passes only with all its shards.
 
@@ -48,7 +48,7 @@ def _open_here(given: str) -> JobFolderReader:
 
 def open_folder(given: str, verb: str) -> JobFolderReader:
     """The reader of a job's folder for a verb that works on this machine alone."""
-    return open_job(folder_here(given, f"batchgen {verb}"))
+    return open_job_reader(folder_here(given, f"batchgen {verb}"))
 
 
 def refuse_incomplete(reader: JobFolderReader, given: str) -> None:

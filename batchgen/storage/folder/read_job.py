@@ -19,7 +19,12 @@ import pyarrow.parquet as pq
 
 from batchgen.config.groups.class_names import with_short_names
 from batchgen.storage.folder.row_funnel import IndexFacts
-from batchgen.storage.folder.whole_shards import WholeShards, check_columns, check_job, whole_shards
+from batchgen.storage.folder.whole_shards import (
+    WholeShards,
+    check_job,
+    check_job_columns,
+    whole_shards,
+)
 from batchgen.storage.leases.failure_detector import read_beat
 from batchgen.storage.leases.lease_files import DATA, JOURNAL, WORKERS, parse_worker
 from batchgen.storage.leases.own_files import LOCK, ROW_INDEX, refuse_links
@@ -81,7 +86,7 @@ class JobFolderReader:
         if self._whole is None:
             shown = self.storage.shown
             self._whole = whole_shards(self.storage, shown, self.metrics.get("rows"))
-            check_columns(self.storage, self._whole.schema, self.text_column)
+            check_job_columns(self.storage, self._whole.schema, self.text_column)
         return self._whole
 
     @property
@@ -219,7 +224,7 @@ class JobFolderReader:
                 return max(ends)
         return 0
 
-    def shard(self, number: int) -> Shard:
+    def shard(self, number: int) -> ReadShard:
         """The rows of a shard as they are now.
 
         The journal files of a shard are deleted after it is published. So if one of them goes while
@@ -236,7 +241,7 @@ class JobFolderReader:
                 is_there = self.storage.exists(path)
                 if not is_there and not journals:  # one without rows was begun, and the disk full
                     raise JobError(f"{path} is gone: nothing of its rows is left in the folder")
-                return Shard(self.storage.parquet(path) if is_there else None, written)
+                return ReadShard(self.storage.parquet(path) if is_there else None, written)
 
     @property
     def may_run(self) -> bool:
@@ -257,7 +262,7 @@ class JobFolderReader:
         return True
 
 
-class Shard:
+class ReadShard:
     """The rows of one shard as they were when it was opened: its Parquet file, if there is one, and
     what the journals hold, in the order in which it was written."""
 

@@ -147,11 +147,11 @@ def check_job(
         if rows is not None and samples is not None and UNTIL_VALID not in growing:
             answers = int(rows) * int(samples)
     found = whole_shards(storage, given, answers, "manifest.json" if is_copy else "metrics.json")
-    check_columns(storage, found.schema, output["text_column"])
+    check_job_columns(storage, found.schema, output["text_column"])
     return found
 
 
-def check_columns(storage: Storage, schema: pa.Schema, text_column: str) -> None:
+def check_job_columns(storage: Storage, schema: pa.Schema, text_column: str) -> None:
     """Raise DamagedFile unless the rows of a job have the columns that all jobs write."""
     for name, kind in {**_TYPES, text_column: pa.string()}.items():
         if name not in schema.names or schema.field(name).type != kind:

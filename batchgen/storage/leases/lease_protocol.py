@@ -128,7 +128,9 @@ class Task:
     ended: tuple[int, ...] = ()
 
 
-def join(least: int, content: Callable[[int], bytes], draw: Callable[[int], int]) -> Steps[int]:
+def join_workers(
+    least: int, content: Callable[[int], bytes], draw: Callable[[int], int]
+) -> Steps[int]:
     """Become a worker; returns its number, which is above that of all workers that are there.
 
     Args:
@@ -145,7 +147,7 @@ def join(least: int, content: Callable[[int], bytes], draw: Callable[[int], int]
         width = min(4 * width, _WIDEST)
 
 
-def publish(shard: int, payload: Payload, worker: int, *, replaces: bool) -> Steps[bool]:
+def publish_leased(shard: int, payload: Payload, worker: int, *, replaces: bool) -> Steps[bool]:
     """Publish a shard unless another worker has; returns whether the published one equals the
     payload.
 

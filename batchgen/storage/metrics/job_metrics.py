@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchgen.storage.costs.chain_costs import JobCost, all_steps, as_values
-from batchgen.storage.metrics.peers import Peers, added, attempt_of, seconds
+from batchgen.storage.metrics.peers import Peers, added, reported_attempt, seconds
 from batchgen.storage.metrics.tally import Tally
 from batchgen.storage.metrics.timeline import Timeline, metrics_text
 from batchgen.storage.stores.job_storage import FolderStorage, Storage
@@ -236,7 +236,7 @@ class Metrics:
         """All attempts in their order, those of the other workers too."""
         present = [asdict(self.attempt)]
         is_complete = self.attempt.status == "complete"
-        told = (attempt_of(beat, is_complete) for beat in self.others)
+        told = (reported_attempt(beat, is_complete) for beat in self.others)
         present += [attempt for attempt in told if attempt is not None]
         present.sort(key=lambda attempt: int(attempt["worker"]))
         known = {(attempt["worker"], attempt["started"]) for attempt in present}

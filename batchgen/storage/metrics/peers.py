@@ -28,7 +28,7 @@ class Peers(Protocol):
         ...
 
 
-def attempt_of(beat: Mapping[str, Any], is_complete: bool) -> dict[str, Any] | None:
+def reported_attempt(beat: Mapping[str, Any], is_complete: bool) -> dict[str, Any] | None:
     """The attempt that another worker has told; None if it has told nothing yet. If the job is
     complete, workers that live have done their part."""
     if "attempt" not in beat:

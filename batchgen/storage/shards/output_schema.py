@@ -198,11 +198,11 @@ class OutputSchema:
             ConfigError: a column of the data set has the name of a column that batchgen writes, or
                 `text_column` is the name of another such column.
         """
-        before = [described(*column) for column in _BEFORE]
+        before = [described_field(*column) for column in _BEFORE]
         has_channels = any(column.name == CHANNEL for column in beside)
         own = _OF_ANSWERS if answers else _OF_CHANNELS if has_channels else {}
         after = [
-            described(
+            described_field(
                 text_column if name == TEXT else name,
                 type,
                 own.get(name, meaning),
@@ -216,12 +216,14 @@ class OutputSchema:
             (_REPLAY_EXACT, replays),
             (_IMAGES, images),
         )
-        more = [described(*column) for column, wanted in asked if wanted]
+        more = [described_field(*column) for column, wanted in asked if wanted]
         if parsed is not None:
-            more.append(described(PARSED, parsed.type, parsed.meaning))
-        more += [] if enough is None else [described(*column) for column in ENOUGH_COLUMNS]
+            more.append(described_field(PARSED, parsed.type, parsed.meaning))
+        more += [] if enough is None else [described_field(*column) for column in ENOUGH_COLUMNS]
         not_run = "; null if the row failed before its first"
-        more += [described(count.name, pa.int32(), count.meaning + not_run) for count in counts]
+        more += [
+            described_field(count.name, pa.int32(), count.meaning + not_run) for count in counts
+        ]
         more += [_column_field(column) for column in columns]
         # Also columns that this job leaves out: a name shall mean the same in every output.
         taken = {name for name, *_ in _BEFORE + _AFTER} | {SATISFIED, PARSED}
@@ -330,7 +332,7 @@ def _check_clashes(given: Sequence[str], taken: Collection[str], text_column: st
     raise ConfigError(what + advice + "use them")
 
 
-def described(name: str, type: pa.DataType, meaning: str) -> pa.Field:
+def described_field(name: str, type: pa.DataType, meaning: str) -> pa.Field:
     """A column of the output that says what it means."""
     return pa.field(name, type, metadata={"meaning": meaning})
 

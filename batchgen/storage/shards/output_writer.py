@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from batchgen.engine.interface.outputs import Begun
 from batchgen.storage.leases.lease_files import BEGUN
 from batchgen.storage.shards.begun_rows import BegunRow, BegunRows, begun_schema, encode_begun
-from batchgen.storage.shards.journal import Journal, JournalGone, attempt_of
+from batchgen.storage.shards.journal import Journal, JournalGone, journal_worker
 from batchgen.storage.shards.open_shard import OpenEnoughShard, OpenShard
 from batchgen.storage.shards.output_schema import FinishedRow, OutputSchema
 from batchgen.storage.shards.published_shards import PublishedShards
@@ -133,7 +133,7 @@ class OutputWriter:
             if number not in self.complete_shards:
                 needed = self._written.begun(number).longest(self._open.get(number))
             for path in self._journal.files(number, own=True, kind=BEGUN):
-                if attempt_of(path) not in needed:
+                if journal_worker(path) not in needed:
                     self._storage.delete(path)
         self._journal.refresh()
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from batchgen.storage.shards.journal import read_file
 from batchgen.storage.shards.output_schema import OutputSchema
 from batchgen.storage.shards.shard_files import (
-    are_equal,
     mapped_shard,
     publish_shard,
+    same_shard_bits,
     shard_path,
     write_shard,
 )
@@ -140,7 +140,7 @@ class Publisher:
             return
         if self.by_schedule:
             files = self._storage.parquet(path), temporary
-            if are_equal(*files, besides=self.by_schedule):
+            if same_shard_bits(*files, besides=self.by_schedule):
                 return
         kept = path.parent.parent / "differing" / f"{path.stem}.{self._worker:04d}.parquet"
         kept.parent.mkdir(exist_ok=True)

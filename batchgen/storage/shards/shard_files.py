@@ -112,7 +112,7 @@ def write_shard(
     return rows
 
 
-def are_equal(one: Source, other: Source, besides: Collection[str]) -> bool:
+def same_shard_bits(one: Source, other: Source, besides: Collection[str]) -> bool:
     """Whether two files of a shard have the same bits, besides those of the columns with these
     names. One row group of each is in memory at a time."""
     with pq.ParquetFile(one) as first, pq.ParquetFile(other) as second:

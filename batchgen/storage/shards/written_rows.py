@@ -13,7 +13,7 @@ import pyarrow as pa
 from batchgen.storage.leases.lease_files import BEGUN
 from batchgen.storage.shards.begun_rows import BegunRows
 from batchgen.storage.shards.enough import Enough
-from batchgen.storage.shards.journal import Journal, attempt_of
+from batchgen.storage.shards.journal import Journal, journal_worker
 from batchgen.storage.shards.open_shard import OpenShard, open_shard
 from batchgen.storage.shards.published_shards import PublishedShards
 from batchgen.storage.shards.row_order import KEYS, RowsInOrder
@@ -68,7 +68,7 @@ class WrittenRows:
         for path in self._journal.files(number, own=True):
             self._seen[path] = 0
             for batch in self._journal.batches(path):
-                attempt = attempt_of(path)
+                attempt = journal_worker(path)
                 opened.take(batch, errors_count=attempt >= retried_before, attempt=attempt)
                 self._seen[path] += 1
         return opened
@@ -79,11 +79,13 @@ class WrittenRows:
         self._journal.refresh()
         before, retried_before = opened.num_done, self._round.before(number) or 0
         for path in self._journal.files(number):
-            errors_count = attempt_of(path) >= retried_before
+            errors_count = journal_worker(path) >= retried_before
             try:
                 batches = self._journal.batches(path)
                 for batch in itertools.islice(batches, self._seen.get(path, 0), None):
-                    opened.take_others(batch, errors_count=errors_count, attempt=attempt_of(path))
+                    opened.take_others(
+                        batch, errors_count=errors_count, attempt=journal_worker(path)
+                    )
                     self._seen[path] = self._seen.get(path, 0) + 1
             except FileNotFoundError:  # the shard was published just now
                 pass
@@ -98,7 +100,7 @@ class WrittenRows:
         for path in self._journal.files(number, own=True, kind=BEGUN):
             with contextlib.suppress(FileNotFoundError, JobError, pa.ArrowException):
                 for batch in self._journal.batches(path):
-                    found.take(batch, attempt_of(path))
+                    found.take(batch, journal_worker(path))
         return found
 
     def table(self, shard: int, columns: Sequence[str]) -> pa.Table | None:

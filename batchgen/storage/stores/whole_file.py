@@ -32,7 +32,7 @@ def whole_file(path: Path, new: str | None = None) -> Iterator[Path]:
     try:
         yield temporary
         if new is None:
-            publish(temporary, path)
+            publish_file(temporary, path)
         else:
             fsync_path(temporary)
             _publish_new(temporary, path, new)
@@ -43,7 +43,7 @@ def whole_file(path: Path, new: str | None = None) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def publish(temporary: Path, path: Path) -> None:
+def publish_file(temporary: Path, path: Path) -> None:
     """Give a file that was written its name. Raises OSError or JobError."""
     fsync_path(temporary)
     temporary.replace(path)

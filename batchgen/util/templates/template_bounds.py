@@ -91,7 +91,7 @@ def _too_large() -> TemplateLimit:
     return TemplateLimit(f"to render it makes more than {MOST_CHARACTERS:,} characters")
 
 
-def size(value: Any) -> int:
+def printed_size(value: Any) -> int:
     """About how many characters a value prints, or a step for each of its items.
 
     Raises TemplateLimit beyond the bounds: lists that hold one list many times can be as large as
@@ -162,7 +162,7 @@ def before_percent(text: str | bytes, values: Any) -> None:
     form = text if isinstance(text, str) else text.decode("latin-1")
     if re.search(r"%[^%a-zA-Z]*\*", form):
         raise TemplateLimit("it formats with a width that is a value (%*): write the number")
-    spend(len(form) + form.count("%") * (size(values) + _most_digits(form)))
+    spend(len(form) + form.count("%") * (printed_size(values) + _most_digits(form)))
 
 
 def before_format(text: str, values: Any) -> None:
@@ -170,7 +170,9 @@ def before_format(text: str, values: Any) -> None:
     specs = [spec or "" for _, _, spec, _ in Formatter().parse(text)]
     if any("{" in spec for spec in specs):
         raise TemplateLimit("it formats with a width that is a value ({:{}}): write the number")
-    spend(len(text) + len(specs) * (size(values) + max(map(_most_digits, specs), default=0)))
+    spend(
+        len(text) + len(specs) * (printed_size(values) + max(map(_most_digits, specs), default=0))
+    )
 
 
 def _most_digits(text: str) -> int:
@@ -187,11 +189,11 @@ GROWING = frozenset(
 
 def before_method(owner: Any, name: str, given: list[Any]) -> None:
     """Count what the method of a value of Python's own will make."""
-    sizes = sum(map(size, given))
+    sizes = sum(map(printed_size, given))
     number = max((abs(item) for item in given if isinstance(item, int)), default=0)
     if not isinstance(owner, str | bytes):
         if name in ("index", "count"):
-            size(owner)
+            printed_size(owner)
         elif name == "to_bytes":
             spend(number)
         return
@@ -227,7 +229,7 @@ def _replaced(text: Any, given: list[Any]) -> None:
         times = _times(text, old) if old else len(text) + 1
         spend(len(text) + times * len(new))
     else:
-        spend((size(text) + 1) * (size(new) + 1))
+        spend((printed_size(text) + 1) * (printed_size(new) + 1))
 
 
 FREE = frozenset(
@@ -245,26 +247,26 @@ def before_filter(name: str, value: Any, given: list[Any]) -> None:
         case "replace":
             _replaced(value, given)
         case "join":
-            spend(size(value) + _count(value) * sum(map(size, given)))
+            spend(printed_size(value) + _count(value) * sum(map(printed_size, given)))
         case "format":
-            before_percent(value if isinstance(value, str) else str(size(value)), given)
+            before_percent(value if isinstance(value, str) else str(printed_size(value)), given)
         case "int" | "abs" | "items":
             pass
         case "list":
             spend(_ITEM * _count(value))
         case "indent":
-            lines = value.count("\n") + 1 if isinstance(value, str) else size(value)
-            spend(size(value) + lines * (number + sum(map(size, given))))
+            lines = value.count("\n") + 1 if isinstance(value, str) else printed_size(value)
+            spend(printed_size(value) + lines * (number + sum(map(printed_size, given))))
         case "tojson":
-            spend(size(value) * (1 + number // _ITEM))
+            spend(printed_size(value) * (1 + number // _ITEM))
         case "round":
             check_bits(4 * number)
         case "sum":
-            spend(size(value) * (1 if _of_numbers(value) else _count(value)))
+            spend(printed_size(value) * (1 if _of_numbers(value) else _count(value)))
         case "batch" | "slice" | "center":
-            spend(_ITEM * number + size(value))
+            spend(_ITEM * number + printed_size(value))
         case _:
-            length = sum(map(size, given)) + size(value)
+            length = sum(map(printed_size, given)) + printed_size(value)
             if name in _SLOW and length > _MOST_SLOW:
                 raise TemplateLimit(f"its filter {name} gets more than {_MOST_SLOW:,} characters")
             spend(length)

@@ -68,7 +68,7 @@ def shortened(text: str, most: int | None, spans: Sequence[Span] = ()) -> Markup
             names = [span.name for span in spans if span.start <= left and right <= span.end]
             parts.append(SPAN.format(", ".join(names), piece) if names and piece else piece)
         shown = end
-    return join(parts)
+    return join_html(parts)
 
 
 def kept(length: int, most: int | None, spans: Sequence[Span]) -> list[tuple[int, int]]:
@@ -89,7 +89,7 @@ def kept(length: int, most: int | None, spans: Sequence[Span]) -> list[tuple[int
     return ranges
 
 
-def join(parts: Iterable[str]) -> Markup:
+def join_html(parts: Iterable[str]) -> Markup:
     """Pieces of HTML one after the other; what is not HTML is escaped."""
     return Markup("").join(parts)
 

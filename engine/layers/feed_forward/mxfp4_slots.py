@@ -12,7 +12,7 @@ from batchgen.engine.layers.feed_forward.expert_slots import Projections, bias_s
 from batchgen.engine.layers.weight_slot import CheckpointTensor, WeightSlot
 from batchgen.engine.parallel.shard import Shard
 from batchgen.kernels.four_bit.mxfp4_layout import MXFP4Panels, pack_panels
-from batchgen.kernels.four_bit.mxfp4_weight import GROUP, MXFP4Weight, quantise_weight
+from batchgen.kernels.four_bit.mxfp4_weight import GROUP, MXFP4Weight, quantise_mxfp4
 from batchgen.kernels.moe.tiled_layout import are_panels, rows_of_panels
 
 
@@ -61,7 +61,7 @@ class MXFP4Slot(WeightSlot):
         values(drawn)
         own = drawn if self.shard is None else self.shard.take(drawn)
         for place, expert in enumerate(own):
-            self._write_expert(place, quantise_weight(expert))
+            self._write_expert(place, quantise_mxfp4(expert))
 
     @property
     def _all_experts(self) -> int:

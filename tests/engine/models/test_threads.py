@@ -20,7 +20,7 @@ from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.model_registry import MODELS
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.support.engine.engine_rows import Pictured, Request, run
@@ -85,7 +85,7 @@ def rows_of(kind: str) -> list[Request | Pictured]:
     rng = random.Random(len(kind))
     rows: list[Request | Pictured] = []
     for i in range(16):
-        params = SamplingParams(temperature=0.8 * (i % 2), max_new_tokens=4, seed=i, logprobs=True)
+        params = RequestParams(temperature=0.8 * (i % 2), max_new_tokens=4, seed=i, logprobs=True)
         ids = [rng.randrange(3, 120) for _ in range(rng.randrange(30, 80))]
         if kind in SEEING:
             image = picture(i, rng.randint(1, 7), rng.randint(1, 7))

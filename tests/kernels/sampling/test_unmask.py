@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.engine.sampling.sampler import Drawn, draw, draw_fused, process
+from batchgen.engine.sampling.sampler import Drawn, draw_fused, draw_tokens, process
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.kernels.sampling import sampling
 from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox, philox_at
-from batchgen.kernels.sampling.sampling_triton import draw as draw_triton
+from batchgen.kernels.sampling.sampling_triton import draw_triton
 from batchgen.kernels.sampling.unmask import Rule, schedule, unmask, unmask_reference, unmask_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -189,18 +189,18 @@ def test_real_sizes_in_a_cuda_graph(rule: Rule) -> None:
 
 
 OPTIONS = [
-    SamplingParams(),
-    SamplingParams(temperature=0, min_new_tokens=9, logprobs=True),
-    SamplingParams(temperature=0, top_k=3, logprobs=True, logprobs_mode="processed"),
-    SamplingParams(temperature=0.6, top_k=4, logprobs=True),
-    SamplingParams(temperature=1.4, top_p=0.7, logprobs=True, logprobs_mode="processed"),
-    SamplingParams(min_p=0.2, min_new_tokens=9, top_logprobs=3),
-    SamplingParams(temperature=0.01, top_k=1),
+    RequestParams(),
+    RequestParams(temperature=0, min_new_tokens=9, logprobs=True),
+    RequestParams(temperature=0, top_k=3, logprobs=True, logprobs_mode="processed"),
+    RequestParams(temperature=0.6, top_k=4, logprobs=True),
+    RequestParams(temperature=1.4, top_p=0.7, logprobs=True, logprobs_mode="processed"),
+    RequestParams(min_p=0.2, min_new_tokens=9, top_logprobs=3),
+    RequestParams(temperature=0.01, top_k=1),
 ]
-BARE = [SamplingParams(), SamplingParams(temperature=0), SamplingParams(temperature=0.7)]
+BARE = [RequestParams(), RequestParams(temperature=0), RequestParams(temperature=0.7)]
 
 
-def build(params: list[SamplingParams], device: torch.device) -> SamplingInputs:
+def build(params: list[RequestParams], device: torch.device) -> SamplingInputs:
     count = len(params)
     return SamplingInputs.build(params, [3] * count, [[1, 2, 3]] * count, [[0, 2]] * count,
                                 [300] * count, device)  # fmt: skip
@@ -234,7 +234,7 @@ def test_confidence_is_the_probability_of_the_token_under_the_law_it_is_drawn_fr
     on_cpu = build(params, torch.device("cpu")).repeat(width)
     law = process(logits, on_cpu, positions).double().softmax(-1)
     there = logits.to(DEVICE), build(params, DEVICE).repeat(width), positions.to(DEVICE)
-    for form in (draw, draw_fused):
+    for form in (draw_tokens, draw_fused):
         out: Drawn = form(*there, draws.to(DEVICE), confidence=True)
         assert out.confidence is not None and out.confidence.dtype == torch.float32
         assert (out.confidence >= 0).all() and (out.confidence <= 1).all()
@@ -246,7 +246,7 @@ def test_confidence_is_the_probability_of_the_token_under_the_law_it_is_drawn_fr
         assert out.columns.keys() == without.columns.keys()
         for name, values in without.columns.items():
             assert torch.equal(values, out.columns[name]), name
-    plain = draw(logits, on_cpu, positions, draws)
+    plain = draw_tokens(logits, on_cpu, positions, draws)
     assert (plain.token_ids == out.token_ids.cpu()).float().mean() > 0.9
 
 

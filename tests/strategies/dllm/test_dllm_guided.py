@@ -36,7 +36,7 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
 from batchgen.engine.models.moe_model import ROUTED_EXPERTS
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.strategies.dllm.test_dllm import RULES, RULES_AND_OVERLAP, Request, check, run
 from tests.support.cases import some_slow
@@ -89,7 +89,7 @@ def requests(seed: int, count: int, longest: int = 30) -> list[Request]:
         prompt = [rng.randrange(WIDTH) for _ in range(1 + i % 11 + 4 * (i % 3))]
         kind = KINDS[rng.randrange(len(KINDS))]
         constraint = Constraint("regex", PATTERNS[i % len(PATTERNS)]) if i % 4 != 3 else None
-        params = SamplingParams(
+        params = RequestParams(
             max_new_tokens=max(rng.randint(1, longest), kind.get("min_new_tokens", 0)),
             seed=i,
             logprobs=True,
@@ -392,7 +392,7 @@ def test_every_kind_of_schema_conforms(
     )
     rows = []
     for i, schema in enumerate(schemas):
-        params = SamplingParams(
+        params = RequestParams(
             max_new_tokens=100,
             temperature=(0, 0.8)[i % 2],
             seed=i,
@@ -432,7 +432,7 @@ def test_random_models_conform_to_random_schemas(
             compiler().compile(constraint)
         except ConstraintError:
             continue
-        params = SamplingParams(
+        params = RequestParams(
             max_new_tokens=rng.randint(1, 48),
             temperature=rng.choice((0, 0.6, 1.3)),
             top_p=rng.choice((1, 0.7)),
@@ -477,9 +477,7 @@ def test_other_kinds_of_constraints(tiny_model: Callable[..., Path], rule: dict[
     rows = [
         (
             list(range(3, 4 + i)),
-            SamplingParams(
-                max_new_tokens=100, temperature=i % 3 / 2, seed=i, constraint=constraint
-            ),
+            RequestParams(max_new_tokens=100, temperature=i % 3 / 2, seed=i, constraint=constraint),
         )
         for i, (constraint, _) in enumerate(KINDS_OF_CONSTRAINTS * 4)
     ]
@@ -502,7 +500,7 @@ def test_no_constraint_takes_the_mask_token(tiny_model: Callable[..., Path]) -> 
     model = load_model(folder, device=torch.device("cpu"))
     config = EngineConfig(max_model_len=128, kv_cache_gib=0.02)
     engine = LLMEngine(model, make_tokenizer(), (END,), DLLMStrategy(4), config)
-    params = SamplingParams(max_new_tokens=8, constraint=Constraint("regex", "(ab){3}"))
+    params = RequestParams(max_new_tokens=8, constraint=Constraint("regex", "(ab){3}"))
     (output,) = run(engine, [([3, 4], params)])
     assert output.text == "ababab" and mask not in output.token_ids
 
@@ -511,7 +509,7 @@ def test_no_constraint_takes_the_mask_token(tiny_model: Callable[..., Path]) -> 
 def test_rows_end_at_every_offset(tiny_model: Callable[..., Path], length: int) -> None:
     """By EOS, by their length, and by a string; what comes behind in the block is dropped."""
     (letter,) = ids("a")
-    base = SamplingParams(
+    base = RequestParams(
         max_new_tokens=40,
         logprobs=True,
         logprobs_mode="processed",
@@ -545,7 +543,7 @@ def test_a_row_that_may_neither_go_on_nor_end(tiny_model: Callable[..., Path]) -
     stuck = [
         (
             [5] * (1 + n % 4),
-            SamplingParams(
+            RequestParams(
                 max_new_tokens=30,
                 min_new_tokens=20,
                 logprobs=True,
@@ -647,7 +645,7 @@ def test_a_trained_model_still_answers() -> None:
     schema = json.loads((NANO / "answer_schema.json").read_text())
     constraint = Constraint.make("json_schema", schema)
     problems = [json.loads(line) for line in (NANO / "eval.jsonl").open()][:16]
-    params = SamplingParams(
+    params = RequestParams(
         temperature=0, max_new_tokens=100, constraint=constraint, columns=("step_map",)
     )
     rows = []

@@ -18,7 +18,7 @@ from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.engine.interface.trajectory import Trajectory
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.moe_model import ROUTED_EXPERTS
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar.strategy import ARStrategy
 from tests.strategies.dllm import test_dllm_guided
 from tests.strategies.dllm.test_dllm import RULES, make_engine, requests
@@ -40,12 +40,12 @@ def trajectory(output: RequestOutput) -> Trajectory:
     return Trajectory(output.token_ids, output.columns["step_map"].tolist(), *tail)
 
 
-def as_replay(params: SamplingParams) -> SamplingParams:
+def as_replay(params: RequestParams) -> RequestParams:
     return replace(params, max_new_tokens=0, min_new_tokens=0, columns=(), constraint=None)
 
 
 def run_all(
-    engine: LLMEngine, rows: Sequence[tuple[list[int], SamplingParams, Trajectory | None]]
+    engine: LLMEngine, rows: Sequence[tuple[list[int], RequestParams, Trajectory | None]]
 ) -> list[RequestOutput]:
     for i, (prompt, params, answer) in enumerate(rows):
         engine.add_request(i, prompt, params, answer)
@@ -144,7 +144,7 @@ def test_constrained_rows(kind: str, tiny_model: TinyModel) -> None:
 def one_row(tiny_model: TinyModel) -> tuple[LLMEngine, Request, RequestOutput]:
     """A row that ends inside a block."""
     rule = RULES[4]
-    params = SamplingParams(
+    params = RequestParams(
         temperature=1.0, max_new_tokens=7, ignore_eos=True, columns=COLUMNS, logprobs=True
     )
     asked = [3, 4, 5], params

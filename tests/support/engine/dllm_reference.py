@@ -21,7 +21,7 @@ import regex  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox
 
 INF = float("inf")
@@ -136,7 +136,7 @@ class Token:
 def generate(
     forward: Forward,
     prompt: Sequence[int],
-    params: SamplingParams,
+    params: RequestParams,
     options: Options,
     language: Language | None = None,
 ) -> Generated:
@@ -191,7 +191,7 @@ def denoise(
     known: Sequence[int],
     prompt_len: int,
     stop_ids: set[int],
-    params: SamplingParams,
+    params: RequestParams,
     options: Options,
 ) -> list[dict[int, Token]]:
     """One block: of each step, the tokens that it unmasked, by absolute position.
@@ -232,7 +232,7 @@ def denoise_guided(
     known: Sequence[int],
     prompt_len: int,
     stop_ids: set[int],
-    params: SamplingParams,
+    params: RequestParams,
     options: Options,
     language: Language,
 ) -> list[dict[int, Token]]:
@@ -303,7 +303,7 @@ def _draw_at(
     first: int,
     step: int,
     banned: list[set[int]],
-    params: SamplingParams,
+    params: RequestParams,
     place: int,
     allowed: set[int] | None,
 ) -> Token | None:
@@ -346,7 +346,7 @@ def draw(
     position: int,
     step: int,
     banned: set[int],
-    params: SamplingParams,
+    params: RequestParams,
     allowed: set[int] | None = None,
 ) -> Token | None:
     """From logits [V] of one position; None if none of the allowed tokens is left."""
@@ -367,7 +367,7 @@ def draw(
 
 
 def process(
-    logits: Tensor, banned: set[int], params: SamplingParams, allowed: set[int] | None = None
+    logits: Tensor, banned: set[int], params: RequestParams, allowed: set[int] | None = None
 ) -> Tensor | None:
     """Ban, constraint, temperature, top-k, top-p, min-p: [V], -inf where a token is excluded; None
     if the constraint left none.

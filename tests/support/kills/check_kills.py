@@ -67,7 +67,7 @@ from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.storage.leases.s3_objects import connect
 from tests.support.jobs.fake_job import FakeJob
 from tests.support.jobs.job_comparison import attempts, compare_outputs, finished_rows
@@ -146,7 +146,7 @@ def run_real(command: list[str], computed: Path | None = None) -> JobResult:
     if computed is not None:
         _count_tokens(computed)
     config = compose({}, command)
-    return run_job(config, resolve_job(config))
+    return execute_job(config, resolve_job(config))
 
 
 def _count_tokens(path: Path) -> None:

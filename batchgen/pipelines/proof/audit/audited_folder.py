@@ -13,7 +13,12 @@ from batchgen.config.compose.job_file import read_job_file
 from batchgen.config.compose.load_config import load_config
 from batchgen.config.compose.trust import Trust
 from batchgen.config.groups.job_config import JobConfig
-from batchgen.pipelines.proof.audit.audited_job import AuditedRow, audit_rows, open_parts, remarks
+from batchgen.pipelines.proof.audit.audited_job import (
+    AuditedRow,
+    audit_remarks,
+    audit_rows,
+    open_parts,
+)
 from batchgen.pipelines.proof.audit.audited_set import (
     SetRow,
     audit_set_rows,
@@ -129,7 +134,7 @@ def audit_folder(
         else:
             tables = dict(zip(numbers, stored.rows(numbers), strict=True))
             found = audit_rows(config, parts, tables, reader.storage)
-    return Audited(found, stored.count, remarks(config, manifest))
+    return Audited(found, stored.count, audit_remarks(config, manifest))
 
 
 def _audit_set(
@@ -147,7 +152,7 @@ def _audit_set(
         config = _with_jobs_beside(config, found.storage.path)
         text_as = str(found.facts["text_column"])
         audited += audit_set_rows(config, manifest, of_job, found.given, text_as)
-        said += remarks(config, manifest)
+        said += audit_remarks(config, manifest)
     return Audited(audited, found.total, list(dict.fromkeys(said)))
 
 

@@ -102,7 +102,7 @@ def _audited(again: pa.Table, stored: pa.Table, by_schedule: frozenset[str]) -> 
     return AuditedRow(row_id, len(samples), None)
 
 
-def remarks(config: JobConfig, manifest: Manifest) -> Sequence[str]:
+def audit_remarks(config: JobConfig, manifest: Manifest) -> Sequence[str]:
     """Why rows may differ although they were made as is said."""
     found = []
     if manifest.contract and not config.engine.deterministic:

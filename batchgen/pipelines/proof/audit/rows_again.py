@@ -18,7 +18,7 @@ from batchgen.inputs.images.row_images import RowImage
 from batchgen.inputs.prompts.answer_text import Answer
 from batchgen.inputs.prompts.row_prompts import Prompt
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.stores.job_storage import Storage
 from batchgen.util.errors import ConfigError, JobError
@@ -158,7 +158,7 @@ def compute_again(
     )
     output = dataclasses.replace(output, reuse=None)  # what is copied proves nothing
     again = dataclasses.replace(config, output=output, launcher=None, budget=BudgetConfig())
-    result = run_job(again, own)
+    result = execute_job(again, own)
     if result.stopped_by is not None:
         raise JobError("stopped before the rows were computed")
     reader = JobFolderReader(folder)

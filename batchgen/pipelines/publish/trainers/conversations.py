@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.evals.grades.visible_columns import Wanted
-from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, row_name
+from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, set_row_name
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 from batchgen.util.templates.row_templates import RowTemplate
@@ -185,11 +185,11 @@ class Conversations:
         try:
             return template.render(row.variables, index)
         except ValueError as error:  # a RequestError
-            raise ConfigError(f"{row_name(row)}: {error}") from None
+            raise ConfigError(f"{set_row_name(row)}: {error}") from None
 
     def _stored(self, row: FoundRow) -> list[Message]:
         """The messages that a column holds, with the usual names of keys and roles."""
-        value = value_at(row.variables, self._column)
+        value = field_value(row.variables, self._column)
         found = []
         for item in value if isinstance(value, list) else [None]:
             message = {k: v for k, v in item.items() if v is not None} if item else {}
@@ -198,13 +198,14 @@ class Conversations:
             content = message.pop("value", "") if content is None else content
             if not isinstance(role, str) or not isinstance(content, str):
                 raise ConfigError(
-                    f"{row_name(row)}: column {'.'.join(self._column)!r} has no list of messages"
+                    f"{set_row_name(row)}: column {'.'.join(self._column)!r} has no list of "
+                    "messages"
                 )
             found.append({"role": _SHAREGPT_ROLES.get(role, role), "content": content, **message})
         return found
 
 
-def value_at(fields: Mapping[str, Any], path: Sequence[str]) -> Any:
+def field_value(fields: Mapping[str, Any], path: Sequence[str]) -> Any:
     """What a column, maybe of JSON text, or a field in it holds; None if it is not there."""
     value: Any = fields
     for name in path:

@@ -15,7 +15,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class GroupMember:
     """A row of a group.
 
     Attributes:
@@ -29,13 +29,13 @@ class Member:
     content: dict[str, Any]
 
 
-def adjacent_groups(members: Iterable[Member]) -> Iterator[list[Member]]:
+def adjacent_groups(members: Iterable[GroupMember]) -> Iterator[list[GroupMember]]:
     """The groups of rows of which those with one key stand together."""
     for _, found in groupby(members, key=lambda one: one.key):
         yield list(found)
 
 
-def scattered_groups(members: Iterable[Member]) -> Iterator[list[Member]]:
+def scattered_groups(members: Iterable[GroupMember]) -> Iterator[list[GroupMember]]:
     """The groups of rows in any order, by the place of each group's first row.
 
     What is made of the rows waits in a file without a name; 32 bytes a row are in memory.
@@ -59,9 +59,9 @@ def scattered_groups(members: Iterable[Member]) -> Iterator[list[Member]]:
             yield [_read(file, starts[row], starts[row + 1]) for row in rows.tolist()]
 
 
-def _read(file: IO[bytes], start: int, stop: int) -> Member:
+def _read(file: IO[bytes], start: int, stop: int) -> GroupMember:
     file.seek(start)
-    return Member(*json.loads(file.read(stop - start)))
+    return GroupMember(*json.loads(file.read(stop - start)))
 
 
 def pairs(

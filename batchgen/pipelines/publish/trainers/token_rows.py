@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, row_name
-from batchgen.pipelines.publish.row_values import answered_rows, number
+from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, set_row_name
+from batchgen.pipelines.publish.row_values import answered_rows, number_value
 from batchgen.pipelines.publish.trainers.conversations import Conversations
-from batchgen.pipelines.publish.trainers.trainer_rows import Asked, Place
+from batchgen.pipelines.publish.trainers.trainer_rows import ExportRequest, Place
 from batchgen.util.errors import ConfigError
 
 TOKEN_FORMATS = ("kd", "kd-v1", "kd-packed", "rl")
@@ -63,7 +63,7 @@ class TokenRows:
         made_of: shard and place of the row that the last row was made of.
     """
 
-    def __init__(self, rows: FinishedRows, asked: Asked) -> None:
+    def __init__(self, rows: FinishedRows, asked: ExportRequest) -> None:
         """Raise ConfigError if the rows lack a column that the format needs."""
         self._rows, self._to, self.left_out = rows, asked.to, Counter[str]()
         self.made_of: list[Place] = []
@@ -160,7 +160,7 @@ class TokenRows:
         values = row.variables
         prompt, answer = values[_PROMPT], values[self._name[_IDS]]
         temperature = self._temperature(row)
-        reward = None if self._reward is None else number(self._reward, row)
+        reward = None if self._reward is None else number_value(self._reward, row)
         found = self._named(row) | {
             _IDS: [*prompt, *answer],
             "mask": [False] * len(prompt) + [True] * len(answer),
@@ -174,7 +174,9 @@ class TokenRows:
                 kind = kind.value_type
             routing = np.array(values[_EXPERTS], kind.to_pandas_dtype())
             if len(routing) != len(found[_IDS]) - 1:
-                raise ConfigError(f"{row_name(row)}: {_EXPERTS} is not of all tokens but the last")
+                raise ConfigError(
+                    f"{set_row_name(row)}: {_EXPERTS} is not of all tokens but the last"
+                )
             found[_EXPERTS] = {
                 "data": routing.tobytes(),
                 "shape": list(routing.shape),

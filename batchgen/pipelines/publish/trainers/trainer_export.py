@@ -20,7 +20,7 @@ from batchgen.pipelines.publish.trainers.export_files import (
 )
 from batchgen.pipelines.publish.trainers.openai_lines import OpenAILines
 from batchgen.pipelines.publish.trainers.token_rows import TOKEN_FORMATS, TokenRows
-from batchgen.pipelines.publish.trainers.trainer_rows import Asked, TrainerRows
+from batchgen.pipelines.publish.trainers.trainer_rows import ExportRequest, TrainerRows
 from batchgen.util.errors import ConfigError
 
 TOLD = b"batchgen.export"
@@ -38,7 +38,7 @@ class Exported:
 
 
 def export_for(
-    rows: FinishedRows, asked: Asked, out: Path | None, *, at: Path | None = None
+    rows: FinishedRows, asked: ExportRequest, out: Path | None, *, at: Path | None = None
 ) -> Exported:
     """Write rows in the format that is asked for.
 
@@ -64,7 +64,7 @@ def export_for(
 
 
 def lines_of(
-    rows: FinishedRows, asked: Asked, out: Path | None
+    rows: FinishedRows, asked: ExportRequest, out: Path | None
 ) -> OpenAILines | TrainerRows | TokenRows:
     """What makes the lines of a format; ConfigError for all that can be refused before there is a
     row."""
@@ -81,7 +81,7 @@ def lines_of(
     return made
 
 
-def _form(asked: Asked, out: Path | None) -> str:
+def _form(asked: ExportRequest, out: Path | None) -> str:
     """The kind of file that a name says."""
     if out is None or out.name.endswith(JSON_NAMES):
         return "jsonl"
@@ -98,7 +98,7 @@ def _form(asked: Asked, out: Path | None) -> str:
 
 
 def _folder(
-    rows: FinishedRows, asked: Asked, made: TrainerRows | TokenRows, out: Path, place: Path
+    rows: FinishedRows, asked: ExportRequest, made: TrainerRows | TokenRows, out: Path, place: Path
 ) -> Exported:
     lineage = [job_lineage(rows)]
     request = request_digest({"asked": asdict(asked), "jobs": [one["digest"] for one in lineage]})

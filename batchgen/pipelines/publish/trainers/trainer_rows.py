@@ -11,11 +11,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, row_name
-from batchgen.pipelines.publish.row_values import answered_rows, number, value_of
-from batchgen.pipelines.publish.trainers.conversations import Conversations, Exchange, value_at
+from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, set_row_name
+from batchgen.pipelines.publish.row_values import answered_rows, expression_value, number_value
+from batchgen.pipelines.publish.trainers.conversations import Conversations, Exchange, field_value
 from batchgen.pipelines.publish.trainers.row_groups import (
-    Member,
+    GroupMember,
     adjacent_groups,
     pairs,
     scattered_groups,
@@ -26,7 +26,7 @@ from batchgen.util.text.row_json import json_text, plain_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ExportRequest:
     """What a user asks for; texts are expressions over the columns of a row, but for `messages`."""
 
     to: str
@@ -86,7 +86,7 @@ class TrainerRows:
         made_of: shard and place of each row that the last row was made of.
     """
 
-    def __init__(self, rows: FinishedRows, asked: Asked) -> None:
+    def __init__(self, rows: FinishedRows, asked: ExportRequest) -> None:
         """Raise ConfigError if an option does not fit the rows."""
         self._rows, self._asked, self.left_out = rows, asked, Counter[str]()
         self.made_of: list[Place] = []
@@ -179,26 +179,28 @@ class TrainerRows:
         for row in self._passed():
             found = self._talks.of(row).columns
             if self._tools:
-                value = value_at(row.variables, self._tools)
+                value = field_value(row.variables, self._tools)
                 is_text = value is None or isinstance(value, str)
                 found["tools"] = value if is_text else json_text(value)
             yield found
 
     def _kto(self) -> Iterator[dict[str, Any]]:
         for row in self._passed():
-            label = value_of(self._of["label"], row)
+            label = expression_value(self._of["label"], row)
             if label is None:
                 self.left_out["without a label"] += 1
                 continue
             talk = self._talks.of(row)
             yield {"prompt": talk.prompt, "completion": talk.answer, "label": bool(label)}
 
-    def _members(self, content: Callable[[FoundRow], dict[str, Any]]) -> Iterator[list[Member]]:
+    def _members(
+        self, content: Callable[[FoundRow], dict[str, Any]]
+    ) -> Iterator[list[GroupMember]]:
         """The rows of each input row, or with `across` those that go back to one row."""
         members = (
-            Member(
+            GroupMember(
                 self._key(row),
-                number(self._of["by"], row),
+                number_value(self._of["by"], row),
                 {**content(row), _PLACE: (row.shard, row.place)},
             )
             for row in self._passed()
@@ -251,7 +253,7 @@ class TrainerRows:
 
     def _grpo(self) -> Iterator[dict[str, Any]]:
         def content(row: FoundRow) -> dict[str, Any]:
-            answer = value_of(self._of["answer"], row)
+            answer = expression_value(self._of["answer"], row)
             return {
                 "prompt": self._talks.of(row).prompt,
                 "answer": None if answer is None else plain_text(answer),
@@ -269,14 +271,19 @@ class TrainerRows:
 
     def _prm(self) -> Iterator[dict[str, Any]]:
         for row in self._passed():
-            steps, labels = value_of(self._of["steps"], row), value_of(self._of["labels"], row)
+            steps, labels = (
+                expression_value(self._of["steps"], row),
+                expression_value(self._of["labels"], row),
+            )
             for name, value in (("steps", steps), ("labels", labels)):
                 if not isinstance(value, list):
-                    raise ConfigError(f"{row_name(row)}: --{name} must be a list: {value!r:.80}")
+                    raise ConfigError(
+                        f"{set_row_name(row)}: --{name} must be a list: {value!r:.80}"
+                    )
             if len(steps) != len(labels):
                 raise ConfigError(
-                    f"{row_name(row)} has {len(steps)} steps and {len(labels)} labels: each step "
-                    "needs one"
+                    f"{set_row_name(row)} has {len(steps)} steps and {len(labels)} labels: each "
+                    "step needs one"
                 )
             if not steps or None in labels:
                 self.left_out["without steps, or without a label for one"] += 1
@@ -301,7 +308,7 @@ _PLACE = "place"
 Place = tuple[int, int]
 
 
-def _places(members: Sequence[Member]) -> list[Place]:
+def _places(members: Sequence[GroupMember]) -> list[Place]:
     places = [one.content[_PLACE] for one in members]
     return [(shard, place) for shard, place in places]
 
@@ -316,7 +323,7 @@ def _as_text(talk: Exchange, row: FoundRow) -> str:
         return talk.prompt
     if len(talk.prompt) != 1:
         raise ConfigError(
-            f"{row_name(row)}: --to prm needs a prompt of one message, and this one has "
+            f"{set_row_name(row)}: --to prm needs a prompt of one message, and this one has "
             f"{len(talk.prompt)}: give one with --messages"
         )
     return str(talk.prompt[0]["content"])

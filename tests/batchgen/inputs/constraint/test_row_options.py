@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from batchgen.config.compose.compose_config import compose
 from batchgen.engine.interface.outputs import RequestError
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.constraint.row_params import RowParams
 from batchgen.inputs.dataset.source import Row
 from batchgen.util.errors import ConfigError
@@ -22,7 +22,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
-def of_row(cell: Any, *arguments: str, feature: Any = None) -> SamplingParams:
+def of_row(cell: Any, *arguments: str, feature: Any = None) -> RequestParams:
     config = compose(
         {},
         ["model.path=m", "dataset.path=d", "sampling.column=body", "sampling.seed=5", *arguments],
@@ -130,7 +130,7 @@ def test_what_the_prompt_reads_is_no_option() -> None:
 def test_what_a_strategy_cannot_do_is_an_error_of_the_row() -> None:
     config = compose({}, ["model.path=m", "dataset.path=d", "sampling.column=o"])
 
-    def check(params: SamplingParams) -> None:
+    def check(params: RequestParams) -> None:
         if params.has_penalties:
             raise ValueError("penalties are not for this strategy")
 
@@ -163,4 +163,4 @@ def test_any_options_are_parameters_or_a_row_error(options: dict[str, Any]) -> N
     except RequestError as refused:
         assert refused.type in ("bad_option", "bad_constraint")
     else:
-        assert isinstance(made, SamplingParams)
+        assert isinstance(made, RequestParams)

@@ -13,7 +13,7 @@ import pytest
 from batchgen.pipelines.run import make_sets
 from batchgen.storage.folder.export_record import ExportRecord, MadeExport, content_digest
 from batchgen.storage.folder.step_folders import find_record
-from batchgen.storage.stores.whole_file import publish
+from batchgen.storage.stores.whole_file import publish_file
 from batchgen.util.errors import JobError
 from tests.support.jobs.forked import Forked
 from tests.support.jobs.pipeline_job import folders, run, values, written
@@ -140,11 +140,11 @@ def test_a_kill_between_record_and_file_ends_well(
     def killed(new: Path, path: Path) -> None:
         calls.append(path)
         if len(calls) <= after or is_renamed:
-            publish(new, path)
+            publish_file(new, path)
         if len(calls) > after:
             raise SystemExit(137)
 
-    monkeypatch.setattr(make_sets, "publish", killed)
+    monkeypatch.setattr(make_sets, "publish_file", killed)
     with pytest.raises(SystemExit):
         again(made, copy, "judge.sampling.seed=4", "draft.sampling.seed=4")
     monkeypatch.undo()
