@@ -16,7 +16,7 @@ from batchgen.engine.interface.trajectory import GivenAnswer, Trajectory, answer
 from batchgen.engine.layers.lora import LoRAState
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import IncrementalDecoder, StopRule, decode
-from batchgen.engine.sampling.sampler import of_answer, requested_columns
+from batchgen.engine.sampling.sampler import ENTROPY, of_answer, requested_columns
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.engine.vision.image import Image
@@ -59,7 +59,7 @@ def check_params(
     if the parameters cannot be honoured; the message names the option. If an answer is scored,
     `replays` says whether it is a trajectory."""
     strategy.check(params, replays=replays)
-    known = [column.name for column in (*strategy.columns, *context_columns)]
+    known = [column.name for column in (ENTROPY, *strategy.columns, *context_columns)]
     if missing := [name for name in params.columns if name not in known]:
         raise ValueError(
             f"strategy {strategy.name} has no column {missing[0]!r}; it has {known or 'none'}"

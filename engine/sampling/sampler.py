@@ -32,6 +32,9 @@ TOP_LOGPROBS = OutputColumn("top_logprobs", np.dtype(np.float32), (0,))
 TOP_LOGPROB_IDS = OutputColumn("top_logprob_ids", np.dtype(np.int32), (0,))
 """The ids of those K tokens."""
 
+ENTROPY = OutputColumn("entropy", np.dtype(np.float32))
+"""The entropy of the distribution of each generated token, in nats."""
+
 _ANSWER = "answer_"
 """What the names of columns of answer scope begin with."""
 ANSWER_TOP_LOGPROBS = _ANSWER + TOP_LOGPROBS.name
@@ -62,6 +65,7 @@ def requested_columns(params: RequestParams) -> tuple[OutputColumn, ...]:
         tail = (params.top_logprobs,)
         columns.append(replace(TOP_LOGPROBS, tail_shape=tail))
         columns.append(replace(TOP_LOGPROB_IDS, tail_shape=tail))
+    columns += [ENTROPY] if ENTROPY.name in params.columns else []
     if params.scores_answer:
         columns = [replace(c, name=_ANSWER + c.name, scope="answer") for c in columns]
         columns += [ANSWER_REST_PROBS] if params.top_logprobs else []
@@ -72,7 +76,7 @@ def of_answer(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[
     """The sampler's columns of generated tokens under the names that those of a given answer have,
     and all others as they are, with the probability of the rest if top log-probabilities are
     there."""
-    own = {LOGPROBS.name, TOP_LOGPROBS.name, TOP_LOGPROB_IDS.name}
+    own = {LOGPROBS.name, TOP_LOGPROBS.name, TOP_LOGPROB_IDS.name, ENTROPY.name}
     out = {_ANSWER + name if name in own else name: v for name, v in columns.items()}
     if ANSWER_TOP_LOGPROBS in out:
         out[ANSWER_REST_PROBS.name] = rest_probs(out[ANSWER_TOP_LOGPROBS])
@@ -216,6 +220,8 @@ def describe(
     if sampling.max_top_logprobs:
         ids, values = kernels.top_logprobs(source, sampling.max_top_logprobs)
         columns |= {TOP_LOGPROB_IDS.name: ids, TOP_LOGPROBS.name: values}
+    if sampling.any_entropy:
+        columns[ENTROPY.name] = kernels.entropy_of(source)
     return columns
 
 
@@ -338,6 +344,12 @@ def _draw_fused(
             sampling.max_top_logprobs,
         )
         columns |= {TOP_LOGPROB_IDS.name: ids, TOP_LOGPROBS.name: values}
+    if sampling.any_entropy:
+        source = logits
+        if sampling.any_processed_logprobs:
+            processed = _scale_and_filter(left, logits, sampling)
+            source = torch.where(sampling.processed_logprobs.unsqueeze(1), processed, logits)
+        columns[ENTROPY.name] = kernels.entropy_of(source)
     conflict = _conflict(empty, drawn.failed)
     return Drawn(drawn.token_ids, drawn.failed, columns, drawn.confidence, conflict)
 

@@ -26,6 +26,7 @@ from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox, philo
 _INF = float("inf")
 _LARGEST = torch.finfo(torch.float32).max
 _WORDS_IN_CACHE = 2**18
+_ENTROPY_ROWS = 64
 """Random words computed at a time on a CPU: so few that Philox's state stays in the L2 caches of
 two cores."""
 
@@ -222,6 +223,21 @@ def logprobs_of(logits: Tensor, token_ids: Tensor) -> Tensor:
 def probability_of(logits: Tensor, token_ids: Tensor) -> Tensor:
     """Return softmax(logits) at token_ids [R]: [R] float32, never above 1."""
     return logits.float().softmax(-1).gather(1, token_ids.unsqueeze(1)).squeeze(1)
+
+
+def entropy_of(logits: Tensor) -> Tensor:
+    """Return the entropy of softmax(logits) in nats: [R] float32.
+
+    Rows are worked off some at a time, for their memory, and never one alone: a single sum would be
+    divided among threads, and have other bits.
+    """
+    parts = []
+    for part in logits.split(_ENTROPY_ROWS):
+        some = part.expand(2, -1) if len(part) == 1 else part
+        logprobs = some.float().log_softmax(-1)
+        terms = some.float().softmax(-1).mul_(logprobs).masked_fill_(logprobs == -_INF, 0)
+        parts.append(-terms.sum(-1, dtype=torch.float64)[: len(part)])
+    return torch.cat(parts).float() if parts else logits.new_empty(0, dtype=torch.float32)
 
 
 def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from batchgen.config.groups.prompt_config import (
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.engine.interface.trajectory import GivenAnswer, Trajectory
 from batchgen.inputs.dataset.dataset_columns import named_path, value_at
-from batchgen.inputs.prompts.messages import short
+from batchgen.inputs.prompts.messages import short_value
 from batchgen.inputs.prompts.prompt_tokens import TextTokens
 from batchgen.inputs.prompts.row_prompts import TokensPrompt
 from batchgen.util.errors import ConfigError
@@ -148,7 +148,7 @@ class _Steps:
         if not isinstance(values, list) or any(type(one) is not int for one in values):
             raise RequestError(
                 "bad_step_map",
-                f"column {self.column!r} must hold a list of integers, got {short(values)}",
+                f"column {self.column!r} must hold a list of integers, got {short_value(values)}",
             )
         return values
 

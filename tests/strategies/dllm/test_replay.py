@@ -26,13 +26,15 @@ from tests.support.engine import scored_rows
 from tests.support.engine.engine_rows import Request, expect_short_rows
 
 TinyModel = Callable[..., Path]
+Asked = tuple[list[int], RequestParams, Trajectory | None]
 COLUMNS = ("step_map", "tail_token_ids", "tail_step_map")
 LENGTHS = (4, 5, 8)
 
 
 def generated(seed: int, count: int) -> list[Request]:
     """Rows of all options, which keep what a cut removes."""
-    return [(prompt, replace(params, columns=COLUMNS)) for prompt, params in requests(seed, count)]
+    columns = (*COLUMNS, "entropy")
+    return [(prompt, replace(params, columns=columns)) for prompt, params in requests(seed, count)]
 
 
 def trajectory(output: RequestOutput) -> Trajectory:
@@ -41,12 +43,12 @@ def trajectory(output: RequestOutput) -> Trajectory:
 
 
 def as_replay(params: RequestParams) -> RequestParams:
-    return replace(params, max_new_tokens=0, min_new_tokens=0, columns=(), constraint=None)
+    return replace(
+        params, max_new_tokens=0, min_new_tokens=0, columns=("entropy",), constraint=None
+    )
 
 
-def run_all(
-    engine: LLMEngine, rows: Sequence[tuple[list[int], RequestParams, Trajectory | None]]
-) -> list[RequestOutput]:
+def run_all(engine: LLMEngine, rows: Sequence[Asked]) -> list[RequestOutput]:
     for i, (prompt, params, answer) in enumerate(rows):
         engine.add_request(i, prompt, params, answer)
     outputs: dict[int, RequestOutput] = {}
@@ -76,7 +78,7 @@ def test_bits(tiny_model: TinyModel, data: st.DataObject) -> None:
     rule, length = data.draw(st.sampled_from(RULES)), data.draw(st.sampled_from(LENGTHS))
     asked = generated(data.draw(st.integers(0, 99)), 6)
     made = run_all(make_engine(tiny_model, length, rule), [(*row, None) for row in asked])
-    rows = [
+    rows: list[Asked] = [
         (prompt, as_replay(params), trajectory(output))
         for (prompt, params), output in zip(asked, made, strict=True)
     ]
@@ -120,7 +122,7 @@ def test_constrained_rows(kind: str, tiny_model: TinyModel) -> None:
     """Raw log-probabilities know of no constraint, whatever it has forced or excluded. A row that
     ended in a conflict has positions that were never unmasked."""
     rule, experts = RULES[4], (ROUTED_EXPERTS,) if kind == "sdar_moe" else ()
-    columns = (*COLUMNS, *experts)
+    columns = (*COLUMNS, "entropy", *experts)
     asked = [
         (prompt, replace(params, columns=columns, logprobs_mode="raw"))
         for prompt, params in test_dllm_guided.requests(3, 10)
@@ -130,8 +132,8 @@ def test_constrained_rows(kind: str, tiny_model: TinyModel) -> None:
     )
     made = run_all(make(), [(*row, None) for row in asked])
     assert {"stop", "constraint_conflict"} <= {output.finish_reason for output in made}
-    rows = [
-        (prompt, replace(as_replay(params), columns=experts), trajectory(output))
+    rows: list[Asked] = [
+        (prompt, replace(as_replay(params), columns=("entropy", *experts)), trajectory(output))
         for (prompt, params), output in zip(asked, made, strict=True)
         if output.token_ids
     ]
