@@ -58,6 +58,12 @@ def check_params(
     """Check that the engine can honour sampling parameters, without any weights. Raises ValueError
     if the parameters cannot be honoured; the message names the option. If an answer is scored,
     `replays` says whether it is a trajectory."""
+    own = strategy.decoding
+    if params.decoding is not None and not (own and isinstance(params.decoding, own)):
+        raise ValueError(
+            f"decoding is a {type(params.decoding).__name__}, and strategy {strategy.name} "
+            f"takes {'none' if own is None else f'a {own.__name__}'} for a row: leave it None"
+        )
     strategy.check(params, replays=replays)
     known = [column.name for column in (ENTROPY, *strategy.columns, *context_columns)]
     if missing := [name for name in params.columns if name not in known]:
@@ -181,7 +187,7 @@ class Requests:
         known = answer or []
         if trajectory is not None:
             # The row yields its tokens step by step, and `output` makes an answer of them.
-            self._check_trajectory(trajectory, len(prompt))
+            self._check_trajectory(trajectory, len(prompt), params)
             params = replace(params, max_new_tokens=len(trajectory))
             rule, known = StopRule({}, (), 0, len(trajectory)), []
         columns = output_columns(params, self._strategy, self._context_columns)
@@ -194,12 +200,14 @@ class Requests:
             seq.go_on_from(begun)
         return seq
 
-    def _check_trajectory(self, trajectory: Trajectory, num_prompt_tokens: int) -> None:
+    def _check_trajectory(
+        self, trajectory: Trajectory, num_prompt_tokens: int, params: RequestParams
+    ) -> None:
         """Raise RequestError if no row can have had this trajectory."""
         bad = [i for i in trajectory.all_token_ids if not 0 <= i < self._vocab_size]
         if bad:
             raise RequestError("bad_token_ids", _not_in_vocabulary("tail", bad, self._vocab_size))
-        self._strategy.is_exact(trajectory, num_prompt_tokens)
+        self._strategy.is_exact(trajectory, num_prompt_tokens, params)
 
     def _can_go_on(self, seq: Sequence, begun: Begun) -> bool:
         """Whether a new row can have these tokens and go on behind them, with all its columns. Its
@@ -297,7 +305,8 @@ class Requests:
     def _replayed(self, seq: Sequence) -> RequestOutput:
         """Make the finished request of a row that has replayed a trajectory."""
         assert seq.trajectory is not None and seq.finish_reason in ("length", "error")
-        of_same = seq.trajectory.same_distribution
+        num_prompt = seq.num_prompt_tokens
+        is_exact = self._strategy.is_exact(seq.trajectory, num_prompt, seq.params)
         return RequestOutput(
             request_id=seq.request_id,
             prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
@@ -310,7 +319,7 @@ class Requests:
             num_cached_tokens=seq.num_cached_tokens,
             num_preemptions=seq.num_preemptions,
             answer_token_ids=list(seq.trajectory.token_ids),
-            replay_exact=of_same and self._strategy.is_exact(seq.trajectory, seq.num_prompt_tokens),
+            replay_exact=is_exact and seq.trajectory.same_distribution,
         )
 
     def _check_prompt(

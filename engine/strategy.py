@@ -93,11 +93,14 @@ class Strategy(Pacing, ABC):
         name: the paradigm's name in the configuration.
         columns: the columns of output scope that it can produce besides the sampler's.
         counts: what it counts for each row.
+        decoding: the class of options that a row may have of its own
+            (`RequestParams.decoding`); None if there are none.
     """
 
     name: str
     columns: tuple[OutputColumn, ...] = ()
     counts: tuple[RowCount, ...] = ()
+    decoding: type | None = None
 
     # Each step
 
@@ -209,7 +212,9 @@ class Strategy(Pacing, ABC):
                 f"{self.name} reads it from left to right: leave prompt.answer_step_map_column out"
             )
 
-    def is_exact(self, trajectory: Trajectory, num_prompt_tokens: int) -> bool:
+    def is_exact(
+        self, trajectory: Trajectory, num_prompt_tokens: int, params: RequestParams
+    ) -> bool:
         """Return whether the replay of a trajectory behind so many tokens reads in every step what
         was read when the tokens were drawn. Only called if `check` allows replays.
 

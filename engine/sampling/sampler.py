@@ -19,7 +19,12 @@ from batchgen.engine.interface.outputs import OutputColumn, StepOutput
 from batchgen.engine.sampling.logits import Logits
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling.sampling_params import RequestParams
-from batchgen.kernels.sampling import filter_triton, sampling_triton, top_logprobs_triton
+from batchgen.kernels.sampling import (
+    entropy_triton,
+    filter_triton,
+    sampling_triton,
+    top_logprobs_triton,
+)
 from batchgen.kernels.sampling import sampling as kernels
 from batchgen.kernels.sampling.sampling_triton import Share
 from batchgen.kernels.sampling.token_mask import TokenMask, apply_token_mask
@@ -56,6 +61,8 @@ class Drawn(NamedTuple):
     # [R] float32: the token's probability as drawn, greedy rows before filters
     confidence: Tensor | None
     conflict: Tensor | None = None  # [R] bool; None without a mask
+    # [R] float32, in nats: of the distribution that the token was drawn from, if asked for
+    entropy: Tensor | None = None
 
 
 def requested_columns(params: RequestParams) -> tuple[OutputColumn, ...]:
@@ -176,15 +183,17 @@ def draw_tokens(
     draws: Tensor | None = None,
     *,
     confidence: bool = False,
+    entropy: bool = False,
     mask: TokenMask | None = None,
 ) -> Drawn:
     """Draw a token for each row of logits, for strategies that decide which become output.
 
     `draws` [R] counts earlier draws of a position, whose random numbers differ; None means 0.
-    `confidence` asks for `Drawn.confidence`.
+    `confidence` and `entropy` ask for these of `Drawn`.
     """
     if logits.is_cuda:
-        return draw_fused(logits, sampling, positions, draws, confidence=confidence, mask=mask)
+        asked = {"confidence": confidence, "entropy": entropy}
+        return draw_fused(logits, sampling, positions, draws, **asked, mask=mask)
     left, empty = _exclude(logits, sampling, positions, mask)
     processed = _scale_and_filter(left, logits, sampling)
     if sampling.all_greedy:
@@ -196,7 +205,8 @@ def draw_tokens(
     failed = ~logits.amax(-1).isfinite()  # the maximum of a row with a NaN is NaN
     columns = describe(logits, processed, sampling, token_ids)
     probabilities = kernels.probability_of(processed, token_ids) if confidence else None
-    return Drawn(token_ids, failed, columns, probabilities, _conflict(empty, failed))
+    entropies = kernels.entropy_of(processed) if entropy else None
+    return Drawn(token_ids, failed, columns, probabilities, _conflict(empty, failed), entropies)
 
 
 def _conflict(empty: Tensor | None, failed: Tensor) -> Tensor | None:
@@ -287,6 +297,7 @@ def draw_fused(
     draws: Tensor | None = None,
     *,
     confidence: bool = False,
+    entropy: bool = False,
     mask: TokenMask | None = None,
 ) -> Drawn:
     """`draw_tokens` with the fused Triton kernels, on any device.
@@ -295,7 +306,7 @@ def draw_fused(
     ban or a mask copy them. The host never waits. Tokens differ from `draw_tokens`'s only if two
     scores are so close that rounding decides.
     """
-    return _draw_fused(logits, sampling, positions, draws, confidence, mask)
+    return _draw_fused(logits, sampling, positions, draws, confidence, mask, entropy=entropy)
 
 
 def _draw_fused(
@@ -306,6 +317,7 @@ def _draw_fused(
     confidence: bool = False,
     mask: TokenMask | None = None,
     *,
+    entropy: bool = False,
     given: Tensor | None = None,
     share: Share | None = None,
 ) -> Drawn:
@@ -344,14 +356,17 @@ def _draw_fused(
             sampling.max_top_logprobs,
         )
         columns |= {TOP_LOGPROB_IDS.name: ids, TOP_LOGPROBS.name: values}
+    conflict = _conflict(empty, drawn.failed)
+    entropies = None
+    if entropy:
+        entropies = entropy_triton.entropy_of_triton(left, sampling.temperature, threshold)
     if sampling.any_entropy:
         source = logits
-        if sampling.any_processed_logprobs:
+        if sampling.any_processed_logprobs:  # this may overwrite `left`
             processed = _scale_and_filter(left, logits, sampling)
             source = torch.where(sampling.processed_logprobs.unsqueeze(1), processed, logits)
         columns[ENTROPY.name] = kernels.entropy_of(source)
-    conflict = _conflict(empty, drawn.failed)
-    return Drawn(drawn.token_ids, drawn.failed, columns, drawn.confidence, conflict)
+    return Drawn(drawn.token_ids, drawn.failed, columns, drawn.confidence, conflict, entropies)
 
 
 def _step_output(drawn: Drawn) -> StepOutput:

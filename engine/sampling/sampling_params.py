@@ -46,6 +46,7 @@ class RequestParams(SharedSampling):
     columns: tuple[str, ...] = ()  # output columns of the strategy or of layers
     lora: str | None = None  # the name of the row's adapter; None: the default one, or none
     constraint: Constraint | None = None  # the form of the output; ends the row when complete
+    decoding: object | None = None  # of the strategy, for this row; None: the strategy's own
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

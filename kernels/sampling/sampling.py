@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.sampling import (
+    entropy_triton,
     filter_triton,
     penalties_triton,
     sampling_triton,
@@ -26,9 +27,10 @@ from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox, philo
 _INF = float("inf")
 _LARGEST = torch.finfo(torch.float32).max
 _WORDS_IN_CACHE = 2**18
-_ENTROPY_ROWS = 64
 """Random words computed at a time on a CPU: so few that Philox's state stays in the L2 caches of
 two cores."""
+_ROWS_IN_CACHE = 16
+"""Rows whose entropies are added up at a time on a CPU."""
 
 
 def sample(
@@ -226,18 +228,15 @@ def probability_of(logits: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def entropy_of(logits: Tensor) -> Tensor:
-    """Return the entropy of softmax(logits) in nats: [R] float32.
-
-    Rows are worked off some at a time, for their memory, and never one alone: a single sum would be
-    divided among threads, and have other bits.
-    """
-    parts = []
-    for part in logits.split(_ENTROPY_ROWS):
-        some = part.expand(2, -1) if len(part) == 1 else part
-        logprobs = some.float().log_softmax(-1)
-        terms = some.float().softmax(-1).mul_(logprobs).masked_fill_(logprobs == -_INF, 0)
-        parts.append(-terms.sum(-1, dtype=torch.float64)[: len(part)])
-    return torch.cat(parts).float() if parts else logits.new_empty(0, dtype=torch.float32)
+    """Return the entropy of softmax(logits) in nats, [R] float32; of a row without a token NaN."""
+    if logits.is_cuda:
+        return entropy_triton.entropy_of_triton(logits, torch.ones_like(logits[:, 0]), None)
+    out = torch.empty(len(logits), dtype=torch.float32)
+    for start in range(0, len(logits), _ROWS_IN_CACHE):  # the sums are as large as the logits
+        rows = slice(start, start + _ROWS_IN_CACHE)
+        parts = torch.special.entr(logits[rows].float().softmax(-1))
+        out[rows] = parts.cumsum(-1, dtype=torch.float64)[:, -1].float()
+    return out
 
 
 def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

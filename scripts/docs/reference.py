@@ -4,9 +4,10 @@
     python scripts/docs/reference.py --check    # ends with 1 if one is not as it would be written
 
 docs/reference/config.md comes from the comments of conf/, docs/reference/commands.md from the help
-texts, docs/reference/models.md from the registry of models, docs/reference/extractions.md from the
-texts of extractions.yaml, docs/reference/job.schema.json from the keys and their
-types, and a table of the overview from the sources.
+texts, docs/reference/models.md from the registry of models, docs/reference/exams.md from exams.yaml
+and conf/experiment/, docs/reference/extractions.md from the texts of extractions.yaml,
+docs/reference/job.schema.json from the keys and their types, and a table of the overview from the
+sources.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 
+from exams import exams_page
 from extractions import extractions_page
 from job_schema import schema_text
 
@@ -219,6 +221,7 @@ def pages() -> dict[Path, str]:
     return {
         ROOT / "docs/reference/config.md": f"{WRITTEN_BY}\n\n{config_page()}",
         ROOT / "docs/reference/commands.md": f"{WRITTEN_BY}\n\n{commands_page()}",
+        ROOT / "docs/reference/exams.md": f"{WRITTEN_BY}\n\n{exams_page()}",
         ROOT / "docs/reference/extractions.md": f"{WRITTEN_BY}\n\n{extractions_page()}",
         ROOT / "docs/reference/job.schema.json": schema_text(),
         ROOT / "docs/reference/models.md": f"{WRITTEN_BY}\n\n{models_page()}",

@@ -7,80 +7,59 @@ which names the blocks of the paged cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.device.batched import Batched, row
 from batchgen.engine.device.transfer import Download, upload
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.interface.outputs import OutputColumn, StepOutput
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
+from batchgen.strategies.dllm.block_rows import BlockRows, KnownBlocks, Writes
 from batchgen.strategies.dllm.replay import Replays
+from batchgen.strategies.dllm.rules.rule import Rule
+from batchgen.strategies.dllm.unmasking import RuleRows
 
 STEP_MAP = OutputColumn("step_map", np.dtype(np.int32))
-"""Which of the row's denoise steps unmasked the token, counted from 1."""
-
-
-@dataclass(frozen=True)
-class BlockRows(Batched):
-    """The block of L positions that each of B rows works on. Which positions are masked is kept
-    apart from the tokens, because a prompt may contain the mask token itself."""
-
-    starts: Tensor = row()  # [B] int64, the position of the block's first token, a multiple of L
-    first_starts: Tensor = row()  # [B] int64, the same for the row's first block
-    last_starts: Tensor = row()  # [B] int64, the same for the last block that the row can have
-    token_ids: Tensor = row()  # [B, L] int64, the tokens; undefined where masked
-    masked: Tensor = row()  # [B, L] bool, the positions whose tokens are not known yet
-    given: Tensor = row()  # [B] int64, how many tokens of the prompt the block begins with
-    denoised: Tensor = row()  # [B] int64, how many denoise steps the block has had
-    steps: Tensor = row()  # [B] int32, how many steps of the row so far unmasked a position
-
-
-@dataclass(frozen=True)
-class KnownBlocks:
-    """The blocks of B rows, of which some are complete."""
-
-    rows: Tensor  # [B] bool, the rows whose block is to be yielded now
-    starts: Tensor  # [B] int64, the positions of the blocks' first tokens
-    token_ids: Tensor  # [B, L] int64, the tokens of the blocks
-    given: Tensor  # [B] int64, how many tokens of the prompt a block begins with
-    denoised: Tensor  # [B] int64, how many denoise steps a block has had
-    # Name of an output column → [B, L, *tail], the values of the unmasked positions.
-    columns: Mapping[str, Tensor]
+"""Which of the row's denoise steps wrote the token, counted from 1."""
 
 
 class DLLMStepInputs(StepInputs):
     """The block of each row, which its next forward reads.
 
-    While a position of the block is masked, the forward is a denoise step. When none is, it is a
-    commit forward, which writes the final KV of the block, and then the next block begins. `fuse`
-    joins a commit forward with the first denoise step of the row's next block.
+    While the block is not complete, the forward is a denoise step. When it is, it is a commit
+    forward, which writes the final KV of the block, and then the next block begins. `fuse` joins a
+    commit forward with the first denoise step of the row's next block. A denoise step that edits
+    nothing in a block without a mask is a commit forward as well.
 
     Attributes:
         mask_token_id: as given.
+        rules: the unmasking rule of each row.
         columns: name of an output column → [B, L, *tail], the values of the positions that are
-            unmasked; each was written when its position was.
+            unmasked; each was written when its position was, the last time.
     """
 
-    def __init__(self, block_length: int, mask_token_id: int) -> None:
+    def __init__(self, block_length: int, mask_token_id: int, rule: Rule) -> None:
         super().__init__()
         self.columns: dict[str, Tensor] = {}
         self._replays: Replays | None = None
+        self._rule = rule
+        self._rules: RuleRows | None = None
         self._length = block_length
         self.mask_token_id = mask_token_id
         self._blocks: BlockRows | None = None
-        # These four are of the current step: the blocks that commit in it, the blocks after it, the
-        # complete blocks that commit beside it, and what is masked, on its way to the host.
+        # These five are of the current step: the blocks that commit in it, the blocks after it, the
+        # complete blocks that commit beside it, which rows' blocks are final after it, and what is
+        # masked, on its way to the host.
         self._final: KnownBlocks | None = None
         self._after: BlockRows | None = None
         self._commits: ModelInputs | None = None
+        self._committed: Tensor | None = None
         self._sent: Download | None = None
         self._repeated: SamplingInputs | None = None
 
@@ -89,6 +68,12 @@ class DLLMStepInputs(StepInputs):
         """The block that each row works on."""
         assert self._blocks is not None, "no row has joined yet"
         return self._blocks
+
+    @property
+    def rules(self) -> RuleRows:
+        """The unmasking rule of each row."""
+        assert self._rules is not None, "no row has joined yet"
+        return self._rules
 
     @property
     def positions(self) -> Tensor:
@@ -124,8 +109,8 @@ class DLLMStepInputs(StepInputs):
 
     @property
     def complete(self) -> Tensor:
-        """[B] bool, rows in whose block nothing is masked, so that it only lacks its final KV."""
-        return ~self.blocks.masked.any(1)
+        """[B] bool, rows whose block only lacks its final KV."""
+        return self.blocks.complete
 
     def replayed(self) -> tuple[Replays, Tensor, Tensor] | None:
         """The trajectories of the rows, and of the positions of the current blocks the token ids
@@ -187,6 +172,15 @@ class DLLMStepInputs(StepInputs):
         )
         self._blocks = self._opened(blocks, fused)
 
+    @property
+    def editable(self) -> Tensor:
+        """[B, L] bool, the positions whose tokens a rule may replace: those that the row's blocks
+        have unmasked so far."""
+        blocks = self.blocks
+        places = torch.arange(self._length, device=blocks.given.device)
+        own = (places >= blocks.given.unsqueeze(1)) & ~blocks.complete.unsqueeze(1)
+        return own & ~blocks.masked
+
     def _opened(self, blocks: BlockRows, rows: Tensor) -> BlockRows:
         """The blocks after the rows in `rows` [B] bool have begun their next one, in which all
         positions are masked. A row stays in the last block that it can have, and that block stays
@@ -198,6 +192,8 @@ class DLLMStepInputs(StepInputs):
             masked=blocks.masked | rows.unsqueeze(1),
             given=blocks.given.masked_fill(rows, 0),
             denoised=blocks.denoised.masked_fill(rows, 0),
+            complete=blocks.complete & ~rows,
+            edit_steps=blocks.edit_steps.masked_fill(rows, 0),
         )
 
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
@@ -223,6 +219,14 @@ class DLLMStepInputs(StepInputs):
             given=there[2],
             denoised=torch.zeros_like(there[0]),
             steps=there[3].int(),
+            complete=torch.zeros_like(there[0], dtype=torch.bool),
+            edit_steps=torch.zeros_like(there[0]),
+        )
+        own = [seq.params.decoding for seq in rows.seqs]
+        rules = [each if isinstance(each, Rule) else self._rule for each in own]
+        new_rules = RuleRows.build(rules, device)
+        self._rules = (
+            new_rules if self._rules is None else RuleRows.concat([self._rules, new_rules])
         )
         if self._replays is not None or any(seq.trajectory is not None for seq in rows.seqs):
             old = 0 if self._blocks is None else len(self._blocks.starts)
@@ -241,6 +245,7 @@ class DLLMStepInputs(StepInputs):
         if self._replays is not None:
             replays = self._replays.index_select(keep)
             self._replays = replays if replays.replaying.any() else None
+        self._rules = self.rules.index_select(keep) if len(keep) else None
         self._repeated = None
         if self.columns and len(keep):
             index = upload(keep, torch.int64, self.blocks.starts.device)
@@ -248,35 +253,40 @@ class DLLMStepInputs(StepInputs):
         elif self.columns:
             self.columns = {}
 
-    def unmask(
-        self, transfer: Tensor, token_ids: Tensor, columns: dict[str, Tensor]
+    def write(
+        self, writes: Writes, columns: dict[str, Tensor], *, last_commits: bool
     ) -> KnownBlocks:
-        """Unmask positions of the blocks, as a denoise step decided. `step_decode` goes on from the
+        """Write tokens into the blocks, as a denoise step decided. `step_decode` goes on from the
         result. Returns the blocks after this step, with the rows whose block it completed.
 
         Args:
-            transfer: [B, L] bool, the masked positions to unmask.
-            token_ids: [B, L] int64, the drawn tokens.
             columns: name of an output column → [B, L, *tail], the values of the drawn tokens.
+            last_commits: let a step that completes a block and writes nothing be its commit
+                forward, too: it has read the final tokens, and so written their keys and values.
         """
-        blocks = self.blocks
+        blocks, positions = self.blocks, writes.positions
         for name, values in columns.items():
             old = self.columns.get(name)
             if old is None or old.shape != values.shape:
                 old = _widened(old, values)
-            chosen = transfer.view(*transfer.shape, *[1] * (values.dim() - 2))
+            chosen = positions.view(*positions.shape, *[1] * (values.dim() - 2))
             self.columns[name] = torch.where(chosen, values, old)
-        some = transfer.any(1)
+        some, masked = positions.any(1), blocks.masked & ~writes.unmasked
+        complete, edit_steps = self._completed(writes, masked)
         after = self._after = replace(
             blocks,
-            token_ids=torch.where(transfer, token_ids, blocks.token_ids),
-            masked=blocks.masked & ~transfer,
+            token_ids=torch.where(positions, writes.token_ids, blocks.token_ids),
+            masked=masked,
             denoised=blocks.denoised + 1,
             steps=blocks.steps + some.int(),
+            complete=complete,
+            edit_steps=edit_steps,
         )
-        completed = some & ~after.masked.any(1)
+        self._committed = blocks.complete
+        if last_commits:
+            self._committed = blocks.complete | (complete & ~some)
         return KnownBlocks(
-            completed,
+            complete & ~blocks.complete,
             after.starts,
             after.token_ids,
             after.given,
@@ -284,12 +294,35 @@ class DLLMStepInputs(StepInputs):
             dict(self.columns),
         )
 
+    @property
+    def lacking_commit(self) -> Tensor:
+        """[B] bool, the rows whose block is complete after this step, but not its KV. `write`
+        must have been called."""
+        assert self._after is not None and self._committed is not None, "write comes first"
+        return self._after.complete & ~self._committed
+
+    def _completed(self, writes: Writes, masked: Tensor) -> tuple[Tensor, Tensor]:
+        """[B] bool, the rows whose block is complete after a step, and [B] int64, how many steps it
+        has then had without a mask. `masked` [B, L] bool are the positions still masked.
+
+        A block is complete when nothing is masked. If the row's rule edits, it goes on until a step
+        that began without a mask edits nothing, or has been the last that may.
+        """
+        blocks = self.blocks
+        known = ~masked.any(1)
+        if writes.edited is None:
+            return known, blocks.edit_steps
+        edit_steps = blocks.edit_steps + (~blocks.masked.any(1)).long()
+        is_last = edit_steps >= self.rules.edit_steps
+        is_settled = (edit_steps > 0) & ~writes.edited.any(1)
+        return blocks.complete | (known & (is_last | is_settled)), edit_steps
+
     def step_decode(self, step: StepOutput) -> None:
-        """Take over what `unmask` wrote. The rows in whose block nothing was masked before this
-        step have had their commit forward, so they begin their next block."""
-        assert self._after is not None, "unmask comes first"
-        self._blocks = self._opened(self._after, self.complete)
-        self._final = self._after = self._commits = self._sent = None
+        """Take over what `write` wrote. The rows whose block has had its commit forward begin their
+        next block."""
+        assert self._after is not None and self._committed is not None, "write comes first"
+        self._blocks = self._opened(self._after, self._committed)
+        self._final = self._after = self._commits = self._sent = self._committed = None
 
 
 def _steps_so_far(seq: Sequence) -> int:

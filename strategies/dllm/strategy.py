@@ -26,13 +26,15 @@ from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.admission import Ints
 from batchgen.engine.strategy import TARGET, ModelRole, Strategy
 from batchgen.kernels.sampling.token_mask import TokenMask
-from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH, Rule
+from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH
 from batchgen.strategies.counts import NUM_FORWARDS, tokens_per_forward
+from batchgen.strategies.dllm.block_rows import KnownBlocks, Writes
 from batchgen.strategies.dllm.commit_room import CommitRoom
 from batchgen.strategies.dllm.guided import denoise
 from batchgen.strategies.dllm.replay import is_exact, next_step
-from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs, KnownBlocks
-from batchgen.strategies.dllm.unmasking import Unmasking
+from batchgen.strategies.dllm.rules.named_rules import named_rule
+from batchgen.strategies.dllm.rules.rule import Rule
+from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs
 
 TAIL_COLUMNS = tuple(
     OutputColumn(TAIL + name, np.dtype(np.int32), scope="tail")
@@ -49,6 +51,10 @@ _DENOISED = "denoised"
 """The name in `StepOutput.observed` of how many denoise steps the block of each row has had."""
 _ALONE = "alone"
 """The name there of which rows' blocks committed in a forward of their own."""
+_LACKING = "lacking"
+"""The name there of which rows' blocks a step completed without making their KV final."""
+_CONFIDENCE = 0.9
+"""The confidence threshold of a configuration that says nothing else."""
 _COMMITS_ALONE = "commits_alone"
 """The name in `stats` of how often that happened."""
 _STEPS_PER_BLOCK = "steps_per_block"
@@ -63,14 +69,10 @@ class DLLMStrategy(Strategy):
     Args:
         block_length: L, the number of positions of a block. None takes what the model's
             configuration says.
-        unmasking: which drawn tokens a step keeps. `low_confidence_dynamic`: all whose confidence
-            is above confidence_threshold, and always the most confident one.
-            `low_confidence_static`: the most confident ones, as many as it takes to finish a block
-            in denoising_steps steps. `sequential`: as many, but the first ones.
-        confidence_threshold: for `low_confidence_dynamic`. The confidence of a token is its
-            probability under the distribution that it was drawn from.
-        denoising_steps: for the other two rules, the number of denoise steps of a block. None takes
-            one for each position.
+        unmasking: which drawn tokens a step keeps; `strategies/dllm/rules` has a file for each
+            rule. A row may have its own in `RequestParams.decoding`.
+        confidence_threshold, min_tokens_per_step, denoising_steps, entropy_bound, edit_threshold,
+            max_edit_steps: the options of rules, by their names there. None is the rule's default.
         fused_commit: whether the commit forward of a block may be joined with the first denoise
             step of the next block, which saves forwards. The tokens are the same.
     """
@@ -78,49 +80,41 @@ class DLLMStrategy(Strategy):
     name = "dllm"
     columns: tuple[OutputColumn, ...] = (STEP_MAP, *TAIL_COLUMNS)
     counts: tuple[RowCount, ...] = (NUM_FORWARDS, NUM_COMMIT_FORWARDS)
+    decoding = Rule
 
     def __init__(
         self,
         block_length: int | None = None,
         unmasking: Literal[
-            "low_confidence_dynamic", "low_confidence_static", "sequential"
+            "low_confidence_dynamic",
+            "low_confidence_static",
+            "sequential",
+            "entropy_bound",
+            "joint_threshold",
         ] = "low_confidence_dynamic",
-        confidence_threshold: float = 0.9,
+        confidence_threshold: float = _CONFIDENCE,
         denoising_steps: int | None = None,
         fused_commit: bool = True,
+        min_tokens_per_step: int | None = None,
+        entropy_bound: float | None = None,
+        edit_threshold: float | None = None,
+        max_edit_steps: int | None = None,
     ) -> None:
-        checks = (
-            (
-                "block_length",
-                block_length is None or 2 <= block_length <= MAX_BLOCK_LENGTH,
-                f"2 to {MAX_BLOCK_LENGTH}",
-                block_length,
-            ),
-            ("unmasking", unmasking in list(Rule), " or ".join(Rule), unmasking),
-            (
-                "confidence_threshold",
-                0 <= confidence_threshold <= 1,
-                "from 0 to 1",
-                confidence_threshold,
-            ),
-            (
-                "denoising_steps",
-                denoising_steps is None or denoising_steps >= 1,
-                "at least 1",
-                denoising_steps,
-            ),
+        if not (block_length is None or 2 <= block_length <= MAX_BLOCK_LENGTH):
+            raise ValueError(f"block_length must be 2 to {MAX_BLOCK_LENGTH}, got {block_length!r}")
+        self._rule = named_rule(
+            unmasking,
+            # The configuration has this number for every rule.
+            confidence_threshold=None
+            if confidence_threshold == _CONFIDENCE
+            else confidence_threshold,
+            denoising_steps=denoising_steps,
+            min_tokens_per_step=min_tokens_per_step,
+            entropy_bound=entropy_bound,
+            edit_threshold=edit_threshold,
+            max_edit_steps=max_edit_steps,
         )
-        for name, ok, allowed, given in checks:
-            if not ok:
-                raise ValueError(f"{name} must be {allowed}, got {given!r}")
-        rule = Rule(unmasking)
-        if rule is Rule.LOW_CONFIDENCE_DYNAMIC and denoising_steps is not None:
-            raise ValueError(
-                "denoising_steps is set, but unmasking low_confidence_dynamic takes as many steps "
-                "as confidence_threshold asks for: leave it null"
-            )
         self._asked_length = block_length
-        self._unmasking = Unmasking(rule, confidence_threshold, denoising_steps)
         self._fused = fused_commit
         self._commit_room: CommitRoom | None = None
         self._steps_per_block: Counter[int] = Counter()
@@ -151,7 +145,7 @@ class DLLMStrategy(Strategy):
             )
         if self._step_inputs is None:
             self._length, self._commit_room = length, CommitRoom(length)
-            self._step_inputs = DLLMStepInputs(length, model.diffusion.mask_token_id)
+            self._step_inputs = DLLMStepInputs(length, model.diffusion.mask_token_id, self._rule)
         return length
 
     @property
@@ -210,9 +204,20 @@ class DLLMStrategy(Strategy):
                 "before those are known: set repetition_penalty to 1, presence_penalty and "
                 "frequency_penalty to 0"
             )
+        rule = params.decoding or self._rule
+        assert isinstance(rule, Rule)
+        if rule.edits and params.constraint is not None:
+            raise ValueError(
+                f"unmasking {rule.name} replaces tokens that others were already drawn behind, and "
+                "a constraint cannot follow that: use strategy.unmasking=low_confidence_dynamic"
+            )
 
-    def is_exact(self, trajectory: Trajectory, num_prompt_tokens: int) -> bool:
-        return is_exact(trajectory, num_prompt_tokens, self._length)
+    def is_exact(
+        self, trajectory: Trajectory, num_prompt_tokens: int, params: RequestParams
+    ) -> bool:
+        rule = params.decoding or self._rule
+        assert isinstance(rule, Rule)
+        return is_exact(trajectory, num_prompt_tokens, self._length) and not rule.edits
 
     def attach(self, runners: Mapping[str, ModelRunner]) -> None:
         self._runner = runners[TARGET]
@@ -243,7 +248,7 @@ class DLLMStrategy(Strategy):
         steps the completed blocks took."""
         yielding = step.num_tokens > 0
         assert self._commit_room is not None
-        self._commit_room.observe(yielding)
+        self._commit_room.observe(step.observed[_LACKING])
         self._steps_per_block.update(step.observed[_DENOISED][yielding & current].tolist())
         self._commits_alone += int((step.observed[_ALONE] & current).sum())
 
@@ -293,7 +298,7 @@ class DLLMStrategy(Strategy):
         guided: Tensor | None = None
         if guide is None:
             drawn = self._draw(output)
-            transfer = self._unmasking.chosen(state.blocks, drawn.confidence)
+            transfer = state.rules.unmasked(blocks.masked, blocks.denoised, drawn)
         else:
             drawn, transfer, guided, conflicts = self._decide_guided(output, guide)
         drawn, transfer = self._replay(output, drawn, transfer)
@@ -301,7 +306,14 @@ class DLLMStrategy(Strategy):
         columns = {name: v.view(-1, length, *v.shape[1:]) for name, v in drawn.columns.items()}
         step_map = (blocks.steps + 1).unsqueeze(1).expand(-1, length).contiguous()
         columns[STEP_MAP.name] = step_map
-        known = state.unmask(transfer, drawn.token_ids.view(-1, length), columns)
+        token_ids, edited = drawn.token_ids.view(-1, length), None
+        if state.rules.any_edits:
+            edited = state.rules.edited(state.editable, blocks.token_ids, drawn)
+        known = state.write(
+            Writes(transfer, edited, token_ids),
+            columns,
+            last_commits=self._fused and not self._yields_final,
+        )
         if self._yields_final:
             rows, known = state.final.rows, state.final
             # A forward has then read all that is known of the block, and every later one reads it.
@@ -322,7 +334,11 @@ class DLLMStrategy(Strategy):
             token_ids=known.token_ids.gather(1, order),
             failed=broken,
             columns={name: _ordered(v, order) for name, v in known.columns.items()},
-            observed={_DENOISED: known.denoised, _ALONE: state.complete},
+            observed={
+                _DENOISED: known.denoised,
+                _ALONE: state.complete,
+                _LACKING: state.lacking_commit,
+            },
             unread_tokens=length,
             conflicts=conflicts,
         )
@@ -366,7 +382,8 @@ class DLLMStrategy(Strategy):
             state.repeated,
             output.positions,
             state.blocks.denoised.repeat_interleave(self._length),
-            confidence=self._unmasking.needs_confidence,
+            confidence=state.rules.any_confidence,
+            entropy=state.rules.any_entropy,
             mask=mask,
         )
 
@@ -399,18 +416,19 @@ class DLLMStrategy(Strategy):
         bool, the positions that are unmasked; and [B] bool each, the rows with constraints and
         those that conflict with them."""
         state, device = self.step_inputs, output.logits.device
+        rules, of_step = state.rules, (state.blocks.masked, state.blocks.denoised)
         drawn, taken = denoise(
             guide,
             state.masked_on_host,
             output.logits,
             lambda mask: self._draw(output, mask),
-            lambda drawn: self._unmasking.permitted(state.blocks, drawn.confidence),
+            lambda drawn: rules.permitted(*of_step, drawn),
         )
         guided = upload(taken.rows, torch.bool, device)
         transfer = torch.where(
             guided.unsqueeze(1),
             upload(taken.places, torch.bool, device),
-            self._unmasking.chosen(state.blocks, drawn.confidence),
+            rules.unmasked(*of_step, drawn),
         )
         return drawn, transfer, guided, upload(taken.conflicts, torch.bool, device)
 

@@ -40,6 +40,12 @@ RULES: list[dict[str, Any]] = [
     {"unmasking": "low_confidence_static"},
     {"unmasking": "low_confidence_dynamic", "confidence_threshold": 0.05},
     {"unmasking": "low_confidence_dynamic", "confidence_threshold": 0.9},
+    {"unmasking": "low_confidence_dynamic", "confidence_threshold": 0.2, "min_tokens_per_step": 2},
+    {"unmasking": "entropy_bound", "entropy_bound": 5.0},
+    {"unmasking": "entropy_bound", "entropy_bound": 0.0, "min_tokens_per_step": 3},
+    {"unmasking": "joint_threshold", "confidence_threshold": 0.05, "edit_threshold": 0.1},
+    {"unmasking": "joint_threshold", "edit_threshold": 0.0, "max_edit_steps": 2},
+    {"unmasking": "joint_threshold", "min_tokens_per_step": 3, "max_edit_steps": 0},
 ]
 RULES_AND_OVERLAP = pytest.mark.parametrize(
     ("rule", "overlap"),

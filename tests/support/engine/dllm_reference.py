@@ -34,8 +34,8 @@ class Options:
     """The numbers of strategy and model.
 
     Attributes:
-        unmasking: `sequential`, `low_confidence_static` or `low_confidence_dynamic`.
-        denoising_steps: of a block, for the first two; block_length if None.
+        unmasking: a name of `strategies/dllm/rules`; the options of the rules are named as there.
+        denoising_steps: of a block, for the rules that have it; block_length if None.
         eos: ids that end a row unless its parameters ignore them.
     """
 
@@ -44,6 +44,10 @@ class Options:
     unmasking: str
     denoising_steps: int | None = None
     confidence_threshold: float = 0.9
+    min_tokens_per_step: int = 1
+    entropy_bound: float = 0.1
+    edit_threshold: float = 0.5
+    max_edit_steps: int = 16
     eos: tuple[int, ...] = ()
     max_model_len: int = 2**40
 
@@ -104,7 +108,8 @@ class Generated:
         step_map: 1 + how many steps of this row had unmasked something before the token's step.
         top_logprobs: of each token up to `params.top_logprobs` pairs of id and log-probability.
         confidences: what the unmasking saw of each token.
-        steps: of each block, also of what was cut off, how many positions each step unmasked.
+        steps: of each block, also of what was cut off, how many positions each step wrote.
+        edits: position, step, old and new token of every replaced token, as they happened.
         ids: the prompt and all blocks, also what was cut off.
     """
 
@@ -114,6 +119,7 @@ class Generated:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     steps: list[list[int]] = field(default_factory=list)
+    edits: list[tuple[int, int, int, int]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     finish_reason: Literal["stop", "length", "constraint_conflict"] = "length"
 
@@ -131,6 +137,7 @@ class Token:
     confidence: float
     logprob: float
     top_logprobs: list[tuple[int, float]]
+    entropy: float = 0.0
 
 
 def generate(
@@ -160,6 +167,11 @@ def generate(
             steps = denoise_guided(forward, ids, known, *of_row, language)
         placed: dict[int, tuple[Token, int]] = {}
         for tokens in steps:
+            out.edits += [
+                (at, earlier + 1, placed[at][0].token_id, token.token_id)
+                for at, token in tokens.items()
+                if at in placed
+            ]
             placed |= {at: (token, earlier + 1) for at, token in tokens.items()}
             earlier += len(tokens) > 0
         out.steps.append([len(tokens) for tokens in steps])
@@ -194,7 +206,7 @@ def denoise(
     params: RequestParams,
     options: Options,
 ) -> list[dict[int, Token]]:
-    """One block: of each step, the tokens that it unmasked, by absolute position.
+    """One block: of each step, the tokens that it wrote, by absolute position.
 
     Args:
         ids: all whole blocks before.
@@ -203,19 +215,29 @@ def denoise(
     start, end = len(ids), len(ids) + options.block_length
     block: dict[int, int] = dict(enumerate(known, start))
     steps: list[dict[int, Token]] = []
-    while len(block) < options.block_length:
+    edits, without_mask = options.unmasking == "joint_threshold", 0
+    given = set(block)
+    while (is_masked := len(block) < options.block_length) or (
+        edits and without_mask < options.max_edit_steps
+    ):
+        without_mask += not is_masked
         inputs = [block.get(at, options.mask_token_id) for at in range(start, end)]
         logits = unmasked(forward([*ids, *inputs])[start:end], options)
         drawn: dict[int, Token] = {}
         for at in range(start, end):
-            if at not in block:
+            if at not in block or (edits and at not in given):
                 banned = stop_ids if at < prompt_len + params.min_new_tokens else set()
                 token = draw(logits[at - start], at, len(steps), banned, params)
                 assert token is not None
                 drawn[at] = token
-        chosen = choose(drawn, len(steps), options)
+        chosen = choose({at: drawn[at] for at in drawn if at not in block}, len(steps), options)
+        limit = float(torch.tensor(options.edit_threshold))
+        chosen += [at for at in drawn if at in block and drawn[at].token_id != block[at]
+                   and drawn[at].confidence > limit]  # fmt: skip
         steps.append({at: drawn[at] for at in chosen})
         block |= {at: drawn[at].token_id for at in chosen}
+        if not is_masked and not chosen:
+            break
     return steps
 
 
@@ -261,7 +283,7 @@ def run_in(
     history: list[int],
     room: int,
     draw_at: Callable[[int, set[int] | None], Token | None],
-    permits: Callable[[int, Token], bool],
+    permits: Callable[[int, Token, float], bool],
     stop_ids: set[int],
 ) -> tuple[list[Token], bool]:
     """What a step takes of a row, and whether it ends in a conflict.
@@ -276,7 +298,7 @@ def run_in(
         draw_at: place and allowed tokens → what is drawn.
     """
     run: list[Token] = []
-    masked = True
+    masked, first = True, 0
     while len(run) < room:
         place = len(run)
         ids = history + [token.token_id for token in run]
@@ -286,12 +308,19 @@ def run_in(
             new = [draw_at(place + i, {token_id}) for i, token_id in enumerate(forced)]
         elif masked:
             new, masked = [draw_at(place, language.allowed(ids, stop_ids))], False
+            first = place
             if new == [None]:
                 return run, True
         else:
             new = [draw_at(place, None)]
+            free = [draw_at(i, None) for i in range(place)]
+            before = sum(
+                each.entropy for each in (*free[:first], run[first], *free[first + 1 :]) if each
+            )
             if not (
-                new[0] and permits(place, new[0]) and language.legal(ids, new[0].token_id, stop_ids)
+                new[0]
+                and permits(place, new[0], before)
+                and language.legal(ids, new[0].token_id, stop_ids)
             ):
                 break
         run += [token for token in new if token is not None]
@@ -310,10 +339,14 @@ def _draw_at(
     return draw(logits[place], first + place, step, banned[place], params, allowed)
 
 
-def permits(options: Options, step: int, place: int, token: Token) -> bool:
-    """Whether a step of a guided row may take a token, so many places behind the first masked."""
+def permits(options: Options, step: int, place: int, token: Token, before: float) -> bool:
+    """Whether a step of a guided row may take a token, so many places behind the first masked, with
+    so much entropy at the places between."""
     if options.unmasking == "low_confidence_dynamic":
-        return token.confidence > float(torch.tensor(options.confidence_threshold))
+        is_sure = token.confidence > float(torch.tensor(options.confidence_threshold))
+        return is_sure or place < options.min_tokens_per_step
+    if options.unmasking == "entropy_bound":
+        return before <= options.entropy_bound or place < options.min_tokens_per_step
     counts = schedule(options)
     return place < counts[min(step, len(counts) - 1)]
 
@@ -322,9 +355,18 @@ def choose(drawn: dict[int, Token], step: int, options: Options) -> list[int]:
     """The positions that a step unmasks of those that are masked."""
     places = sorted(drawn)
     by_confidence = sorted(places, key=lambda at: (-drawn[at].confidence, at))
-    if options.unmasking == "low_confidence_dynamic":
+    least = options.min_tokens_per_step
+    if options.unmasking in ("low_confidence_dynamic", "joint_threshold"):
         limit = float(torch.tensor(options.confidence_threshold, dtype=torch.float32))
-        return [at for at in places if drawn[at].confidence > limit] or by_confidence[:1]
+        sure = [at for at in places if drawn[at].confidence > limit]
+        return sure if len(sure) >= least else by_confidence[:least]
+    if options.unmasking == "entropy_bound":
+        by_entropy = sorted(places, key=lambda at: (drawn[at].entropy, at))
+        total, count = 0.0, 0
+        while count < len(places) and (count < least or total <= options.entropy_bound):
+            total += drawn[by_entropy[count]].entropy
+            count += 1
+        return by_entropy[:count]
     count = schedule(options)[step]
     if options.unmasking == "low_confidence_static":
         return by_confidence[:count]
@@ -363,7 +405,9 @@ def draw(
     logprobs: list[float] = source.log_softmax(-1).tolist()
     order = sorted(range(len(logits)), key=lambda i: (-logprobs[i], i))
     top = [(i, logprobs[i]) for i in order[: params.top_logprobs] if logprobs[i] > -INF]
-    return Token(token, float(law.softmax(-1)[token]), logprobs[token], top)
+    probs = law.softmax(-1)
+    entropy = float(torch.special.entr(probs).sum())
+    return Token(token, float(probs[token]), logprobs[token], top, entropy)
 
 
 def process(
