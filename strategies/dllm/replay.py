@@ -48,7 +48,7 @@ class Replays:
 
     @classmethod
     def none(cls, rows: int, device: torch.device) -> Replays:
-        """So many rows without a trajectory."""
+        """Rows that have no trajectory."""
         empty = torch.zeros((rows, 1), dtype=torch.int64, device=device)
         return cls(empty, empty, np.zeros(rows, np.bool_))
 

@@ -96,7 +96,15 @@ class RowTokens:
         switches = _switches(self.facts.modes, self.key)
         if self._inside:
             switches += _ANSWER
-        return _VIEW.format(switches=switches, tokens=Markup("".join(parts)))
+        return _VIEW.format(switches=switches + self._film, tokens=Markup("".join(parts)))
+
+    @property
+    def _film(self) -> Markup:
+        """A slider through the steps, which a page with the script of `view` shows."""
+        if not self.facts.steps:
+            return Markup("")
+        last = max(self.facts.steps)
+        return _FILM.format(key=self.key, name=self.facts.step_name, last=last)
 
     def _span(self, place: int) -> str:
         if (made := self._made.get(place)) is None:
@@ -105,7 +113,9 @@ class RowTokens:
             answer = " a" if place in self._inside else ""
             classes = f"t{self.facts.classes(place)}{answer}"
             shown = f"{id} " if text is None else _shown(text)
-            made = f'<span class="{classes}" tabindex=0 title="{self._title(place)}">{shown}</span>'
+            step = "" if self.facts.steps is None else f" data-s={self.facts.steps[place]}"
+            title = self._title(place)
+            made = f'<span class="{classes}"{step} tabindex=0 title="{title}">{shown}</span>'
             self._made[place] = made
         return made
 
@@ -156,6 +166,11 @@ def _logprob_text(value: float) -> str:
 
 _GAP = '<span class="gap"> … {} tokens left out … </span>'
 _VIEW = Markup('<div class="tv">{switches}<div class="toks" dir="auto">{tokens}</div></div>')
+_FILM = Markup(
+    '<p class="film" hidden><label for="tv-{key}-film">After {name}</label>'
+    '<input type="range" id="tv-{key}-film" min="0" max="{last}" value="{last}">'
+    '<output for="tv-{key}-film">{last} of {last}</output></p>'
+)
 _SWITCH = Markup(
     '<input type="radio" class="m m-{mode}" name="tv-{key}" id="tv-{key}-{mode}"{checked}>'
     '<label for="tv-{key}-{mode}">{name}</label>'
