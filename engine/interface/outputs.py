@@ -17,7 +17,7 @@ FinishReason = Literal[
     "stop", "length", "constraint_conflict", "scored", "error", "tool_call", "no_answer"
 ]
 """Why a row ended; `RequestOutput.finish_reason` explains each."""
-Scope = Literal["output", "tail", "context", "answer", "choice"]
+Scope = Literal["output", "edits", "tail", "context", "answer", "choice"]
 """Which tokens a column has values for; `OutputColumn.scope` explains each."""
 
 
@@ -30,12 +30,13 @@ class OutputColumn:
     tail_shape: tuple[int, ...] = ()  # the shape of one token's value; `()` is a scalar
     # `output` columns have one value for each generated token, and a strategy puts them into
     # `StepOutput.columns`. `tail` columns have one for each token that the row's last step yielded
-    # behind its last one: what tail_X has are the token ids or the column X there. `context`
-    # columns have one value for each token that the model has read (the prompt and all generated or
-    # given tokens but the last), and a layer of the model writes them with `ForwardContext.record`.
-    # `answer` columns have one value for each token of a given answer, and the sampler puts them
-    # into `StepOutput.columns`. `choice` columns have one value for each choice of a row's
-    # constraint, and the job makes them.
+    # behind its last one: what tail_X has are the token ids or the column X there. `edits` columns
+    # have one for each token that was replaced before it was yielded; of a step they are as
+    # `EditBuffer` takes them. `context` columns have one value for each token that the model has
+    # read (the prompt and all generated or given tokens but the last), and a layer of the model
+    # writes them with `ForwardContext.record`. `answer` columns have one value for each token of a
+    # given answer, and the sampler puts them into `StepOutput.columns`. `choice` columns have one
+    # value for each choice of a row's constraint, and the job makes them.
     scope: Scope = "output"
     # Further facts, as pairs of a name and a text, that readers of the output files need to
     # understand the values, such as which layers they are of.

@@ -52,6 +52,27 @@ class ColumnBuffer:
         return self._data[start : self._length].copy()
 
 
+class EditBuffer(ColumnBuffer):
+    """The edits of a row: position in the output, step, old and new id of each, [E, 4]."""
+
+    def __init__(self, column: OutputColumn) -> None:
+        super().__init__(column)
+        self._records: list[npt.NDArray[Any]] = []
+
+    def extend(self, rows: npt.NDArray[Any]) -> None:
+        """Append the edits of n tokens, [n, K, 3]: step, old and new id of each, the newest first;
+        step 0 is none."""
+        place, number = np.nonzero(rows[:, ::-1, 0])
+        found = rows[:, ::-1][place, number]
+        self._records.append(np.column_stack((place + self._length, found)))
+        self._length += len(rows)
+
+    def array(self, start: int = 0) -> npt.NDArray[Any]:
+        """The edits of the tokens from one on."""
+        records = np.concatenate([np.empty((0, 4), np.int64), *self._records])
+        return records[records[:, 0] >= start].astype(self._column.dtype)
+
+
 @dataclass(eq=False)
 class Sequence:
     """A request as a row of tokens, with its columns and what it owns of the caches. A row waits,
@@ -117,8 +138,9 @@ class Sequence:
         self.tail = {c.name: empty[c.name] for c in requested if c.scope == "tail"}
 
     def _empty_columns(self) -> dict[str, ColumnBuffer]:
-        by_token = [c for c in self.requested_columns if c.scope in ("output", "answer")]
-        return {column.name: ColumnBuffer(column) for column in by_token}
+        kinds = {"output": ColumnBuffer, "answer": ColumnBuffer, "edits": EditBuffer}
+        by_token = [c for c in self.requested_columns if c.scope in kinds]
+        return {column.name: kinds[column.scope](column) for column in by_token}
 
     @property
     def prefix_root(self) -> bytes:

@@ -21,6 +21,7 @@ from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
 from batchgen.strategies.dllm.block_rows import BlockRows, KnownBlocks, Writes
+from batchgen.strategies.dllm.edits import EDIT_LOG
 from batchgen.strategies.dllm.replay import Replays
 from batchgen.strategies.dllm.rules.rule import Rule
 from batchgen.strategies.dllm.unmasking import RuleRows
@@ -111,6 +112,11 @@ class DLLMStepInputs(StepInputs):
     def complete(self) -> Tensor:
         """[B] bool, rows whose block only lacks its final KV."""
         return self.blocks.complete
+
+    @property
+    def logs_edits(self) -> bool:
+        """Whether any row asks for the column of its edits."""
+        return any(EDIT_LOG.name in params.columns for params in self.sampling.params)
 
     def replayed(self) -> tuple[Replays, Tensor, Tensor] | None:
         """The trajectories of the rows, and of the positions of the current blocks the token ids

@@ -30,6 +30,7 @@ from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH
 from batchgen.strategies.counts import NUM_FORWARDS, tokens_per_forward
 from batchgen.strategies.dllm.block_rows import KnownBlocks, Writes
 from batchgen.strategies.dllm.commit_room import CommitRoom
+from batchgen.strategies.dllm.edits import EDIT_LOG, MOST_EDITS, edit_log
 from batchgen.strategies.dllm.guided import denoise
 from batchgen.strategies.dllm.replay import is_exact, next_step
 from batchgen.strategies.dllm.rules.named_rules import named_rule
@@ -78,7 +79,7 @@ class DLLMStrategy(Strategy):
     """
 
     name = "dllm"
-    columns: tuple[OutputColumn, ...] = (STEP_MAP, *TAIL_COLUMNS)
+    columns: tuple[OutputColumn, ...] = (STEP_MAP, EDIT_LOG, *TAIL_COLUMNS)
     counts: tuple[RowCount, ...] = (NUM_FORWARDS, NUM_COMMIT_FORWARDS)
     decoding = Rule
 
@@ -206,10 +207,27 @@ class DLLMStrategy(Strategy):
             )
         rule = params.decoding or self._rule
         assert isinstance(rule, Rule)
+        if EDIT_LOG.name in params.columns:
+            self._check_log(rule)
         if rule.edits and params.constraint is not None:
             raise ValueError(
                 f"unmasking {rule.name} replaces tokens that others were already drawn behind, and "
                 "a constraint cannot follow that: use strategy.unmasking=low_confidence_dynamic"
+            )
+
+    def _check_log(self, rule: Rule) -> None:
+        """Raise ValueError if a row with this rule has no log of edits, or may have too long a
+        one."""
+        if not rule.edits:
+            raise ValueError(
+                f"column {EDIT_LOG.name} is of rules that replace tokens, and unmasking "
+                f"{rule.name} replaces none: leave it out, or use strategy.unmasking="
+                "joint_threshold"
+            )
+        if rule.cut().edit_steps > MOST_EDITS - MAX_BLOCK_LENGTH:
+            raise ValueError(
+                f"column {EDIT_LOG.name} has room for {MOST_EDITS} edits of a token: set "
+                f"max_edit_steps to {MOST_EDITS - MAX_BLOCK_LENGTH} or less, or leave it out"
             )
 
     def is_exact(
@@ -309,8 +327,14 @@ class DLLMStrategy(Strategy):
         token_ids, edited = drawn.token_ids.view(-1, length), None
         if state.rules.any_edits:
             edited = state.rules.edited(state.editable, blocks.token_ids, drawn)
+        writes = Writes(transfer, edited, token_ids)
+        if state.logs_edits:
+            most = length - 1 + state.rules.most_edit_steps
+            columns[EDIT_LOG.name] = edit_log(
+                state.columns.get(EDIT_LOG.name), blocks, writes, most
+            )
         known = state.write(
-            Writes(transfer, edited, token_ids),
+            writes,
             columns,
             last_commits=self._fused and not self._yields_final,
         )

@@ -57,14 +57,14 @@ def disk_use(
         prompt: the mean tokens of a prompt.
         open_rows: the answers of a shard.
     """
-    values = dict.fromkeys(("output", "context", "answer", "choice", "tail"), 0.0)
+    values = dict.fromkeys(("output", "context", "answer", "choice", "tail", "edits"), 0.0)
     for column in columns:
         values[column.scope] += column.dtype.itemsize * float(np.prod(column.tail_shape))
     of_token = _TEXT_BYTES + values["output"] + values["context"]
     of_row = (
         _ROW_BYTES
         + prompt * (values["context"] + values["answer"])
-        + 4 * (values["choice"] + values["tail"])
+        + 4 * (values["choice"] + values["tail"] + values["edits"])
     )
     fixed = of_row * answers + _SHARD_BYTES * -(-answers // open_rows)
     output = generated.times(of_token).plus(Range(fixed, fixed, fixed))

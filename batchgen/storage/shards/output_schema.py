@@ -347,6 +347,7 @@ def _column_field(column: OutputColumn) -> pa.Field:
         type = pa.list_(type, size)
     rows = {
         "output": "generated token",
+        "edits": "replaced token: its place in token_ids, the step, the old and the new id",
         "tail": "token that the end of the row cut off the last step",
         "context": "token that went through the model",
         "answer": "token of the answer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,12 @@ def test_it_is_that_of_the_softmax_whatever_rows_there_are() -> None:
 def test_generated_scored_and_drafted_tokens_have_the_same(
     mode: str, tiny_model: TinyModel
 ) -> None:
-    options = {"temperature": 0.7, "top_k": 9, "logprobs_mode": mode, "columns": ("entropy",)}
+    options: dict[str, Any] = {
+        "temperature": 0.7,
+        "top_k": 9,
+        "logprobs_mode": mode,
+        "columns": ("entropy",),
+    }
     params = RequestParams(max_new_tokens=6, ignore_eos=True, logprobs=True, **options)
     folder = tiny_model("llama")
     (made,) = run(make_engine(folder), [(PROMPT, params)])

@@ -21,7 +21,8 @@ from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar.strategy import ARStrategy
 from tests.strategies.dllm import test_dllm_guided
-from tests.strategies.dllm.test_dllm import RULES, make_engine, requests
+from tests.strategies.dllm.test_dllm import RULES as ALL_RULES
+from tests.strategies.dllm.test_dllm import make_engine, requests
 from tests.support.engine import scored_rows
 from tests.support.engine.engine_rows import Request, expect_short_rows
 
@@ -29,6 +30,8 @@ TinyModel = Callable[..., Path]
 Asked = tuple[list[int], RequestParams, Trajectory | None]
 COLUMNS = ("step_map", "tail_token_ids", "tail_step_map")
 LENGTHS = (4, 5, 8)
+RULES = [rule for rule in ALL_RULES if rule["unmasking"] != "joint_threshold"]
+EDITING = {"unmasking": "joint_threshold", "confidence_threshold": 0.05, "edit_threshold": 0.1}
 
 
 def generated(seed: int, count: int) -> list[Request]:
@@ -175,6 +178,26 @@ def test_a_tail_that_is_not_known_is_said(tiny_model: TinyModel) -> None:
         )
 
 
+def test_edited_rows_are_replayed_by_their_last_writes(tiny_model: TinyModel) -> None:
+    """The tokens are final from their first step on, and no step edits them."""
+    params = RequestParams(
+        temperature=1.0, max_new_tokens=40, ignore_eos=True, logprobs=True,
+        columns=("step_map", "edit_log"),
+    )  # fmt: skip
+    engine = make_engine(tiny_model, 8, EDITING)
+    (made,) = run_all(engine, [([3, 4, 5], params, None)])
+    steps = made.columns["step_map"].tolist()
+    edits = made.columns["edit_log"].tolist()
+    assert edits and len(steps) == 40
+    newest = {place: (step, new) for place, step, _, new in edits}
+    for place, (step, new) in newest.items():
+        assert (steps[place], made.token_ids[place]) == (step, new)
+    answer = Trajectory(made.token_ids, steps)
+    (found,) = run_all(engine, [([3, 4, 5], as_replay(params), answer)])
+    assert found.replay_exact is False and found.answer_token_ids == made.token_ids
+    assert np.isfinite(found.columns["answer_logprobs"]).all()
+
+
 def test_steps_that_no_row_can_have_had(tiny_model: TinyModel) -> None:
     engine, (prompt, params), made = one_row(tiny_model)
     whole = trajectory(made)
@@ -203,6 +226,8 @@ def test_what_is_refused(tiny_model: TinyModel) -> None:
     with pytest.raises(ValueError, match="column step_map is of generated tokens"):
         asked = replace(as_replay(params), columns=("step_map",))
         engine.add_request(0, prompt, asked, trajectory(made))
+    with pytest.raises(ValueError, match="unmasking low_confidence_dynamic replaces none"):
+        engine.add_request(0, prompt, replace(params, columns=("edit_log",)))
     plain = scored_rows.make_engine(tiny_model("llama"), ARStrategy())
     with pytest.raises(ValueError, match="strategy ar reads it from left to right"):
         plain.add_request(0, prompt, as_replay(params), trajectory(made))
