@@ -125,6 +125,8 @@ class RowTokens:
         if facts.logprobs is not None:
             lines[0] += f"  {_logprob(facts.logprobs[place])}"
         lines += facts.lines(place)
+        for step, old in facts.replaced.get(place, ()):
+            lines.append(f"{facts.step_name} {step} replaced {name(old)}")
         if facts.top is not None:
             lines += [f"{_logprob(v)}  {name(id)}" for id, v in facts.top(place)[:_MOST_TOP]]
         return "\n".join(lines)

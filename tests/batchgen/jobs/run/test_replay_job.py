@@ -30,7 +30,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = folder / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"q": f"What is {i} + {i}?"}) for i in range(3)))
     data = ("dataset=files", f"dataset.path={rows}", "prompt.user='{{ q }}'")
-    more = ("sampling.max_new_tokens=7", "sampling.n=2", COLUMNS, f"output.dir={folder / 'out'}")
+    more = ("sampling.max_new_tokens=6", "sampling.n=2", COLUMNS, f"output.dir={folder / 'out'}")
     assert run([*FIRST, *data, *more]).exit_code == 0
     return folder / "out"
 
@@ -65,7 +65,7 @@ def test_a_row_without_its_tail_says_so(first: Path, tmp_path: Path) -> None:
         ("sampling.temperature=1", "sampling.temperature is 1.0 here and 0.7 in"),
         ("strategy.block_length=8", "strategy.block_length is 8 here and 4 in"),
         ("output.logprobs_mode=processed", "output.logprobs_mode is processed here and raw"),
-        ("prompt.answer_ids_column=null", "prompt.answer_ids_column, and that is not set"),
+        ("prompt.answer_ids_column=null", "answer_ids_column was unmasked, and that is not set"),
         ("prompt.answer_step_map_column=null", "prompt.answer_step_map_column"),
         ("sampling.n=2", "sampling.n=2 asks for several times"),
         ("output.columns=[step_map]", "column step_map is of generated tokens"),
