@@ -79,7 +79,7 @@ class EngineParts:
             tokenizer,
             eos_token_ids,
             strategy,
-            vocab_size=model.vocab_size,
+            config=model.config,
             max_model_len=max_model_len,
             cache_capacity=manager.capacity,
             context_columns=uses[TARGET].columns,

@@ -25,7 +25,7 @@ from batchgen.engine.rows.compile_queue import CompileQueue
 from batchgen.engine.rows.scheduled_batch import (
     DecodeBatch,
     PrefillBatch,
-    ScoreBatch,
+    StateBatch,
 )
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_params import RequestParams
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class _Launched:
     """A batch, or the part of one, that was launched, and its results on their way to the host."""
 
-    batch: PrefillBatch | DecodeBatch | ScoreBatch
+    batch: PrefillBatch | DecodeBatch | StateBatch
     copy: HostCopy
 
 

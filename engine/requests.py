@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.engine.interface.hidden_columns import CLASS_SCORES
 from batchgen.engine.interface.outputs import Begun, OutputColumn, RequestError, RequestOutput
 from batchgen.engine.interface.trajectory import GivenAnswer, Trajectory, answer_ids
 from batchgen.engine.layers.lora import LoRAState
+from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.rows.pooling import pooled_columns
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import IncrementalDecoder, StopRule, decode
 from batchgen.engine.sampling.sampler import ENTROPY, of_answer, requested_columns
@@ -49,7 +52,7 @@ def sample_params(
 def check_params(
     params: RequestParams,
     strategy: Strategy,
-    vocab_size: int,
+    config: ModelConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     context_columns: abc.Sequence[OutputColumn] = (),
     *,
@@ -65,42 +68,83 @@ def check_params(
             f"takes {'none' if own is None else f'a {own.__name__}'} for a row: leave it None"
         )
     strategy.check(params, replays=replays)
-    known = [column.name for column in (ENTROPY, *strategy.columns, *context_columns)]
-    if missing := [name for name in params.columns if name not in known]:
+    _check_columns(params, strategy, config, context_columns)
+    if not config.has_logits and params.pooling is None:
+        what = "an embedding model" if config.labels is None else "a classifier"
+        has = " or ".join(column.name for column in pooled_columns(config))
         raise ValueError(
-            f"strategy {strategy.name} has no column {missing[0]!r}; it has {known or 'none'}"
+            f"max_new_tokens is {params.max_new_tokens}, and the model is {what}, which has no "
+            f"layer for logits of tokens: ask for the column {has}, with max_new_tokens=0 and no "
+            "answer"
         )
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and the model has none: remove stop")
     if params.constraint is not None and tokenizer is None:
         raise ValueError("a constraint needs a tokenizer, and the model has none: remove it")
+    vocab_size = config.vocab_size
     if params.top_logprobs > vocab_size:
         raise ValueError(
             f"top_logprobs is {params.top_logprobs}, but the vocabulary has {vocab_size}"
-        )
-    generated = [c.name for c in strategy.columns if c.name in params.columns]
-    if generated and params.scores_answer:
-        raise ValueError(
-            f"column {generated[0]} is of generated tokens, and max_new_tokens is 0: remove it"
         )
     unknown = [i for i in params.stop_token_ids if i >= vocab_size]
     if unknown:
         raise ValueError(f"stop_token_ids {unknown} are not in the vocabulary of {vocab_size} ids")
 
 
+def _check_columns(
+    params: RequestParams,
+    strategy: Strategy,
+    config: ModelConfig,
+    context_columns: abc.Sequence[OutputColumn],
+) -> None:
+    """Raise ValueError for a column that nothing computes, or not with these parameters."""
+    pooled = pooled_columns(config)
+    declared = (ENTROPY, *strategy.columns, *context_columns, *pooled)
+    known = [column.name for column in declared]
+    if missing := [name for name in params.columns if name not in known]:
+        if missing[0] == CLASS_SCORES:
+            raise ValueError(
+                f"column {missing[0]} is of a classifier, and the model is {config.architecture}: "
+                "choose a checkpoint of the class …ForSequenceClassification"
+            )
+        raise ValueError(
+            f"strategy {strategy.name} has no column {missing[0]!r}; it has {known or 'none'}"
+        )
+    generated = [c.name for c in strategy.columns if c.name in params.columns]
+    if generated and not params.max_new_tokens:
+        raise ValueError(
+            f"column {generated[0]} is of generated tokens, and max_new_tokens is 0: remove it"
+        )
+    read = [c.name for c in pooled if c.name in params.columns]
+    if read and params.pooling is None:
+        raise ValueError(
+            f"column {read[0]} is of a row that is only read: set max_new_tokens to 0, give no "
+            "answer and say the pooling"
+        )
+    of_tokens = params.logprobs or params.top_logprobs or ENTROPY.name in params.columns
+    if params.pooling is not None and of_tokens:
+        raise ValueError(
+            "logprobs and entropy are of tokens that are generated or given as an answer, and a row "
+            "with pooling has neither: remove them"
+        )
+
+
 def output_columns(
-    params: RequestParams, strategy: Strategy, context_columns: abc.Sequence[OutputColumn] = ()
+    params: RequestParams,
+    strategy: Strategy,
+    config: ModelConfig,
+    context_columns: abc.Sequence[OutputColumn] = (),
 ) -> tuple[OutputColumn, ...]:
     """Return the columns that a request with these parameters returns: from the sampler, from the
-    strategy, and from the model's layers (`context_columns`)."""
-    declared = (*strategy.columns, *context_columns)
+    strategy, from the model's layers (`context_columns`), and what is pooled of them."""
+    declared = (*strategy.columns, *context_columns, *pooled_columns(config))
     own = (column for column in declared if column.name in params.columns)
     return (*requested_columns(params), *own)
 
 
 _ANSWER_OR_TOKENS = (
-    "an answer was given, and max_new_tokens is not 0: a row either scores an answer or generates "
-    "tokens, so set max_new_tokens to 0 or leave the answer out",
+    "an answer was given, and max_new_tokens is not 0 or the row is only read: a row does one of "
+    "the three, so set max_new_tokens to 0 without pooling, or leave the answer out",
     "max_new_tokens is 0, and no answer was given that could be scored: give an answer (in "
     "Python with LLM.score), or set max_new_tokens to 1 or more",
 )
@@ -129,7 +173,7 @@ class Requests:
         eos_token_ids: tuple[int, ...],
         strategy: Strategy,
         *,
-        vocab_size: int,
+        config: ModelConfig,
         max_model_len: int,
         cache_capacity: int,
         context_columns: abc.Sequence[OutputColumn] = (),
@@ -138,7 +182,7 @@ class Requests:
     ) -> None:
         self._tokenizer = tokenizer
         self._strategy = strategy
-        self._vocab_size = vocab_size
+        self._config, self._vocab_size = config, config.vocab_size
         self._max_model_len = max_model_len
         self._cache_capacity = cache_capacity
         self._images = images
@@ -167,7 +211,7 @@ class Requests:
         check_params(
             params,
             self._strategy,
-            self._vocab_size,
+            self._config,
             self._tokenizer,
             self._context_columns,
             replays=trajectory is not None,
@@ -190,12 +234,14 @@ class Requests:
             self._check_trajectory(trajectory, len(prompt), params)
             params = replace(params, max_new_tokens=len(trajectory))
             rule, known = StopRule({}, (), 0, len(trajectory)), []
-        columns = output_columns(params, self._strategy, self._context_columns)
+        columns = output_columns(params, self._strategy, self._config, self._context_columns)
         never = () if self._images is None else self._images.rules.never_sampled
         seq = Sequence(
             request_id, prompt + known, params, rule, columns, len(known), spans, never, slot,
             trajectory,
         )  # fmt: skip
+        if params.pooling is not None:
+            seq.num_pooled_tokens = 1 if params.pooling == "last" else len(prompt)
         if begun is not None and self._can_go_on(seq, begun):
             seq.go_on_from(begun)
         return seq
@@ -342,7 +388,7 @@ class Requests:
                 f"is {self._max_model_len}: shorten them, or raise max_model_len if the model "
                 "allows it",
             )
-        if answer is None and len(prompt) >= self._max_model_len:
+        if answer is None and len(prompt) + bool(params.max_new_tokens) > self._max_model_len:
             raise RequestError(
                 "prompt_too_long",
                 f"the prompt has {len(prompt)} tokens, and max_model_len is {self._max_model_len}: "
@@ -358,7 +404,7 @@ class Requests:
             )
 
     def _stop_rule(self, prompt: list[int], params: RequestParams) -> StopRule:
-        if params.scores_answer:
+        if not params.max_new_tokens:
             return StopRule({}, (), 0, 0)
         stop_ids = {} if params.ignore_eos else dict(self._eos)
         stop_ids |= {token_id: self._token_text(token_id) for token_id in params.stop_token_ids}
@@ -403,7 +449,7 @@ def _not_in_vocabulary(whose: str, bad: list[int], size: int) -> str:
 
 def _columns(seq: Sequence) -> dict[str, npt.NDArray[Any]]:
     """Return the columns that a row asked for, by name. Those of context scope have one value less
-    than the row has tokens, because no forward has read the last token."""
+    than the row has tokens, because no forward has read the last token, unless it was only read."""
     columns = {name: buffer.array() for name, buffer in seq.columns.items()}
     if seq.trajectory is not None:
         columns = of_answer(columns)
@@ -412,5 +458,5 @@ def _columns(seq: Sequence) -> dict[str, npt.NDArray[Any]]:
         if column.scope == "context":
             columns[column.name] = values = seq.context.array(column)
             ran = seq.error is None or seq.num_computed_tokens
-            assert len(values) == seq.num_tokens - 1 or not ran
+            assert len(values) == seq.num_tokens - (not seq.num_pooled_tokens) or not ran
     return columns

@@ -230,6 +230,14 @@ class ModelRunner:
         return self.divided_logits(hidden).whole()
 
     @torch.inference_mode()
+    def class_scores(self, hidden: Tensor) -> Tensor:
+        """Compute a classifier's scores [R, C], as `TokenModel.class_scores` says."""
+        rows = len(hidden)
+        if missing := -rows % self._token_multiple:
+            hidden = F.pad(hidden, (0, 0, 0, missing))
+        return self.model.class_scores(hidden)[:rows]
+
+    @torch.inference_mode()
     def divided_logits(self, hidden: Tensor) -> Logits:
         """Compute the logits of R hidden states [R, hidden_size], on each rank its columns."""
         rows, model = len(hidden), self.model

@@ -14,10 +14,10 @@ from torch import Tensor
 from batchgen.engine.device.transfer import Download, upload
 
 FinishReason = Literal[
-    "stop", "length", "constraint_conflict", "scored", "error", "tool_call", "no_answer"
+    "stop", "length", "constraint_conflict", "scored", "read", "error", "tool_call", "no_answer"
 ]
 """Why a row ended; `RequestOutput.finish_reason` explains each."""
-Scope = Literal["output", "edits", "tail", "context", "answer", "choice"]
+Scope = Literal["output", "edits", "tail", "context", "answer", "choice", "row"]
 """Which tokens a column has values for; `OutputColumn.scope` explains each."""
 
 
@@ -36,7 +36,8 @@ class OutputColumn:
     # read (the prompt and all generated or given tokens but the last), and a layer of the model
     # writes them with `ForwardContext.record`. `answer` columns have one value for each token of a
     # given answer, and the sampler puts them into `StepOutput.columns`. `choice` columns have one
-    # value for each choice of a row's constraint, and the job makes them.
+    # value for each choice of a row's constraint, and the job makes them. `row` columns have one
+    # value for the whole row, which is pooled from the hidden states of the tokens that were read.
     scope: Scope = "output"
     # Further facts, as pairs of a name and a text, that readers of the output files need to
     # understand the values, such as which layers they are of.
@@ -226,8 +227,9 @@ class RequestOutput:
     text: str  # the generated tokens decoded without special tokens, and cut before a stop string
     # `stop` (EOS, a stop id or a stop string), `length` (the most tokens were reached),
     # `constraint_conflict` (the constraint allows no token that the other parameters leave),
-    # `scored` (the row had an answer whose tokens were all scored) or `error`. A job whose model
-    # writes Harmony makes `tool_call` and `no_answer` of some that are `stop` to the engine.
+    # `scored` (the row had an answer whose tokens were all scored), `read` (the row was to be read
+    # alone, and all its tokens were) or `error`. A job whose model writes Harmony makes `tool_call`
+    # and `no_answer` of some that are `stop` to the engine.
     finish_reason: FinishReason
     # The stop string, or the text of the stop id, that ended the row; else None.
     stop: str | None = None
@@ -235,7 +237,8 @@ class RequestOutput:
     error: RequestError | None = None
     # Maps the name of each requested column to its values [N, *tail]. N is the number of generated
     # tokens; for a column of context scope it is the number of all tokens, prompt included, less
-    # one; for one of answer scope it is the number of the answer's tokens.
+    # one, or of all if the row was to be read alone; for one of answer scope it is the number of
+    # the answer's tokens. A column of row scope has one value [*tail].
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     # Maps the name of each of the strategy's counts to its value for this row.
     counts: Mapping[str, int] = field(default_factory=dict)

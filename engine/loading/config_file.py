@@ -15,13 +15,17 @@ from batchgen.engine.loading.safetensors_files import read_json, tensor_names, t
 from batchgen.engine.loading.tokenizer import load_tokenizer
 from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM, full_name
 from batchgen.engine.models.model_config import ModelConfig
-from batchgen.engine.models.model_registry import model_class
+from batchgen.engine.models.model_registry import ModelHead, decoder_of, model_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 LoadFormat = Literal["auto", "gguf", "dummy"]
 
+_BARE_EMBEDDING = "embed_tokens.weight"
+"""What the embedding is called in files of a decoder without its head."""
+_MOST_LABELS, _LABEL_LENGTH = 10_000, 200
+"""The most classes of a classifier, and the most characters of a class's name."""
 _MASK = "<|MASK|>"  # The mask token of the published SDAR tokenizers.
 _OBJECTS = ("text_config", "quantization_config", "rope_parameters", "rope_scaling")
 """The keys of config.json that hold an object, or null."""
@@ -53,19 +57,39 @@ def load_model_config(path: Path, load_format: LoadFormat = "auto") -> ModelConf
     check_model_keys(file, values, model.hf_config().model_type)
     if model.is_diffusion and values.get("mask_token_id") is None:
         values["mask_token_id"] = _mask_token_id(path)
+    _, head = decoder_of(values["architectures"][0])
     try:
-        config = model.config_from_hf(_parsed(model.hf_config(), values))
+        hf = _parsed(model.hf_config(), values)
+        config = model.config_from_hf(hf)
+        if head is not None:
+            labels = _labels(hf) if head is ModelHead.CLASSES else None
+            config = replace(config, has_logits=False, labels=labels, heads=())
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     looked_at = load_format != "dummy" and any(path.glob("*.safetensors"))
     if isinstance(config.form, PackedFormat) and looked_at:
         config = replace(config, form=with_modules(config.form, path))
-    if config.tie_word_embeddings and looked_at:
-        names = {model.piece_name(full_name(name), config): name for name in tensor_names(path)}
-        if names.keys() >= {EMBEDDING, LM_HEAD}:
+    if config.has_logits and looked_at:
+        given = list(tensor_names(path))
+        names = {model.piece_name(full_name(name), config): name for name in given}
+        if config.tie_word_embeddings and names.keys() >= {EMBEDDING, LM_HEAD}:
             tied = tensors_equal(path, names[EMBEDDING], names[LM_HEAD])
             config = replace(config, tie_word_embeddings=tied, untied=not tied)
+        elif not config.tie_word_embeddings and LM_HEAD not in names and _BARE_EMBEDDING in given:
+            # Embedding models may be saved without the layer that their architecture names.
+            config = replace(config, has_logits=False, heads=())
     return config
+
+
+def _labels(hf: PretrainedConfig) -> tuple[str, ...]:
+    """Return the names of a classifier's classes, in their order; raise ValueError if they are not
+    numbered from 0 on, or are no texts."""
+    names: object = hf.id2label
+    if not isinstance(names, dict) or not 0 < len(names) <= _MOST_LABELS:
+        raise ValueError(f"id2label must name 1 to {_MOST_LABELS:,} classes, got {_shown(names)}")
+    if sorted(names) != [*range(len(names))] or not all(isinstance(n, str) for n in names.values()):
+        raise ValueError(f"id2label is {_shown(names)}, and must give each class from 0 on a name")
+    return tuple(_cut(names[i], _LABEL_LENGTH) for i in range(len(names)))
 
 
 def strange_keys(path: Path) -> list[str]:

@@ -46,6 +46,7 @@ def load_model(
     native_fp8: bool | None = None,
     parallel: TensorParallel = ALONE,  # the ranks; only this one's weights are read
     vision: bool = False,  # load the tower that reads images
+    hidden_layers: tuple[int, ...] = (),  # `ModelConfig.hidden_layers`
 ) -> CausalLM:
     """Build the model of a checkpoint and load its weights, one tensor at a time.
 
@@ -55,7 +56,7 @@ def load_model(
     """
     if load_format == "gguf" and path.suffix != ".gguf":
         raise ValueError(f"{path} is not a .gguf file, which load_format=gguf asks for")
-    config = load_model_config(path, load_format)
+    config = replace(load_model_config(path, load_format), hidden_layers=hidden_layers)
     kind = model_class(config.architecture, path)
     release_cached_memory(device)
     dtype = dtype or config.dtype

@@ -81,6 +81,11 @@ class ModelConfig:
     family: FamilyConfig  # in the class that the model expects
     diffusion: Diffusion | None = None  # None: it predicts the next token
     heads: tuple[str, ...] = ()  # in the checkpoint; they continue from hidden states
+    has_logits: bool = True  # a layer computes logits; without one the model can only be read
+    labels: tuple[str, ...] | None = None  # names of a classifier's classes; None: it is none
+    # The layers behind which hidden states are recorded, as transformers counts them: 0 is the
+    # embedding, and `num_layers` the last layer with the norm behind it.
+    hidden_layers: tuple[int, ...] = ()
     # None: all weights are in `dtype`
     form: WeightFormat | PackedFormat | None = None
     # the checkpoint says tied, but holds two weights that differ: both are used

@@ -5,6 +5,7 @@ from operator import attrgetter
 from typing import Literal
 
 from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.interface.hidden_columns import Pooling
 
 BASE = "base"
 """The name under which rows ask for the model without an adapter."""
@@ -23,7 +24,7 @@ class SharedSampling:
     repetition_penalty: float = 1.0  # > 1: tokens so far are less likely (Keskar 2019)
     presence_penalty: float = 0.0  # subtracted once from tokens of the output
     frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
-    max_new_tokens: int = 256  # 0: the row's given answer is scored, and nothing is generated
+    max_new_tokens: int = 256  # 0: nothing is generated; a given answer is scored, or `pooling`
     min_new_tokens: int = 0  # before, neither EOS, stop_token_ids nor stop strings end it
     stop: tuple[str, ...] = ()  # strings that end the row; the text is cut before them
     stop_token_ids: tuple[int, ...] = ()  # ids that end the row, besides EOS
@@ -47,6 +48,8 @@ class RequestParams(SharedSampling):
     lora: str | None = None  # the name of the row's adapter; None: the default one, or none
     constraint: Constraint | None = None  # the form of the output; ends the row when complete
     decoding: object | None = None  # of the strategy, for this row; None: the strategy's own
+    pooling: Pooling | None = None  # the row is only read, and its embedding pooled like this
+    normalise: bool = False  # divide the embedding by its length
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -77,6 +80,12 @@ class RequestParams(SharedSampling):
                 not (self.constraint and not self.max_new_tokens),
                 "none with max_new_tokens=0, which generates nothing that it could restrict",
             ),
+            ("pooling", self.pooling in (None, "last", "mean", "cls"), "last, mean, cls or None"),
+            (
+                "max_new_tokens",
+                self.pooling is None or self.max_new_tokens == 0,
+                "0 with pooling, as the row is only read",
+            ),
             ("seed", -(2**63) <= self.seed < 2**64, "a 64-bit integer"),
             ("top_logprobs", 0 <= self.top_logprobs <= 256, "between 0 and 256"),
             ("lora", self.lora != "", "the name of an adapter, or None"),
@@ -100,7 +109,7 @@ class RequestParams(SharedSampling):
     @property
     def scores_answer(self) -> bool:
         """Whether the row has an answer whose tokens are scored, and generates nothing."""
-        return not self.max_new_tokens
+        return not self.max_new_tokens and self.pooling is None
 
     @property
     def greedy(self) -> bool:

@@ -199,6 +199,12 @@ class DLLMStrategy(Strategy):
                 "others; give that order (prompt.answer_step_map_column), or use a model that "
                 "predicts next tokens, with strategy=ar"
             )
+        if params.pooling is not None:
+            raise ValueError(
+                "embedding, class_scores and hidden_states are of a text that is read from left to "
+                "right, and the model of strategy dllm sees blocks in both directions: use a model "
+                "that predicts next tokens, with strategy=ar"
+            )
         if params.has_penalties:
             raise ValueError(
                 "penalties count the tokens before a position, and strategy dllm draws tokens "

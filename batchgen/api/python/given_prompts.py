@@ -105,11 +105,13 @@ class PromptIds:
     """Makes token ids of prompts, and what the engine needs of their images.
 
     `template_kwargs` are options of the chat template; without `images` prompts may have none.
+    Nothing follows an assistant's last message if prompts are only read (`is_read`).
     """
 
     tokenizer: PreTrainedTokenizerBase | None
     template_kwargs: Mapping[str, Any]
     images: RowImages | None = None
+    is_read: bool = False
 
     def check(self, prompts: Iterable[ReadPrompt]) -> None:
         """Check that the model can take prompts of these kinds, or raise ValueError: texts and
@@ -156,7 +158,8 @@ class PromptIds:
             config = ChatPromptConfig(
                 messages_column=_COLUMN, template_kwargs=dict(self.template_kwargs)
             )
-            return ChatPrompt(config, self.tokenizer, {_COLUMN: _COLUMN}, images=self.images)
+            columns, images = {_COLUMN: _COLUMN}, self.images
+            return ChatPrompt(config, self.tokenizer, columns, images=images, is_read=self.is_read)
         except ConfigError as error:
             raise ValueError(str(error).removeprefix("prompt.")) from None
 

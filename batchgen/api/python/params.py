@@ -11,6 +11,7 @@ from typing import Any, TypedDict, Unpack, get_type_hints
 from batchgen.api.python.given_constraints import ConstraintLike, as_constraint
 from batchgen.api.python.unknown_names import SAME, KeywordNames
 from batchgen.config.groups.convert_value import convert
+from batchgen.engine.interface.hidden_columns import Pooling
 from batchgen.engine.sampling.sampling_params import LogprobsMode, RequestParams
 
 NO_LIMIT = 2**31 - 1
@@ -55,6 +56,8 @@ class SamplingOptions(TypedDict, total=False):
     columns: Sequence[str] | None
     constraint: ConstraintLike | None
     lora: str | None
+    pooling: Pooling | None
+    normalise: bool
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)

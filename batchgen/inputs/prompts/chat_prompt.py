@@ -38,7 +38,8 @@ EFFORTS = ("low", "medium", "high")
 
 class ChatPrompt:
     """A conversation in the model's chat format, up to where the model's answer starts, or up to
-    the end of a last message that the model continues.
+    the end of a last message that the model continues; one that is only read (`is_read`) and has
+    its answer ends behind that.
 
     The tokenizer adds no special tokens to the text, because the chat template writes a BOS itself
     where the model wants one.
@@ -56,9 +57,10 @@ class ChatPrompt:
         room: int | None = None,
         images: RowImages | None = None,
         day: Callable[[], str] = today,
+        is_read: bool = False,
     ) -> None:
         bound_chat_templates()
-        self._config, self._tokenizer = config, tokenizer
+        self._config, self._tokenizer, self._is_read = config, tokenizer, is_read
         self._tokens = TextTokens(tokenizer, room)
         self._kwargs = dict(config.template_kwargs or {})
         source = self._chat_template()
@@ -204,6 +206,10 @@ class ChatPrompt:
             return None
         return checked_tools(value_at(row.fields, self._tools_path), column)
 
+    def _ends(self, messages: Messages) -> bool:
+        """Whether nothing follows a conversation, because it is only read and has its answer."""
+        return self._is_read and messages[-1]["role"] == "assistant"
+
     def _render(self, messages: Messages, tools: Sequence[Any] | None = None) -> str:
         """The text that the chat template makes; RENDER_ERRORS if it takes no such conversation.
 
@@ -219,7 +225,7 @@ class ChatPrompt:
                 conversations=[messages],
                 tools=listed,
                 chat_template=template,
-                add_generation_prompt=not goes_on,
+                add_generation_prompt=not goes_on and not self._ends(messages),
                 continue_final_message=goes_on,
                 **{**self._tokenizer.special_tokens_map, **given},
             )

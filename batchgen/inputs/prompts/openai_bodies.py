@@ -39,6 +39,7 @@ class BodyPrompt:
         room: int | None = None,
         images: RowImages | None = None,
         day: Callable[[], str] = today,
+        is_read: bool = False,
     ) -> None:
         self._column, self._vocab_size = config.body_column, vocab_size
         self._path = named_path("prompt.body_column", config.body_column, columns)
@@ -56,7 +57,7 @@ class BodyPrompt:
                 date=config.date,
             )
             names = dict.fromkeys(("messages", "tools"))
-            self._chat = ChatPrompt(chat, tokenizer, names, room, images, day)
+            self._chat = ChatPrompt(chat, tokenizer, names, room, images, day, is_read)
             self._takes_tools = takes_tools
 
     @property

@@ -73,6 +73,7 @@ def build_prompt(
     room: int | None = None,
     images: RowImages | None = None,
     day: Callable[[], str] = today,
+    is_read: bool = False,
 ) -> Prompt:
     """The prompt that the configuration describes.
 
@@ -83,6 +84,7 @@ def build_prompt(
             reads texts of any length.
         images: makes the images of rows; None where the model or the rows have none.
         day: says which day chat templates write, if the configuration does not.
+        is_read: whether rows are only read, so that nothing follows an assistant's last message.
 
     Raises:
         ConfigError: a template does not compile or asks for a column that the data set lacks,
@@ -98,8 +100,8 @@ def build_prompt(
     if isinstance(config, TextPromptConfig):
         return TextPrompt(config, tokenizer, columns, room)
     if isinstance(config, OpenAIPromptConfig):
-        return BodyPrompt(config, tokenizer, columns, vocab_size, room, images, day)
-    return ChatPrompt(config, tokenizer, columns, room, images, day)
+        return BodyPrompt(config, tokenizer, columns, vocab_size, room, images, day, is_read)
+    return ChatPrompt(config, tokenizer, columns, room, images, day, is_read)
 
 
 def prompt_room(max_model_len: int, max_new_tokens: int) -> int:

@@ -192,7 +192,7 @@ def _check_given(
 
 
 def _is_by_token(field: pa.Field) -> bool:
-    return b"scope" in _metadata(field) or field.name in _BY_TOKEN
+    return _metadata(field).get(b"scope", b"row") != b"row" or field.name in _BY_TOKEN
 
 
 def _metadata(field: pa.Field) -> dict[bytes, bytes]:

@@ -23,6 +23,7 @@ from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.requests import check_params, output_columns
+from batchgen.engine.rows.pooling import pooled_columns
 from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.prefill_policy import check_chunk_sizes
@@ -39,6 +40,7 @@ from batchgen.jobs.resolve.answer_columns import (
     check_answer_columns,
     check_parsed,
     constraint_compiler,
+    large_shards,
     select_columns,
     strictest_params,
 )
@@ -100,9 +102,8 @@ class OpenedJob(ResolvedJob):
     def check_params(self, params: RequestParams) -> None:
         """See `ResolvedJob`."""
         model = self.model
-        vocab_size, columns = model.config.vocab_size, self.context_columns
-        replays = self.config.replays
-        check_params(params, self.strategy, vocab_size, model.tokenizer, columns, replays=replays)
+        columns, replays = self.context_columns, self.config.replays
+        check_params(params, self.strategy, model.config, model.tokenizer, columns, replays=replays)
         if params.constraint is not None and self.compiler is None:
             model.grammar_compiler()  # says why there is none
 
@@ -172,7 +173,14 @@ class OpenedJob(ResolvedJob):
         if self.kept is None or "model" not in self.fingerprints or parallel.size > 1:
             return load()
         heads = tuple(strategy_heads(self.strategy, model))
-        of_model = (self.fingerprints["model"], config.model, self.dtype, heads, model.with_vision)
+        of_model = (
+            self.fingerprints["model"],
+            config.model,
+            self.dtype,
+            heads,
+            model.with_vision,
+            model.config.hidden_layers,
+        )
         return self.kept.load((*of_model, config.engine.device, config.engine.deterministic), load)
 
     def shared(self, others: Sequence[JobConfig]) -> OpenedJob:
@@ -231,16 +239,18 @@ def open_job(
     strategy_heads(strategy, model)  # This raises an error if the model lacks one.
     of_model = model_class(model.config.architecture, model.path).declared_columns(model.config)
     context_columns = select_columns(of_model, config.output.columns)
-    check_answer_columns(config.output.columns, strategy, of_model, model.config.architecture)
+    named = (*of_model, *pooled_columns(model.config))
+    check_answer_columns(config.output.columns, strategy, named, model.config.architecture)
+    if (large := large_shards(config, context_columns)) is not None:
+        print(f"batchgen: warning: {large}", file=sys.stderr)
     params = config.params
     compiler = constraint_compiler(config, params.constraint, model)
     with mistakes_in("sampling"):
         strictest = strictest_params(config, params)
-        vocab_size = model.config.vocab_size
         check_params(
             strictest,
             strategy,
-            vocab_size,
+            model.config,
             model.tokenizer,
             context_columns,
             replays=config.replays,
@@ -279,7 +289,7 @@ def open_job(
     others = open_others(strategy, model, max_model_len)
     windows = any(getattr(model.config.family, "layer_windows", ()))
     tokenizer, is_scored = model.tokenizer, config.scores_choices
-    of_tokens = output_columns(params, strategy, context_columns)
+    of_tokens = output_columns(params, strategy, model.config, context_columns)
     job = OpenedJob(
         config=config,
         model=model,
@@ -327,6 +337,7 @@ def _prompt(
         room=max(1, max_model_len - config.sampling.max_new_tokens),
         images=images,
         day=partial(day_of, config),
+        is_read=config.pooling is not None,
     )
     if prompt.is_constant:
         _check_constant(config, prompt, source)

@@ -65,6 +65,7 @@ class RowKeys:
             deciding,
             [output.reasoning_start, output.reasoning_end, config.scores_choices],
             *(["whole_text"] if output.whole_text else []),
+            *([{"hidden_layers": list(output.hidden_layers)}] if output.hidden_layers else []),
         ]
         if more := {key: v for key, v in groups["engine"].items() if key != "max_model_len"}:
             shared.append({"engine": more})

@@ -73,6 +73,7 @@ def output_schema(config: JobConfig, parts: ResolvedJob) -> OutputSchema:
         replays=config.replays,
         images=parts.images is not None,
         enough=None if until is None else Enough(until.valid, until.most),
+        is_read=config.pooling is not None,
     )
 
 

@@ -67,7 +67,8 @@ class OpenPipeline:
         config = self.pipeline.steps[name].config
         prints = {key: value for key, value in self._prints[name].items() if key != "constraint"}
         model = (config.model.load_format, config.model.quantization, config.model.dtype)
-        return repr((sorted(prints.items()), model, config.strategy, config.engine))
+        layers = config.output.hidden_layers
+        return repr((sorted(prints.items()), model, config.strategy, config.engine, layers))
 
     def folder(self, name: str) -> str:
         """The current folder of a step, as a path or URL."""

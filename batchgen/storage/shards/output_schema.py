@@ -64,6 +64,8 @@ _OF_ANSWERS = {
     "finish_reason": "scored or error",
 }
 """What columns mean where answers are scored."""
+_OF_READ_ROWS = _OF_ANSWERS | {"finish_reason": "read or error"}
+"""What columns mean where rows are only read."""
 _OF_CHANNELS = {
     TEXT: "the final channel, cut before a stop string; null on error, and if there is none",
     "finish_reason": "stop (in the final channel), tool_call, no_answer (it ended elsewhere), "
@@ -182,6 +184,7 @@ class OutputSchema:
         replays: bool = False,
         images: bool = False,
         enough: Enough | None = None,
+        is_read: bool = False,
     ) -> "OutputSchema":
         """The schema of a job.
 
@@ -193,6 +196,7 @@ class OutputSchema:
             replays: whether these are trajectories.
             images: whether rows may have images.
             enough: when a row has enough samples; None if all rows have the same number.
+            is_read: whether rows are only read.
 
         Raises:
             ConfigError: a column of the data set has the name of a column that batchgen writes, or
@@ -201,6 +205,7 @@ class OutputSchema:
         before = [described_field(*column) for column in _BEFORE]
         has_channels = any(column.name == CHANNEL for column in beside)
         own = _OF_ANSWERS if answers else _OF_CHANNELS if has_channels else {}
+        own = _OF_READ_ROWS if is_read else own
         after = [
             described_field(
                 text_column if name == TEXT else name,
@@ -252,7 +257,9 @@ class OutputSchema:
     def token_bytes(self) -> int:
         """Bytes that one generated token takes in all per-token columns together."""
         return 4 + sum(
-            column.dtype.itemsize * int(np.prod(column.tail_shape)) for column in self.columns
+            column.dtype.itemsize * int(np.prod(column.tail_shape))
+            for column in self.columns
+            if column.scope != "row"
         )
 
     def encode(self, rows: Sequence[FinishedRow]) -> pa.RecordBatch:
@@ -280,7 +287,8 @@ class OutputSchema:
         for name in self.counts:
             values[name] = [o.counts[name] if o else None for o in outputs]
         for column in self.columns:
-            values[column.name] = column_lists(column, outputs)
+            make = _row_values if column.scope == "row" else column_lists
+            values[column.name] = make(column, outputs)
         if SATISFIED in self.arrow.names:
             values[SATISFIED] = [
                 o.constraint_satisfied if o and o.finish_reason != "error" else None
@@ -345,21 +353,24 @@ def _column_field(column: OutputColumn) -> pa.Field:
     type = pa.from_numpy_dtype(column.dtype)
     for size in reversed(column.tail_shape):
         type = pa.list_(type, size)
-    rows = {
-        "output": "generated token",
-        "edits": "replaced token: its place in token_ids, the step, the old and the new id",
-        "tail": "token that the end of the row cut off the last step",
-        "context": "token that went through the model",
-        "answer": "token of the answer",
-        "choice": "choice of the row's constraint",
+    entries = {
+        "output": "one entry per generated token",
+        "edits": "one entry per replaced token: place in token_ids, step, old and new id",
+        "tail": "one entry per token that the end of the row cut off its last step",
+        "context": "one entry per token that went through the model",
+        "answer": "one entry per token of the answer",
+        "choice": "one entry per choice of the row's constraint",
+        "row": "what was pooled from the row's hidden states; null on error",
     }[column.scope]
+    of_row = column.scope == "row"
+    shape = column.tail_shape if of_row else ("num_tokens", *column.tail_shape)
     metadata = {
-        "meaning": f"{column.name}: one entry per {rows}",
+        "meaning": f"{column.name}: {entries}",
         "scope": column.scope,
         "dtype": str(column.dtype),
-        "shape": str(["num_tokens", *column.tail_shape]).replace("'", ""),
+        "shape": str([*shape]).replace("'", ""),
     } | dict(column.metadata)
-    return pa.field(column.name, pa.list_(type), metadata=metadata)
+    return pa.field(column.name, type if of_row else pa.list_(type), metadata=metadata)
 
 
 def _error(error: RequestError | None) -> dict[str, str] | None:
@@ -383,6 +394,18 @@ def id_lists(lists: list[list[int]]) -> pa.Array:
         values.fromlist(ids)
     flat = np.frombuffer(values, np.int32) if values else np.empty(0, np.int32)
     return _list_array([len(ids) for ids in lists], pa.array(flat))
+
+
+def _row_values(column: OutputColumn, outputs: Sequence[RequestOutput | None]) -> pa.Array:
+    """A column of row scope: for each row a list of a fixed size, null on an error."""
+    (size,) = column.tail_shape
+    failed = [o is None or o.finish_reason == "error" for o in outputs]
+    values = np.zeros((len(outputs), size), column.dtype)
+    for place, output in enumerate(outputs):
+        if output is not None and not failed[place]:
+            values[place] = output.columns[column.name]
+    mask = pa.array(failed, pa.bool_())
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), size, mask=mask)
 
 
 def column_lists(column: OutputColumn, outputs: Sequence[RequestOutput | Begun | None]) -> pa.Array:

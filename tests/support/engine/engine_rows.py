@@ -44,7 +44,8 @@ def run(
         if answer:
             engine.add_request(str(i), prompt, params, answer)
         else:
-            asked = replace(params, columns=(*params.columns, *columns))
+            more = columns if params.max_new_tokens else ()
+            asked = replace(params, columns=(*params.columns, *more))
             goes_on = engine.add_request(str(i), prompt, asked, images=images, begun=begun)
             assert goes_on == (begun is not None)
 

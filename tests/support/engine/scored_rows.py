@@ -32,10 +32,13 @@ def make_engine(
     *,
     heads: tuple[str, ...] = (),
     columns: tuple[str, ...] = (),
+    hidden_layers: tuple[int, ...] = (),
     **config: Any,
 ) -> LLMEngine:
     options: dict[str, Any] = {"kv_cache_gib": 0.02, "max_num_seqs": 6} | config
-    model = load_model(folder, device=CPU, dtype=torch.float32, heads=heads)
+    model = load_model(
+        folder, device=CPU, dtype=torch.float32, heads=heads, hidden_layers=hidden_layers
+    )
     return LLMEngine(
         model,
         None,
