@@ -124,8 +124,8 @@ def _check_columns(
     of_tokens = params.logprobs or params.top_logprobs or ENTROPY.name in params.columns
     if params.pooling is not None and of_tokens:
         raise ValueError(
-            "logprobs and entropy are of tokens that are generated or given as an answer, and a row "
-            "with pooling has neither: remove them"
+            "logprobs and entropy are of tokens that are generated or given as an answer, and a "
+            "row with pooling has neither: remove them"
         )
 
 

@@ -324,7 +324,8 @@ class JobConfig:
         if key is None and not set(self.output.columns).difference(COMMON_COLUMNS):
             raise ConfigError(
                 "sampling.max_new_tokens=0 generates nothing: give an answer to score with "
-                "prompt.answer='{{ COLUMN }}' or prompt.answer_ids_column, ask for what rows are read for with "
+                "prompt.answer='{{ COLUMN }}' or prompt.answer_ids_column, ask for what rows are "
+                "read for with "
                 f"output.columns=[{EMBEDDING}] or [{CLASS_SCORES}], or set it to 1 or more"
             )
         if key is None and of_tokens:
