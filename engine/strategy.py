@@ -177,6 +177,12 @@ class Strategy(Pacing, ABC):
 
     # Once, before the first step
 
+    @classmethod
+    def decoding_of_row(cls, values: Mapping[str, Any]) -> object:
+        """Make the options that a row has of its own (`RequestParams.decoding`) of their values by
+        name. Raises ValueError, which names the option, if one cannot be honoured."""
+        raise ValueError(f"rows of strategy {cls.name} have no options of their own")
+
     @property
     def models(self) -> Mapping[str, ModelRole]:
         """The models that the strategy runs, by name; `TARGET` is among them."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from batchgen.engine.device.transfer import Download, upload
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.interface.outputs import OutputColumn, StepOutput
+from batchgen.engine.models.model_config import Diffusion
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
@@ -45,14 +46,22 @@ class DLLMStepInputs(StepInputs):
             unmasked; each was written when its position was, the last time.
     """
 
-    def __init__(self, block_length: int, mask_token_id: int, rule: Rule) -> None:
+    def __init__(
+        self,
+        block_length: int,
+        diffusion: Diffusion,
+        rule: Rule,
+        sub_block_length: int | None = None,
+    ) -> None:
         super().__init__()
+        self._sub_length = sub_block_length or block_length
+        self._shifted = diffusion.shifted
         self.columns: dict[str, Tensor] = {}
         self._replays: Replays | None = None
         self._rule = rule
         self._rules: RuleRows | None = None
         self._length = block_length
-        self.mask_token_id = mask_token_id
+        self.mask_token_id = diffusion.mask_token_id
         self._blocks: BlockRows | None = None
         # These five are of the current step: the blocks that commit in it, the blocks after it, the
         # complete blocks that commit beside it, which rows' blocks are final after it, and what is
@@ -179,6 +188,38 @@ class DLLMStepInputs(StepInputs):
         self._blocks = self._opened(blocks, fused)
 
     @property
+    def candidates(self) -> Tensor:
+        """[B, L] bool, the masked positions that the current step may unmask: those of the first
+        sub-block in which anything is masked."""
+        masked = self.blocks.masked
+        if self._sub_length == self._length:
+            return masked
+        parts = torch.arange(self._length, device=masked.device) // self._sub_length
+        first = masked.int().argmax(1) // self._sub_length
+        return masked & (parts == first.unsqueeze(1))
+
+    @property
+    def drawn_positions(self) -> Tensor:
+        """[B, L] int64, the absolute positions of the tokens that the current step's logits are of.
+        With shifted logits the first of a row are those behind its block, which begin the next
+        one when this is complete."""
+        positions = self.positions
+        if self._shifted:
+            positions = positions.clone()
+            positions[:, 0] += self._length
+        return positions
+
+    @property
+    def draws(self) -> Tensor:
+        """[B, L] int64, how many draws each of these positions has had, by which its random numbers
+        differ. The token that begins a block is drawn once."""
+        draws = self.blocks.denoised.unsqueeze(1).expand(-1, self._length)
+        if self._shifted:
+            draws = draws.clone()
+            draws[:, 0] = 0
+        return draws
+
+    @property
     def editable(self) -> Tensor:
         """[B, L] bool, the positions whose tokens a rule may replace: those that the row's blocks
         have unmasked so far."""
@@ -192,15 +233,23 @@ class DLLMStepInputs(StepInputs):
         positions are masked. A row stays in the last block that it can have, and that block stays
         complete: the row ends when the host reads the step."""
         rows = rows & (blocks.starts < blocks.last_starts)
+        masked = blocks.masked | rows.unsqueeze(1)
+        if self._shifted:
+            masked[:, 0] &= ~rows  # `write` has put its token there
         return replace(
             blocks,
             starts=torch.where(rows, blocks.starts + self._length, blocks.starts),
-            masked=blocks.masked | rows.unsqueeze(1),
+            masked=masked,
             given=blocks.given.masked_fill(rows, 0),
             denoised=blocks.denoised.masked_fill(rows, 0),
             complete=blocks.complete & ~rows,
             edit_steps=blocks.edit_steps.masked_fill(rows, 0),
         )
+
+    def prefilled_tokens(self, num_tokens: int) -> int:
+        """Return how many of a row's known tokens its prefill reads: whole blocks. With shifted
+        logits the last of them is left, whose commit forward draws the token behind it."""
+        return (num_tokens - self._shifted) // self._length * self._length
 
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
         """Add B rows whose prefill has read their whole blocks. Their remaining known tokens are
@@ -213,19 +262,19 @@ class DLLMStepInputs(StepInputs):
         for ids, seq, start, known in zip(token_ids, rows.seqs, starts, given, strict=True):
             ids[:known] = seq.token_ids[start:]
         steps = np.array([_steps_so_far(seq) for seq in rows.seqs])
-        firsts = np.array([seq.num_prompt_tokens // length * length for seq in rows.seqs])
+        firsts = np.array([self.prefilled_tokens(seq.num_prompt_tokens) for seq in rows.seqs])
         there = upload(np.stack([starts, last_starts, given, steps, firsts]), torch.int64, device)
-        places = torch.arange(length, device=device)
+        masked = torch.arange(length, device=device) >= there[2].unsqueeze(1)
         new = BlockRows(
             starts=there[0],
             first_starts=there[4],
             last_starts=there[1],
             token_ids=upload(token_ids, torch.int64, device),
-            masked=places >= there[2].unsqueeze(1),
+            masked=masked,
             given=there[2],
             denoised=torch.zeros_like(there[0]),
             steps=there[3].int(),
-            complete=torch.zeros_like(there[0], dtype=torch.bool),
+            complete=~masked.any(1),
             edit_steps=torch.zeros_like(there[0]),
         )
         own = [seq.params.decoding for seq in rows.seqs]
@@ -271,6 +320,9 @@ class DLLMStepInputs(StepInputs):
                 forward, too: it has read the final tokens, and so written their keys and values.
         """
         blocks, positions = self.blocks, writes.positions
+        if self._shifted:  # a commit forward yields the token that begins the next block
+            positions = positions.clone()
+            positions[:, 0] |= blocks.complete
         for name, values in columns.items():
             old = self.columns.get(name)
             if old is None or old.shape != values.shape:

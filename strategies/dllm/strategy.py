@@ -33,7 +33,7 @@ from batchgen.strategies.dllm.commit_room import CommitRoom
 from batchgen.strategies.dllm.edits import EDIT_LOG, MOST_EDITS, edit_log
 from batchgen.strategies.dllm.guided import denoise
 from batchgen.strategies.dllm.replay import is_exact, next_step
-from batchgen.strategies.dllm.rules.named_rules import named_rule
+from batchgen.strategies.dllm.rules.named_rules import named_rule, rule_of_row
 from batchgen.strategies.dllm.rules.rule import Rule
 from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs
 
@@ -74,6 +74,8 @@ class DLLMStrategy(Strategy):
             rule. A row may have its own in `RequestParams.decoding`.
         confidence_threshold, min_tokens_per_step, denoising_steps, entropy_bound, edit_threshold,
             max_edit_steps: the options of rules, by their names there. None is the rule's default.
+        sub_block_length: how many positions a sub-block has, all of which are unmasked before those
+            of the next one. None: the whole block is one.
         fused_commit: whether the commit forward of a block may be joined with the first denoise
             step of the next block, which saves forwards. The tokens are the same.
     """
@@ -82,6 +84,10 @@ class DLLMStrategy(Strategy):
     columns: tuple[OutputColumn, ...] = (STEP_MAP, EDIT_LOG, *TAIL_COLUMNS)
     counts: tuple[RowCount, ...] = (NUM_FORWARDS, NUM_COMMIT_FORWARDS)
     decoding = Rule
+
+    @classmethod
+    def decoding_of_row(cls, values: Mapping[str, Any]) -> object:
+        return rule_of_row(values)
 
     def __init__(
         self,
@@ -100,6 +106,7 @@ class DLLMStrategy(Strategy):
         entropy_bound: float | None = None,
         edit_threshold: float | None = None,
         max_edit_steps: int | None = None,
+        sub_block_length: int | None = None,
     ) -> None:
         if not (block_length is None or 2 <= block_length <= MAX_BLOCK_LENGTH):
             raise ValueError(f"block_length must be 2 to {MAX_BLOCK_LENGTH}, got {block_length!r}")
@@ -115,7 +122,10 @@ class DLLMStrategy(Strategy):
             edit_threshold=edit_threshold,
             max_edit_steps=max_edit_steps,
         )
-        self._asked_length = block_length
+        if sub_block_length is not None and sub_block_length < 1:
+            raise ValueError(f"sub_block_length must be at least 1, got {sub_block_length!r}")
+        self._asked_length, self._sub_block_length = block_length, sub_block_length
+        self._shifted = False
         self._fused = fused_commit
         self._commit_room: CommitRoom | None = None
         self._steps_per_block: Counter[int] = Counter()
@@ -144,9 +154,19 @@ class DLLMStrategy(Strategy):
                 "block_length is null, and the model does not say for which it was trained: set "
                 "it (4 for SDAR-*-Chat, N for SDAR-*-Chat-bN)"
             )
+        if self._sub_block_length is not None and length % self._sub_block_length:
+            raise ValueError(
+                f"sub_block_length is {self._sub_block_length}, and must divide block_length, "
+                f"{length}"
+            )
         if self._step_inputs is None:
             self._length, self._commit_room = length, CommitRoom(length)
-            self._step_inputs = DLLMStepInputs(length, model.diffusion.mask_token_id, self._rule)
+            self._shifted = model.diffusion.shifted
+            # The token that begins a block is drawn in the commit forward before.
+            self._fused = self._fused and not self._shifted
+            self._step_inputs = DLLMStepInputs(
+                length, model.diffusion, self._rule, self._sub_block_length
+            )
         return length
 
     @property
@@ -177,7 +197,7 @@ class DLLMStrategy(Strategy):
     def prefill_of(self, seq: Sequence) -> tuple[int, bool]:
         """The prefill reads the row's whole blocks and yields no token. The remaining known tokens
         are the beginning of the first block to denoise."""
-        return seq.num_tokens // self._length * self._length, False
+        return self.step_inputs.prefilled_tokens(seq.num_tokens), False
 
     def cache_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:
         """A row needs room for its current block to the end, even if the row ends within it. If
@@ -215,6 +235,19 @@ class DLLMStrategy(Strategy):
         assert isinstance(rule, Rule)
         if EDIT_LOG.name in params.columns:
             self._check_log(rule)
+        if self._shifted and replays:
+            raise ValueError(
+                "a replay is not supported for a model whose logits are of the next token, of which "
+                "a block's first one is drawn with the block before: leave "
+                "prompt.answer_step_map_column out"
+            )
+        if self._shifted and (rule.edits or params.constraint is not None):
+            what = f"unmasking {rule.name}" if rule.edits else "a constraint"
+            raise ValueError(
+                f"{what} is not supported for a model whose logits are of the next token, of which "
+                "a block's first one is drawn with the block before: use strategy.unmasking="
+                "low_confidence_dynamic without a constraint"
+            )
         if rule.edits and params.constraint is not None:
             raise ValueError(
                 f"unmasking {rule.name} replaces tokens that others were already drawn behind, and "
@@ -305,10 +338,12 @@ class DLLMStrategy(Strategy):
         inputs = self.step_inputs.model_inputs
         count = self.step_inputs.blocks.masked.numel()
         hidden = runner.hidden_states(inputs)[:count]
+        if self._shifted:
+            hidden = hidden.unflatten(0, (-1, self._length)).roll(1, 1).flatten(0, 1)
         logits = runner.compute_logits(hidden)
         logits[:, self.step_inputs.mask_token_id] = -torch.inf
         whole = Logits(logits, logits.shape[1])
-        return ModelOutput(whole, inputs.positions[:count], hidden), None
+        return ModelOutput(whole, self.step_inputs.drawn_positions.flatten(), hidden), None
 
     def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
         """Unmask positions of the rows' blocks. The step yields the tokens of the blocks that it
@@ -322,11 +357,14 @@ class DLLMStrategy(Strategy):
         guided: Tensor | None = None
         if guide is None:
             drawn = self._draw(output)
-            transfer = state.rules.unmasked(blocks.masked, blocks.denoised, drawn)
+            transfer = state.rules.unmasked(state.candidates, blocks.denoised, drawn)
         else:
             drawn, transfer, guided, conflicts = self._decide_guided(output, guide)
         drawn, transfer = self._replay(output, drawn, transfer)
-        broken = (drawn.failed.view(-1, length) & blocks.masked).any(1)
+        failed = drawn.failed.view(-1, length)
+        broken = (failed & blocks.masked).any(1)
+        if self._shifted:
+            broken |= failed[:, 0] & blocks.complete
         columns = {name: v.view(-1, length, *v.shape[1:]) for name, v in drawn.columns.items()}
         step_map = (blocks.steps + 1).unsqueeze(1).expand(-1, length).contiguous()
         columns[STEP_MAP.name] = step_map
@@ -411,7 +449,7 @@ class DLLMStrategy(Strategy):
             output.logits,
             state.repeated,
             output.positions,
-            state.blocks.denoised.repeat_interleave(self._length),
+            state.draws.flatten(),
             confidence=state.rules.any_confidence,
             entropy=state.rules.any_entropy,
             mask=mask,
@@ -446,7 +484,7 @@ class DLLMStrategy(Strategy):
         bool, the positions that are unmasked; and [B] bool each, the rows with constraints and
         those that conflict with them."""
         state, device = self.step_inputs, output.logits.device
-        rules, of_step = state.rules, (state.blocks.masked, state.blocks.denoised)
+        rules, of_step = state.rules, (state.candidates, state.blocks.denoised)
         drawn, taken = denoise(
             guide,
             state.masked_on_host,

@@ -96,7 +96,7 @@ class RuleRows(Batched):
         length = masked.shape[1]
         steps = self.steps.clamp(min=1)
         spread = length // steps + (denoised < length % steps)
-        counts = torch.where(self.steps > 0, spread, self.at_least)
+        counts = torch.where(self.steps > 0, spread.clamp(min=1), self.at_least)
         confidence = threshold = entropy = bound = None
         if self._any_threshold:
             confidence, threshold = _of_blocks(drawn.confidence, masked), self.threshold

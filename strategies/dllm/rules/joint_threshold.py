@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from batchgen.strategies.dllm.rules.low_confidence_dynamic import check_floor
@@ -26,7 +26,7 @@ class JointThreshold(Rule):
         min_tokens_per_step: as of `LowConfidenceDynamic`.
     """
 
-    name: ClassVar[str] = "joint_threshold"
+    name: str = field(default="joint_threshold", init=False)
     edits: ClassVar[bool] = True
     confidence_threshold: float = 0.9
     edit_threshold: float = 0.5

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,7 @@ def test_row_options_of_another_strategy_are_refused(tiny_model: Callable[..., P
 @pytest.mark.parametrize("rule", NAMED.values(), ids=NAMED)
 def test_every_rule_says_what_its_numbers_are(rule: type[Rule]) -> None:
     """A block of any length ends: a step without confidence or entropy still unmasks something."""
+    assert NAMED[rule().name] is rule and asdict(rule())["name"] == rule().name  # in row keys
     cut = rule().cut()
     assert cut.at_least >= 1 and cut.steps >= 0 and cut.order in UnmaskingOrder
     assert rule.edits == (cut.edit_threshold < float("inf"))
