@@ -235,18 +235,12 @@ class DLLMStrategy(Strategy):
         assert isinstance(rule, Rule)
         if EDIT_LOG.name in params.columns:
             self._check_log(rule)
-        if self._shifted and replays:
-            raise ValueError(
-                "a replay is not supported for a model whose logits are of the next token, of which "
-                "a block's first one is drawn with the block before: leave "
-                "prompt.answer_step_map_column out"
-            )
-        if self._shifted and (rule.edits or params.constraint is not None):
+        if self._shifted and (rule.edits or params.constraint is not None or replays):
             what = f"unmasking {rule.name}" if rule.edits else "a constraint"
             raise ValueError(
-                f"{what} is not supported for a model whose logits are of the next token, of which "
-                "a block's first one is drawn with the block before: use strategy.unmasking="
-                "low_confidence_dynamic without a constraint"
+                f"{'a replay' if replays else what} is not supported for a model whose logits are "
+                "of the next token, of which a block's first one is drawn with the block before: "
+                "use strategy.unmasking=low_confidence_dynamic without a constraint, and generate"
             )
         if rule.edits and params.constraint is not None:
             raise ValueError(
