@@ -12,7 +12,8 @@ the tile is, so tiles decide nothing. These choices do:
 - chunks of recurrent layers begin at absolute multiples of 64, and their states are written back
   after so many tokens behind the prompt (`FOLDED`), in any batch;
 - where the library (`kernels/library.py`) and products of weights in FP8 and 4 bits
-  (`BitRules.cut_sums`) cut a sum.
+  (`BitRules.cut_sums`) cut a sum. Products of adapters cut it by the layer's in features alone,
+  and add the parts in their order, under any rule.
 
 `BY_BATCH` may choose what is fastest for a batch. Under `BY_ROW` a choice depends on the row and on
 the shapes of the model alone, so a row has the same bits in every batch.

@@ -118,8 +118,8 @@ class ForwardContext:
     window_slots: Tensor | None = None
     # [T, layers, size], what each layer reads besides the stream; None for most models.
     layer_inputs: Tensor | None = None
-    # Whether tokens may have adapters, so that layers read the T tokens of the forward and no
-    # others (`LoRAState.tokens`).
+    # Whether tokens may have adapters, so that layers read the T tokens of the forward, or the
+    # outputs among them, and no others (`LoRAState.tokens`).
     adapted: bool = False
 
     def cache(self, layer: int, kind: type[C]) -> C:

@@ -66,6 +66,8 @@ class LoRAState:
         ranks: the highest rank of each.
         default: the adapter of rows that ask for none; None: they have none.
         tokens: which adapters the tokens have; None if no token has any.
+        outputs: the same of the tokens whose results are wanted, which are all that the end of the
+            last layer computes; None if their number is that of all tokens.
     """
 
     names: tuple[str, ...]
@@ -73,6 +75,7 @@ class LoRAState:
     default: str | None = None
     num_bytes: int = 0
     tokens: LoRATokens | None = field(default=None, repr=False)
+    outputs: LoRATokens | None = field(default=None, repr=False)
 
     @property
     def slots(self) -> dict[str | None, int]:
@@ -177,10 +180,12 @@ class LayerLoRA:
 
     def add_(self, out: Tensor, x: Tensor) -> Tensor:
         """Add what the tokens' adapters make of x [T, in_features] to `out` [T, out_features] in
-        place, and return it."""
-        tokens = self._state.tokens
+        place, and return it; x may be of the output tokens alone."""
+        tokens, outputs = self._state.tokens, self._state.outputs
         if tokens is None:
             return out
+        if outputs is not None and len(outputs.slots) == len(x):
+            tokens = outputs
         assert len(tokens.slots) == len(x), "the rows of this layer are not the forward's tokens"
         return add_lora_(out, x, tokens, self._stacked, self._products)
 

@@ -214,7 +214,9 @@ def config_identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> d
     else:
         del groups["rows"]
     if config.sampling.until is not None:  # how many samples there are can grow
-        groups["sampling"]["until"] = {"where": config.sampling.until.where}
+        until = config.sampling.until
+        rule = {} if until.width is None else {"rule": "width"}
+        groups["sampling"]["until"] = {"where": until.where, **rule}
     # What becomes of finished rows does not change them.
     for name in ("post", "score", "budget", "progress", "workers", "launcher"):
         del groups[name]
@@ -274,7 +276,8 @@ def growing(config: JobConfig) -> dict[str, Any]:
     groups = resolved(config)
     found = {f"{name}.{key}": groups[name].get(key) for name, key in _REMEMBERED}
     if (until := config.sampling.until) is not None:
-        found |= {"sampling.until.valid": until.valid, "sampling.until.most": until.most}
+        name, value = ("valid", until.valid) if until.width is None else ("width", until.width)
+        found |= {f"sampling.until.{name}": value, "sampling.until.most": until.most}
     return found
 
 

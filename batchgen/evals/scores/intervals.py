@@ -143,13 +143,19 @@ def sample_error(marks: Marks) -> SampleError | None:
     several = counts > 1
     if not several.any():
         return None
-    squares = np.nansum(np.square(marks.marks), 1)[known] - counts * means**2
-    variances = np.maximum(squares, 0.0) / np.maximum(counts - 1, 1)
-    variances[variances < _ROUNDING] = 0.0
+    if marks.stopped is None:
+        squares = np.nansum(np.square(marks.marks), 1)[known] - counts * means**2
+        variances = np.maximum(squares, 0.0) / np.maximum(counts - 1, 1)
+    else:  # some may be negative, so that their sum is right
+        variances = marks.stopped.variances(marks.marks)[known] * counts
+        several &= np.isfinite(variances)
+        if not several.any():
+            return None
+    variances[np.abs(variances) < _ROUNDING] = 0.0
     variances[~several] = variances[several].mean()
     parts = variances / counts / len(counts) ** 2
     square = np.square(parts[several]) / (counts[several] - 1)
-    return SampleError(float(parts.sum()), float(square.sum()))
+    return SampleError(max(float(parts.sum()), 0.0), float(square.sum()))
 
 
 def same_questions_interval(marks: Marks, *, bounded: bool = True) -> Interval | None:

@@ -51,8 +51,8 @@ def with_adapters(model: OpenedModel, given: LoRA, *, fold: bool = False) -> Ope
     weights = bare(model, torch.float32, [], units=Units(fp8=False, four_bits=False))
     found = {}
     for name, place in places.items():
-        adapter = open_adapter(_folder(name, place))
-        check_adapter(adapter, weights)
+        adapter = open_adapter(_folder(name, place), fold=fold)
+        check_adapter(adapter, weights, fold=fold)
         _check_tokenizer(name, adapter.folder, model)
         _warn_of_base(name, adapter, model)
         found[name] = adapter

@@ -187,8 +187,8 @@ def _until(found: Collected) -> Section:
     if not (outcomes := rates.outcomes):
         return section
     section.notes.append(
-        "Sampling of a row ends with a valid sample, so that the share of valid samples is no "
-        "unbiased estimate of the rate at which the model finds one."
+        "When sampling of a row ends depends on which samples are valid, so that the share of "
+        "valid ones is no unbiased estimate of the rate at which the model finds one; scores are."
     )
     if rates.exhausted:
         more = outcomes["exhausted"] - len(rates.exhausted)

@@ -24,6 +24,7 @@ from batchgen.pages.tokens.decode_tokens import job_decode
 from batchgen.pages.tokens.token_boxes import Decode
 from batchgen.storage.folder.job_summary import JobSummary, cut_remark, tokens_per_s
 from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.shards.enough import enough_text
 from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.whole_file import write_atomic
 from batchgen.util.duration import duration
@@ -188,8 +189,9 @@ def _strategy(job: JobSummary) -> str:
         if (until := sampling.get("until")) is None:
             names.append(f"{counted(sampling.get('n', 1), 'sample')} of each row")
         else:
-            enough = f"{until['valid']:,} valid of at most {until['most']:,}"
-            names.append(f"samples until {enough} of each row")
+            names.append(
+                f"at most {until['most']:,} samples of each row until {enough_text(until)}"
+            )
     return ", ".join(names)
 
 

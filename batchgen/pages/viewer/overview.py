@@ -10,6 +10,7 @@ from batchgen.config.groups.dataset_config import dataset_name
 from batchgen.pages.viewer.job_view import JobView
 from batchgen.pages.viewer.rows.filters import MARKS
 from batchgen.storage.folder.job_summary import JobSummary, until_line
+from batchgen.storage.shards.enough import enough_text
 from batchgen.util.duration import duration
 from batchgen.util.text.text_table import Line, answers_text, score_lines, score_value, value_range
 
@@ -106,7 +107,7 @@ def _subsets(job: JobView) -> list[Subset]:
 def _sampling(sampling: Mapping[str, Any]) -> Iterator[str]:
     until = sampling.get("until")
     if until is not None:
-        yield f"until {until['valid']:,} of at most {until['most']:,} fulfil {until['where']}"
+        yield f"until {enough_text(until)} (at most {until['most']:,}): {until['where']}"
     names = _SAMPLING if until is None else _SAMPLING[1:]
     yield from (f"{name} {sampling[name]}" for name in names if name in sampling)
 

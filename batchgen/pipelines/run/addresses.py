@@ -58,6 +58,9 @@ def _decides_answers(step: PipelineStep) -> Any:
     samples come between others, and other grades choose other rows."""
     groups = _resolved(step.config)
     sampling = {key: groups["sampling"][key] for key in ("n", "until")}
+    if sampling["until"]:  # a key at its default is part of nothing
+        kept = {key: value for key, value in sampling["until"].items() if value is not None}
+        sampling["until"] = kept
     return [{key: value for key, value in sampling.items() if value}, groups["post"]]
 
 

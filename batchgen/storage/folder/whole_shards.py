@@ -15,7 +15,7 @@ from batchgen.storage.shards.checked_file import CheckedFile, damaged
 from batchgen.storage.shards.row_order import KEYS
 from batchgen.storage.shards.shard_files import shard_files, shard_path
 from batchgen.storage.stores.job_storage import Storage, names_in
-from batchgen.storage.stores.manifest import ROWS, SAMPLES, UNTIL_VALID, runs_of_row
+from batchgen.storage.stores.manifest import ROWS, SAMPLES, UNTIL_MOST, runs_of_row
 from batchgen.util.errors import ConfigError, JobError
 
 _TYPES = {
@@ -144,7 +144,7 @@ def check_job(
     answers = metrics.get("rows", 0)
     if is_copy:
         answers = None
-        if rows is not None and samples is not None and UNTIL_VALID not in growing:
+        if rows is not None and samples is not None and UNTIL_MOST not in growing:
             answers = int(rows) * int(samples)
     found = whole_shards(storage, given, answers, "manifest.json" if is_copy else "metrics.json")
     check_job_columns(storage, found.schema, output["text_column"])

@@ -198,14 +198,14 @@ class OutputWriter:
         """The number of the shard that holds a row."""
         return row_index // self._rows_per_shard
 
-    def wanted(self, row_index: int, begun: Collection[int], rate: float | None) -> list[int]:
+    def wanted(self, row_index: int, begun: Collection[int], *, ahead: bool) -> list[int]:
         """The samples of a row to begin now, of which others are `begun`: see
         `OpenEnoughShard.wanted`. There are none in a shard that is not open."""
         opened = self._open.get(self.shard_of(row_index))
         if opened is None:
             return []
         assert isinstance(opened, OpenEnoughShard)
-        return opened.wanted(row_index, begun, rate)
+        return opened.wanted(row_index, begun, ahead=ahead)
 
     def set_exact(self, exact: bool, by_schedule: Collection[str]) -> None:
         """Say whether a row that is computed twice must be the same to the bit, in all columns but

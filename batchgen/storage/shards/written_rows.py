@@ -62,7 +62,7 @@ class WrittenRows:
         self._published.extents.pop(number, None)
         if (extent := self._published.older.get(number)) is not None:
             opened.take_published(extent)
-            if extent.rows and (retried_before or extent.valid):
+            if extent.rows and (retried_before or extent.enough is not None):
                 table = read_columns(self._published.source(number), opened.state_columns)
                 opened.take(table, errors_count=not retried_before)
         for path in self._journal.files(number, own=True):
