@@ -41,12 +41,12 @@ def derive_seed(job_seed: int, row_id: str, sample_index: int) -> int:
 
 
 def sample_params(
-    params: RequestParams, row_id: str, sample_index: int, **own: Any
+    params: RequestParams, row_id: str, sample_index: int, **changes: Any
 ) -> RequestParams:
     """The parameters of one sample of a row: those of all rows with the sample's own seed, and with
-    what the row has of its `own`, such as a constraint."""
+    what the row has of its own (`changes`), such as a constraint."""
     seed = derive_seed(params.seed, row_id, sample_index)
-    return replace(params, seed=seed, **own) if own else params.with_seed(seed)
+    return replace(params, seed=seed, **changes) if changes else params.with_seed(seed)
 
 
 def check_params(

@@ -56,10 +56,10 @@ def num_parts(tiles: int, steps: int, programs: int) -> int:
 
 class Splits(NamedTuple):
     """How the context of a row is cut for decode attention: into splits of `tokens` tokens, or, of
-    a long context, into `most` equal ones."""
+    a long context, into `max_splits` equal ones."""
 
     tokens: int
-    most: int
+    max_splits: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,9 +54,9 @@ class DefaultRope:
         return 1.0
 
 
-def _is_between(least: float, value: object, most: float) -> bool:
+def _is_between(least: float, value: object, upper: float) -> bool:
     """Whether a value is a number between two others."""
-    return isinstance(value, int | float) and type(value) is not bool and least < value < most
+    return isinstance(value, int | float) and type(value) is not bool and least < value < upper
 
 
 @dataclass(frozen=True, slots=True)

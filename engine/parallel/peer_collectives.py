@@ -72,5 +72,5 @@ def reach_each_other(size: int) -> bool:
     return all(_reaches(own, other) for own in range(size) for other in range(size))
 
 
-def _reaches(own: int, other: int) -> bool:
-    return own == other or torch.cuda.can_device_access_peer(own, other)
+def _reaches(rank: int, other: int) -> bool:
+    return rank == other or torch.cuda.can_device_access_peer(rank, other)

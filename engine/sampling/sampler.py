@@ -259,7 +259,7 @@ def take_tokens(
     """Describe given tokens [R] as `draw_tokens` describes those that it draws, to the bit, but for
     their confidence."""
     if logits.is_cuda:
-        return _draw_fused(logits, sampling, positions, given=token_ids)
+        return _draw_fused(logits, sampling, positions, scored_ids=token_ids)
     processed = logits
     if sampling.any_processed_logprobs:
         processed = process(logits, sampling, positions)
@@ -271,7 +271,7 @@ def score_fused(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
 ) -> StepOutput:
     """`score_tokens` with the fused Triton kernels, on any device."""
-    return _scored(_draw_fused(logits, sampling, positions, given=token_ids))
+    return _scored(_draw_fused(logits, sampling, positions, scored_ids=token_ids))
 
 
 def _scored(drawn: Drawn) -> StepOutput:
@@ -318,11 +318,11 @@ def _draw_fused(
     mask: TokenMask | None = None,
     *,
     entropy: bool = False,
-    given: Tensor | None = None,
+    scored_ids: Tensor | None = None,
     share: Share | None = None,
 ) -> Drawn:
-    """`draw_fused`, or with `given` [R] the same of these tokens in place of drawn ones. With a
-    `share` the logits are the columns of this rank (`Logits.share_for`)."""
+    """`draw_fused`, or with `scored_ids` [R] the same of these tokens in place of drawn ones. With
+    a `share` the logits are the columns of this rank (`Logits.share_for`)."""
     left, empty = _exclude(logits, sampling, positions, mask)
     threshold = None
     if sampling.any_filters:
@@ -340,7 +340,7 @@ def _draw_fused(
         sampling.processed_logprobs if sampling.any_logprobs else None,
         draws=draws,
         confidence=confidence,
-        given=given,
+        scored_ids=scored_ids,
         share=share,
     )
     columns: dict[str, Tensor] = {}

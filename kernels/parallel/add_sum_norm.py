@@ -192,17 +192,17 @@ def _two_shot(
 
 @triton.jit
 def _row_sum(
-    stream_ptr, partial_ptr, place, box, mask, addresses_ptr, start, inbox_bytes,
+    stream_ptr, partial_ptr, offsets, box, mask, addresses_ptr, start, inbox_bytes,
     ADDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of a row, which arrive at the places `box` of the inboxes; return the bits
     of the sum."""
     dtype: tl.constexpr = stream_ptr.dtype.element_ty
     bits_dtype: tl.constexpr = partial_ptr.dtype.element_ty
-    total = tl.zeros(place.shape, tl.float32)
+    total = tl.zeros(offsets.shape, tl.float32)
     if ADDS:
-        total = tl.load(stream_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    own = sendable(tl.load(partial_ptr + place, mask=mask, other=0), EMPTY)
+        total = tl.load(stream_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    own = sendable(tl.load(partial_ptr + offsets, mask=mask, other=0), EMPTY)
     for peer in tl.static_range(SIZE):
         bits = own
         if peer != RANK:
@@ -214,12 +214,12 @@ def _row_sum(
 
 
 @triton.jit
-def _finish_row(stream_ptr, weight, weight_ptr, normed_ptr, bits, place, mask, size, eps):
+def _finish_row(stream_ptr, weight, weight_ptr, normed_ptr, bits, offsets, mask, size, eps):
     """Store a row of the residual stream and its norm."""
     dtype: tl.constexpr = stream_ptr.dtype.element_ty
     stream = bits.to(dtype, bitcast=True)
-    tl.store(stream_ptr + place, stream, mask=mask)
+    tl.store(stream_ptr + offsets, stream, mask=mask)
     x = stream.to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
     normed = normed.to(weight_ptr.dtype.element_ty).to(tl.float32) * weight
-    tl.store(normed_ptr + place, normed.to(dtype), mask=mask)
+    tl.store(normed_ptr + offsets, normed.to(dtype), mask=mask)

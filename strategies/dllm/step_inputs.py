@@ -159,7 +159,7 @@ class DLLMStepInputs(StepInputs):
             self.complete,
             blocks.starts,
             blocks.token_ids,
-            blocks.given,
+            blocks.prompt_tokens,
             blocks.denoised,
             dict(self.columns),
         )
@@ -224,8 +224,8 @@ class DLLMStepInputs(StepInputs):
         """[B, L] bool, the positions whose tokens a rule may replace: those that the row's blocks
         have unmasked so far."""
         blocks = self.blocks
-        places = torch.arange(self._length, device=blocks.given.device)
-        own = (places >= blocks.given.unsqueeze(1)) & ~blocks.complete.unsqueeze(1)
+        places = torch.arange(self._length, device=blocks.prompt_tokens.device)
+        own = (places >= blocks.prompt_tokens.unsqueeze(1)) & ~blocks.complete.unsqueeze(1)
         return own & ~blocks.masked
 
     def _opened(self, blocks: BlockRows, rows: Tensor) -> BlockRows:
@@ -240,7 +240,7 @@ class DLLMStepInputs(StepInputs):
             blocks,
             starts=torch.where(rows, blocks.starts + self._length, blocks.starts),
             masked=masked,
-            given=blocks.given.masked_fill(rows, 0),
+            prompt_tokens=blocks.prompt_tokens.masked_fill(rows, 0),
             denoised=blocks.denoised.masked_fill(rows, 0),
             complete=blocks.complete & ~rows,
             edit_steps=blocks.edit_steps.masked_fill(rows, 0),
@@ -271,7 +271,7 @@ class DLLMStepInputs(StepInputs):
             last_starts=there[1],
             token_ids=upload(token_ids, torch.int64, device),
             masked=masked,
-            given=there[2],
+            prompt_tokens=there[2],
             denoised=torch.zeros_like(there[0]),
             steps=there[3].int(),
             complete=~masked.any(1),
@@ -347,7 +347,7 @@ class DLLMStepInputs(StepInputs):
             complete & ~blocks.complete,
             after.starts,
             after.token_ids,
-            after.given,
+            after.prompt_tokens,
             after.denoised,
             dict(self.columns),
         )

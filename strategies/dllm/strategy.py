@@ -383,14 +383,14 @@ class DLLMStrategy(Strategy):
         else:
             rows = known.rows & ~broken
         # The tokens that a block yields begin behind those of the prompt.
-        offsets = torch.arange(length, device=known.given.device)
-        order = (known.given.unsqueeze(1) + offsets).clamp(max=length - 1)
-        num_tokens = torch.where(rows, length - known.given, 0)
+        offsets = torch.arange(length, device=known.prompt_tokens.device)
+        order = (known.prompt_tokens.unsqueeze(1) + offsets).clamp(max=length - 1)
+        num_tokens = torch.where(rows, length - known.prompt_tokens, 0)
         if conflicts is not None:
             # A conflicting row ends with the known tokens at the beginning of its block.
             first = (~blocks.masked | transfer).cumprod(1).sum(1)
             conflicts = conflicts & ~broken
-            num_tokens = torch.where(conflicts, first - blocks.given, num_tokens)
+            num_tokens = torch.where(conflicts, first - blocks.prompt_tokens, num_tokens)
         step = StepOutput(
             num_tokens=num_tokens.int(),
             token_ids=known.token_ids.gather(1, order),
@@ -408,18 +408,18 @@ class DLLMStrategy(Strategy):
         return step.with_counts(**self._counts(known, rows, ended, guided))
 
     def _counts(
-        self, known: KnownBlocks, yielded: Tensor, ended: Tensor, guided: Tensor | None
+        self, decided: KnownBlocks, yielded: Tensor, ended: Tensor, guided: Tensor | None
     ) -> dict[str, Tensor]:
         """Count the forwards of the blocks that are `yielded` [B] bool, and of those in which rows
         have `ended` [B] bool. A block's denoise steps count once it is there, so that those which
         a preemption undid do not. `guided` [B] bool are the rows with a constraint."""
         blocks = self.step_inputs.blocks
-        forwards = torch.where(yielded, known.denoised, 0)
+        forwards = torch.where(yielded, decided.denoised, 0)
         forwards += torch.where(ended, blocks.denoised + 1, 0)
         if self._yields_final:
             # Its last block is final in the first denoise step of the next, or alone.
             first, last = (
-                known.starts == each for each in (blocks.first_starts, blocks.last_starts)
+                decided.starts == each for each in (blocks.first_starts, blocks.last_starts)
             )
             alone = torch.ones_like(yielded) if not self._fused else guided
             extra, commits = yielded & first, yielded & last

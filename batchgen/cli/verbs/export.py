@@ -112,35 +112,35 @@ def _parser() -> VerbParser:
     return parser
 
 
-def _for_trainers(given: Namespace, path: Path | None) -> int:
+def _for_trainers(arguments: Namespace, path: Path | None) -> int:
     for name in ("format", "columns", "quote_formulas"):
-        if getattr(given, name):
+        if getattr(arguments, name):
             raise ConfigError(
-                f"export --{name.replace('_', '-')} is not for --to {given.to}, whose columns are "
-                "those that trainers read; --out says by its name whether they are Parquet"
+                f"export --{name.replace('_', '-')} is not for --to {arguments.to}, whose columns "
+                "are those that trainers read; --out says by its name whether they are Parquet"
             )
-    options = {name: getattr(given, name) for name in (*_STRINGS, *_NUMBERS)}
-    asked = ExportRequest(to=given.to, across=given.across, **options)
-    done = export_for(open_rows(given.out), asked, path)
-    if not done.made:
-        print(f"{given.file} has these rows already.", file=sys.stderr)
+    options = {name: getattr(arguments, name) for name in (*_STRINGS, *_NUMBERS)}
+    asked = ExportRequest(to=arguments.to, across=arguments.across, **options)
+    done = export_for(open_rows(arguments.out), asked, path)
+    if not done.is_new:
+        print(f"{arguments.file} has these rows already.", file=sys.stderr)
         return 0
     left_out = "".join(f"; {count:,} left out {why}" for why, count in done.left_out.items())
     if path is not None or left_out:
-        print(f"{done.rows:,} rows in {given.file or 'all'}{left_out}", file=sys.stderr)
+        print(f"{done.rows:,} rows in {arguments.file or 'all'}{left_out}", file=sys.stderr)
     return 0
 
 
-def _as_text(given: Namespace, path: Path | None) -> int:
+def _as_text(options: Namespace, path: Path | None) -> int:
     """Write the columns of the rows as they are."""
     count = export_text(
-        given.out,
+        options.out,
         path,
-        form=given.format,
-        columns=given.columns,
-        where=given.where,
-        quote=given.quote_formulas,
+        form=options.format,
+        columns=options.columns,
+        where=options.where,
+        quote=options.quote_formulas,
     )
     if path is not None:
-        print(f"{count:,} rows in {given.file}", file=sys.stderr)
+        print(f"{count:,} rows in {options.file}", file=sys.stderr)
     return 0

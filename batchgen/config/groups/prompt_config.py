@@ -129,27 +129,27 @@ def check_answer(prompt: PromptConfig) -> None:
         )
 
 
-def check_template_kwargs(given: Mapping[str, Any] | None, *, tools: bool = False) -> None:
+def check_template_kwargs(values: Mapping[str, Any] | None, *, tools: bool = False) -> None:
     """Refuse options of the chat template that batchgen sets itself; `tools` is one of them where
     rows bring their own."""
     reserved = RESERVED_TEMPLATE_KWARGS | ({"tools"} if tools else set())
-    if found := sorted(reserved & set(given or {})):
+    if found := sorted(reserved & set(values or {})):
         raise ConfigError(
             f"prompt.template_kwargs must not set {', '.join(found)}: batchgen sets it; give only "
             "the template's own options, such as enable_thinking"
         )
 
 
-def check_date(given: str | None) -> None:
+def check_date(day: str | None) -> None:
     """Refuse what is no day."""
-    if given is None:
+    if day is None:
         return
     try:
-        known = date.fromisoformat(given).isoformat() == given
+        known = date.fromisoformat(day).isoformat() == day
     except ValueError:
         known = False
     if not known:
-        raise ConfigError(f"prompt.date must be null or a day such as 2026-11-25, got {given!r}")
+        raise ConfigError(f"prompt.date must be null or a day such as 2026-11-25, got {day!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

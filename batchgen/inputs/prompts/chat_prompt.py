@@ -288,11 +288,11 @@ class ChatPrompt:
             )
 
 
-def _day(given: str | None, source: str, of_job: Callable[[], str]) -> str | None:
+def _day(date: str | None, source: str, of_job: Callable[[], str]) -> str | None:
     """The day that a chat template writes; None if it asks for none."""
     if re.search(r"\bstrftime_now\b", source):
-        return of_job() if given is None else given
-    if given is not None:
+        return of_job() if date is None else date
+    if date is not None:
         raise ConfigError("prompt.date: the model's chat template writes no date: leave it out")
     return None
 

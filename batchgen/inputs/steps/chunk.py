@@ -158,14 +158,14 @@ def token_places(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
     return [start for start, _ in offsets], [end for _, end in offsets]
 
 
-def _cut(text: str, least: int, most: int) -> int:
-    """The best place for a cut behind `least` and not behind `most`, the last one of its kind."""
+def _cut(text: str, least: int, limit: int) -> int:
+    """The best place for a cut behind `least` and not behind `limit`, the last one of its kind."""
     for kind in _BREAKS:
         # A place that ends behind `most` may begin before it.
-        found = [match.end() for match in kind.finditer(text, least, most) if match.end() > least]
+        found = [match.end() for match in kind.finditer(text, least, limit) if match.end() > least]
         if found:
             return found[-1]
-    return most
+    return limit
 
 
 def _before(starts: Sequence[int], end: int, stop: int) -> int:

@@ -177,9 +177,9 @@ def scan_rows(
     return scanner.finished()
 
 
-def sample_indices(number: int, most: int = SAMPLE) -> list[int]:
+def sample_indices(number: int, limit: int = SAMPLE) -> list[int]:
     """Different indices below `number`, spread over all, in random order; the same in every run."""
-    chosen: list[int] = random_words(0, (number,)).argsort()[:most].tolist()
+    chosen: list[int] = random_words(0, (number,)).argsort()[:limit].tolist()
     return chosen
 
 

@@ -247,7 +247,7 @@ class Worker:
     def _confirm_job(self) -> None:
         """Raise FolderLost if the job was deleted, after its leases were found gone."""
         if not self._storage.exists(self._storage.path / "manifest.json"):
-            raise lost(self._storage.shown)
+            raise lost(self._storage.display_name)
 
     def _do(self, steps: Steps[T]) -> T:
         return carry_out(steps, self.store.do)

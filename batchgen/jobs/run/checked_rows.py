@@ -68,7 +68,7 @@ def output_schema(config: JobConfig, parts: ResolvedJob) -> OutputSchema:
         prompt_token_ids=PROMPT_TOKEN_IDS in columns,
         constrained=config.constrained,
         parsed=parsed,
-        beside=parts.beside,
+        extra=parts.beside,
         text_column=config.output.text_column,
         answers=parts.answer is not None,
         replays=config.replays,

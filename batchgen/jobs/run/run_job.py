@@ -101,7 +101,7 @@ def _turns(attempt: JobAttempt) -> Turns[JobResult]:
         metrics.attempt.rows_total = num_rows * config.sampling.n
     attempt.note_read()
     if folder.exclusive and not is_done:
-        card = unfinished_card(folder.storage.shown)
+        card = unfinished_card(folder.storage.display_name)
         folder.storage.write(folder.path / "README.md", card)
         folder.storage.delete(folder.path / REPORT)  # it would tell of fewer rows
     samples = Samples(folder.path, config.score, by=config.model.grid_column)

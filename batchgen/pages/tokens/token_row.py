@@ -113,30 +113,30 @@ class TokenRow:
         count = len(self.layers)
         return sorted({0, count // 2, count - 1}) if self.experts is not None else []
 
-    def classes(self, place: int) -> str:
+    def classes(self, index: int) -> str:
         """The classes of a token, with a space before each."""
         found = ""
-        if self.logprobs is not None and (value := self.logprobs[place]) is not None:
+        if self.logprobs is not None and (value := self.logprobs[index]) is not None:
             found += f" p{bisect_left(_HEAT, -value)}"
         if self.steps is not None:
-            found += f" s{self.steps[place] % _COLOURS}"
-        if place in self.replaced:
+            found += f" s{self.steps[index] % _COLOURS}"
+        if index in self.replaced:
             found += " e"
-        if self.drafts is not None and self.drafts[place]:
+        if self.drafts is not None and self.drafts[index]:
             found += " d1"
-        if self.experts is not None and (mine := self.experts[place]) is not None:
+        if self.experts is not None and (mine := self.experts[index]) is not None:
             for n, i in enumerate(self._shown_layers):
                 found += f" x{n}-{mine[i][0] % _COLOURS}"
         return found
 
-    def lines(self, place: int) -> list[str]:
+    def lines(self, index: int) -> list[str]:
         """What the title of a token says besides its log-probability, as HTML."""
         found = []
         if self.steps is not None:
-            found.append(f"{self.step_name} {self.steps[place]}")
+            found.append(f"{self.step_name} {self.steps[index]}")
         if self.drafts is not None:
-            found.append("a draft that held" if self.drafts[place] else "no draft")
-        if self.experts is not None and (mine := self.experts[place]) is not None:
+            found.append("a draft that held" if self.drafts[index] else "no draft")
+        if self.experts is not None and (mine := self.experts[index]) is not None:
             every = max(len(self.layers) // _MOST_LAYERS, 1)
             for i in range(0, len(self.layers), every):
                 found.append(f"layer {self.layers[i]}: experts {', '.join(map(str, mine[i]))}")

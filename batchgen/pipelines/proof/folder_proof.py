@@ -63,7 +63,9 @@ def schema_digest(schema: pa.Schema) -> str:
 
 def step_proof(reader: JobFolderReader) -> StepProof:
     """What a lock says of a complete job."""
-    manifest = Manifest.parse((reader.path / "manifest.json").read_bytes(), reader.storage.shown)
+    manifest = Manifest.parse(
+        (reader.path / "manifest.json").read_bytes(), reader.storage.display_name
+    )
     found = folder_digests(reader.path)
     digests = manifest.row_digests
     proof = StepProof(

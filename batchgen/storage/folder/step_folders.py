@@ -69,7 +69,7 @@ def refuse_linked(out: Path) -> None:
 def read_record(storage: Storage) -> PipelineRecord | None:
     """What pipeline.json says; None if there is none."""
     content = storage.read(storage.path / RECORD)
-    shown = f"{storage.shown}/{RECORD}"
+    shown = f"{storage.display_name}/{RECORD}"
     return None if content is None else PipelineRecord.parse(content, shown)
 
 

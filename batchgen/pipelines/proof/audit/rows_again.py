@@ -26,9 +26,9 @@ from batchgen.util.errors import ConfigError, JobError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Taken(Row):
-    """A row with its number among those that were taken; `given` has its own number."""
+    """A row with its number among those that were taken; `base` has its own number."""
 
-    given: Row = dataclasses.field(kw_only=True)
+    base: Row = dataclasses.field(kw_only=True)
 
 
 class TakenRows(Source):
@@ -51,7 +51,7 @@ class TakenRows(Source):
         self.fingerprint = f"{len(indices)} of {source.fingerprint}"
         source.find_index(storage)
         self._rows = [
-            _Taken(number, row.id, row.fields, row.failure, given=row)
+            _Taken(number, row.id, row.fields, row.failure, base=row)
             for number, row in enumerate(rows_at(source, indices))
         ]
         self.num_rows = len(self._rows)
@@ -125,7 +125,7 @@ class _AnswerOfTaken:
 
 def _given(row: Row) -> Row:
     assert isinstance(row, _Taken)
-    return row.given
+    return row.base
 
 
 def compute_again(

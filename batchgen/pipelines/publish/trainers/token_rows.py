@@ -81,11 +81,11 @@ class TokenRows:
         made_of: shard and place of the row that the last row was made of.
     """
 
-    def __init__(self, rows: FinishedRows, asked: ExportRequest) -> None:
+    def __init__(self, rows: FinishedRows, request: ExportRequest) -> None:
         """Raise ConfigError if the rows lack a column that the format needs."""
-        self._rows, self._to, self.left_out = rows, asked.to, Counter[str]()
+        self._rows, self._to, self.left_out = rows, request.to, Counter[str]()
         self.made_of: list[Place] = []
-        rows.refuse_set(f"--to {asked.to}")
+        rows.refuse_set(f"--to {request.to}")
         names = rows.schema.names
         scored = "answer_token_ids" in names
         self._name = {n: f"answer_{n}" if scored else n for n in (_IDS, _LOGPROBS, _TOP, _TOP_IDS)}
@@ -96,7 +96,7 @@ class TokenRows:
             listed = sorted({name.replace("top_logprob_ids", "top_logprobs") for name in missing})
             columns = ",".join(name.removeprefix("answer_") for name in listed)
             raise ConfigError(
-                f"--to {self._to} needs the column {missing[0]!r}, which {rows.given} does not "
+                f"--to {self._to} needs the column {missing[0]!r}, which {rows.user_path} does not "
                 f"have: run the job with output.columns=[{columns}]"
             )
         more = [_REST] if _REST in names and self._to == "kd-packed" else []
@@ -104,14 +104,14 @@ class TokenRows:
         if self._to == "rl" and self._sampling.get("column") in names:
             more.append(self._sampling["column"])
         self._wanted = rows.columns.named(["row_id", "sample_index", "error", *needed, *more])
-        self._where = self._expression("where", asked.where)
-        reward = asked.by or ("mark" if "mark" in rows.columns.names else None)
+        self._where = self._expression("where", request.where)
+        reward = request.by or ("mark" if "mark" in rows.columns.names else None)
         is_rollout = self._to in ("rl", "trace_rl")
         self._reward = self._expression("by", reward if is_rollout else None)
         self._decode = job_decode(rows.config) if self._to == "trace_rl" else None
         self._talks: Conversations | None = None
         if self._to in ("kd", "kd-v1"):
-            self._talks = Conversations(rows, asked.messages, None, answers=True)
+            self._talks = Conversations(rows, request.messages, None, answers=True)
             self._wanted |= self._talks.wanted
         self.schema = self._schema()
 
@@ -146,7 +146,7 @@ class TokenRows:
         }
         for row in answered_rows(self._rows, self._wanted, self._where, self.left_out):
             if row.variables[self._name[_IDS]]:
-                self.made_of = [(row.shard, row.place)]
+                self.made_of = [(row.shard, row.position)]
                 yield make[self._to](row)
             else:
                 self.left_out["without tokens"] += 1
