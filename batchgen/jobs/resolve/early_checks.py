@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,20 @@ _LATER = ("prompt.date", "sampling.stream", "sampling.until")
 def check_early(config: JobConfig, *, folder: bool) -> None:
     """Raise ConfigError for a model or a data file that is not there, a column that the file does
     not have, and, if `folder`, for an output folder with rows of a job with other keys."""
+    _check_trackers(config)
     _check_model(config)
     _check_data(config)
     if folder and not config.output.overwrite and not is_url(config.output.dir):
         check_folder(config, Path(config.output.dir))
+
+
+def _check_trackers(config: JobConfig) -> None:
+    for name in config.progress.report_to:
+        if name != "json" and find_spec(name) is None:
+            raise ConfigError(
+                f"progress.report_to={name} needs the package {name}, which is not installed: "
+                f"pip install 'batchgen[{name}]'"
+            )
 
 
 def _check_model(config: JobConfig) -> None:

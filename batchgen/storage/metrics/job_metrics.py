@@ -104,6 +104,7 @@ class Metrics:
         timeline: how the job went on over time; of several workers it has only this one.
         read_jobs: what the jobs cost whose rows are read.
         sampling: values of the group `sampling`, and what the model recommends for each.
+        tell: is called with the content of the file whenever this worker has written it.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Metrics:
         self.timeline = Timeline(rows=rows_resumed)
         self.read_jobs: Sequence[JobCost] = ()
         self.sampling: Mapping[str, Mapping[str, float | None]] = {}
+        self.tell: Callable[[Mapping[str, Any]], None] = lambda content: None
         if (content := self._storage.read(path)) is not None:
             earlier = json.loads(content)
             self.timeline = Timeline(earlier.get("timeline", ()), rows_resumed)
@@ -219,6 +221,7 @@ class Metrics:
         summary["timeline"] = self.timeline.points
         self._text = metrics_text(summary)
         self._storage.write(self._path, self._text)
+        self.tell(summary)
 
     def costs(self, job: str) -> list[JobCost]:
         """What the jobs that are read and this one cost, which is called `job`."""
