@@ -60,7 +60,7 @@ class Tape:
         self._whole = True
 
     def resize(self, slots: int) -> None:
-        """Have room for so many slots, and forget what was there."""
+        """Make room for a number of slots, and forget what was there."""
         self.plane = self.plane.new_zeros(len(self.plane), slots)
 
     def first_difference(self, one: Tensor, other: Tensor) -> tuple[str, int] | None:

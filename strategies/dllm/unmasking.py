@@ -124,7 +124,7 @@ class RuleRows(Batched):
         Args:
             editable: [B, L] bool, the positions with a token that is not of the prompt.
             old: [B, L] int64, these tokens.
-            drawn: as of `unmasked`.
+            drawn: see `unmasked`.
         """
         is_other = drawn.token_ids.view(old.shape) != old
         sure = _of_blocks(drawn.confidence, old) > self.edit_threshold.unsqueeze(1)

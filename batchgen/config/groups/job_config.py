@@ -210,13 +210,19 @@ class OutputConfig:
             )
 
 
+Reporter = Literal["trackio", "wandb", "json"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressConfig:
-    """What the job shows on the terminal while it runs."""
+    """What the job shows on the terminal while it runs, and where else it tells how far it is."""
 
     show: float = 30.0
+    report_to: tuple[Reporter, ...] = ()
+    project: str = "batchgen"
 
     def __post_init__(self) -> None:
+        check(bool(self.project.strip()), "progress.project", "a name", self.project)
         allowed = "0 (never) or a number of seconds"
         check(0 <= self.show < math.inf, "progress.show", allowed, self.show)
 

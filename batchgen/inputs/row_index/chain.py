@@ -228,7 +228,7 @@ def path_id(row_id: str, path: Sequence[int]) -> str:
 
 
 def failure_of(failure: Failure | None) -> RequestError | None:
-    """A failure as rows have it."""
+    """A failure in the form that rows hold."""
     return None if failure is None else RequestError(failure.type, failure.message)
 
 

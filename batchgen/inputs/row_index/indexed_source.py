@@ -246,7 +246,7 @@ class IndexedSource(Source):
         return {**copied, **made}
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """The rows of the data set, as of `Source`."""
+        """The rows of the data set, see `Source`."""
         return self._data.tables(stop, size)
 
     def close(self) -> None:
@@ -284,8 +284,8 @@ class IndexedSource(Source):
         return stored_field(name, feature, kind) if has_json(feature) else pa.field(name, kind)
 
     def _made(self, indices: Sequence[int], reader: IndexReader) -> Iterator[Row]:
-        """Rows of the job by their numbers. Those that come from one row of the data set and stand
-        beside each other read it once."""
+        """Rows of the job by their numbers. Those that come from one row of the data set and are
+        neighbours read it once."""
         last: Row | None = None
         for at in range(0, len(indices), _BATCH):
             some = [(index, reader.row(index)) for index in indices[at : at + _BATCH]]

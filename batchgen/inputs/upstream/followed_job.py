@@ -81,7 +81,7 @@ class FollowedJob(GradedShards):
     """A job that may run. Its shards are taken up in their order, each once it is whole.
 
     Attributes:
-        read, text_column: as of `OtherJob`.
+        read, text_column: see `OtherJob`.
         is_complete: whether the job is, and all its shards are taken up.
         needs_grades: whether shards wait for their grades. It is set before the first `learn`.
     """

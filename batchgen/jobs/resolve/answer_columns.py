@@ -67,7 +67,7 @@ def check_answer_columns(
 
 
 def large_shards(config: JobConfig, columns: Sequence[OutputColumn]) -> str | None:
-    """What a user is told whose shards will be huge by their hidden states; None if they will not,
+    """The warning that hidden states will make the shards huge; None if they will not,
     with rows of a few hundred tokens."""
     hidden = [column for column in columns if column.name == HIDDEN_STATES]
     of_token = sum(column.dtype.itemsize * math.prod(column.tail_shape) for column in hidden)

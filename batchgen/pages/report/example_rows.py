@@ -94,7 +94,7 @@ def faults(report: Collected) -> list[Fault]:
 
 
 def anchor(key: int) -> str:
-    """The id of a row in the page, given its key as of `row_keys`."""
+    """The id of a row in the page, given its key see `row_keys`."""
     return f"row-{key >> 31}-{key & 0x7FFFFFFF}"
 
 

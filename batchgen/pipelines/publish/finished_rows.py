@@ -146,7 +146,7 @@ def whole_set(path: Path, user_path: str) -> tuple[dict[str, Any], WholeShards]:
     """What the SET_FILE of a folder holds, and the shards, which are those that it names.
 
     Raises:
-        ConfigError, JobError: as of `set_facts` and `whole_shards`, or other rows lie there.
+        ConfigError, JobError: see `set_facts` and `whole_shards`, or other rows lie there.
     """
     facts = set_facts(path)
     whole = whole_shards(FolderStorage(path), user_path, facts.get("rows"), SET_FILE)

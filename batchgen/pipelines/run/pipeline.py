@@ -1,4 +1,4 @@
-"""A pipeline: jobs that read each other, in an order in which each comes behind what it reads."""
+"""A pipeline: jobs that read each other, in topological order."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class PipelineStep:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Steps in an order in which each comes behind what it reads, and what is made of them."""
+    """Steps in topological order, and what is made of them."""
 
     out: str
     steps: Mapping[str, PipelineStep]
@@ -106,7 +106,7 @@ class Pipeline:
     most_errors: float = _MOST_ERRORS
 
     def check_early(self) -> None:
-        """Find the usual mistakes of the steps before torch is loaded; as of `check_early`."""
+        """Find the usual mistakes of the steps before torch is loaded; see `check_early`."""
         for name, step in self.steps.items():
             try:
                 check_early(step.config, folder=False)
