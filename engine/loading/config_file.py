@@ -28,7 +28,8 @@ _BARE_EMBEDDING = "embed_tokens.weight"
 """What the embedding is called in files of a decoder without its head."""
 _MOST_LABELS, _LABEL_LENGTH = 10_000, 200
 """The most classes of a classifier, and the most characters of a class's name."""
-_MASK = "<|MASK|>"  # The mask token of the published SDAR tokenizers.
+_MASKS = ("<|MASK|>", "|<MASK>|")
+"""The mask tokens of the published tokenizers of SDAR and of Fast-dLLM v2."""
 _OBJECTS = ("text_config", "quantization_config", "rope_parameters", "rope_scaling")
 """The keys of config.json that hold an object, or null."""
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -186,9 +187,11 @@ def _mask_token_id(path: Path) -> int:
         if tokenizer.mask_token_id is not None:
             return int(tokenizer.mask_token_id)
         added: dict[str, int] = tokenizer.get_added_vocab()
-        if _MASK in added:
-            return added[_MASK]
+        for mask in _MASKS:
+            if mask in added:
+                return added[mask]
     raise ValueError(
         f"{path}: neither config.json (key 'mask_token_id') nor the tokenizer (mask_token, or an "
-        f"added token {_MASK}) says which token stands for masked ones: add it to config.json"
+        f"added token {' or '.join(_MASKS)}) says which token stands for masked ones: add it to "
+        "config.json"
     )

@@ -78,17 +78,20 @@ class Decoder(nn.Module):
         tables = dict.fromkeys(self.rotaries)
         places = positions if ctx.rope_positions is None else ctx.rope_positions
         turns = {table: None if table is None else table(places) for table in tables}
-        last = None if ctx.adapted else len(self.layers) - 1
+        # Adapters know the tokens of a layer by their number.
+        wanted = ctx.outputs
+        if wanted is not None and ctx.adapted and len(wanted.index) == len(input_ids):
+            wanted = None
         stream = self._recorded(0, stream, ctx)
         for index, (layer, table) in enumerate(zip(self.layers, self.rotaries, strict=True)):
             # The last layer writes its cache for all tokens, but computes results for the outputs.
-            outputs = ctx.outputs if index == last else None
+            outputs = wanted if index == len(self.layers) - 1 else None
             stream = layer(stream, turns[table], ctx, outputs)
             if ctx.images is not None and index < ctx.images.num_layers:
                 stream = ctx.images.add(summed(stream), index)
             if index + 1 < len(self.layers):  # the last one's are recorded behind the norm
                 stream = self._recorded(index + 1, stream, ctx)
-        if ctx.adapted and ctx.outputs is not None:
+        if wanted is None and ctx.outputs is not None:
             stream = summed(stream)[ctx.outputs.index]
         hidden: Tensor
         hidden, _ = self.norm.of_stream(stream)
@@ -96,7 +99,8 @@ class Decoder(nn.Module):
         return hidden
 
     def _recorded(self, layer: int, stream: Stream, ctx: ForwardContext) -> Stream:
-        """Record the hidden states behind so many layers, if they are wanted; return the stream."""
+        """Record the hidden states behind a number of layers, if they are wanted; return the
+        stream."""
         column = self._hidden_column
         if column is None or layer not in self._places or column.name not in ctx.columns:
             return stream

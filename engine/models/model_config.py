@@ -36,12 +36,13 @@ ROPE_TYPES: Mapping[str, type[DefaultRope]] = {
 class Diffusion:
     """What a model for block diffusion needs.
 
-    Its logits are for the token at their own position, not for the next one. Its attention is
-    causal over blocks of positions and full inside a block.
+    Its logits are for the token at their own position, or for the next one if they are `shifted`.
+    Its attention is causal over blocks of positions and full inside a block.
     """
 
     mask_token_id: int  # stands where a token is to be filled in
     block_length: int | None  # positions of a block in training, if the checkpoint says it
+    shifted: bool = False
 
     def __post_init__(self) -> None:
         if self.block_length is not None and self.block_length < 2:

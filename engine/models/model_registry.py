@@ -30,6 +30,7 @@ MODELS: Mapping[str, ModelEntry] = {
     "Ernie4_5ForCausalLM": ModelEntry("batchgen.engine.models.ernie4_5"),
     "Exaone4ForCausalLM": ModelEntry("batchgen.engine.models.exaone4"),
     "ExaoneMoeForCausalLM": ModelEntry("batchgen.engine.models.exaone_moe"),
+    "Fast_dLLM_QwenForCausalLM": ModelEntry("batchgen.engine.models.fast_dllm_qwen"),
     "Gemma2ForCausalLM": ModelEntry("batchgen.engine.models.gemma2"),
     "Gemma3ForCausalLM": ModelEntry("batchgen.engine.models.gemma3"),
     "Gemma3ForConditionalGeneration": ModelEntry("batchgen.engine.models.gemma3"),
@@ -45,6 +46,7 @@ MODELS: Mapping[str, ModelEntry] = {
     "HunYuanDenseV1ForCausalLM": ModelEntry("batchgen.engine.models.hunyuan_v1_dense"),
     "HunYuanMoEV1ForCausalLM": ModelEntry("batchgen.engine.models.hunyuan_v1_moe"),
     "InternLM3ForCausalLM": ModelEntry("batchgen.engine.models.internlm3"),
+    "LLaDA2MoeModelLM": ModelEntry("batchgen.engine.models.llada2_moe"),
     "LlamaForCausalLM": ModelEntry("batchgen.engine.models.llama", gguf="llama"),
     "MiniMaxM2ForCausalLM": ModelEntry("batchgen.engine.models.minimax_m2"),
     "Ministral3ForCausalLM": ModelEntry("batchgen.engine.models.ministral3"),
@@ -81,6 +83,11 @@ RELATIVES: Mapping[str, tuple[str, str]] = {
     "CohereForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
     "Cohere2ForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
     "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "attention to chosen tokens (DSA)"),
+    "DiffusionGemmaForBlockDiffusion": (
+        "Gemma4ForCausalLM",
+        "canvases of 256 tokens without a mask token, beside an encoder, whose steps read the last "
+        "step's distributions",
+    ),
     "DreamModel": ("SDARForCausalLM", _BIDIRECTIONAL),
     "FalconH1ForCausalLM": ("LlamaForCausalLM", _MAMBA),
     "GraniteMoeHybridForCausalLM": ("GraniteMoeForCausalLM", _MAMBA),

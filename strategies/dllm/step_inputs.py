@@ -17,10 +17,13 @@ from torch import Tensor
 from batchgen.engine.device.transfer import Download, upload
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.interface.outputs import OutputColumn, StepOutput
+from batchgen.engine.models.model_config import Diffusion
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
 from batchgen.strategies.dllm.block_rows import BlockRows, KnownBlocks, Writes
+from batchgen.strategies.dllm.edits import EDIT_LOG
+from batchgen.strategies.dllm.replay import Replays
 from batchgen.strategies.dllm.rules.rule import Rule
 from batchgen.strategies.dllm.unmasking import RuleRows
 
@@ -43,13 +46,22 @@ class DLLMStepInputs(StepInputs):
             unmasked; each was written when its position was, the last time.
     """
 
-    def __init__(self, block_length: int, mask_token_id: int, rule: Rule) -> None:
+    def __init__(
+        self,
+        block_length: int,
+        diffusion: Diffusion,
+        rule: Rule,
+        sub_block_length: int | None = None,
+    ) -> None:
         super().__init__()
+        self._sub_length = sub_block_length or block_length
+        self._shifted = diffusion.shifted
         self.columns: dict[str, Tensor] = {}
+        self._replays: Replays | None = None
         self._rule = rule
         self._rules: RuleRows | None = None
         self._length = block_length
-        self.mask_token_id = mask_token_id
+        self.mask_token_id = diffusion.mask_token_id
         self._blocks: BlockRows | None = None
         # These five are of the current step: the blocks that commit in it, the blocks after it, the
         # complete blocks that commit beside it, which rows' blocks are final after it, and what is
@@ -110,6 +122,19 @@ class DLLMStepInputs(StepInputs):
         """[B] bool, rows whose block only lacks its final KV."""
         return self.blocks.complete
 
+    @property
+    def logs_edits(self) -> bool:
+        """Whether any row asks for the column of its edits."""
+        return any(EDIT_LOG.name in params.columns for params in self.sampling.params)
+
+    def replayed(self) -> tuple[Replays, Tensor, Tensor] | None:
+        """The trajectories of the rows, and of the positions of the current blocks the token ids
+        and the steps, [B, L] int64 each; None if no row replays one."""
+        if self._replays is None:
+            return None
+        starts = self.blocks.first_starts.unsqueeze(1)
+        return self._replays, *self._replays.at(self.positions - starts)
+
     def send_masked(self) -> None:
         """Begin to copy to the host which positions are masked in the next forward, for
         `masked_on_host`."""
@@ -134,7 +159,7 @@ class DLLMStepInputs(StepInputs):
             self.complete,
             blocks.starts,
             blocks.token_ids,
-            blocks.given,
+            blocks.prompt_tokens,
             blocks.denoised,
             dict(self.columns),
         )
@@ -163,12 +188,44 @@ class DLLMStepInputs(StepInputs):
         self._blocks = self._opened(blocks, fused)
 
     @property
+    def candidates(self) -> Tensor:
+        """[B, L] bool, the masked positions that the current step may unmask: those of the first
+        sub-block in which anything is masked."""
+        masked = self.blocks.masked
+        if self._sub_length == self._length:
+            return masked
+        parts = torch.arange(self._length, device=masked.device) // self._sub_length
+        first = masked.int().argmax(1) // self._sub_length
+        return masked & (parts == first.unsqueeze(1))
+
+    @property
+    def drawn_positions(self) -> Tensor:
+        """[B, L] int64, the absolute positions of the tokens that the current step's logits are of.
+        With shifted logits the first of a row are those behind its block, which begin the next
+        one when this is complete."""
+        positions = self.positions
+        if self._shifted:
+            positions = positions.clone()
+            positions[:, 0] += self._length
+        return positions
+
+    @property
+    def draws(self) -> Tensor:
+        """[B, L] int64, how many draws each of these positions has had, by which its random numbers
+        differ. The token that begins a block is drawn once."""
+        draws = self.blocks.denoised.unsqueeze(1).expand(-1, self._length)
+        if self._shifted:
+            draws = draws.clone()
+            draws[:, 0] = 0
+        return draws
+
+    @property
     def editable(self) -> Tensor:
         """[B, L] bool, the positions whose tokens a rule may replace: those that the row's blocks
         have unmasked so far."""
         blocks = self.blocks
-        places = torch.arange(self._length, device=blocks.given.device)
-        own = (places >= blocks.given.unsqueeze(1)) & ~blocks.complete.unsqueeze(1)
+        places = torch.arange(self._length, device=blocks.prompt_tokens.device)
+        own = (places >= blocks.prompt_tokens.unsqueeze(1)) & ~blocks.complete.unsqueeze(1)
         return own & ~blocks.masked
 
     def _opened(self, blocks: BlockRows, rows: Tensor) -> BlockRows:
@@ -176,15 +233,23 @@ class DLLMStepInputs(StepInputs):
         positions are masked. A row stays in the last block that it can have, and that block stays
         complete: the row ends when the host reads the step."""
         rows = rows & (blocks.starts < blocks.last_starts)
+        masked = blocks.masked | rows.unsqueeze(1)
+        if self._shifted:
+            masked[:, 0] &= ~rows  # `write` has put its token there
         return replace(
             blocks,
             starts=torch.where(rows, blocks.starts + self._length, blocks.starts),
-            masked=blocks.masked | rows.unsqueeze(1),
-            given=blocks.given.masked_fill(rows, 0),
+            masked=masked,
+            prompt_tokens=blocks.prompt_tokens.masked_fill(rows, 0),
             denoised=blocks.denoised.masked_fill(rows, 0),
             complete=blocks.complete & ~rows,
             edit_steps=blocks.edit_steps.masked_fill(rows, 0),
         )
+
+    def prefilled_tokens(self, num_tokens: int) -> int:
+        """Return how many of a row's known tokens its prefill reads: whole blocks. With shifted
+        logits the last of them is left, whose commit forward draws the token behind it."""
+        return (num_tokens - self._shifted) // self._length * self._length
 
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
         """Add B rows whose prefill has read their whole blocks. Their remaining known tokens are
@@ -197,19 +262,19 @@ class DLLMStepInputs(StepInputs):
         for ids, seq, start, known in zip(token_ids, rows.seqs, starts, given, strict=True):
             ids[:known] = seq.token_ids[start:]
         steps = np.array([_steps_so_far(seq) for seq in rows.seqs])
-        firsts = np.array([seq.num_prompt_tokens // length * length for seq in rows.seqs])
+        firsts = np.array([self.prefilled_tokens(seq.num_prompt_tokens) for seq in rows.seqs])
         there = upload(np.stack([starts, last_starts, given, steps, firsts]), torch.int64, device)
-        places = torch.arange(length, device=device)
+        masked = torch.arange(length, device=device) >= there[2].unsqueeze(1)
         new = BlockRows(
             starts=there[0],
             first_starts=there[4],
             last_starts=there[1],
             token_ids=upload(token_ids, torch.int64, device),
-            masked=places >= there[2].unsqueeze(1),
-            given=there[2],
+            masked=masked,
+            prompt_tokens=there[2],
             denoised=torch.zeros_like(there[0]),
             steps=there[3].int(),
-            complete=torch.zeros_like(there[0], dtype=torch.bool),
+            complete=~masked.any(1),
             edit_steps=torch.zeros_like(there[0]),
         )
         own = [seq.params.decoding for seq in rows.seqs]
@@ -218,6 +283,11 @@ class DLLMStepInputs(StepInputs):
         self._rules = (
             new_rules if self._rules is None else RuleRows.concat([self._rules, new_rules])
         )
+        if self._replays is not None or any(seq.trajectory is not None for seq in rows.seqs):
+            old = 0 if self._blocks is None else len(self._blocks.starts)
+            replays = self._replays or Replays.none(old, device)
+            joining = Replays.of(rows.seqs, length, self.mask_token_id, device)
+            self._replays = replays.concat(joining)
         self._add_rows(rows, newest)
         self._blocks = new if self._blocks is None else BlockRows.concat([self._blocks, new])
         self._repeated = None
@@ -227,6 +297,9 @@ class DLLMStepInputs(StepInputs):
     def keep_rows(self, keep: npt.NDArray[np.int64]) -> None:
         super().keep_rows(keep)
         self._blocks = self.blocks.index_select(keep) if len(keep) else None
+        if self._replays is not None:
+            replays = self._replays.index_select(keep)
+            self._replays = replays if replays.replaying.any() else None
         self._rules = self.rules.index_select(keep) if len(keep) else None
         self._repeated = None
         if self.columns and len(keep):
@@ -247,6 +320,9 @@ class DLLMStepInputs(StepInputs):
                 forward, too: it has read the final tokens, and so written their keys and values.
         """
         blocks, positions = self.blocks, writes.positions
+        if self._shifted:  # a commit forward yields the token that begins the next block
+            positions = positions.clone()
+            positions[:, 0] |= blocks.complete
         for name, values in columns.items():
             old = self.columns.get(name)
             if old is None or old.shape != values.shape:
@@ -271,7 +347,7 @@ class DLLMStepInputs(StepInputs):
             complete & ~blocks.complete,
             after.starts,
             after.token_ids,
-            after.given,
+            after.prompt_tokens,
             after.denoised,
             dict(self.columns),
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from batchgen.config.groups.constraint_config import JsonSchemaConstraintConfig
 from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.named_code import named_code
 from batchgen.config.groups.prompt_config import ChatPromptConfig, OpenAIPromptConfig
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.engine.sampling.sampling_params import RequestParams
@@ -51,6 +52,7 @@ class RowParams:
             samples=config.sampling.n,
             prompt_keys=_prompt_keys(config, self._column),
             make_schema=lru_cache(MAX_CACHED)(schemas.make),
+            make_decoding=partial(_decoding_of_row, config.strategy.target),
             marker=marker,
         )
 
@@ -111,6 +113,12 @@ class RowParams:
             return replace(params, constraint=constraint)
         except ValueError as error:
             raise RequestError(BAD_OPTION, str(error)) from None
+
+
+def _decoding_of_row(target: str, values: Mapping[str, Any]) -> object:
+    """The options of the strategy `target` that a row has of its own. Its class loads torch."""
+    made: object = named_code(target, "strategy._target_").decoding_of_row(values)
+    return made
 
 
 def _prompt_keys(config: JobConfig, column: str) -> list[str]:

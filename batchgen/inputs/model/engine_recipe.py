@@ -67,10 +67,10 @@ class EngineRecipe:
             raise ValueError(
                 f"tensor_parallel is {size}, and PyTorch sees {torch.cuda.device_count()} GPUs"
             )
-        if self.config.deterministic and kind == "cuda" and self.model.adapters:
+        if size > 1 and any(adapter.config.dora for adapter in self.model.adapters.values()):
             raise ValueError(
-                "deterministic is true, and it was not shown yet that products of adapters keep "
-                "the bits of rows on a GPU: set it to false, or merge the adapter"
+                f"tensor_parallel is {size}, and the adapter is of DoRA, which needs whole rows of "
+                "weights that ranks divide: set it to 1, or merge the adapter into the model"
             )
         if self.config.deterministic:
             refuse_unkept(

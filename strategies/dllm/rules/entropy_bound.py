@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 from batchgen.strategies.dllm.rules.low_confidence_dynamic import check_floor
 from batchgen.strategies.dllm.rules.rule import Cut, Rule, UnmaskingOrder, check_range
@@ -22,10 +21,10 @@ class EntropyBound(Rule):
 
     Args:
         entropy_bound: in nats, of the distributions that tokens are drawn from.
-        min_tokens_per_step: so many positions a step unmasks at least, if they are masked.
+        min_tokens_per_step: the fewest positions that a step unmasks, if they are masked.
     """
 
-    name: ClassVar[str] = "entropy_bound"
+    name: str = field(default="entropy_bound", init=False)
     entropy_bound: float = 0.1
     min_tokens_per_step: int = 1
 

@@ -1,8 +1,8 @@
-"""All that are likely enough, and better tokens in the place of those that are known."""
+"""All that are likely enough, and better tokens instead of those that are known."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from batchgen.strategies.dllm.rules.low_confidence_dynamic import check_floor
@@ -20,13 +20,13 @@ class JointThreshold(Rule):
     masked, steps go on until one replaces nothing, or for a number of steps.
 
     Args:
-        confidence_threshold: as of `LowConfidenceDynamic`, of masked positions.
+        confidence_threshold: see `LowConfidenceDynamic`, of masked positions.
         edit_threshold: a probability; 0 replaces whatever is drawn differently.
         max_edit_steps: the most steps that may edit a block in which nothing is masked.
-        min_tokens_per_step: as of `LowConfidenceDynamic`.
+        min_tokens_per_step: see `LowConfidenceDynamic`.
     """
 
-    name: ClassVar[str] = "joint_threshold"
+    name: str = field(default="joint_threshold", init=False)
     edits: ClassVar[bool] = True
     confidence_threshold: float = 0.9
     edit_threshold: float = 0.5

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 from batchgen.strategies.dllm.rules.rule import Cut, Rule, UnmaskingOrder, check_range
 
@@ -16,10 +15,10 @@ class LowConfidenceDynamic(Rule):
 
     Args:
         confidence_threshold: a probability under the distribution that a token was drawn from.
-        min_tokens_per_step: so many positions a step unmasks at least, if they are masked.
+        min_tokens_per_step: the fewest positions that a step unmasks, if they are masked.
     """
 
-    name: ClassVar[str] = "low_confidence_dynamic"
+    name: str = field(default="low_confidence_dynamic", init=False)
     confidence_threshold: float = 0.9
     min_tokens_per_step: int = 1
 

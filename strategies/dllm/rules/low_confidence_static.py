@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 from batchgen.strategies.dllm.rules.rule import Cut, Rule, UnmaskingOrder
 from batchgen.strategies.dllm.rules.sequential import ONE_EACH, check_steps
@@ -15,10 +14,10 @@ class LowConfidenceStatic(Rule):
     `low_confidence_static` of generate.py in JetAstra/SDAR at 59549b13).
 
     Args:
-        denoising_steps: as of `Sequential`.
+        denoising_steps: see `Sequential`.
     """
 
-    name: ClassVar[str] = "low_confidence_static"
+    name: str = field(default="low_confidence_static", init=False)
     denoising_steps: int | None = None
 
     def __post_init__(self) -> None:

@@ -14,14 +14,11 @@ from batchgen.strategies.dllm.rules.rule import Rule
 from batchgen.strategies.dllm.rules.sequential import Sequential
 
 RULES: Mapping[str, type[Rule]] = {
-    rule.name: rule
-    for rule in (
-        LowConfidenceDynamic,
-        LowConfidenceStatic,
-        Sequential,
-        EntropyBound,
-        JointThreshold,
-    )
+    "low_confidence_dynamic": LowConfidenceDynamic,
+    "low_confidence_static": LowConfidenceStatic,
+    "sequential": Sequential,
+    "entropy_bound": EntropyBound,
+    "joint_threshold": JointThreshold,
 }
 
 
@@ -32,12 +29,33 @@ def named_rule(name: str, **options: Any) -> Rule:
     if name not in RULES:
         raise ValueError(f"unmasking must be {' or '.join(RULES)}, got {name!r}")
     given = {key: value for key, value in options.items() if value is not None}
-    known = {field.name for field in fields(RULES[name])}
+    known = {
+        rule: {each.name for each in fields(kind) if each.init} for rule, kind in RULES.items()
+    }
     for key in given:
-        if key not in known:
-            others = [rule for rule, made in RULES.items() if key in made.__dataclass_fields__]
+        if key not in known[name]:
+            others = [rule for rule, options in known.items() if key in options]
+            whose = f"it is of {', '.join(others)}" if others else "no rule has"
             raise ValueError(
-                f"{key} is set, but unmasking {name} has no such option (it is of "
-                f"{', '.join(others)}): leave it null"
+                f"{key} is set, but unmasking {name} has no such option ({whose}): leave it null"
             )
     return RULES[name](**given)
+
+
+def _options_of(name: str) -> set[str]:
+    return {field.name for field in fields(RULES[name]) if field.init}
+
+
+def rule_of_row(values: Mapping[str, Any]) -> Rule:
+    """Make the rule of a row that brings it along: `unmasking` and the rule's options. Raises
+    ValueError as `named_rule` does, and for a value that is no number."""
+    options = dict(values)
+    name = options.pop("unmasking", None)
+    if not isinstance(name, str):
+        raise ValueError(f"unmasking must be {' or '.join(RULES)}, got {name!r:.100}")
+    for key, value in options.items():
+        if value is not None and type(value) not in (int, float):
+            raise ValueError(f"{key} must be a number, got {value!r:.100}")
+        if isinstance(value, float) and value.is_integer():
+            options[key] = int(value)  # JSON may have an integer as 16.0
+    return named_rule(name, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar
 
@@ -44,7 +44,7 @@ class Rule(ABC):
         edits: whether the rule replaces tokens that it has unmasked.
     """
 
-    name: ClassVar[str]
+    name: str = field(init=False)
     edits: ClassVar[bool] = False
 
     @abstractmethod

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 from batchgen.strategies.dllm.rules.rule import Cut, Rule, UnmaskingOrder, check_range
 
@@ -21,7 +20,7 @@ class Sequential(Rule):
             possible, larger numbers first; None: one for each position.
     """
 
-    name: ClassVar[str] = "sequential"
+    name: str = field(default="sequential", init=False)
     denoising_steps: int | None = None
 
     def __post_init__(self) -> None:
@@ -32,5 +31,5 @@ class Sequential(Rule):
 
 
 def check_steps(steps: int | None) -> None:
-    """Raise ValueError if no block can take so many steps."""
+    """Raise ValueError if no block can take this number of steps."""
     check_range("denoising_steps", 1 if steps is None else steps, 1, float("inf"), "at least 1")

@@ -28,7 +28,7 @@ from tests.support.engine.tiny_models import CLASSES
 from tests.support.engine.vision_models import KINDS as SEEING
 from tests.support.engine.vision_models import picture, prompt, vision_folder
 
-DIFFUSION = ("sdar", "sdar_moe")
+DIFFUSION = ("sdar", "sdar_moe", "llada2_moe", "fast_dllm_qwen")
 FAMILIES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -41,6 +41,8 @@ FAMILIES = {
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     **{kind: f"{family}ForCausalLM" for kind, (family, _) in CLASSES.items()},
     "gpt_oss": "GptOssForCausalLM",
+    "fast_dllm_qwen": "Fast_dLLM_QwenForCausalLM",
+    "llada2_moe": "LLaDA2MoeModelLM",
     "llama": "LlamaForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",

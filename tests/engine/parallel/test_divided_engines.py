@@ -204,10 +204,13 @@ def all_cases(tiny_model: TinyModel, heads: Path) -> list[Case]:
             draft=llama,
         ),
         Case(heads, spec, strategy=ARSpecStrategy("mtp", adaptive=False), heads=("mtp",)),
-        Case(
-            tiny_model("sdar"),
-            rows(8, repetition_penalty=1.0),
-            strategy=DLLMStrategy(block_length=4),
+        *(
+            Case(
+                tiny_model(kind),
+                rows(8, repetition_penalty=1.0),
+                strategy=DLLMStrategy(block_length=4),
+            )
+            for kind in ("sdar", "llada2_moe", "fast_dllm_qwen")
         ),
         Case(
             tiny_model("sdar", vocab_size=WIDTH),

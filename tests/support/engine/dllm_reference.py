@@ -48,6 +48,8 @@ class Options:
     entropy_bound: float = 0.1
     edit_threshold: float = 0.5
     max_edit_steps: int = 16
+    shifted: bool = False
+    sub_block_length: int | None = None
     eos: tuple[int, ...] = ()
     max_model_len: int = 2**40
 
@@ -161,7 +163,9 @@ def generate(
     while True:
         earlier = sum(count > 0 for block in out.steps for count in block)
         of_row = (len(prompt), stop_ids, params, options)
-        if language is None:
+        if options.shifted and not known and ids:
+            steps = begin_block(forward, ids, *of_row)
+        elif language is None:
             steps = denoise(forward, ids, known, *of_row)
         else:
             steps = denoise_guided(forward, ids, known, *of_row, language)
@@ -222,7 +226,10 @@ def denoise(
     ):
         without_mask += not is_masked
         inputs = [block.get(at, options.mask_token_id) for at in range(start, end)]
-        logits = unmasked(forward([*ids, *inputs])[start:end], options)
+        logits = unmasked(forward([*ids, *inputs]), options)
+        logits = logits[start - 1 : end - 1] if options.shifted and start else logits[start:end]
+        if options.shifted and not start:
+            logits = torch.cat((logits[:1], logits[:-1]))  # the first token is always known
         drawn: dict[int, Token] = {}
         for at in range(start, end):
             if at not in block or (edits and at not in given):
@@ -230,7 +237,11 @@ def denoise(
                 token = draw(logits[at - start], at, len(steps), banned, params)
                 assert token is not None
                 drawn[at] = token
-        chosen = choose({at: drawn[at] for at in drawn if at not in block}, len(steps), options)
+        left = {at: drawn[at] for at in drawn if at not in block}
+        if left and options.sub_block_length:
+            part = min(left) // options.sub_block_length
+            left = {at: each for at, each in left.items() if at // options.sub_block_length == part}
+        chosen = choose(left, len(steps), options)
         limit = float(torch.tensor(options.edit_threshold))
         chosen += [at for at in drawn if at in block and drawn[at].token_id != block[at]
                    and drawn[at].confidence > limit]  # fmt: skip
@@ -239,6 +250,23 @@ def denoise(
         if not is_masked and not chosen:
             break
     return steps
+
+
+def begin_block(
+    forward: Forward,
+    ids: Sequence[int],
+    prompt_len: int,
+    stop_ids: set[int],
+    params: RequestParams,
+    options: Options,
+) -> list[dict[int, Token]]:
+    """One block whose first token is of the logits that end the blocks before."""
+    start = len(ids)
+    banned = stop_ids if start < prompt_len + params.min_new_tokens else set()
+    first = draw(unmasked(forward([*ids]), options)[-1], start, 0, banned, params)
+    assert first is not None
+    of_row = (prompt_len, stop_ids, params, options)
+    return [{start: first}, *denoise(forward, ids, [first.token_id], *of_row)]
 
 
 def unmasked(logits: Tensor, options: Options) -> Tensor:

@@ -24,7 +24,7 @@ from batchgen.util.templates.row_templates import RowTemplate
 from tests.support.sandboxes import need_sandbox, sandbox_missing
 
 ROOT = Path(__file__).parents[4]
-NO_EXAMS = {"nano_hybrid", "nano_sdar", "nano_vl", "synth"}
+NO_EXAMS = {"llada2", "nano_hybrid", "nano_sdar", "nano_vl", "synth", "trado"}
 GENERATED = {"ruler"}  # tests/batchgen/inputs/steps/test_ruler.py
 EXAMS = sorted(
     {path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")} - NO_EXAMS - GENERATED
