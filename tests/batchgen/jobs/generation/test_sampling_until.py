@@ -133,7 +133,7 @@ def test_summary_report_and_scores(tmp_path: Path) -> None:
     reader = JobFolderReader(Path(job.out))
     assert f"{counts['enough']} of 40 rows have enough" in status_line(reader, "out")
     about = overview._facts(JobView(reader, "out"), JobSummary.of(metrics, reader.config))
-    assert ("sampling", "until 2 of at most 6 fulfil mark == 1") in [
+    assert ("sampling", "until 2 are valid (at most 6): mark == 1") in [
         (name, text.partition(",")[0]) for name, text in about
     ]
     page = report_html(JobFolderReader(Path(job.out)))
@@ -147,12 +147,15 @@ def test_summary_report_and_scores(tmp_path: Path) -> None:
     [
         ({"n": 2}, "leave n out"),
         ({"temperature": 0.0}, "copies of one answer"),
+        ({"until": {"valid": 2, "width": 0.3}}, "leave one of the two out"),
+        ({"until": {"width": 0.7}}, "above 0 and at most 0.65"),
+        ({"until": {"width": 0.3, "most": 1001}}, "from 1 to 1,000"),
     ],
 )
 def test_what_does_not_go_together_is_refused(sampling: dict[str, Any], said: str) -> None:
-    until = UntilConfig(where="mark == 1", most=4)
     with pytest.raises(ConfigError, match=said):
-        SamplingConfig(**{"temperature": 1.0, "until": until, **sampling})
+        until = UntilConfig(**{"where": "mark == 1", "most": 4, **sampling.get("until", {})})
+        SamplingConfig(**{"temperature": 1.0, **sampling, "until": until})
 
 
 def test_other_expressions_and_steps_are_other_jobs(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_another_job_reads_the_rows_of_each_adapter(
     assert {row["adapter"] for row in where} == {"two"} and len(where) == 6
     trace = Trace([])
     JobTraces(str(tmp_path / "samples")).add(trace, "two/r1#1")
-    _, upstream = (each for each in trace.found if isinstance(each, TracedAnswers))
+    _, upstream = (each for each in trace.origins if isinstance(each, TracedAnswers))
     assert [row["text"] for row in upstream.rows] == [of_grid["two", "r1", 1]["text"]]
 
 

@@ -149,8 +149,8 @@ def test_kappa_of_judges_who_must_agree_and_disagree(
     assert [row["b_mark"] for row in marks] == [float(i not in (1, 2, 5, 6)) for i in range(8)]
     capsys.readouterr()
     assert run_verb("score", [str(out / "rate"), "--agreement", "mark"]) == 0
-    said = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [line[0] + " " + line[line.index("kappa") + 1] for line in said if "kappa" in line] == [
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] + " " + line[line.index("kappa") + 1] for line in lines if "kappa" in line] == [
         "agreement 1.00",
         "a 1.00",
         "b -1.00",
