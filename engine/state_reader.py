@@ -27,11 +27,11 @@ class StateReader:
 
     Args:
         runner: the runner of the target.
-        most: the most hidden states that are taken at once.
+        limit: the most hidden states that are taken at once.
     """
 
-    def __init__(self, runner: ModelRunner, most: int) -> None:
-        self._runner, self._most = runner, most
+    def __init__(self, runner: ModelRunner, limit: int) -> None:
+        self._runner, self._most = runner, limit
 
     def read(
         self, batch: PrefillBatch, output: ModelOutput | None

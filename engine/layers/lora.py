@@ -190,24 +190,24 @@ class LayerLoRA:
         return add_lora_(out, x, tokens, self._stacked, self._products)
 
 
-def _any(place: LoRAPlace, factors: Sequence[Mapping[str, Factors]]) -> bool:
-    return any(place.name in own for own in factors)
+def _any(site: LoRAPlace, factors: Sequence[Mapping[str, Factors]]) -> bool:
+    return any(site.name in own for own in factors)
 
 
 def own_factors(
-    place: LoRAPlace, factors: Factors, depth: int, dtype: torch.dtype
+    site: LoRAPlace, factors: Factors, depth: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's A [rank, in] and scale · B [out, rank] in the layer's order and dtype."""
     down = torch.empty((factors.rank, depth), dtype=dtype)
     name = factors.down_name
-    WeightSlot(down, (name,), (name,), shard=place.columns).fill({name: factors.down})
-    up = torch.empty((place.part.size, factors.rank), dtype=dtype)
-    name, arrange = factors.up_name, place.arrange
+    WeightSlot(down, (name,), (name,), shard=site.columns).fill({name: factors.down})
+    up = torch.empty((site.part.size, factors.rank), dtype=dtype)
+    name, arrange = factors.up_name, site.arrange
     combine = None if arrange is None else lambda tensors: arrange(tensors[name])
     scaled = factors.up.float() * factors.scale
-    if place.within is not None:
-        scaled = scaled[slice(*place.within)]
-    WeightSlot(up, (name,), (name,), combine, shard=place.rows).fill({name: scaled})
+    if site.within is not None:
+        scaled = scaled[slice(*site.within)]
+    WeightSlot(up, (name,), (name,), combine, shard=site.rows).fill({name: scaled})
     return down, up
 
 

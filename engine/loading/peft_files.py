@@ -204,41 +204,41 @@ def _read_config(path: Path, fold: bool) -> AdapterConfig:
     )
 
 
-def _texts(given: Any) -> tuple[str, ...]:
-    names = given if isinstance(given, list) else []
+def _texts(value: Any) -> tuple[str, ...]:
+    names = value if isinstance(value, list) else []
     return tuple(name for name in names if isinstance(name, str))
 
 
-def _refuse_unsupported(path: Path, given: Mapping[str, Any], fold: bool) -> None:
-    if (kind := given.get("peft_type")) != "LORA":
+def _refuse_unsupported(path: Path, values: Mapping[str, Any], fold: bool) -> None:
+    if (kind := values.get("peft_type")) != "LORA":
         raise ValueError(f"{path}: peft_type is {kind!r}, and only LORA adapters are supported")
-    if not fold and given.get("bias", "none") != "none":
+    if not fold and values.get("bias", "none") != "none":
         raise ValueError(
-            f"{path}: bias is {given['bias']!r}, so it changes biases of the base model: {FOLD_IT}"
+            f"{path}: bias is {values['bias']!r}, so it changes biases of the base model: {FOLD_IT}"
         )
-    if given.get("fan_in_fan_out"):
+    if values.get("fan_in_fan_out"):
         raise ValueError(f"{path}: fan_in_fan_out is true, which no model of batchgen has")
     for key in () if fold else _FOLDED:
-        if given.get(key):
+        if values.get(key):
             raise ValueError(
-                f"{path}: {key} is {str(given[key])[:100]}, which is not computed beside the "
+                f"{path}: {key} is {str(values[key])[:100]}, which is not computed beside the "
                 f"weights: {FOLD_IT}"
             )
-    if (start := given.get("init_lora_weights", True)) not in _SAME_BASE:
+    if (start := values.get("init_lora_weights", True)) not in _SAME_BASE:
         raise ValueError(
             f"{path}: init_lora_weights is {start!r}, which changes the base model's weights: save "
             "the adapter with PEFT's path_initial_model_for_weight_conversion, or merge it"
         )
     for key in _UNUSED:
-        if given.get(key):
+        if values.get(key):
             raise ValueError(
-                f"{path}: {key} is {str(given[key])[:100]}, which is not supported: merge the "
+                f"{path}: {key} is {str(values[key])[:100]}, which is not supported: merge the "
                 "adapter into the model with PEFT's merge_and_unload"
             )
 
 
-def _number(path: Path, given: Mapping[str, Any], key: str, *, whole: bool = False) -> Any:
-    value = given.get(key)
+def _number(path: Path, values: Mapping[str, Any], key: str, *, whole: bool = False) -> Any:
+    value = values.get(key)
     return _checked(path, key, value, whole)
 
 
@@ -256,11 +256,11 @@ def _checked(path: Path, key: str, value: Any, whole: bool) -> Any:
 
 
 def _pattern(
-    path: Path, given: Mapping[str, Any], key: str, *, whole: bool = False
+    path: Path, values: Mapping[str, Any], key: str, *, whole: bool = False
 ) -> dict[str, Any]:
     """Read a mapping of module names. PEFT takes them for regular expressions; those of strangers
     could take any time, so they must be plain."""
-    found = given.get(key) or {}
+    found = values.get(key) or {}
     if not isinstance(found, dict):
         raise ValueError(f"{path}: {key} must be an object, got {str(found)[:100]}")
     plain = {}

@@ -148,7 +148,7 @@ class Scheduler:
         room = choose_prefill(self.limits, candidates, self.running, staying, width)
         if room is None:
             return self._decode_batch(width)
-        if not room.beside:
+        if not room.with_decode:
             prefill = self._prefill_batch(room.tokens, room.rows)
             return prefill if prefill.seqs else self._decode_batch(width)
         decode = self._decode_batch(width)

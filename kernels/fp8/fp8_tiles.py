@@ -99,12 +99,12 @@ def copy_engine_reads(depth: int, device: torch.device) -> bool:
     )
 
 
-def fitting_stages(stages: int, stage_rows: int, device: torch.device, beside: int = 0) -> int:
+def fitting_stages(stages: int, stage_rows: int, device: torch.device, resident: int = 0) -> int:
     """Return the wanted depth of a pipeline, or less if shared memory does not hold the tiles.
 
-    A stage has `stage_rows` rows of 128 bytes; `beside` bytes are needed besides.
+    A stage has `stage_rows` rows of 128 bytes; `resident` bytes are needed besides.
     """
     if device.type != "cuda":
         return stages
-    room = shared_bytes(device) - _RESERVED - beside
+    room = shared_bytes(device) - _RESERVED - resident
     return max(1, min(stages, room // (stage_rows * BLOCK)))

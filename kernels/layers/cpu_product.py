@@ -44,8 +44,8 @@ def choose_product(weight: Tensor, bias: Tensor | None) -> CPUProduct:
         bias = torch.zeros_like(bias)  # would hide how the sums were rounded
     for packed, most_rows, laid_out in _ways(weight):
 
-        def product(x: Tensor, laid_out: Tensor = laid_out, most: int = most_rows) -> Tensor:
-            return linear(x, laid_out, bias, most)
+        def product(x: Tensor, laid_out: Tensor = laid_out, limit: int = most_rows) -> Tensor:
+            return linear(x, laid_out, bias, limit)
 
         if product_keeps_bits(product, weight.shape[1], weight.dtype, most_rows):
             return CPUProduct(packed, most_rows)

@@ -20,7 +20,7 @@ class BlockRows(Batched):
     last_starts: Tensor = row()  # [B] int64, the same for the last block that the row can have
     token_ids: Tensor = row()  # [B, L] int64, the tokens; undefined where masked
     masked: Tensor = row()  # [B, L] bool, the positions whose tokens are not known yet
-    given: Tensor = row()  # [B] int64, how many tokens of the prompt the block begins with
+    prompt_tokens: Tensor = row()  # [B] int64, how many tokens of the prompt the block begins with
     denoised: Tensor = row()  # [B] int64, how many denoise steps the block has had
     steps: Tensor = row()  # [B] int32, how many steps of the row so far wrote a token
     complete: Tensor = row()  # [B] bool, whether the tokens are final, so that only their KV is not
@@ -50,7 +50,7 @@ class KnownBlocks:
     rows: Tensor  # [B] bool, the rows whose block is to be yielded now
     starts: Tensor  # [B] int64, the positions of the blocks' first tokens
     token_ids: Tensor  # [B, L] int64, the tokens of the blocks
-    given: Tensor  # [B] int64, how many tokens of the prompt a block begins with
+    prompt_tokens: Tensor  # [B] int64, how many tokens of the prompt a block begins with
     denoised: Tensor  # [B] int64, how many denoise steps a block has had
     # Name of an output column → [B, L, *tail], the values of the unmasked positions.
     columns: Mapping[str, Tensor]

@@ -235,8 +235,8 @@ def split_arguments(
     return {name: given.pop(name) for name in TOKEN_OPTIONS if name in given}, given
 
 
-def _until(given: Mapping[str, Any]) -> list[str]:
-    until = given.get("until") or []
+def _until(values: Mapping[str, Any]) -> list[str]:
+    until = values.get("until") or []
     return [text for text in ([until] if isinstance(until, str) else until) if text]
 
 

@@ -530,7 +530,7 @@ class LLM:
         with closing(self._streams.run(requests)) as stream:
             for request, finished in stream:
                 index, sample = request.prompt_index, request.sample_index
-                yield Output.of(finished, prompts[index].given, index, sample)
+                yield Output.of(finished, prompts[index].raw, index, sample)
 
 
 def _one_message(text: str) -> list[dict[str, str]]:

@@ -62,20 +62,20 @@ class CallArguments:
 
 
 def arguments_of(
-    function: str, given: Mapping[str, Any], others: Mapping[str, Any]
+    function: str, values: Mapping[str, Any], others: Mapping[str, Any]
 ) -> CallArguments:
     """The arguments of a call; `others` are what the function does not declare."""
     elsewhere = {
-        name: f"write params=SamplingParams({name}=…)" for name in PARAMETER_NAMES - given.keys()
+        name: f"write params=SamplingParams({name}=…)" for name in PARAMETER_NAMES - values.keys()
     }
-    names = KeywordNames(function, given.keys(), SAME["call"], elsewhere)
-    said = {name: value for name, value in given.items() if value is not None}
+    names = KeywordNames(function, values.keys(), SAME["call"], elsewhere)
+    said = {name: value for name, value in values.items() if value is not None}
     return CallArguments(**names.ours({**said, **others}))
 
 
-def engine_config(config: EngineConfig | None, given: Mapping[str, Any]) -> EngineConfig:
+def engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
     """The engine's settings: those of `config`, with the single ones that were given."""
-    values = _ENGINE_NAMES.ours(given)
+    values = _ENGINE_NAMES.ours(options)
     if values.pop("enforce_eager", False):
         values["cuda_graph"] = False
     if (size := values.pop("kv_cache_memory_bytes", None)) is not None:

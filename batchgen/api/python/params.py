@@ -19,7 +19,7 @@ NO_LIMIT = 2**31 - 1
 _HINTS = get_type_hints(RequestParams)
 _DEFAULTS = {f.name: f.default for f in fields(RequestParams) if f.default is not MISSING}
 _NAMES = KeywordNames("SamplingParams", ("n", *_HINTS), SAME["SamplingParams"])
-PARAMETER_NAMES = frozenset((*_NAMES.own, *_NAMES.same))
+PARAMETER_NAMES = frozenset((*_NAMES.keywords, *_NAMES.same))
 """What `SamplingParams` takes: our names, and those of vLLM's that mean the same."""
 _NULL_MEANS: dict[str, Any] = {
     "stop": (),

@@ -152,7 +152,7 @@ def score_answers(
     ):
         for request, finished in stream:
             prompt, answer = pairs[request.prompt_index]
-            scores[request.prompt_index] = Score.of(finished, prompt.given, answer)
+            scores[request.prompt_index] = Score.of(finished, prompt.raw, answer)
             bar.update()
     return [scores[index] for index in range(len(pairs))]
 

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     from batchgen.api.python.configured_job import run_configured
 
     paths = BatchPaths(short_user_path(asked.given, "IN"), short_user_path(asked.results, "OUT"))
-    if not paths.given.is_file():
+    if not paths.user_path.is_file():
         raise ConfigError(f"batch: there is no file {asked.given}")
     if not paths.results.absolute().parent.is_dir():
         raise ConfigError(f"batch: there is no folder for {asked.results}: make it first")

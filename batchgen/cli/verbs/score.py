@@ -106,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _text(
-    scores: JobScores, form: str, agreed: JudgeAgreements | None = None, known: str | None = None
+    scores: JobScores, form: str, agreed: JudgeAgreements | None = None, truth: str | None = None
 ) -> str:
     """The scores, and how far they agree with marks that are known."""
     from batchgen.evals.scores.score_tables import header, score_cells, score_table_rows
@@ -128,5 +128,5 @@ def _text(
 
         lines = [*so_far_lines(scores.score), *lines]
     if agreed is not None:
-        lines = [*lines, *agreed.lines(known or "")]
+        lines = [*lines, *agreed.lines(truth or "")]
     return table_text(lines + adapter_lines(scores.adapters))

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     out = new_folder(given.out)
     jobs = [open_rows(job) for job in given.jobs]
     done = select(jobs, choice, out, columns=given.columns, text_as=given.text_as)
-    if not done.made:
+    if not done.is_new:
         print(f"{given.out} has these rows already.")
         return 0
     for step, rows in done.funnel:

@@ -91,12 +91,14 @@ def _found(reader: JobFolderReader, row_id: str, sample: int | None) -> list[dic
         )
     ids = [row["row_id"] for row in islice(reader.rows(["row_id"]), _CANDIDATES)]
     if not ids:
-        raise ConfigError(f"--row {row_id}: no row of {reader.storage.shown} is finished yet")
+        raise ConfigError(
+            f"--row {row_id}: no row of {reader.storage.display_name} is finished yet"
+        )
     known = list(dict.fromkeys(ids))
     near = [] if row_id.isdigit() else difflib.get_close_matches(row_id, known, 3, 0.5)
     ends = known[0] if len(known) == 1 else f"{known[0]} to {known[-1]}"
     raise ConfigError(
-        f"--row {row_id}: no finished row of {reader.storage.shown} has this row_id: "
+        f"--row {row_id}: no finished row of {reader.storage.display_name} has this row_id: "
         + (f"did you mean {', '.join(near)}?" if near else f"there are {ends}")
     )
 

@@ -102,16 +102,16 @@ _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("m
 
 
 def load_config(
-    given: dict[str, Any], trust: Trust, *, resolvers: Collection[str] = ()
+    values: dict[str, Any], trust: Trust, *, resolvers: Collection[str] = ()
 ) -> JobConfig:
-    """The configuration of one job, with all types and ranges checked. `given` are its groups, the
+    """The configuration of one job, with all types and ranges checked. `values` are its groups, the
     word of `trust`, which may use these `resolvers`; ConfigError for any mistake, and for code that
     needs the user's word."""
-    refuse_resolvers(given, resolvers)
-    refuse_endless(given)
-    _check_kinds(given)
+    refuse_resolvers(values, resolvers)
+    refuse_endless(values)
+    _check_kinds(values)
     try:
-        groups = OmegaConf.to_container(OmegaConf.create(given), resolve=True)
+        groups = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:
         key, reason = error.full_key, str(error).splitlines()[0]
         raise ConfigError(
@@ -128,7 +128,7 @@ def load_config(
         groups.setdefault(name, {})
     for name in STEP_LISTS:
         groups.setdefault(name, [])
-    check_keys(groups, known=names, required=names, prefix="")
+    check_keys(groups, allowed=names, required=names, prefix="")
     for name in names:
         if name not in STEP_LISTS and not isinstance(groups[name], dict):
             raise ConfigError(
@@ -226,10 +226,21 @@ def config_identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> d
             key: value
             for key, value in groups[name].items()
             if key not in left_out
-            and (key in _FIRST[name] or not _is_default(value, defaults[name].get(key, MISSING)))
+            and (
+                _is_first(name, key, groups[name])
+                or not _is_default(value, defaults[name].get(key, MISSING))
+            )
             and not (name == "dataset" and is_usual(key, value))
         }
     return groups
+
+
+def _is_first(name: str, key: str, group: Mapping[str, Any]) -> bool:
+    """Whether identities have a key at any value. One of them was at first a key of prompt=tokens
+    alone."""
+    if (name, key) == ("prompt", "answer_ids_column") and group["kind"] != "tokens":
+        return False
+    return key in _FIRST[name]
 
 
 def _defaults(config: JobConfig) -> dict[str, dict[str, Any]]:
@@ -295,14 +306,14 @@ def _build_prompt(values: dict[str, Any]) -> PromptConfig:
 
 def _build_launcher(values: dict[str, Any]) -> LauncherConfig | None:
     if values.get("_target_", MISSING) is None:
-        check_keys(values, known=["_target_"], required=[], prefix="launcher.")
+        check_keys(values, allowed=["_target_"], required=[], prefix="launcher.")
         return None
     return LauncherConfig(**_target_and_options(values, "launcher."))
 
 
 def _target_and_options(values: dict[str, Any], prefix: str) -> dict[str, Any]:
     """A class and its options as the dataclasses of the configuration have them."""
-    check_keys(values, known=list(values), required=["_target_"], prefix=prefix)
+    check_keys(values, allowed=list(values), required=["_target_"], prefix=prefix)
     target = convert(values["_target_"], str, f"{prefix}_target_")
     options = {str(name): value for name, value in values.items() if name != "_target_"}
     return {"target": target, "options": options}
@@ -330,22 +341,22 @@ def step_configs(values: Any, key: str) -> tuple[StepConfig, ...]:
     return tuple(steps)
 
 
-def _long_form(step: dict[str, Any], key: str, place: str) -> dict[str, Any]:
+def _long_form(step: dict[str, Any], key: str, where: str) -> dict[str, Any]:
     """A step that is written `{NAME: options}` with `_target_` among its options."""
     ((name, options),) = step.items()
     other = "post" if key == "rows" else "rows"
     if name in CLASSES[other]:
         what = {"rows": "chooses or makes rows", "post": "grades answers"}[other]
         raise ConfigError(
-            f"{place}: {name} {what}, and belongs into {other}: {other}=[{{{name}: …}}]"
+            f"{where}: {name} {what}, and belongs into {other}: {other}=[{{{name}: …}}]"
         )
     if name not in CLASSES[key]:
         raise ConfigError(
-            f"{place}: there is no step {name!r}: choose among {', '.join(CLASSES[key])}, or name "
+            f"{where}: there is no step {name!r}: choose among {', '.join(CLASSES[key])}, or name "
             f"a class with _target_ (batchgen --help {key})"
         )
     if options is not None and not isinstance(options, dict):
-        raise ConfigError(f"{place}.{name} must be a mapping of options, got {options!r}")
+        raise ConfigError(f"{where}.{name} must be a mapping of options, got {options!r}")
     return {"_target_": name, **(options or {})}
 
 

@@ -210,13 +210,19 @@ class OutputConfig:
             )
 
 
+Reporter = Literal["trackio", "wandb", "json"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressConfig:
-    """What the job shows on the terminal while it runs."""
+    """What the job shows on the terminal while it runs, and where else it tells how far it is."""
 
     show: float = 30.0
+    report_to: tuple[Reporter, ...] = ()
+    project: str = "batchgen"
 
     def __post_init__(self) -> None:
+        check(bool(self.project.strip()), "progress.project", "a name", self.project)
         allowed = "0 (never) or a number of seconds"
         check(0 <= self.show < math.inf, "progress.show", allowed, self.show)
 
@@ -324,7 +330,8 @@ class JobConfig:
         if key is None and not set(self.output.columns).difference(COMMON_COLUMNS):
             raise ConfigError(
                 "sampling.max_new_tokens=0 generates nothing: give an answer to score with "
-                "prompt.answer='{{ COLUMN }}', ask for what rows are read for with "
+                "prompt.answer='{{ COLUMN }}' or prompt.answer_ids_column, ask for what rows are "
+                "read for with "
                 f"output.columns=[{EMBEDDING}] or [{CLASS_SCORES}], or set it to 1 or more"
             )
         if key is None and of_tokens:
@@ -370,6 +377,11 @@ class JobConfig:
         if self.sampling.max_new_tokens or answer_key(self.prompt) is not None:
             return None
         return self.output.pooling or "last"
+
+    @property
+    def replays(self) -> bool:
+        """Whether the answers that are scored are trajectories."""
+        return self.prompt.answer_step_map_column is not None
 
     @property
     def is_scored(self) -> bool:

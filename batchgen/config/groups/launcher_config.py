@@ -16,7 +16,7 @@ from batchgen.util.paths import is_url
 @dataclass(frozen=True)
 class Launched:
     """How a job ended: the exit code of `batchgen.__main__`, the number of the signal that stopped
-    it, and what the user is told."""
+    it, and the message for the user."""
 
     exit_code: int
     stopped_by: int | None
@@ -74,9 +74,9 @@ def launcher_class(target: str) -> type[Launcher]:
     return cls
 
 
-def check_workers(workers: int | None, most: int) -> None:
-    if workers is not None and not 1 <= workers <= most:
-        raise ConfigError(f"launcher.workers must be 1 to {most:,}, got {workers}")
+def check_workers(workers: int | None, limit: int) -> None:
+    if workers is not None and not 1 <= workers <= limit:
+        raise ConfigError(f"launcher.workers must be 1 to {limit:,}, got {workers}")
 
 
 def at_least(least: int, **values: float | None) -> None:

@@ -21,9 +21,9 @@ _NAME, _SETTINGS = 40, 60
 """The most characters of an arm's name, and of what it has otherwise, in a line."""
 
 
-def letter(place: int) -> str:
+def letter(index: int) -> str:
     """What an arm is called beside its name: A, B, … Z, then 27 and so on."""
-    return ascii_uppercase[place] if place < len(ascii_uppercase) else str(place + 1)
+    return ascii_uppercase[index] if index < len(ascii_uppercase) else str(index + 1)
 
 
 def table_values(table: ArmTable, x: str | None = None) -> dict[str, Any]:
@@ -189,14 +189,14 @@ def _bounds(table: ArmTable, score: Interval | None) -> str:
     return f"{shown(score.low)} to {shown(score.high)}"
 
 
-def _difference(table: ArmTable, found: Interval | None) -> str:
-    return "" if found is None else difference(found.estimate, table.column)
+def _difference(table: ArmTable, interval: Interval | None) -> str:
+    return "" if interval is None else difference(interval.estimate, table.column)
 
 
-def _difference_bounds(table: ArmTable, found: Interval | None) -> str:
-    if found is None or math.isnan(found.low):
+def _difference_bounds(table: ArmTable, interval: Interval | None) -> str:
+    if interval is None or math.isnan(interval.low):
         return ""
-    return f"{bound_text(found.low, table.column)} to {bound_text(found.high, table.column)}"
+    return f"{bound_text(interval.low, table.column)} to {bound_text(interval.high, table.column)}"
 
 
 def _what(row: ArmRow) -> str:

@@ -55,7 +55,7 @@ class ArmFolder:
     listed: bool = False
 
 
-def arm_folders(given: Sequence[str]) -> list[ArmFolder]:
+def arm_folders(paths: Sequence[str]) -> list[ArmFolder]:
     """The folders of jobs that a user means; a folder of jobs, such as a sweep's, stands for those
     right in it, in the order in which they began.
 
@@ -63,7 +63,7 @@ def arm_folders(given: Sequence[str]) -> list[ArmFolder]:
         ConfigError: a name is no path, or one in an object store.
     """
     found: list[ArmFolder] = []
-    for name in given:
+    for name in paths:
         path = Path(step_folder(str(user_path(folder_here(name, "batchgen compare"), "OUT"))))
         if path.name in _OF_SWEEPS and path.is_file():  # as in SWEEP/*
             continue

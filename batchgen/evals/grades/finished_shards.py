@@ -29,7 +29,7 @@ class GradedShards(ABC):
     """Shards of rows, and what their grades say of each.
 
     Attributes:
-        given: the folder, as people call it.
+        user_path: the folder, as people call it.
         shards: by their number.
         schema: the columns of the rows.
         grade_schema: the columns of the grades, without those that every row has; empty without
@@ -40,8 +40,8 @@ class GradedShards(ABC):
     schema: pa.Schema
     grade_schema: pa.Schema
 
-    def __init__(self, storage: Storage, given: str) -> None:
-        self.given, self.storage = given, storage
+    def __init__(self, storage: Storage, user_path: str) -> None:
+        self.user_path, self.storage = user_path, storage
 
     @property
     def total(self) -> int:
@@ -100,7 +100,7 @@ class GradedShards(ABC):
         with CheckedFile(self._source(DATA, number)) as file:
             if file.content_digest() != shard.digest:
                 raise JobError(
-                    f"{self.given} has changed while it was read: run the same command again"
+                    f"{self.user_path} has changed while it was read: run the same command again"
                 )
             for group, end in enumerate(shard.ends):
                 start, stop = np.searchsorted(places, [first, end])
@@ -143,8 +143,8 @@ class GradedShards(ABC):
 
     def _unusable(self, fault: str) -> ConfigError:
         return ConfigError(
-            f"the grades of {self.given} cannot be used ({fault}): run "
-            f"`batchgen grade {self.given}` first"
+            f"the grades of {self.user_path} cannot be used ({fault}): run "
+            f"`batchgen grade {self.user_path}` first"
         )
 
     def _files(self, folder: str) -> list[int]:
@@ -162,10 +162,10 @@ class GradedShards(ABC):
 class FinishedShards(GradedShards):
     """The shards of a complete job, or of a set of rows, which do not change any more."""
 
-    def __init__(self, storage: Storage, given: str, whole: WholeShards) -> None:
+    def __init__(self, storage: Storage, user_path: str, whole: WholeShards) -> None:
         """Take the shards that the folder has, as `whole_shards` found them, and look at the ends
         of its grades."""
-        super().__init__(storage, given)
+        super().__init__(storage, user_path)
         self.shards, self.schema = whole.shards, whole.schema
         for number, shard in enumerate(self.shards):
             if shard.digest is None:

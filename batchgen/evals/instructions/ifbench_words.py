@@ -199,9 +199,9 @@ def _repeats(text: str, args: InstructionArguments) -> bool:
     return max(Counter(words_of(text)).values(), default=0) <= args.number("small_n")
 
 
-def _nth(found: list[str], place: int) -> str | None:
+def _nth(items: list[str], index: int) -> str | None:
     """The one at a place that counts from 1; None if there is none."""
-    return found[place - 1] if 1 <= place <= len(found) else None
+    return items[index - 1] if 1 <= index <= len(items) else None
 
 
 def _keyword(text: str, args: InstructionArguments) -> bool:

@@ -102,13 +102,13 @@ def _kappa(counts: Sequence[float]) -> tuple[float | None, float]:
     return (None if chance == 1 else (both + neither - chance) / (1 - chance)), chance
 
 
-def agreement(judged: Sequence[float | None], known: Sequence[Any]) -> Agreement | None:
+def agreement(judged: Sequence[float | None], truth: Sequence[Any]) -> Agreement | None:
     """The agreement of a judge's marks with known ones, which are numbers, true and false, or texts
     of these; None if there is no answer with both. A mark above a half is right, and one below
     wrong; a half, and what is no mark, is left out."""
     counts = {(True, True): 0, (True, False): 0, (False, True): 0, (False, False): 0}
     left_out = 0
-    for mark, value in zip(judged, known, strict=True):
+    for mark, value in zip(judged, truth, strict=True):
         pair = _is_right(mark), _is_right(value)
         if pair[0] is None or pair[1] is None:
             left_out += 1

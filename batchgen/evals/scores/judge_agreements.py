@@ -29,9 +29,9 @@ class JudgeAgreements:
     marks: Agreement
     judges: Mapping[str, Agreement]
 
-    def lines(self, known: str) -> list[tuple[str, str]]:
+    def lines(self, truth: str) -> list[tuple[str, str]]:
         """All of it in words, as lines of a table."""
-        found = [("agreement", f"with {known}: {self.marks.text}")]
+        found = [("agreement", f"with {truth}: {self.marks.text}")]
         return found + [(f"  {name}", one.text) for name, one in self.judges.items()]
 
     def summary(self) -> dict[str, Any]:
@@ -40,15 +40,15 @@ class JudgeAgreements:
         return self.marks.summary() | ({"judges": judges} if judges else {})
 
 
-def judge_agreements(job: GradedJob, config: ScoreConfig, known: str) -> JudgeAgreements:
-    """The agreement with `known`, a column of the job's rows or an expression over them.
+def judge_agreements(job: GradedJob, config: ScoreConfig, truth: str) -> JudgeAgreements:
+    """The agreement with `truth`, a column of the job's rows or an expression over them.
 
     A judge who has seen two answers in both orders has one mark for them, the mean of both.
 
     Raises:
         ConfigError: the expression reads no column, fails, or no answer has a mark in both.
     """
-    marks = _known_marks(job, known)
+    marks = _known_marks(job, truth)
     steps = [
         {"name": class_short_name(step["_target_"]), **step}
         for step in json.loads(Samples(job.path, config).grades.steps or "[]")
@@ -62,15 +62,15 @@ def judge_agreements(job: GradedJob, config: ScoreConfig, known: str) -> JudgeAg
     ]
     if found[0] is None:
         raise ConfigError(
-            f"{_KEY} {known}: no answer has a mark in both (above a half is right, below wrong)"
+            f"{_KEY} {truth}: no answer has a mark in both (above a half is right, below wrong)"
         )
     judges = zip([name.removesuffix(f"_{MARK}") for name in columns], found[1:], strict=True)
     return JudgeAgreements(found[0], {name: one for name, one in judges if one is not None})
 
 
-def _known_marks(job: GradedJob, known: str) -> dict[tuple[str, int], tuple[Any, str]]:
+def _known_marks(job: GradedJob, truth: str) -> dict[tuple[str, int], tuple[Any, str]]:
     """The marks that answers have already, by row and sample, and which answers were judged."""
-    expression = RowExpression(_KEY, known, job.columns)
+    expression = RowExpression(_KEY, truth, job.columns)
     read = [*_IDS, *expression.names, *([_SOURCE] if _SOURCE in job.columns else [])]
     found = {}
     for batch in job.batches(list(dict.fromkeys(read))):
@@ -86,13 +86,15 @@ def _known_marks(job: GradedJob, known: str) -> dict[tuple[str, int], tuple[Any,
 def _agreement(
     job: GradedJob,
     config: ScoreConfig,
-    known: Mapping[tuple[str, int], tuple[Any, str]],
+    true_marks: Mapping[tuple[str, int], tuple[Any, str]],
     pairs: bool,
 ) -> Agreement | None:
     """The agreement of the marks in `config.column`."""
     table = Samples(job.path, config).table()
     ids = zip(*(table[name].to_pylist() for name in _IDS), strict=True)
-    given = [(mark, *known[key]) for mark, key in zip(table["mark"].to_pylist(), ids, strict=True)]
+    given = [
+        (mark, *true_marks[key]) for mark, key in zip(table["mark"].to_pylist(), ids, strict=True)
+    ]
     if pairs:
         orders: dict[str, list[Any]] = {}
         for mark, value, source in given:

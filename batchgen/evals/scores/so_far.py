@@ -42,7 +42,7 @@ def score_so_far(job: GradedJob, post: Sequence[StepConfig], config: ScoreConfig
     """
     if (grid := job.grid_column) is not None:
         raise ConfigError(
-            f"{job.given}: its rows run with several adapters ({grid}), which end at different "
+            f"{job.user_path}: its rows run with several adapters ({grid}), which end at different "
             "times: it is scored when it is complete"
         )
     steps = post_steps(post)
@@ -54,7 +54,7 @@ def score_so_far(job: GradedJob, post: Sequence[StepConfig], config: ScoreConfig
         for rows, grades in _graded(job, steps, samples, config)
     ]
     if not tables:
-        raise ConfigError(f"no row of {job.given} is finished yet: there is nothing to score")
+        raise ConfigError(f"no row of {job.user_path} is finished yet: there is nothing to score")
     table = pa.concat_tables(table for table, _ in tables)
     tokens = np.concatenate([own.fill_null(0).to_numpy() for _, own in tables])
     marks = config_marks(table, config)

@@ -69,12 +69,12 @@ class RowOptions:
         self._make_schema, self._marker = make_schema, marker
         self._make_decoding = make_decoding
 
-    def params(self, given: Mapping[str, Any]) -> RequestParams:
+    def params(self, values: Mapping[str, Any]) -> RequestParams:
         """The job's parameters with the options of a row, a null being none; RequestError
         (bad_option, bad_constraint) for an option that cannot be honoured."""
         own: dict[str, Any] = {}
         names: dict[str, str] = {}
-        for key, value in given.items():
+        for key, value in values.items():
             if value is None or key in self._prompt_keys or key in IGNORED_OPTIONS:
                 continue
             name = SAME_OPTIONS.get(key, key)
@@ -87,7 +87,7 @@ class RowOptions:
             elif key == "strategy":
                 own["decoding"] = self._decoding(value)
             else:
-                self._refuse_other(key, value, given)
+                self._refuse_other(key, value, values)
         if not own:
             return self._params
         try:
@@ -126,7 +126,7 @@ class RowOptions:
             raise RequestError("bad_constraint", f"response_format: {error}") from None
         return {"constraint": made}
 
-    def _refuse_other(self, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    def _refuse_other(self, key: str, value: Any, values: Mapping[str, Any]) -> None:
         """Refuse an option that is no parameter of a request, unless it changes nothing."""
         if any(value == harmless and type(value) is type(harmless) for harmless in _harmless(key)):
             return

@@ -63,19 +63,19 @@ class OpenedModel:
     default_adapter: str | None = None
     folds: bool = False
 
-    def with_hidden_layers(self, asked: Sequence[int]) -> OpenedModel:
+    def with_hidden_layers(self, indices: Sequence[int]) -> OpenedModel:
         """The model that records the hidden states behind these layers, of which negative ones
         count from the last. Raises ValueError for one that it lacks or that is named twice."""
         last = self.config.num_layers
-        layers = tuple(layer + last + 1 if layer < 0 else layer for layer in asked)
-        given = zip(asked, layers, strict=True)
+        layers = tuple(layer + last + 1 if layer < 0 else layer for layer in indices)
+        given = zip(indices, layers, strict=True)
         if outside := [one for one, layer in given if not 0 <= layer <= last]:
             raise ValueError(
                 f"hidden_layers has {outside[0]}, and the model has {last} layers: choose among 0 "
                 f"(the embedding of tokens) to {last} (behind the last layer and the norm), or -1"
             )
         if len(set(layers)) != len(layers):
-            raise ValueError(f"hidden_layers names a layer twice: {list(asked)}")
+            raise ValueError(f"hidden_layers names a layer twice: {list(indices)}")
         return replace(self, config=replace(self.config, hidden_layers=layers))
 
     def dtype(self, name: DtypeName, device: DeviceName) -> torch.dtype:

@@ -95,7 +95,7 @@ class ChatPrompt:
         return images.expanded(ids, images.tokens(sources))
 
     def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
-        """The prompt of a row with its images; RequestError as `token_ids` has it."""
+        """The prompt of a row with its images. RequestError: see `token_ids`."""
         ids, sources = self._ids_and_sources(row)
         if self._places is None:
             return ids, []
@@ -109,7 +109,7 @@ class ChatPrompt:
         return None if self._places is None else self._places.images
 
     def image_sources(self, row: Row) -> list[ImageSource]:
-        """The images that a row names; RequestError as `token_ids` has it."""
+        """The images that a row names. RequestError: see `token_ids`."""
         return self._placed(row)[1]
 
     def _ids_and_sources(self, row: Row) -> tuple[list[int], list[ImageSource]]:
@@ -288,11 +288,11 @@ class ChatPrompt:
             )
 
 
-def _day(given: str | None, source: str, of_job: Callable[[], str]) -> str | None:
+def _day(date: str | None, source: str, of_job: Callable[[], str]) -> str | None:
     """The day that a chat template writes; None if it asks for none."""
     if re.search(r"\bstrftime_now\b", source):
-        return of_job() if given is None else given
-    if given is not None:
+        return of_job() if date is None else date
+    if date is not None:
         raise ConfigError("prompt.date: the model's chat template writes no date: leave it out")
     return None
 

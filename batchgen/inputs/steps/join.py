@@ -188,8 +188,8 @@ class _Join:
         pass
 
 
-def _numbers(found: bytes) -> tuple[int, int]:
-    return int.from_bytes(found[:8], "little"), int.from_bytes(found[8:], "little")
+def _numbers(data: bytes) -> tuple[int, int]:
+    return int.from_bytes(data[:8], "little"), int.from_bytes(data[8:], "little")
 
 
 def _has(fields: Mapping[str, Any], names: Sequence[str]) -> bool:

@@ -69,8 +69,8 @@ class Promise:
         post = step_configs(reader.config.get("post") or [], "post")
         if odd := [step.target for step in post if not is_own(step.target)]:
             raise ConfigError(
-                f"dataset.follow: {reader.storage.shown} is graded by {odd[0]}, which is not "
-                "batchgen's own, so that nothing is known of the grades before they are there: "
+                f"dataset.follow: {reader.storage.display_name} is graded by {odd[0]}, which is "
+                "not batchgen's own, so that nothing is known of the grades before they are there: "
                 "wait until it is complete and use dataset.follow=false (in a pipeline: after: "
                 "complete)"
             )
@@ -81,7 +81,7 @@ class FollowedJob(GradedShards):
     """A job that may run. Its shards are taken up in their order, each once it is whole.
 
     Attributes:
-        read, text_column: as of `OtherJob`.
+        read, text_column: see `OtherJob`.
         is_complete: whether the job is, and all its shards are taken up.
         needs_grades: whether shards wait for their grades. It is set before the first `learn`.
     """
@@ -92,7 +92,7 @@ class FollowedJob(GradedShards):
         """The job in a folder, which may not be there yet; ConfigError for a mistake in its steps
         that grade."""
         super().__init__(FolderStorage(folder), str(folder))
-        self.read, self.text_column = read_facts(lambda: promise.manifest, name, self.given)
+        self.read, self.text_column = read_facts(lambda: promise.manifest, name, self.user_path)
         identity = promise.manifest["identity"]
         try:
             self._rows_per_shard = int(identity["output"]["rows_per_shard"])

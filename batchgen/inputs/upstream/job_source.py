@@ -90,7 +90,7 @@ class JobSource(Source):
         self._names = [*self._read, *(name for name in whole if self._grades)]
         self._names += [n for n in self._grades if used is None or (n in used and n in known.flat)]
         self._readers = {
-            name: partial(_each, read) if self._lists and name not in known.given else read
+            name: partial(_each, read) if self._lists and name not in known.passthrough else read
             for name, read in json_readers(
                 known.fields[name].with_name(name) for name in self._read
             ).items()
@@ -282,7 +282,7 @@ class JobSource(Source):
 
 def _nothing_left(jobs: Sequence[ReadableJob], choice: AnswerSelector) -> str:
     """Why there are no rows, with examples of what was left out."""
-    names = ", ".join(job.given for job in jobs)
+    names = ", ".join(job.user_path for job in jobs)
     steps = "; ".join(f"{left.choice}: {left.rows:,}" for left in choice.funnel)
     examples = "".join(f"\n  {example}" for example in choice.examples)
     shown = f"; dataset.where left out, for example:{examples}" if examples else ""

@@ -132,7 +132,7 @@ class _OfRows:
             fields = dict(row.fields)
             for name in fields.keys() & self._readers.keys():
                 fields[name] = self._readers[name](fields[name])
-            yield row.beside.get(TEXT, row.output.text) or "", fields
+            yield row.extra.get(TEXT, row.output.text) or "", fields
 
     def _take(self) -> None:
         if self._future is not None and self._future.done():

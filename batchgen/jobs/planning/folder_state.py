@@ -72,7 +72,7 @@ def find_rows(config: JobConfig, source: Source) -> None:
 
 
 def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderState:
-    path = storage.shown
+    path = storage.display_name
     refuse_folder(storage)
     try:
         storage.names(storage.path)

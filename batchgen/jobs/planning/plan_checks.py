@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _LARGE_SHARD = 2**31
 """The bytes of a shard from which on it is too large for most uses, and machines."""
 _COMPILE_S = 2.0
-"""After so many seconds no further constraint is compiled."""
+"""The seconds after which no further constraint is compiled."""
 
 
 def compiled_constraints(opened: OpenedJob, config: JobConfig, scan: Scan) -> Constraints | None:

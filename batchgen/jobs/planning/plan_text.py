@@ -177,14 +177,14 @@ def _time(plan: Plan) -> Iterator[tuple[str, str]]:
     )
 
 
-def _columns(value: Range, shown: object) -> str:
-    assert callable(shown)
-    return "".join(f"{shown(one):>14}" for one in (value.low, value.likely, value.bound))
+def _columns(value: Range, format_value: object) -> str:
+    assert callable(format_value)
+    return "".join(f"{format_value(one):>14}" for one in (value.low, value.likely, value.bound))
 
 
-def _three(value: Range, shown: object) -> str:
-    assert callable(shown)
-    low, likely, bound = (shown(one) for one in (value.low, value.likely, value.bound))
+def _three(value: Range, format_value: object) -> str:
+    assert callable(format_value)
+    low, likely, bound = (format_value(one) for one in (value.low, value.likely, value.bound))
     return likely if low == bound else f"{low} to {bound}, likely {likely}"
 
 

@@ -59,21 +59,21 @@ def score_job(samples: Samples) -> JobScores:
     return job_scores(samples) if samples.have_marks else JobScores()
 
 
-def save_scores(folder: Path, scores: JobScores, shown: str | None = None) -> None:
+def save_scores(folder: Path, scores: JobScores, display_name: str | None = None) -> None:
     """Write scores into metrics.json, and the columns of the grades into README.md if that is still
-    there. `shown` is what people call the folder."""
+    there. `display_name` is what people call the folder."""
     from batchgen.evals.scores.job_score import save_score
 
     save_score(folder, scores)
     path = folder / "README.md"
     if path.is_file():
-        write_atomic(path, graded_card(path.read_text(encoding="utf-8"), folder, shown))
+        write_atomic(path, graded_card(path.read_text(encoding="utf-8"), folder, display_name))
 
 
-def graded_card(card: str, folder: Path, shown: str | None = None) -> str:
+def graded_card(card: str, folder: Path, display_name: str | None = None) -> str:
     """The data set card with a section about the grades, if the job has some."""
     schema = JobGrades(folder).schema()
     if schema is None:
         return card
     rows = next((read_schema(path) for path in shard_files(folder / "data").values()), schema)
-    return with_grade_section(card, grades_section(schema, rows.names, shown or str(folder)))
+    return with_grade_section(card, grades_section(schema, rows.names, display_name or str(folder)))

@@ -19,6 +19,7 @@ from batchgen.jobs.run.graded_job import grade_and_score
 from batchgen.jobs.run.job_attempt import JobAttempt, how_to_resume
 from batchgen.jobs.run.job_end import JobResult, already_complete, complete, completed_elsewhere
 from batchgen.jobs.run.join_folder import open_job_folder, worker_in, writer_in
+from batchgen.jobs.trackers.trackers import Trackers
 from batchgen.pages.report.write_report import REPORT
 from batchgen.storage.folder.dataset_card import unfinished_card
 from batchgen.storage.folder.job_folder import JobFolder
@@ -101,14 +102,17 @@ def _turns(attempt: JobAttempt) -> Turns[JobResult]:
         metrics.attempt.rows_total = num_rows * config.sampling.n
     attempt.note_read()
     if folder.exclusive and not is_done:
-        card = unfinished_card(folder.storage.shown)
+        card = unfinished_card(folder.storage.display_name)
         folder.storage.write(folder.path / "README.md", card)
         folder.storage.delete(folder.path / REPORT)  # it would tell of fewer rows
     samples = Samples(folder.path, config.score, by=config.model.grid_column)
     at_once, claim = parts.grades_at_once, partial(attempt.worker.claim, GRADING)
     needed = folder.storage.in_place and (at_once or not is_done)
     queue = GradingQueue(folder.path, config, claim, needed=needed, at_once=at_once)
-    with attempt.recorded(), closing(queue):
+    progress = config.progress
+    trackers = Trackers(progress.report_to, progress.project, folder.storage.display_name)
+    metrics.tell = trackers.tell
+    with closing(trackers), attempt.recorded(), closing(queue):
         folder.share()
         ended = None if is_done else (yield from between(compute_rows(attempt), queue.look))
         ended = ended or (yield from between(_wait_for_others(attempt), queue.look))

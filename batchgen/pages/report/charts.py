@@ -47,9 +47,9 @@ class Chart:
     rows: Sequence[tuple[str, ...]] = ()
 
 
-def label(name: str, most: int = LABEL) -> str:
+def label(name: str, limit: int = LABEL) -> str:
     """A name as it stands beside a bar."""
-    return both_ends(name, most)
+    return both_ends(name, limit)
 
 
 def bars(

@@ -79,15 +79,16 @@ def intervals(
     title: str,
     estimates: Sequence[Estimate],
     note: str,
-    shown: Callable[[float | None], str] = exact_percent,
+    format_value: Callable[[float | None], str] = exact_percent,
 ) -> Chart:
     """Estimates below each other, with their intervals; names that are long stand above these.
-    `shown` writes them; on an axis of other numbers than shares there are those that occur."""
+    `format_value` writes them; on an axis of other numbers than shares there are those that
+    occur."""
     above = any(len(e.name) > LABEL for e in estimates)
     start = 14.0 if above else 14 + 6.8 * max(len(e.name) for e in estimates)
     end, line = WIDTH - 56, _TWO_LINES if above else LINE
     values = [v for e in estimates for v in (e.low, e.value, e.high) if v is not None]
-    is_share = shown is exact_percent
+    is_share = format_value is exact_percent
     low, high = _range(values) if is_share else (min(values), max(values))
     scale, bottom = Scale(low, high, start, end), 8 + line * len(estimates)
     parts = []
@@ -108,8 +109,8 @@ def intervals(
             x1, x2 = scale(found.low), scale(found.high)
             parts.append(svg_tag("line", x1=x1, x2=x2, y1=y, y2=y, class_=f"whisker {found.kind}"))
         parts.append(svg_tag("circle", cx=scale(found.value), cy=y, r=4.5, class_="dot"))
-        parts.append(text(shown(found.value), end + 8, y + 4, "tick"))
-    rows = [(e.name, *map(shown, (e.value, e.low, e.high))) for e in estimates]
+        parts.append(text(format_value(found.value), end + 8, y + 4, "tick"))
+    rows = [(e.name, *map(format_value, (e.value, e.low, e.high))) for e in estimates]
     said = f"{title}: " + ", ".join(f"{r[0]} {r[1]}" for r in rows)
     svg = drawing(parts, said, bottom + 22)
     return Chart(title, note, svg, ("metric", "value", "low", "high"), rows)

@@ -79,28 +79,28 @@ class Fault:
     text: str
 
 
-def faults(found: Collected) -> list[Fault]:
+def faults(report: Collected) -> list[Fault]:
     """What is wrong with the answers of a job, the kinds that come first in its page first."""
-    seen = {reason: rows.seen for reason, rows in found.picked.items()}
+    seen = {reason: rows.seen for reason, rows in report.picked.items()}
     said = {
-        "error": (sum(found.errors.values()), "ended with an error"),
-        "ungraded": (sum(found.grade_errors.values()), "could not be graded"),
+        "error": (sum(report.errors.values()), "ended with an error"),
+        "ungraded": (sum(report.grade_errors.values()), "could not be graded"),
         "none": (seen.get("no answer", 0), "in which no answer was found"),
         "wrong": (seen.get("wrong", 0), "wrong or partly wrong"),
-        "cut": (found.reasons["length"], "cut at max_new_tokens"),
+        "cut": (report.reasons["length"], "cut at max_new_tokens"),
         "constraint": (seen.get("constraint", 0), "not within their constraint"),
     }
     return [Fault(kind, f"{count:,} {text}") for kind, (count, text) in said.items() if count]
 
 
 def anchor(key: int) -> str:
-    """The id of a row in the page, given its key as of `row_keys`."""
+    """The id of a row in the page, given its key see `row_keys`."""
     return f"row-{key >> 31}-{key & 0x7FFFFFFF}"
 
 
-def shown_rows(data: JobData, page: RowPage, found: Collected, room: int) -> ShownRows:
+def shown_rows(data: JobData, page: RowPage, report: Collected, room: int) -> ShownRows:
     """Read and render the chosen rows, which may have `room` bytes together."""
-    reasons = found.chosen()
+    reasons = report.chosen()
     variants: list[tuple[ShownRow, list[Markup]]] = []
     for row, grades in data.chosen(np.array(list(reasons), np.int64)):
         facts, key = RowFacts(row, grades), (row["row_index"] << 31) | row["sample_index"]

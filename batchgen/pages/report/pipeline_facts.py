@@ -77,7 +77,7 @@ def _parents(record: PipelineRecord, step: str, current: Mapping[str, str]) -> l
 
 def _sets(out: Path) -> Iterator[ExportedSet]:
     try:
-        made = ExportRecord.read(out / EXPORTS).made
+        made = ExportRecord.read(out / EXPORTS).exports
     except JobError:  # the pages are about the steps; `batchgen` says so where it writes sets
         return
     for name, one in made.items():

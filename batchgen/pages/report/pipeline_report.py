@@ -42,7 +42,7 @@ class StepSample:
     html: Markup
 
 
-def write_report(out: Path, shown: str) -> Path:
+def write_report(out: Path, display_name: str) -> Path:
     """Write the page about a pipeline, with a link to the report of each step; returns its path.
 
     Raises:
@@ -50,16 +50,16 @@ def write_report(out: Path, shown: str) -> Path:
     """
     facts = PipelineFacts.of(out)
     if facts is None:
-        raise ConfigError(f"{shown} is no folder of a pipeline: it has no pipeline.json")
+        raise ConfigError(f"{display_name} is no folder of a pipeline: it has no pipeline.json")
     linked = [step.name for step in facts.steps if (out / step.folder / REPORT).is_file()]
     samples = {step.name: _samples(out / step.folder, step.name) for step in facts.steps}
     path = out / REPORT
-    write_atomic(path, pipeline_html(shown, facts, linked, samples))
+    write_atomic(path, pipeline_html(display_name, facts, linked, samples))
     return path
 
 
 def pipeline_html(
-    shown: str,
+    display_name: str,
     facts: PipelineFacts,
     linked: Sequence[str] = (),
     samples: dict[str, list[StepSample]] | None = None,
@@ -70,8 +70,8 @@ def pipeline_html(
     return page_html(
         "pipeline.html.jinja",
         style_sheets(),
-        title=short_name(shown),
-        path=shown,
+        title=short_name(display_name),
+        path=display_name,
         about=about,
         facts=_headline(facts),
         charts=[step_graph(facts), *_costs(facts.steps)],

@@ -67,10 +67,10 @@ class Scale:
         return self.start + share * (self.end - self.start)
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
+def ticks(low: float, high: float, limit: int = 5) -> list[float]:
     """Round numbers from `low` to `high`."""
     span = (high - low) or 1.0
-    rough = span / most
+    rough = span / limit
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)

@@ -48,13 +48,15 @@ def is_up_to_date(storage: Storage) -> bool:
     return report is not None and metrics is not None and report >= metrics
 
 
-def try_report(job: Path, decode: Decode | None = None, shown: str | None = None) -> Path | None:
+def try_report(
+    job: Path, decode: Decode | None = None, display_name: str | None = None
+) -> Path | None:
     """Make the report of a finished job and return its path; None with a warning if that fails.
-    `shown` is what people call the job's folder, if it is not `job`."""
+    `display_name` is what people call the job's folder, if it is not `job`."""
     try:
         return make_report(job, decode)
     except Exception as error:  # a page for people must not fail hours of work that are done
-        name = str(job) if shown is None else shown
+        name = str(job) if display_name is None else display_name
         print(
             f"warning: {name}/{REPORT} could not be made ({type(error).__name__}: {error}). The "
             f"rows are complete; `batchgen report {name}` tries again, output.report=false leaves "

@@ -123,7 +123,7 @@ class RowPage:
 
     def _beside(self, facts: RowFacts, limits: PageLimits) -> dict[str, Any]:
         """What stands beside prompt and answer, as the template shows it."""
-        row, short = facts.row, partial(shortened, most=limits.fact)
+        row, short = facts.row, partial(shortened, limit=limits.fact)
         columns = {
             "grades": _grades(facts),
             "facts": self._facts(facts),

@@ -41,10 +41,10 @@ class Board:
         assert self.table is not None
         return table_remarks(self.table)
 
-    def jobs(self, place: int) -> tuple[str, ...]:
+    def jobs(self, index: int) -> tuple[str, ...]:
         """The folders of the jobs of an arm."""
         assert self.table is not None
-        return self.table.rows[place].arm.folders
+        return self.table.rows[index].arm.folders
 
 
 class Leaderboard:

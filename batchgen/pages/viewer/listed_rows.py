@@ -27,7 +27,7 @@ class Line:
     """A row in a list. Its texts are shortened."""
 
     index: int
-    asked: dict[str, str]  # the columns of its prompt
+    prompt_columns: dict[str, str]  # the columns of its prompt
     jobs: list[list[RowFacts]]  # the samples of each job; none where it lacks the row
     matching: list[int]  # which samples of the first job the filter lists
     note: str = ""  # what a sorted list is sorted by

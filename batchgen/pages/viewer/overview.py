@@ -112,25 +112,29 @@ def _sampling(sampling: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"{name} {sampling[name]}" for name in names if name in sampling)
 
 
-def _facts(job: JobView, known: JobSummary) -> list[Line]:
-    dataset, sampling, attempt = known.group("dataset"), known.group("sampling"), known.attempt
+def _facts(job: JobView, summary: JobSummary) -> list[Line]:
+    dataset, sampling, attempt = (
+        summary.group("dataset"),
+        summary.group("sampling"),
+        summary.attempt,
+    )
     facts = [
         ("folder", str(job.path)),
-        ("model", str(known.group("model").get("path"))),
+        ("model", str(summary.group("model").get("path"))),
         ("data set", dataset_name(dataset)),
-        ("strategy", known.strategy_name),
+        ("strategy", summary.strategy_name),
         ("sampling", ", ".join(_sampling(sampling))),
     ]
-    if known.totals.until:
-        facts.append(("until enough", until_line(known.totals)))
-    if known.is_begun:
-        read, written = known.totals.prompt_tokens, known.totals.generated_tokens
+    if summary.totals.until:
+        facts.append(("until enough", until_line(summary.totals)))
+    if summary.is_begun:
+        read, written = summary.totals.prompt_tokens, summary.totals.generated_tokens
         facts.append(("tokens", f"{read:,} read, {written:,} written"))
-        facts.append(("speed", f"{known.tokens_per_s:,.0f} tokens/s"))
+        facts.append(("speed", f"{summary.tokens_per_s:,.0f} tokens/s"))
     if attempt.get("wall_s"):
         facts.append(("time", f"{duration(attempt['wall_s'])} (last run of the command)"))
-    if known.cost is not None:
-        facts.append(("device", known.cost))
+    if summary.cost is not None:
+        facts.append(("device", summary.cost))
     if attempt.get("started"):
         facts.append(("begun", str(attempt["started"])))
     return [(name, text) for name, text in facts if text not in ("None", "")]

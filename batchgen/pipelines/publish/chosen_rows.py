@@ -57,7 +57,7 @@ class WriteOrder:
 
     job: npt.NDArray[np.int32]
     shard: npt.NDArray[np.int32]
-    place: npt.NDArray[np.int32]
+    position: npt.NDArray[np.int32]
 
     def __len__(self) -> int:
         return len(self.job)
@@ -116,7 +116,7 @@ class _Kept:
     def add(self, job: int, row: FoundRow, by: float | None, same: bytes | None) -> None:
         self.job.append(job)
         self.shard.append(row.shard)
-        self.place.append(row.place)
+        self.place.append(row.position)
         self.by.append(math.nan if by is None else by)
         self.same += same or bytes(16)
         self.comparable.append(same is not None)

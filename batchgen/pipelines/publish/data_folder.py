@@ -35,11 +35,13 @@ def request_digest(request: Mapping[str, Any]) -> str:
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def new_folder(given: str) -> Path:
+def new_folder(job_path: str) -> Path:
     """The folder that a user names for a new set; ConfigError for an object store."""
-    if is_url(given):
-        raise ConfigError(f"--out {given}: a set is written to a folder of this machine: name one")
-    return user_path(given, "--out")
+    if is_url(job_path):
+        raise ConfigError(
+            f"--out {job_path}: a set is written to a folder of this machine: name one"
+        )
+    return user_path(job_path, "--out")
 
 
 def is_there(path: Path, request: str) -> bool:
@@ -145,7 +147,7 @@ def write_folder(
     facts: Mapping[str, Any],
     card: Callable[[int], str],
 ) -> int:
-    """Write a folder with these rows, a `card` that is told their number, and `facts` as SET_FILE.
+    """Write a folder with these rows, a `card` made from their number, and `facts` as SET_FILE.
 
     Returns:
         The number of rows.

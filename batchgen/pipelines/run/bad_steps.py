@@ -25,8 +25,8 @@ class TooManyErrors(JobError):
 class ErrorWatch:
     """Looks at the first finished shard of a step, once there is one."""
 
-    def __init__(self, step: str, storage: Storage, most: float) -> None:
-        self._step, self._storage, self._most = step, storage, most
+    def __init__(self, step: str, storage: Storage, limit: float) -> None:
+        self._step, self._storage, self._most = step, storage, limit
         self._is_seen = False
 
     def look(self) -> None:

@@ -27,11 +27,11 @@ class Panel:
 
     Attributes:
         steps: by the name of each judge but the last, the step in which it judges.
-        own: the name of the last judge.
+        last_judge: the name of the last judge.
     """
 
     steps: Mapping[str, str]
-    own: str
+    last_judge: str
 
     def values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The keys of the last judge's step, made of those that it would have alone, its own `rows`
@@ -47,11 +47,11 @@ class Panel:
             }
             for name, step in self.steps.items()
         ]
-        post = [_renamed(step, f"{self.own}_") for step in values["post"]]
+        post = [_renamed(step, f"{self.last_judge}_") for step in values["post"]]
         is_scale = "ParseScore" in values["post"][0]
         majority = {
             "marks": [f"{name}_{MARK}" for name in self.steps],
-            "own": f"{self.own}_{MARK}",
+            "own": f"{self.last_judge}_{MARK}",
             "by": "median" if is_scale else "votes",
         }
         rows = [*values.get("rows", ()), *joins]
@@ -65,7 +65,7 @@ def _renamed(step: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, An
 
 
 def panel_steps(
-    name: str, given: Mapping[str, Any], start: str
+    name: str, options: Mapping[str, Any], start: str
 ) -> dict[str, tuple[dict[str, Any], Panel | None]]:
     """The steps that a step with `judge.models` stands for, by name: what each says, with one
     model, and for the last one the panel.
@@ -77,7 +77,7 @@ def panel_steps(
         ConfigError: the models are no list or mapping of two or more, or the step says itself what
             these keys say.
     """
-    judge = given[JUDGE]
+    judge = options[JUDGE]
     models = judge[MODELS]
     if isinstance(models, list):
         models = {f"judge_{number}": model for number, model in enumerate(models, start=1)}
@@ -86,10 +86,10 @@ def panel_steps(
             f"{start}.{MODELS} must name two models or more, as a list or as {{name: model}} (one: "
             "model.path)"
         )
-    own = given.get(_MODEL, {})
-    if "model.path" in given or not isinstance(own, Mapping) or "path" in own:
+    own = options.get(_MODEL, {})
+    if "model.path" in options or not isinstance(own, Mapping) or "path" in own:
         raise ConfigError(f"{start}.{MODELS} names the models: leave out model.path")
-    if "post" in given:
+    if "post" in options:
         raise ConfigError(
             f"{start}.{MODELS}: the marks of all judges are read in one way, by their template: "
             "leave out post, and grade the steps of the judges afterwards"
@@ -103,7 +103,7 @@ def panel_steps(
                 f"{start}.{MODELS}: {judge_name!r:.40} is no name of a judge: up to 20 letters, "
                 "digits and _, the first one a letter"
             )
-        values = {**given, JUDGE: alone, _MODEL: {**own, **_model(model, f"{start}.{MODELS}")}}
+        values = {**options, JUDGE: alone, _MODEL: {**own, **_model(model, f"{start}.{MODELS}")}}
         is_last = len(steps) == len(models) - 1
         panel = Panel(steps, judge_name) if is_last else None
         step = name if is_last else f"{name}_{judge_name}"
@@ -113,10 +113,10 @@ def panel_steps(
     return found
 
 
-def _model(given: Any, start: str) -> dict[str, Any]:
+def _model(value: Any, start: str) -> dict[str, Any]:
     """The keys of the group `model` for one judge: a path, or these keys."""
-    if isinstance(given, str):
-        return {"path": given}
-    if not isinstance(given, Mapping) or not {CHOICE, "path"} & given.keys():
+    if isinstance(value, str):
+        return {"path": value}
+    if not isinstance(value, Mapping) or not {CHOICE, "path"} & value.keys():
         raise ConfigError(f"{start}: each must be the path of a model, or {{path: …, dtype: …}}")
-    return dict(given)
+    return dict(value)

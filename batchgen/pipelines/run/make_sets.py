@@ -62,7 +62,7 @@ def _made(one: Export, source: str, record: ExportRecord) -> str:
     """Write an export unless it is there; returns what is said of it."""
     rows = open_rows(source)
     request = request_digest({**export_settings(one), "rows": rows.digest})
-    path, known = record.folder / one.out, record.made.get(one.out)
+    path, known = record.folder / one.out, record.exports.get(one.out)
     there = record.own_digest(one.out)
     if known is not None and known.request == request and known.digests[:1] == (there,):
         return f"{path}: has these rows already"
@@ -89,7 +89,7 @@ def _write(one: Export, rows: FinishedRows, path: Path, new: Path) -> Exported:
     if one.to is not None:
         return export_for(rows, one.asked(), path, at=new)
     options: dict[str, Any] = {key: one.options.get(key) for key in ("columns", "where")}
-    return Exported(export_text(rows.given, path, at=new, **options), {})
+    return Exported(export_text(rows.user_path, path, at=new, **options), {})
 
 
 def push_all(opened: OpenPipeline, say: Callable[[str], None]) -> list[str]:
@@ -117,9 +117,9 @@ class PromisedRows(FinishedRows):
     """
 
     def __init__(
-        self, given: str, job: FollowedJob, config: Mapping[str, Any], more: Sequence[str]
+        self, user_path: str, job: FollowedJob, config: Mapping[str, Any], more: Sequence[str]
     ) -> None:
-        GradedShards.__init__(self, job.storage, given)
+        GradedShards.__init__(self, job.storage, user_path)
         self.config, self.text_column, self.facts = config, job.text_column, None
         self.manifest, self.metrics, self.shards = {}, {}, []
         new = [pa.field(name, pa.string()) for name in more if name not in job.schema.names]

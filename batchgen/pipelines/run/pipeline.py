@@ -1,4 +1,4 @@
-"""A pipeline: jobs that read each other, in an order in which each comes behind what it reads."""
+"""A pipeline: jobs that read each other, in topological order."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class PipelineStep:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Steps in an order in which each comes behind what it reads, and what is made of them."""
+    """Steps in topological order, and what is made of them."""
 
     out: str
     steps: Mapping[str, PipelineStep]
@@ -106,7 +106,7 @@ class Pipeline:
     most_errors: float = _MOST_ERRORS
 
     def check_early(self) -> None:
-        """Find the usual mistakes of the steps before torch is loaded; as of `check_early`."""
+        """Find the usual mistakes of the steps before torch is loaded; see `check_early`."""
         for name, step in self.steps.items():
             try:
                 check_early(step.config, folder=False)
@@ -124,14 +124,16 @@ class Pipeline:
         return yaml.safe_dump(escaped_text(values), sort_keys=False, allow_unicode=True)
 
 
-def compose_pipeline(given: GivenPipeline, trust: Trust, folders: Sequence[Path] = ()) -> Pipeline:
+def compose_pipeline(
+    pipeline: GivenPipeline, trust: Trust, folders: Sequence[Path] = ()
+) -> Pipeline:
     """The pipeline with all its jobs checked; ConfigError for a mistake in one of them, or in what
     they read of each other. `folders` have further choices."""
-    out = user_folder(given.out, "output.dir")
+    out = user_folder(pipeline.out, "output.dir")
     steps = {}
-    for name, step in given.steps.items():
+    for name, step in pipeline.steps.items():
         try:
-            steps[name] = _composed(step, given, out, trust, folders)
+            steps[name] = _composed(step, pipeline, out, trust, folders)
         except ConfigError as error:
             start = "" if f"{STEPS}.{name}" in str(error) else f"step {name}: "
             raise ConfigError(f"{start}{error}") from None
@@ -140,12 +142,12 @@ def compose_pipeline(given: GivenPipeline, trust: Trust, folders: Sequence[Path]
         for other in composed.reads:
             if ordered[other].config.model.lora_grid:
                 raise ConfigError(f"step {name}: the step {other} {GRID_REFUSAL}")
-    most = given.keys.get(MOST_ERRORS, _MOST_ERRORS)
+    most = pipeline.keys.get(MOST_ERRORS, _MOST_ERRORS)
     most_errors = convert(most, float, MOST_ERRORS)
     if not 0 <= most_errors <= 1:
         raise ConfigError(f"{MOST_ERRORS} must be a share from 0 to 1, got {most}")
-    exports = read_exports(given, ordered)
-    pushes = read_pushes(given, ordered, exports, trust)
+    exports = read_exports(pipeline, ordered)
+    pushes = read_pushes(pipeline, ordered, exports, trust)
     return Pipeline(out, ordered, exports, pushes, most_errors)
 
 
@@ -176,15 +178,15 @@ def _circle(left: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 def _composed(
-    given: GivenStep, pipeline: GivenPipeline, out: str, trust: Trust, folders: Sequence[Path]
+    source: GivenStep, pipeline: GivenPipeline, out: str, trust: Trust, folders: Sequence[Path]
 ) -> PipelineStep:
-    for parent in given.parents:
-        _refuse_unknown(parent, pipeline, given.places.get(FROM, FROM))
+    for parent in source.parents:
+        _refuse_unknown(parent, pipeline, source.places.get(FROM, FROM))
     groups = compose_groups(
-        given.values, given.overrides, folders=folders, places=given.places
+        source.values, source.overrides, folders=folders, places=source.places
     ).groups
-    if given.parents:
-        paths = [f"{out}/{parent}" for parent in given.parents]
+    if source.parents:
+        paths = [f"{out}/{parent}" for parent in source.parents]
         groups["dataset"][_PATH] = paths[0] if len(paths) == 1 else paths
     tables = {}
     for place, step in enumerate(groups.get("rows") or ()):
@@ -197,12 +199,12 @@ def _composed(
             options[_PATH] = f"{out}/{name}"
     if isinstance(sampling := groups.get("sampling"), dict):
         if sampling.get("stream") is None:
-            sampling["stream"] = given.name
+            sampling["stream"] = source.name
     if isinstance(output := groups.get("output"), dict):
-        output["dir"] = f"{out}/{given.name}"
+        output["dir"] = f"{out}/{source.name}"
     config = load_config(groups, trust)
     _refuse_of_jobs(config)
-    return PipelineStep(given.name, config, given.parents, tables, given.waits)
+    return PipelineStep(source.name, config, source.parents, tables, source.waits)
 
 
 def _options(step: Any) -> Any:

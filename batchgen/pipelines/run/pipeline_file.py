@@ -117,20 +117,20 @@ def _check_name(name: Any, places: Mapping[str, str], taken: Collection[str]) ->
 def _add_steps(
     pipeline: GivenPipeline,
     name: str,
-    given: Any,
+    value: Any,
     common: Mapping[str, Any],
     others: Mapping[str, Any],
 ) -> None:
     """Add a step of the file, or the steps of the judges that it has."""
     places, prefix = pipeline.places, f"{STEPS}.{name}"
     start = places.get(prefix, prefix)
-    if not isinstance(given, dict):
-        raise ConfigError(f"{start} must be a mapping of keys, got {given!r:.50}")
-    judge = given.get(JUDGE)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{start} must be a mapping of keys, got {value!r:.50}")
+    judge = value.get(JUDGE)
     if not isinstance(judge, dict) or MODELS not in judge:
-        pipeline.steps[name] = _step(name, given, common, places)
+        pipeline.steps[name] = _step(name, value, common, places)
         return
-    found = panel_steps(name, given, places.get(f"{prefix}.{JUDGE}", f"{prefix}.{JUDGE}"))
+    found = panel_steps(name, value, places.get(f"{prefix}.{JUDGE}", f"{prefix}.{JUDGE}"))
     for one, (values, panel) in found.items():
         if one != name:
             _check_name(one, places, others)
@@ -141,7 +141,7 @@ def _add_steps(
 
 def _step(
     name: str,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     common: Mapping[str, Any],
     places: Mapping[str, str],
     panel: Panel | None = None,
@@ -149,7 +149,7 @@ def _step(
     """A step with the defaults that it does not replace, and for the last of several judges the
     others."""
     prefix = f"{STEPS}.{name}."
-    values = dict(given)
+    values = dict(options)
     parents = _parents(values.pop(FROM, ()), places.get(prefix + FROM, prefix + FROM))
     judged = values.pop(JUDGE, None)
     waits = _waits(values.pop(AFTER, None), parents, places.get(prefix + AFTER, prefix + AFTER))
@@ -179,34 +179,34 @@ def _step(
 
 
 def _with_judge(
-    own: dict[str, Any], judged: Any, parents: tuple[str, ...], start: str
+    step_values: dict[str, Any], judged: Any, parents: tuple[str, ...], start: str
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The keys of a step that judges others, and the step whose answers are its rows. What the
     step says itself counts; a group of which it makes a choice is all its own."""
     ready = _flat(judge_values(judged, parents, start), {}, "")
-    chosen = {key for key in own if key in GROUPS}
+    chosen = {key for key in step_values if key in GROUPS}
     kept = {key: value for key, value in ready.items() if key.partition(".")[0] not in chosen}
-    return {**kept, **own}, parents[:1]
+    return {**kept, **step_values}, parents[:1]
 
 
-def _parents(given: Any, start: str) -> tuple[str, ...]:
+def _parents(value: Any, start: str) -> tuple[str, ...]:
     """The names in `from: a` and `from: [a, b]`."""
-    names = [given] if isinstance(given, str) else list(given) if isinstance(given, list) else given
+    names = [value] if isinstance(value, str) else list(value) if isinstance(value, list) else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{start} must be the name of a step, or a list of names")
-    if given != () and not names:
+    if value != () and not names:
         raise ConfigError(f"{start} names no step")
     if len(set(names)) < len(names):
         raise ConfigError(f"{start} names a step twice")
     return tuple(names)
 
 
-def _waits(given: Any, parents: tuple[str, ...], start: str) -> bool:
+def _waits(value: Any, parents: tuple[str, ...], start: str) -> bool:
     """Whether a step says `after: complete`."""
-    if given is None:
+    if value is None:
         return False
-    if given != COMPLETE:
-        raise ConfigError(f"{start} must be {COMPLETE}, got {given!r:.50}")
+    if value != COMPLETE:
+        raise ConfigError(f"{start} must be {COMPLETE}, got {value!r:.50}")
     if not parents:
         raise ConfigError(f"{start}: the step reads no other step ({FROM}): leave it out")
     return True

@@ -29,15 +29,17 @@ _MOST_JOBS = 100
 
 
 class JobTraces:
-    """The way back from rows of a job; `given` is its folder as people call it."""
+    """The way back from rows of a job; `user_path` is its folder as people call it."""
 
-    def __init__(self, given: str) -> None:
+    def __init__(self, user_path: str) -> None:
         """Raise ConfigError if the folder is not one of a job."""
-        self.given = given
-        self.reader = open_job_reader(given)
+        self.user_path = user_path
+        self.reader = open_job_reader(user_path)
         dataset = self.reader.config.get("dataset")
         if not isinstance(dataset, dict):
-            raise ConfigError(f"{given}/config.yaml does not say which data set the job has read")
+            raise ConfigError(
+                f"{user_path}/config.yaml does not say which data set the job has read"
+            )
         self._dataset: Mapping[str, Any] = dataset
 
     def add(self, trace: Trace, row_id: str, sample: int | None = None) -> None:
@@ -48,8 +50,10 @@ class JobTraces:
             ConfigError: nothing is known of such a row.
             JobError: a file is damaged.
         """
-        if len(trace.found) > _MOST_JOBS:
-            raise ConfigError(f"{self.given}: more than {_MOST_JOBS} jobs stand behind each other")
+        if len(trace.origins) > _MOST_JOBS:
+            raise ConfigError(
+                f"{self.user_path}: more than {_MOST_JOBS} jobs stand behind each other"
+            )
         rows = [row for row in self.reader.find(row_id) if sample in (None, row[KEYS[1]])]
         if not rows:
             self._add_dropped(trace, row_id)
@@ -57,18 +61,20 @@ class JobTraces:
         facts = self.reader.row_facts
         steps = [] if facts is None else [step.short for step in facts.steps]
         grades = [self._grades(row) for row in rows]
-        trace.found.append(TracedAnswers(self.given, rows, grades, steps, self.reader.text_column))
+        trace.origins.append(
+            TracedAnswers(self.user_path, rows, grades, steps, self.reader.text_column)
+        )
         self._add_source(trace, rows[0])
 
     def _add_source(self, trace: Trace, row: Mapping[str, Any]) -> None:
         """Add what a row was made of."""
         if self._dataset.get("kind") != "job":
             index = self._data_index(int(row[KEYS[0]]))
-            trace.found.append(TracedSource(*source_place(self._dataset, index)))
+            trace.origins.append(TracedSource(*source_place(self._dataset, index)))
             return
         source = row.get("source")
         if not isinstance(source, dict) or not {"row_id", KEYS[1]} <= source.keys():
-            raise ConfigError(f"{self.given}: its rows do not say what they were made of")
+            raise ConfigError(f"{self.user_path}: its rows do not say what they were made of")
         for job, row_id in self._upstream(str(source["row_id"])):
             JobTraces(job).add(trace, row_id, source["sample_index"])
             return
@@ -76,8 +82,8 @@ class JobTraces:
 
     def _no_upstream(self) -> ConfigError:
         return ConfigError(
-            f"{self.given}: the job whose rows it has read is not there: "
-            f"{self._dataset.get('path')} (from {Path.cwd()}, or beside {self.given})"
+            f"{self.user_path}: the job whose rows it has read is not there: "
+            f"{self._dataset.get('path')} (from {Path.cwd()}, or beside {self.user_path})"
         )
 
     def _upstream(self, row_id: str) -> Iterator[tuple[str, str]]:
@@ -133,20 +139,22 @@ class JobTraces:
         """Add what has dropped a row, a row that it was made of, or an answer that it was."""
         found = self._dropped_by_step(row_id) or self._dropped_by_choice(row_id)
         if found is not None:
-            trace.found.append(found)
+            trace.origins.append(found)
             return
         status = self.reader.metrics.get("status")
         if status not in (None, "complete"):
-            raise ConfigError(f"{self.given}: row {row_id} is not there, and the job is {status}")
+            raise ConfigError(
+                f"{self.user_path}: row {row_id} is not there, and the job is {status}"
+            )
         for job, above in self._upstream(_without_sample(row_id)) if self._reads_jobs else ():
             before = Trace()
             JobTraces(job).add(before, above)
             if not before.is_there:
-                trace.found += before.found
+                trace.origins += before.origins
                 return
         raise ConfigError(
-            f"{self.given}: no row has the id {row_id}, and no step has dropped one: "
-            f"`batchgen show {self.given}` shows ids"
+            f"{self.user_path}: no row has the id {row_id}, and no step has dropped one: "
+            f"`batchgen show {self.user_path}` shows ids"
         )
 
     @property
@@ -164,7 +172,7 @@ class JobTraces:
                 continue
             table = self._index_file(f"dropped-{number:05d}.parquet", ["row_id", "step", "reason"])
             for row in table.filter(pc.is_in(table["row_id"], ids)).to_pylist():
-                return DropReason(self.given, row["row_id"], row["step"], row["reason"])
+                return DropReason(self.user_path, row["row_id"], row["step"], row["reason"])
         return None
 
     def _dropped_by_choice(self, row_id: str) -> DropReason | None:
@@ -181,7 +189,7 @@ class JobTraces:
                 rows = [r for r in reader.find(above) if sample in ("", str(r[KEYS[1]]))]
                 if rows:
                     by, why = self._choice(job, rows)
-                    return DropReason(self.given, one, by, why)
+                    return DropReason(self.user_path, one, by, why)
         return None
 
     def _choice(self, job: str, rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:

@@ -157,12 +157,12 @@ class JobFolder:
             asked = replace(asked, row_digests=digests)
             self.update(self.manifest.goes_on(asked, changed, rows))
 
-    def settle(self, asked: Manifest) -> None:
+    def settle(self, requested: Manifest) -> None:
         """Write what the manifest says of rows that come while the job runs, as it is now."""
-        rows = asked.growing.get(ROWS)
+        rows = requested.growing.get(ROWS)
         assert isinstance(rows, int)
         written = written_manifest(self.storage) or self.manifest
-        self.update(written.with_rows(asked, self._row_digests(rows)))
+        self.update(written.with_rows(requested, self._row_digests(rows)))
 
     def update(self, manifest: Manifest) -> None:
         """Write another manifest of the same job."""

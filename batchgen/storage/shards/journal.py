@@ -82,9 +82,13 @@ class Journal:
         except FileNotFoundError:  # the job is complete
             self._files = {kind: {} for kind in self._schemas}
 
-    def files(self, shard: int, *, own: bool = False, kind: str = FINISHED) -> list[Path]:
+    def files(self, shard: int, *, include_own: bool = False, kind: str = FINISHED) -> list[Path]:
         """The files of a shard that other workers have written, or all."""
-        return [path for path in self._files[kind].get(shard, ()) if own or path not in self._own]
+        return [
+            path
+            for path in self._files[kind].get(shard, ())
+            if include_own or path not in self._own
+        ]
 
     def append(self, shard: int, batch: pa.RecordBatch, kind: str = FINISHED) -> None:
         """Append rows of one shard.

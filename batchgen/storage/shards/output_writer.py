@@ -108,7 +108,7 @@ class OutputWriter:
         elif retry_errors != self._round.is_open:
             raise ConfigError(
                 f"output.retry_errors={str(retry_errors).lower()}: the workers that run in "
-                f"{self._storage.shown} have it otherwise: wait for them or stop them first"
+                f"{self._storage.display_name} have it otherwise: wait for them or stop them first"
             )
         self._open: dict[int, OpenShard] = {}
         self._dropped: set[int] = set()
@@ -132,7 +132,7 @@ class OutputWriter:
             needed = set[int]()
             if number not in self.complete_shards:
                 needed = self._written.begun(number).longest(self._open.get(number))
-            for path in self._journal.files(number, own=True, kind=BEGUN):
+            for path in self._journal.files(number, include_own=True, kind=BEGUN):
                 if journal_worker(path) not in needed:
                     self._storage.delete(path)
         self._journal.refresh()

@@ -72,9 +72,9 @@ class Publisher:
         """Note that a published shard is as it shall be."""
         self._name_file(number, None, False)
 
-    def wait(self, most: int) -> None:
-        """Wait until at most `most` shards are being published; raise what the thread raised."""
-        while self._publishing and (len(self._publishing) > most or self._publishing[0].done()):
+    def wait(self, limit: int) -> None:
+        """Wait until at most `limit` shards are being published; raise what the thread raised."""
+        while self._publishing and (len(self._publishing) > limit or self._publishing[0].done()):
             self._publishing.pop(0).result()
 
     def _publish(self, number: int, files: Sequence[Path], rows: int, replaces: bool) -> None:

@@ -65,7 +65,7 @@ class WrittenRows:
             if extent.rows and (retried_before or extent.enough is not None):
                 table = read_columns(self._published.source(number), opened.state_columns)
                 opened.take(table, errors_count=not retried_before)
-        for path in self._journal.files(number, own=True):
+        for path in self._journal.files(number, include_own=True):
             self._seen[path] = 0
             for batch in self._journal.batches(path):
                 attempt = journal_worker(path)
@@ -97,7 +97,7 @@ class WrittenRows:
         first = number * self._rows_per_shard
         rows = range(first, first + self._rows_per_shard)
         found = BegunRows(rows, self._round.before(number) or 0)
-        for path in self._journal.files(number, own=True, kind=BEGUN):
+        for path in self._journal.files(number, include_own=True, kind=BEGUN):
             with contextlib.suppress(FileNotFoundError, JobError, pa.ArrowException):
                 for batch in self._journal.batches(path):
                     found.take(batch, journal_worker(path))

@@ -187,10 +187,10 @@ GROWING = frozenset(
 """Methods that may make more than a few times what they are given, or compare."""
 
 
-def before_method(owner: Any, name: str, given: list[Any]) -> None:
+def before_method(owner: Any, name: str, arguments: list[Any]) -> None:
     """Count what the method of a value of Python's own will make."""
-    sizes = sum(map(printed_size, given))
-    number = max((abs(item) for item in given if isinstance(item, int)), default=0)
+    sizes = sum(map(printed_size, arguments))
+    number = max((abs(item) for item in arguments if isinstance(item, int)), default=0)
     if not isinstance(owner, str | bytes):
         if name in ("index", "count"):
             printed_size(owner)
@@ -199,17 +199,20 @@ def before_method(owner: Any, name: str, given: list[Any]) -> None:
         return
     match name:
         case "replace":
-            _replaced(owner, given)
+            _replaced(owner, arguments)
         case "join":
-            spend(sizes + len(owner) * sum(len(item) for item in given if hasattr(item, "__len__")))
+            spend(
+                sizes
+                + len(owner) * sum(len(item) for item in arguments if hasattr(item, "__len__"))
+            )
         case "translate":
-            table = given[0] if given and isinstance(given[0], Mapping) else {}
+            table = arguments[0] if arguments and isinstance(arguments[0], Mapping) else {}
             longest = max((len(v) for v in table.values() if isinstance(v, str)), default=1)
             spend(len(owner) * longest)
         case "expandtabs":
             spend(len(owner) * (number + 1) if number > 8 else 8 * len(owner))
         case "split" | "rsplit" | "splitlines":
-            marks = [item for item in given if isinstance(item, str | bytes) and item]
+            marks = [item for item in arguments if isinstance(item, str | bytes) and item]
             pieces = _times(owner, marks[0]) if marks else len(owner) // 2
             spend(len(owner) + _ITEM * pieces)
         case "center" | "ljust" | "rjust" | "zfill":
@@ -223,8 +226,8 @@ def _times(text: Any, part: Any) -> int:
     return int(text.count(part)) if type(text) is type(part) else len(text)
 
 
-def _replaced(text: Any, given: list[Any]) -> None:
-    old, new = [*given, "", ""][:2]
+def _replaced(text: Any, arguments: list[Any]) -> None:
+    old, new = [*arguments, "", ""][:2]
     if type(old) is type(new) and isinstance(text, type(old)) and isinstance(old, str | bytes):
         times = _times(text, old) if old else len(text) + 1
         spend(len(text) + times * len(new))
@@ -240,23 +243,23 @@ FREE = frozenset(
 _SLOW = frozenset("pprint striptags title urlize wordwrap xmlattr".split())
 
 
-def before_filter(name: str, value: Any, given: list[Any]) -> None:
+def before_filter(name: str, value: Any, arguments: list[Any]) -> None:
     """Count what a filter will make of a value."""
-    number = max((abs(item) for item in given if isinstance(item, int)), default=0)
+    number = max((abs(item) for item in arguments if isinstance(item, int)), default=0)
     match name:
         case "replace":
-            _replaced(value, given)
+            _replaced(value, arguments)
         case "join":
-            spend(printed_size(value) + _count(value) * sum(map(printed_size, given)))
+            spend(printed_size(value) + _count(value) * sum(map(printed_size, arguments)))
         case "format":
-            before_percent(value if isinstance(value, str) else str(printed_size(value)), given)
+            before_percent(value if isinstance(value, str) else str(printed_size(value)), arguments)
         case "int" | "abs" | "items":
             pass
         case "list":
             spend(_ITEM * _count(value))
         case "indent":
             lines = value.count("\n") + 1 if isinstance(value, str) else printed_size(value)
-            spend(printed_size(value) + lines * (number + sum(map(printed_size, given))))
+            spend(printed_size(value) + lines * (number + sum(map(printed_size, arguments))))
         case "tojson":
             spend(printed_size(value) * (1 + number // _ITEM))
         case "round":
@@ -266,7 +269,7 @@ def before_filter(name: str, value: Any, given: list[Any]) -> None:
         case "batch" | "slice" | "center":
             spend(_ITEM * number + printed_size(value))
         case _:
-            length = sum(map(printed_size, given)) + printed_size(value)
+            length = sum(map(printed_size, arguments)) + printed_size(value)
             if name in _SLOW and length > _MOST_SLOW:
                 raise TemplateLimit(f"its filter {name} gets more than {_MOST_SLOW:,} characters")
             spend(length)

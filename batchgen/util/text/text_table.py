@@ -77,18 +77,20 @@ def number_text(value: float | None) -> str:
     return "–" if value is None else f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
 
 
-def value_range(interval: Mapping[str, Any] | None, shown: Callable[[float | None], str]) -> str:
+def value_range(
+    interval: Mapping[str, Any] | None, format_value: Callable[[float | None], str]
+) -> str:
     """The bounds of an interval, `40.0% to 60.0%`; empty where they are not known."""
     if interval is None or interval["low"] is None:
         return ""
-    return f"{shown(interval['low'])} to {shown(interval['high'])}"
+    return f"{format_value(interval['low'])} to {format_value(interval['high'])}"
 
 
 def score_lines(scores: Mapping[str, Any]) -> list[Line]:
     """Lines of a name and a value for the scores of `batchgen.evals.scores.scores.compute_scores`.
 
     The two intervals are of 95%: for new questions of the same kind, and for the same questions
-    asked again. The second cannot be told where all samples of each question have one mark.
+    asked again. The second is unknown where all samples of each question have one mark.
     """
     shown = score_value(scores)
     lines = [(scores.get("column", "score"), _average(scores["avg"], shown))]
@@ -125,11 +127,11 @@ def _short(names: Sequence[str]) -> list[str]:
     return shown
 
 
-def _average(average: Mapping[str, Any], shown: Callable[[float | None], str]) -> str:
-    text = shown(average["value"])
+def _average(average: Mapping[str, Any], format_value: Callable[[float | None], str]) -> str:
+    text = format_value(average["value"])
     for name, what in (("population", "new"), ("same_questions", "same")):
         if (interval := average[name]) is not None:
-            text += f", {what} questions {value_range(interval, shown) or _UNKNOWN}"
+            text += f", {what} questions {value_range(interval, format_value) or _UNKNOWN}"
     return text
 
 
@@ -164,6 +166,8 @@ def _rates(scores: Mapping[str, Any]) -> list[Line]:
     return [(of, shares), ("not marked", unmarked)]
 
 
-def _bounds(metric: Mapping[str, Any], shown: Callable[[float | None], str] = percent_text) -> str:
-    bounds = value_range(metric["population"], shown)
+def _bounds(
+    metric: Mapping[str, Any], format_value: Callable[[float | None], str] = percent_text
+) -> str:
+    bounds = value_range(metric["population"], format_value)
     return f" ({bounds})" if bounds else ""

@@ -73,12 +73,12 @@ class MXFP4Slot(WeightSlot):
         parts: Tensor = rows.unflatten(0, (-1, self.turns))
         return parts.transpose(0, 1).flatten(0, 1)
 
-    def _write_expert(self, place: int, weight: MXFP4Weight) -> None:
+    def _write_expert(self, index: int, weight: MXFP4Weight) -> None:
         if self.scales is None:
-            target = self.parameter[place]
+            target = self.parameter[index]
             target.copy_(weight.dequantise().view(target.shape))
             return
-        own = slice(place, place + 1)
+        own = slice(index, index + 1)
         try:
             pack_panels(
                 MXFP4Weight(*(tensor[None] for tensor in weight)),

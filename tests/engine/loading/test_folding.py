@@ -264,7 +264,7 @@ def test_as_peft_computes(
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    from batchgen.engine.sampling.sampling_params import SamplingParams
+    from batchgen.engine.sampling.sampling_params import RequestParams
     from tests.engine.test_lora import engine_of
     from tests.support.engine.engine_rows import run
 
@@ -283,8 +283,8 @@ def test_as_peft_computes(
     model = load_model(base, device=CPU, dtype=torch.float32)
     add_adapters(model, {"a": open_adapter(tmp_path / "a", fold=True)}, fold=True)
     engine = engine_of(model)
-    asked = (ids[:8], SamplingParams(max_new_tokens=0), ids[8:])
-    answered = (ids[:8], SamplingParams(max_new_tokens=12, temperature=0.0))
+    asked = (ids[:8], RequestParams(max_new_tokens=0), ids[8:])
+    answered = (ids[:8], RequestParams(max_new_tokens=12, temperature=0.0))
     scored, written = run(engine, [asked, answered])
     (found,) = scored.columns.values()
     torch.testing.assert_close(torch.tensor(found), expected, atol=1e-5, rtol=0)

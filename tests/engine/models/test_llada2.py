@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from batchgen.engine.loading.config_file import load_model_config, strange_keys
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.model_config import Diffusion
 from batchgen.engine.models.model_registry import model_class
+from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.engine.models.test_sdar import PagedRows, edit_config, equal, random_rows
 from tests.strategies.dllm.test_dllm import EOS, MASK, check, requests, run
@@ -162,6 +164,26 @@ def test_rows_equal_a_plain_loop(tiny_model: TinyModel, rule: dict[str, Any]) ->
     )  # fmt: skip
     for output, (prompt, params) in zip(found, rows, strict=True):
         check(output, generate(Plain(folder, 8), prompt, params, options), params)
+
+
+def test_edits_beside_the_experts_that_tokens_went_through(tiny_model: TinyModel) -> None:
+    """Whose column needs a block's last forward to have read its final tokens: same tokens, and one
+    place more of experts for each."""
+    model = load_model(tiny_model("llada2_moe"), device=CPU, dtype=torch.float32)
+    rule = {"unmasking": "joint_threshold", "confidence_threshold": 0.05, "edit_threshold": 0.1}
+    config = EngineConfig(max_model_len=128, kv_cache_gib=0.02, max_num_seqs=3)
+    rows = requests(4, 5, longest=20)
+    plain = run(LLMEngine(model, None, EOS, DLLMStrategy(8, **rule), config), rows)
+    columns = ("step_map", ROUTED_EXPERTS)
+    asked = [(prompt, replace(params, columns=columns)) for prompt, params in rows]
+    engine = LLMEngine(
+        model, None, EOS, DLLMStrategy(8, **rule), config, context_columns=[ROUTED_EXPERTS]
+    )
+    for wanted, output in zip(plain, run(engine, asked), strict=True):
+        assert output.token_ids == wanted.token_ids
+        assert (output.columns["step_map"] == wanted.columns["step_map"]).all()
+        length = len(output.prompt_token_ids) + len(output.token_ids) - 1
+        assert output.columns[ROUTED_EXPERTS].shape == (length, 2, 3)
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("mini", 16.26e9), ("flash", 102.9e9)])

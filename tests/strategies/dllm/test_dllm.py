@@ -354,9 +354,12 @@ def test_aborts_leave_the_others_alone(tiny_model: Callable[..., Path]) -> None:
     [
         ({"block_length": 1}, "block_length must be 2 to 64, got 1"),
         ({"block_length": 65}, "block_length must be 2 to 64, got 65"),
-        ({"unmasking": "random"}, "unmasking must be sequential or"),
+        ({"unmasking": "random"}, "unmasking must be low_confidence_dynamic or"),
         ({"confidence_threshold": 1.5}, "confidence_threshold must be from 0 to 1"),
-        ({"denoising_steps": 0}, "denoising_steps must be at least 1"),
+        (
+            {"unmasking": "sequential", "denoising_steps": 0},
+            "denoising_steps must be at least 1",
+        ),
         ({"denoising_steps": 4}, "leave it null"),
     ],
     ids=str,

@@ -116,7 +116,7 @@ def _exports(of: PipelineJob) -> dict[str, object]:
     """What the exports hold, and of what the record says that they are made. The card of a folder
     of rows names the folder, so that only its shards are compared."""
     folder = of.out / "export"
-    made = ExportRecord.read(folder).made
+    made = ExportRecord.read(folder).exports
     for name, one in made.items():
         assert content_digest(folder / name) == one.digests[0], f"{name} is not as recorded"
     there = {path.name for path in folder.iterdir()}

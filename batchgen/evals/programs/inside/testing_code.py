@@ -82,9 +82,9 @@ class Link:
         self._requests, self._answers = requests, answers
         self._remotes: dict[int, Remote] = {}
 
-    def ask(self, what: str, *given: Any) -> Any:
+    def ask(self, what: str, *values: Any) -> Any:
         """What the program answers; raises what it raised."""
-        forms = [copied_values.encode(value, self._number) for value in given]
+        forms = [copied_values.encode(value, self._number) for value in values]
         return copied_values.decode_value(self._asked([what, *forms]), self._remote)
 
     def load(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.workers_config import BudgetConfig
+from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.inputs.dataset.source import Left, ReadJob, Row, Source
 from batchgen.inputs.images.row_images import RowImage
 from batchgen.inputs.prompts.answer_text import Answer
@@ -25,9 +26,9 @@ from batchgen.util.errors import ConfigError, JobError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Taken(Row):
-    """A row with its number among those that were taken; `given` has its own number."""
+    """A row with its number among those that were taken; `base` has its own number."""
 
-    given: Row = dataclasses.field(kw_only=True)
+    base: Row = dataclasses.field(kw_only=True)
 
 
 class TakenRows(Source):
@@ -50,7 +51,7 @@ class TakenRows(Source):
         self.fingerprint = f"{len(indices)} of {source.fingerprint}"
         source.find_index(storage)
         self._rows = [
-            _Taken(number, row.id, row.fields, row.failure, given=row)
+            _Taken(number, row.id, row.fields, row.failure, base=row)
             for number, row in enumerate(rows_at(source, indices))
         ]
         self.num_rows = len(self._rows)
@@ -118,13 +119,13 @@ class _AnswerOfTaken:
 
     answer: Answer
 
-    def token_ids(self, row: Row) -> list[int]:
-        return self.answer.token_ids(_given(row))
+    def of(self, row: Row) -> GivenAnswer:
+        return self.answer.of(_given(row))
 
 
 def _given(row: Row) -> Row:
     assert isinstance(row, _Taken)
-    return row.given
+    return row.base
 
 
 def compute_again(

@@ -65,9 +65,9 @@ def _read(file: IO[bytes], start: int, stop: int) -> GroupMember:
 
 
 def pairs(
-    scores: Sequence[float | None], same: Sequence[object], gap: float, most: int
+    scores: Sequence[float | None], same: Sequence[object], gap: float, limit: int
 ) -> list[tuple[int, int]]:
-    """Up to `most` pairs (better, worse) of the members of a group whose scores differ by at least
+    """Up to `limit` pairs (better, worse) of the members of a group whose scores differ by at least
     `gap`, and differ at all, and that are not the `same`.
 
     Pairs of members that are in few pairs yet come first, then those that are farther apart, then
@@ -82,7 +82,7 @@ def pairs(
     found.sort(key=lambda one: (-one[0], one[1], one[2]))
     used = [0] * len(scores)
     taken: list[tuple[int, int]] = []
-    while found and len(taken) < most:
+    while found and len(taken) < limit:
         best = min(range(len(found)), key=lambda at: used[found[at][1]] + used[found[at][2]])
         _, i, j = found.pop(best)
         used[i] += 1

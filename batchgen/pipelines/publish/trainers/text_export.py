@@ -19,7 +19,7 @@ from batchgen.util.text.row_writers import WRITERS, spreadsheet
 
 
 def export_text(
-    given: str,
+    user_path: str,
     path: Path | None,
     *,
     form: str | None = None,
@@ -40,7 +40,7 @@ def export_text(
     form = form or export_format(path)
     if quote and form != "csv":
         raise ConfigError(f"export --quote-formulas is for CSV, and the format is {form}")
-    source = _columns_of(given, form, columns, where)
+    source = _columns_of(user_path, form, columns, where)
     if form == "txt" and len(source.schema) != 1:
         raise ConfigError("export --format txt writes one column: name one in --columns")
     with text_file(path, at) as file:
@@ -59,18 +59,20 @@ class _Source(NamedTuple):
     rows: Iterator[Mapping[str, Any]]
 
 
-def _columns_of(given: str, form: str, columns: Sequence[str] | None, where: str | None) -> _Source:
+def _columns_of(
+    user_path: str, form: str, columns: Sequence[str] | None, where: str | None
+) -> _Source:
     """The rows of a job that may still run, or those of which an expression is true."""
-    if where is not None or is_set(given):
-        rows = open_rows(given)
+    if where is not None or is_set(user_path):
+        rows = open_rows(user_path)
         names = export_columns(rows, form, columns, where)
         schema = pa.schema([rows.schema.field(name) for name in names])
         return _Source(schema, rows_where(rows, where, names))
-    reader = open_job_reader(given)
+    reader = open_job_reader(user_path)
     columns = columns or ([reader.text_column] if form == "txt" else None)
     schema = reader.fields(columns)
     if schema is None:
-        shown = reader.storage.shown
+        shown = reader.storage.display_name
         raise ConfigError(f"no row of {shown} is finished yet: there is nothing to export")
     return _Source(schema, map(row_reader(schema), reader.rows(schema.names)))
 
@@ -83,7 +85,7 @@ def export_columns(
     names = columns or ([rows.text_column] if form == "txt" else rows.schema.names)
     if unknown := [name for name in names if name not in rows.schema.names]:
         raise ConfigError(
-            f"the rows of {rows.given} have no column {unknown[0]!r}: choose among "
+            f"the rows of {rows.user_path} have no column {unknown[0]!r}: choose among "
             f"{some_names(rows.schema.names, unknown[0])}"
         )
     if form == "txt" and len(names) != 1:

@@ -67,6 +67,7 @@ _TAKEN = {
     "kd-v1": ("messages",),
     "kd-packed": (),
     "rl": ("by",),
+    "trace_rl": ("by",),
 }
 """The options of each format besides `where`."""
 _NEEDED = {"dpo": ("by",), "kto": ("label",)}
@@ -86,9 +87,9 @@ class TrainerRows:
         made_of: shard and place of each row that the last row was made of.
     """
 
-    def __init__(self, rows: FinishedRows, asked: ExportRequest) -> None:
+    def __init__(self, rows: FinishedRows, request: ExportRequest) -> None:
         """Raise ConfigError if an option does not fit the rows."""
-        self._rows, self._asked, self.left_out = rows, asked, Counter[str]()
+        self._rows, self._asked, self.left_out = rows, request, Counter[str]()
         self.made_of: list[Place] = []
         columns = rows.columns
         self._of: dict[str, RowExpression] = {}
@@ -97,13 +98,15 @@ class TrainerRows:
         self._wanted = columns.named([n for n in _OWN if n in columns.names])
         for expression in self._of.values():
             self._wanted |= columns.read_by(expression)
-        self._answers = asked.to in ("sft", "dpo", "kto")
-        self._talks = Conversations(rows, asked.messages, asked.reasoning, answers=self._answers)
+        self._answers = request.to in ("sft", "dpo", "kto")
+        self._talks = Conversations(
+            rows, request.messages, request.reasoning, answers=self._answers
+        )
         self._wanted |= self._talks.wanted
         self._tools = self._tools_column()
         made = {"sft": self._sft, "dpo": self._dpo, "kto": self._kto, "grpo": self._grpo}
         made["prm"] = self._prm
-        self._make: Callable[[], Iterator[dict[str, Any]]] = made[asked.to]
+        self._make: Callable[[], Iterator[dict[str, Any]]] = made[request.to]
         self.schema = self._schema()
 
     def _expressions(self) -> dict[str, str]:
@@ -115,12 +118,13 @@ class TrainerRows:
             if asked.by is None and "mark" not in known:
                 raise ConfigError(
                     f"--to grpo takes the share of right answers from the column mark, which "
-                    f"{self._rows.given} does not have: grade it first, or name another with --by"
+                    f"{self._rows.user_path} does not have: grade it first, or name another "
+                    "column with --by"
                 )
             if asked.answer is None and "target" not in known:
                 raise ConfigError(
                     f"--to grpo takes the right answer from the column target, which "
-                    f"{self._rows.given} does not have: name its column with --answer"
+                    f"{self._rows.user_path} does not have: name its column with --answer"
                 )
         if asked.to == "prm":
             given |= {"steps": asked.steps or "steps", "labels": asked.labels or "labels"}
@@ -172,7 +176,7 @@ class TrainerRows:
             if self._answers and not self._talks.has_answer(row):
                 self.left_out["without a text"] += 1
                 continue
-            self.made_of = [(row.shard, row.place)]
+            self.made_of = [(row.shard, row.position)]
             yield row
 
     def _sft(self) -> Iterator[dict[str, Any]]:
@@ -201,7 +205,7 @@ class TrainerRows:
             GroupMember(
                 self._key(row),
                 number_value(self._of["by"], row),
-                {**content(row), _PLACE: (row.shard, row.place)},
+                {**content(row), _PLACE: (row.shard, row.position)},
             )
             for row in self._passed()
         )
@@ -221,7 +225,7 @@ class TrainerRows:
         if source is None:
             raise ConfigError(
                 f"--across is for rows that say in the column source what they were made of, as "
-                f"those of dataset=job do, and those of {self._rows.given} do not"
+                f"those of dataset=job do, and those of {self._rows.user_path} do not"
             )
         name = str(source["row_id"])
         return name.partition("/")[2] if _reads_several_jobs(self._rows.group("dataset")) else name
